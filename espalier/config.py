@@ -31,14 +31,14 @@ class SpeculationConfig:
 
     algorithm: str = option("the draft model's format, 'ngram' (lookup in the text so far) or 'none'")
     steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0)
-    topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1)
+    topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1, high=256)
     num_draft_tokens: int | Literal["auto"] = option("nodes verified per round, including the root", low=1)
     by_batch: Mapping[Any, Any] | str | PathLike[str] = field(
         default="auto",
         metadata={
             "help": "smaller trees for larger batches: a file that `bench round --choose` wrote, or JSON like "
             '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}, where each tree applies from '
-            "that batch size on; by default plain decoding from the batch size at which it was measured to be as fast"
+            "that batch size on; by default plain decoding from the batch size where it was measured to be as fast"
         },
     )
 
@@ -64,11 +64,11 @@ class EngineConfig:
     device: str = option("cpu, cuda or cuda:N")
     dtype: str = option("dtype of weights and of K and V", choices=DTYPES)
     kv_dtype: str = option(
-        "dtype in which the KV cache holds K and V: fp8_e4m3, or that of dtype; by default what the checkpoint's "
-        "kv_cache_scheme declares, else that of dtype",
+        "dtype of the KV cache: fp8_e4m3, or the same as dtype; by default the one that the checkpoint's "
+        "kv_cache_scheme declares, else the same as dtype",
         choices=KV_DTYPES,
     )
-    draft_kv_dtype: str = option("kv_dtype of the draft's layers; by default the target's", choices=KV_DTYPES)
+    draft_kv_dtype: str = option("dtype of the draft's KV cache; by default the target's kv_dtype", choices=KV_DTYPES)
     threads: int | Literal["auto"] = option(
         "CPU threads of PyTorch, for the whole process; by default OMP_NUM_THREADS if it is set, else from the model's "
         "size: 1 for a small model, all physical cores for a large one",

@@ -144,12 +144,12 @@ def neutral() -> str:
 def render() -> str:
     return f"""# What combines with what
 
-Made by `tools/make_support.py` from the declarations that refusals are made from; a test holds the two together. What
-is not here is refused at start, by name.
+`tools/make_support.py` makes this page from the declarations by which the engine refuses; a test compares the two. What
+is not listed here is refused at start, by name.
 
-A backend runs every target and every drafter below whose layers its column supports. The shape of the tree, the page
-size, the prefix cache, chunking, and overlap or lock-step are independent of them and of each other, but for what the
-column says.
+A backend runs every target and every drafter below if its column supports their layers. Trees, page sizes, the prefix
+cache, chunked prefill, overlap and lock-step combine freely with them and with each other, except where the column says
+otherwise.
 
 ## Attention backends
 
@@ -159,10 +159,11 @@ column says.
 
 {targets()}
 
-MTP layers (`num_nextn_predict_layers`) in a target's directory are its draft, unless another draft or algorithm is set.
+If a target's directory has MTP layers (`num_nextn_predict_layers`), they are its draft, unless you set another draft
+or algorithm.
 
-One GPU has to hold the weights: two bytes a parameter in bfloat16, one in FP8, half of one in 4 bits. Sizes below are
-of bfloat16. DeepSeek-V3, V3.1 and R1 (671 billion parameters,
+One GPU has to hold the weights: two bytes a parameter in bfloat16, one byte in FP8, half a byte in 4 bits. These sizes
+are for bfloat16. DeepSeek-V3, V3.1 and R1 (671 billion parameters,
 1.34 TB) and DeepSeek-V2 (236 billion, 472 GB) fit no GPU, and neither does GLM-4.5 (355 billion, 710 GB). GLM-4.5-Air
 (106 billion, 212 GB) and dots.llm1 (142 billion, 284 GB) need a GPU of that memory. DeepSeek-V2-Lite (16 billion, 32
 GB) and GLM-4.7-Flash (30 billion, 60 GB) fit one of 80 GB.
@@ -173,27 +174,27 @@ of the fields in its last column; its EAGLE-3 heads have a dense MLP.
 
 ## Quantised weights
 
-Of a target or a draft, chosen by `quant_method` in config.json. Layers that the checkpoint leaves out stay dense. A
-scheme that is not in this table is refused by name when config.json is read.
+Targets and drafts may be quantised; `quant_method` in config.json names the format. Layers that the checkpoint leaves
+out stay dense. A scheme that is not in this table is refused by name when config.json is read.
 
 {quantised()}
 
 A GPU needs compute capability 8.9 for FP8, and bfloat16 for MXFP4. A CPU does not round inputs. Experts take every
 format but static input scales of their own and `desc_act` orders of their own. `espalier quantize path/to/model --to
-fp8 --out DIR` writes copies.
+fp8 --out DIR` writes a quantised copy.
 
 ## K and V in FP8
 
-`--kv-dtype fp8_e4m3` holds K and V, or latent rows, in one byte a number: half of bfloat16's, so the pages hold twice
-as many tokens. llama-3.1-8b keeps 65,536 bytes a token and not 131,072, DeepSeek-V3 35,136 and not 70,272.
-`espalier doctor` and the log at start say what the pages hold.
+`--kv-dtype fp8_e4m3` stores K and V, or latent rows, in one byte a number. That is half of bfloat16, so the same memory
+holds twice as many tokens: llama-3.1-8b takes 65,536 bytes a token instead of 131,072, DeepSeek-V3 35,136 instead of
+70,272. `espalier doctor` and the log at start say how many tokens the pages hold.
 
-By default K and V have the dtype that the checkpoint's `kv_cache_scheme` declares (static FP8, by {codes(STRATEGIES)}),
-else the model's; `--kv-dtype bfloat16` declines what is declared. Scales are those of the checkpoint, one for all heads
-or one for each, under a layer's `self_attn`: {kv_scale_names()}.
-A checkpoint without scales gets 1, and values past 448 become 448. Scales are not measured. A draft's rows have the
-scale 1, and the target's dtype unless `--draft-kv-dtype` says otherwise. The table of backends says which take FP8; a
-GPU needs compute capability 8.9.
+By default the KV cache has the dtype that the checkpoint's `kv_cache_scheme` declares (static FP8, by
+{codes(STRATEGIES)}), else the model's. `--kv-dtype bfloat16` overrides the declaration. Scales come from the
+checkpoint, one for all heads or one for each head. Their names under a layer's `self_attn`: {kv_scale_names()}.
+If the checkpoint has no scales, the scale is 1, and values past ±448 become ±448. Scales are never measured. A draft's
+KV cache has the scale 1 and the target's dtype, unless `--draft-kv-dtype` sets another. The table of backends says
+which of them take FP8. A GPU needs compute capability 8.9.
 
 ## Drafters
 
@@ -203,12 +204,12 @@ Refused by name: {drafts_not_built()}.
 
 An `mtp` draft has 1 to {MAX_MODULES} layers (`num_nextn_predict_layers`), each of any kind that targets have. Its
 config.json may say `mtp_form`: `chain` (each layer reads the one before it; the default) or `target` (all read the
-target). Levels of the tree past the last layer use that layer again. Refused are the MTP layers of {not_built()}.
+target). Levels of the tree past the last layer use that layer again. The MTP layers of {not_built()} are refused.
 
 ## The tree
 
-`steps` from 0 (plain decoding), `topk` from 1 (a chain), `num_draft_tokens` from 1 to `1 + topk + (steps - 1)·topk²`;
-with `by_batch` each batch may have a tree of its own, up to that one;
+`steps` from 0 (plain decoding), `topk` from 1 (a chain) to 256, `num_draft_tokens` from 1 to
+`1 + topk + (steps - 1)·topk²`. With `by_batch` each batch may have a tree of its own, up to that one;
 `page_size` from 1 to {MAX_PAGE_SIZE}.
 
 ## Sampling parameters
@@ -231,14 +232,18 @@ by name.
 
 {schemas()}
 
-Also {codes(COMBINING)}: `$ref` within the schema; `oneOf` where its schemas exclude each other by type, or by the texts
-of a property that all require; `allOf` with one schema; none of them beside other keywords (`enum` and `const` beside
-`type`). `pattern` and `format` stand alone; a pattern has no lookarounds, no anchors except at its ends and at those of
-its alternatives, and no characters that JSON escapes. Integers have 64 bits, and a
-number with six decimals lies between two bounds.
-`multipleOf` is for integers: with two bounds, or with none and at most {MAX_MULTIPLE}. `minProperties` above 1
-needs named properties. Formats: {codes(sorted(STRING_FORMATS))}.
-Without effect: {codes(sorted(ANNOTATIONS))}.
+Also {codes(COMBINING)}. No other keyword may stand beside one of them, except `type` beside `enum` and `const`.
+
+- `$ref` refers to a place in the same schema. `allOf` has one schema.
+- The schemas of `oneOf` must exclude each other: by type, or by the constant texts of a property that all of them
+  require.
+- `pattern` and `format` stand alone in a string. A pattern has no lookarounds and no characters that JSON escapes. Its
+  anchors are at its ends or at the ends of its alternatives.
+- Integers have 64 bits. A number with a bound has at most six decimals.
+- `multipleOf` is for integers: with two bounds, or with none and at most {MAX_MULTIPLE}.
+- `minProperties` above 1 needs named properties.
+- Formats: {codes(sorted(STRING_FORMATS))}.
+- Without effect: {codes(sorted(ANNOTATIONS))}.
 
 ## Refused in a config.json
 

@@ -24,7 +24,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from front_cost import CHAT, LENGTHS, STREAMS, cpu_seconds, post
+from front_cost import CHAT, LENGTHS, cpu_seconds, post
 
 from espalier.bench.server import free_port, wait_until_served
 from espalier.serve_ray.build import application
@@ -37,6 +37,7 @@ SERVE = "serve"
 ENGINE: dict[str, Any] = {"dtype": "float64", "max_batch": 4, "max_context": 512, "page_size": 16, "num_pages": 400}
 POWER_OF_TWO = "ray.serve._private.request_router.pow_2_router.PowerOfTwoChoicesRequestRouter"
 NUM_CLIENTS = 8
+STREAMS = 16
 PROMPTS = [f"def {name}_{i}(values):\n" for i in range(8) for name in ("mean", "total", "largest", "sorted_copy")]
 MAX_TOKENS = 48
 

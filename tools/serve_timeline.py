@@ -32,7 +32,6 @@ from espalier.cli.serve import sendable
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle, StagedHandle
 from espalier.engine.launch_input import LaunchInput, RequestResult, TreeSize
-from espalier.engine.masks import AskRows
 from espalier.llm import LLM
 from espalier.request import OutputChunk, Request, SamplingParams
 from espalier.server import logs, worker
@@ -115,7 +114,7 @@ class PacedExecutor:
         tokens = [300] * (1 if launch_input.is_prefill else ACCEPT_LENGTH)
         return PacedHandle(self.free_at, [RequestResult(tokens, True, TreeSize(8, 4)) for _ in launch_input.slots])
 
-    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
         raise NotImplementedError
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
-"""The output file of a batch: a line for each line of the input that is answered, in the order of the answers.
+"""The output file of a batch: one line for each answer, in the order of the answers.
 
-A line is one write to the end of the file, so a killed process leaves whole lines and at most one torn line at the end,
-which the next run cuts off.  `sync` is for a machine that loses power: what was written since the last one may be lost,
-and is then answered again.
+Each line is one append, so a killed process leaves whole lines and at most one torn line at the end.  The next run cuts
+the torn line off.  A loss of power may also lose the lines since the last `sync`; the next run answers them again.
 """
 
 import errno
@@ -14,26 +13,26 @@ from typing import Any
 
 import msgspec
 
+from espalier.batch.input_scan import InputScan
 from espalier.batch.lines import LineError, Response, answer_line, id_prefix, raw_lines
-from espalier.batch.survey import Survey
 from espalier.errors import EspalierError
 
 OK = 200
 
 
 class Journal:
-    """num_answered: lines that are answered; num_failed: those of them with an error, or a status other than 200.
+    """num_answered: input lines with an answer; num_failed: those whose answer is an error or a status other than 200.
 
     Raises EspalierError if the file cannot be written, is another input's output, or is no batch's output.
     """
 
-    def __init__(self, path: Path, survey: Survey):
+    def __init__(self, path: Path, scan: InputScan):
         self.path = path
-        self.survey = survey
+        self.input = scan
         self.num_answered = 0
         self.num_failed = 0
-        self._prefix = id_prefix(survey.digest)
-        self._is_answered = bytearray(survey.last + 1)
+        self._prefix = id_prefix(scan.digest)
+        self._is_answered = bytearray(scan.last + 1)
         self._unsynced = False
         self._file = _opened(path)
         try:
@@ -47,18 +46,18 @@ class Journal:
 
     @property
     def num_left(self) -> int:
-        return self.survey.num_lines - self.num_answered
+        return self.input.num_lines - self.num_answered
 
     def unanswered(self) -> Generator[tuple[int, bytes]]:
         """(number, bytes) of the input's lines without an answer.  Read as they are needed."""
-        with self.survey.path.open("rb") as file:
-            for number, data in raw_lines(file, self.survey.path):
+        with self.input.path.open("rb") as file:
+            for number, data in raw_lines(file, self.input.path):
                 if not self.is_answered(number):
                     yield number, data
 
     def append(self, number: int, custom_id: str | None, answer: Response | LineError) -> None:
         """Write the answer of a line.  Raises EspalierError if it cannot be written."""
-        data = answer_line(self.survey.digest, number, custom_id, answer)
+        data = answer_line(self.input.digest, number, custom_id, answer)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
@@ -110,9 +109,9 @@ class Journal:
             raise EspalierError(
                 f"{self.path}, line {count}: this is not a batch's output; name another file for the output"
             ) from None
-        if not name.startswith(self._prefix) or not 0 < number <= self.survey.last:
+        if not name.startswith(self._prefix) or not 0 < number <= self.input.last:
             raise EspalierError(
-                f"{self.path} has answers to another input than {self.survey.path}, or the input has changed since; "
+                f"{self.path} has answers to another input than {self.input.path}, or the input has changed since; "
                 "name another file for the output"
             )
         if not self.is_answered(number):

@@ -1,8 +1,8 @@
 """OpenAI's batch format: a line of the input, and the line of the output that answers it.
 
 Input: {"custom_id", "method", "url", "body"}.  Output: {"id", "custom_id", "response", "error"}, where `response` is
-{"status_code", "request_id", "body"}.  The id holds the input's digest and the line's number, so an output file says
-which lines of which input it answers.
+{"status_code", "request_id", "body"}.  The id has the input's digest and the line's number, so each answer names its
+input file and line.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,6 +1,6 @@
-"""Runs a batch: every line that the journal has no answer for is sent, and its answer is written.
+"""Runs a batch: sends every line that has no answer in the journal, and writes the answer.
 
-Lines are read as they are sent, and `concurrency` of them are in memory, so a file may have any number of lines.
+At most `concurrency` lines are in memory, so a file may have any number of lines.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ async def run(
     answered: Callable[[], object] = lambda: None,
     urls: Collection[str] = URLS,
 ) -> None:
-    """answered: called for each line that is written.  urls: those that a line may name.
+    """answered: called after each line that is written.  urls: the endpoints that a line may name.
 
-    Raises EspalierError if the server does not answer any more or the output cannot be written.  Whatever ends it, the
-    answers so far are in the journal, and a later run goes on from there.
+    Raises EspalierError if the server does not answer any more or the output cannot be written.  The journal always has
+    the answers so far, and a later run continues from there.
     """
     lines = journal.unanswered()
     syncing = asyncio.create_task(_sync(journal))
@@ -32,7 +32,7 @@ async def run(
             for _ in range(min(concurrency, journal.num_left)):
                 group.create_task(_work(lines, journal, sender, answered, urls))
     except BaseExceptionGroup as errors:
-        raise _first(errors) from None
+        raise _first_error(errors) from None
     finally:
         syncing.cancel()
         lines.close()
@@ -45,14 +45,14 @@ async def _work(
     answered: Callable[[], object],
     urls: Collection[str],
 ) -> None:
-    """Answer one line after another, beside others that take from the same lines."""
+    """Answer one line after another.  Several workers share the iterator `lines`."""
     for number, data in lines:
         custom_id: str | None = None
         answer: Response | LineError
         try:
             line = parse(number, data, urls)
             custom_id = line.custom_id
-            answer = await sender.answer(f"{id_prefix(journal.survey.digest)}{number}", line)
+            answer = await sender.answer(f"{id_prefix(journal.input.digest)}{number}", line)
         except LineError as error:
             custom_id, answer = error.custom_id, error
         journal.append(number, custom_id, answer)
@@ -66,6 +66,6 @@ async def _sync(journal: Journal) -> None:
         await asyncio.to_thread(journal.sync)
 
 
-def _first(errors: BaseExceptionGroup) -> BaseException:
+def _first_error(errors: BaseExceptionGroup) -> BaseException:
     inner = errors.exceptions[0]
-    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner
+    return _first_error(inner) if isinstance(inner, BaseExceptionGroup) else inner

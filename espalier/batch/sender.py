@@ -1,6 +1,6 @@
 """Sends lines to a server and waits for their answers, over HTTP or to an application in this process.
 
-What is no answer to the line (a full queue, a server that starts again, a lost connection) is tried again.
+A failure that says nothing about the line itself is retried: a full queue, a restarting server, a lost connection.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from espalier.errors import EspalierError, one_line
 ANSWER_S = 3600.0
 CONNECT_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
-# A line that was lost this often on the way may be what ends the server.
+# A line that the server lost this often may be the cause of its crashes.
 MAX_LOST = 5
-TRY_AGAIN = (429, 502, 503)
+RETRIED_STATUSES = (429, 502, 503)
 App = Callable[..., Awaitable[None]]
 
 
 class NotAnswered(Exception):
-    """The line was not answered.  final: trying again does not help; lost: the server had accepted it."""
+    """The line was not answered.  final: a retry would fail too; lost: the server had accepted the line."""
 
     def __init__(self, why: str, retry_after_s: float = 0.0, final: bool = False, lost: bool = False):
         super().__init__(why)
@@ -37,8 +37,10 @@ class NotAnswered(Exception):
 
 
 class Sender:
-    """clients: of servers with the same models, which take turns; give_up_s: limit for the time in which no line is
-    answered, None for no limit; priority: for bodies that name none."""
+    """clients: one for each server, used in turn; the servers have the same models.
+
+    give_up_s: time limit without any answer; None: no limit.  priority: for bodies that have none.
+    """
 
     def __init__(
         self, clients: Sequence[httpx.AsyncClient], give_up_s: float | None = None, priority: int | None = None
@@ -74,7 +76,7 @@ class Sender:
                 return response
 
     def _give_up(self, why: NotAnswered) -> None:
-        """Raises EspalierError if trying again is of no use."""
+        """Raises EspalierError if a retry is useless."""
         silent_s = asyncio.get_running_loop().time() - self._answered_at
         if why.final:
             raise EspalierError(str(why))
@@ -89,7 +91,7 @@ class Sender:
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
             raise NotAnswered(f"{client.base_url} cannot be reached: {one_line(error)}") from None
         except httpx.TransportError as error:
-            raise NotAnswered(f"{client.base_url} broke off: {one_line(error)}", lost=True) from None
+            raise NotAnswered(f"the connection to {client.base_url} was lost: {one_line(error)}", lost=True) from None
         try:
             body = msgspec.json.decode(got.content)
         except msgspec.DecodeError:
@@ -102,13 +104,13 @@ class Sender:
 
 
 def _require_answer(got: httpx.Response, body: Any) -> None:
-    """Raises NotAnswered for a status that says nothing about the line."""
+    """Raises NotAnswered for a status that says nothing about the line itself."""
     error = body.get("error") if isinstance(body, dict) else None
     error = error if isinstance(error, dict) else {}
     why = f"status {got.status_code}: {error.get('message') or 'no message'}"
     if got.status_code in (401, 403):
         raise NotAnswered(f"the server refuses the API key ({why}); give the right one with --api-key", final=True)
-    if got.status_code in TRY_AGAIN:
+    if got.status_code in RETRIED_STATUSES:
         after = got.headers.get("retry-after", "")
         raise NotAnswered(
             why,
@@ -118,11 +120,16 @@ def _require_answer(got: httpx.Response, body: Any) -> None:
         )
 
 
-def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
-    """A client of a server.  url: with or without /v1.  Raises EspalierError."""
+def require_url(url: str) -> None:
+    """Raises EspalierError for a URL that is not a server's address."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise EspalierError(f"--url={url} is not supported; use an address such as http://127.0.0.1:8000")
+
+
+def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
+    """A client of a server.  url: with or without /v1.  Raises EspalierError."""
+    require_url(url)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     base = url.rstrip("/").removesuffix("/v1")
     timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)

@@ -28,7 +28,9 @@ def add_flags(parser: ArgumentParser) -> None:
         "--out", required=True, type=Path, metavar="DIR", help="DIR/target and DIR/draft are made there"
     )
     parser.add_argument("--seed", type=int, default=Recipe.seed, metavar="N", help="seed of all weights (0)")
-    parser.add_argument("--mode", choices=MODES, default=Recipe.mode, help="copy: text depends on far K/V rows")
+    parser.add_argument(
+        "--mode", choices=MODES, default=Recipe.mode, help="copy: the text depends on K/V rows far back (chain)"
+    )
     parser.add_argument(
         "--reach", type=int, default=Recipe.reach, metavar="N", help="farthest position back in mode copy (256)"
     )
@@ -37,7 +39,7 @@ def add_flags(parser: ArgumentParser) -> None:
         type=float,
         default=Recipe.routing_correlation,
         metavar="X",
-        help="of experts: 0, as if drawn for each token, to 1, neighbouring tokens share them (0)",
+        help="from 0 (each token's experts are random) to 1 (neighbouring tokens share theirs) (0)",
     )
     parser.add_argument(
         "--mtp-layers",
@@ -46,22 +48,29 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="N",
         help="the draft is an MTP head of N layers; 0: an EAGLE-3 head (0)",
     )
-    parser.add_argument("--mtp-form", choices=FORMS, default=Recipe.mtp_form, help="what MTP layers read (chain)")
+    parser.add_argument(
+        "--mtp-form",
+        choices=FORMS,
+        default=Recipe.mtp_form,
+        help="what the MTP layers read: the layer before, or the target (chain)",
+    )
     parser.add_argument(
         "--block-size",
         type=int,
         default=Recipe.block_size,
         metavar="N",
-        help="the draft is a block draft that proposes N tokens a pass; 0: it is none (0)",
+        help="the draft is a block draft that proposes N tokens a pass; 0: no block draft (0)",
     )
     parser.add_argument(
         "--block-fade",
         type=float,
         default=Recipe.block_fade,
         metavar="X",
-        help="its skill at a depth over that at the depth before (1)",
+        help="of the block draft: its skill at each depth, divided by that at the depth before (1)",
     )
-    parser.add_argument("--weights", choices=(DENSE, *QUANTISERS), default=DENSE, help="of the target (dense)")
+    parser.add_argument(
+        "--weights", choices=(DENSE, *QUANTISERS), default=DENSE, help="format of the target's matrices (dense)"
+    )
     skill = parser.add_mutually_exclusive_group()
     skill.add_argument(
         "--skill", type=float, metavar="X", help=f"how often the draft's first guess is right ({Recipe.skill})"
@@ -79,7 +88,7 @@ def _tree(text: str) -> tuple[int, int, int]:
     return steps, topk, nodes
 
 
-_tree.__name__ = "three whole numbers"
+_tree.__name__ = "tree: steps,topk,nodes, such as 5,8,64"
 
 
 def run(args: Namespace) -> int:

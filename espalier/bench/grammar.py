@@ -25,9 +25,9 @@ from espalier.errors import EspalierError
 from espalier.grammar import Grammar
 from espalier.grammar.check import check_grammar
 from espalier.llm import LLM
-from espalier.masking.compile import form_of, vocabulary_of
+from espalier.masking.compile import compile_form, token_bytes
 from espalier.masking.masker import GrammarMasker, allowed_tokens
-from espalier.request import Output, Request, SamplingParams
+from espalier.request import Output, SamplingParams
 from espalier.terminal.console import print_table, progress, write_json
 from espalier.terminal.flags import require_at_least_one
 from espalier.text import TokenBytes
@@ -100,7 +100,7 @@ def run(args: Namespace) -> int:
     for name, tree in ways.items():
         with made.open(tree) as bench:
             config, vocabulary = bench.config, vocabulary_of_model(bench.llm)
-            form = form_of(_compiler(vocabulary), Grammar.of_json_schema(SCHEMA))
+            form = compile_form(_compiler(vocabulary), Grammar.of_json_schema(SCHEMA))
             if tree:
                 measured["host_ms"] = {f"{n} x {b}": mask_ms(vocabulary, form, n, b) for n, b in MASK_SIZES}
             measured[name] = _measure(bench, vocabulary, form, args.tokens)
@@ -113,7 +113,7 @@ def vocabulary_of_model(llm: LLM) -> Vocabulary:
     size = llm.inputs.facts.vocab_size
     if llm.tokenizer is None:
         return Vocabulary(synthetic_vocabulary(size), size - 1)
-    return Vocabulary(vocabulary_of(llm.tokenizer, size, False), llm.inputs.facts.eos_token_ids[0])
+    return Vocabulary(token_bytes(llm.tokenizer, size, False), llm.inputs.facts.eos_token_ids[0])
 
 
 def _compiler(vocabulary: Vocabulary) -> Any:
@@ -126,20 +126,19 @@ def _compiler(vocabulary: Vocabulary) -> Any:
 def mask_ms(vocabulary: Vocabulary, form: Any, nodes: int, batch: int) -> float:
     """Median milliseconds of the masks of `batch` trees of `nodes` tokens that the grammar allows, inside a text."""
     rng = random.Random(0)
-    trees, requests = [], []
-    for i in range(batch):
+    trees, maskers = [], []
+    for _ in range(batch):
         masker = vocabulary.masker(form)
         for byte in b'{"kind": "note", "text": "':
             masker.push(vocabulary.tokens.index(bytes([byte])))
         allowed = allowed_tokens(masker.root_mask())
         parents = [0, *(rng.randrange(node) for node in range(1, nodes))]
         trees.append(([0, *(int(rng.choice(allowed)) for _ in parents[1:])], parents))
-        params = SamplingParams().resolve({}, ())
-        requests.append(Request(str(i), [0], params, seed=0, arrival=i, masker=masker))
+        maskers.append(masker)
     builder, times = MaskBuilder(len(vocabulary.tokens), 1), []
     for _ in range(1 + REPEATS):
         begun = perf_counter()
-        builder.of_nodes(requests, trees)
+        builder.of_nodes(maskers, trees)
         times.append(perf_counter() - begun)
     return 1e3 * median(times[1:])
 

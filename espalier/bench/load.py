@@ -201,7 +201,7 @@ def bounds(text: str) -> tuple[int, int]:
     return low, high
 
 
-bounds.__name__ = "two whole numbers, the smaller first"
+bounds.__name__ = "pair of whole numbers, the smaller first, such as 16,64"
 
 
 def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Served], ResolvedConfig]:

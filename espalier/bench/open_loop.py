@@ -80,7 +80,7 @@ def _rates(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
-_rates.__name__ = "list of numbers"
+_rates.__name__ = "list of numbers, such as 1,2,4"
 
 
 def _object(text: str) -> dict[str, Any]:

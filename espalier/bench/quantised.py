@@ -1,8 +1,8 @@
-"""How far a quantised target is from the model that it was made of, on held-out text, through the engine.
+"""Compares a quantised target with its original on held-out text, both in the engine.
 
 Both read the same tokens and report the 20 likeliest tokens at each position.  Agreement is the share of positions with
-the same likeliest token.  KL is computed over the tokens that both report, with all others as one: a lower bound of the
-divergence over the whole vocabulary, and near it, as the others' share is small.
+the same likeliest token.  KL is computed over the tokens that both report, and all others count as one token.  This is
+a lower bound of the KL over the whole vocabulary, and close to it, because the other tokens have little probability.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +17,8 @@ from espalier.llm import LLM
 from espalier.logprobs import TokenLogprob
 from espalier.request import SamplingParams
 
-# Probabilities below this are not told apart from it.
-LEAST = 1e-12
+# Lower probabilities count as this one.
+MIN_PROBABILITY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One model's reports, by text, and its accept length."""
+class ModelReports:
+    """What one model reports of each text, and its accept length."""
 
     reports: list[list[TokenLogprob]]
     accept_length: float | None
@@ -66,17 +66,15 @@ def compare(
     return Accuracy(
         positions=len(pairs),
         agreement=sum(one.top[0][0] == other.top[0][0] for one, other in pairs) / len(pairs),
-        kl=sum(divergence(one.top, other.top) for one, other in pairs) / len(pairs),
+        kl=sum(kl_divergence(one.top, other.top) for one, other in pairs) / len(pairs),
         perplexity=(_perplexity([one for one, _ in pairs]), _perplexity([other for _, other in pairs])),
         accept_length=lengths,
     )
 
 
-def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: int) -> Run:
+def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: int) -> ModelReports:
     with LLM(model, **settings) as llm:
         pairs = texts(llm, num_texts)
-        if llm.tokenizer is None:
-            raise EspalierError(f"{model} has no tokenizer, which held-out text needs; add it, or pass --texts 0")
         limit = llm.config.max_context - 1
         whole = [(prompt + reference)[:limit] for prompt, reference in pairs]
         params = SamplingParams(max_tokens=0, prompt_logprobs=MAX_LOGPROBS)
@@ -87,18 +85,18 @@ def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: in
                 raise EspalierError(f"{model}: a held-out text failed ({output.error})")
             reports.append([entry for entry in output.prompt_logprobs if entry is not None])
         if not llm.config.steps or llm.config.draft is None:
-            return Run(reports, None)
+            return ModelReports(reports, None)
         greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, top_k=0, top_p=1.0)
         prompts = [prompt[: limit - num_tokens] for prompt, _ in pairs]
-        return Run(reports, drive(llm.engine, prompts, greedy).stats.accept_length)
+        return ModelReports(reports, drive(llm.engine, prompts, greedy).stats.accept_length)
 
 
-def divergence(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> float:
-    """KL(first || second) over the tokens that both report and one more that stands for all others, in nats."""
+def kl_divergence(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> float:
+    """KL(first || second) in nats, over the tokens that both report and one token for all others."""
     theirs = dict(second)
     shared = [(exp(logprob), exp(theirs[token])) for token, logprob in first if token in theirs]
     shared.append((1 - sum(p for p, _ in shared), 1 - sum(q for _, q in shared)))
-    clipped = [(max(p, LEAST), max(q, LEAST)) for p, q in shared]
+    clipped = [(max(p, MIN_PROBABILITY), max(q, MIN_PROBABILITY)) for p, q in shared]
     return max(sum(p * log(p / q) for p, q in clipped), 0.0)
 
 

@@ -192,7 +192,7 @@ class Roofline:
     ) -> None:
         """value_bytes: of K and V, see kv_value_bytes."""
         self.shape, self.value_bytes = shape, value_bytes
-        self.device = require_gpu("the floor")
+        self.device = require_gpu("bench floor")
         self.weights = Weights(dtype, self.device)
         self.stopwatch = Stopwatch()
         # By (batch, tree): context and page size do not change the linear layers.

@@ -33,22 +33,29 @@ ENDLESS_QUEUE = 2**30
 
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("input", type=Path, metavar="IN", help="requests, one JSON object on each line")
-    parser.add_argument("output", type=Path, metavar="OUT", help="answers, one on each line; grows if it exists")
+    parser.add_argument("output", type=Path, metavar="OUT", help="answers, one on each line; appended to if it exists")
     parser.add_argument(
         "--url",
         action="append",
         metavar="X",
-        help="send to this running server; may be repeated (an engine of its own)",
+        help="send to this running server; may be repeated (by default an engine is started)",
     )
     add_key_flag(parser, "bearer token for --url")
     parser.add_argument(
         "--concurrency", type=int, metavar="N", help=f"requests at once (--url: {URL_CONCURRENCY}; else by max_batch)"
     )
     parser.add_argument(
-        "--priority", type=int, metavar="N", help="with --url, for lines that name none; not every server has it"
+        "--priority",
+        type=int,
+        metavar="N",
+        help="with --url: priority of lines that have none; not every server knows this field",
     )
     parser.add_argument(
-        "--give-up-after", type=float, default=300.0, metavar="S", help="end if no line is answered for this long (300)"
+        "--give-up-after",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds without any answer after which the run ends (300)",
     )
     parser.add_argument(
         "--served-model-name",
@@ -64,15 +71,15 @@ def run(args: Namespace) -> int:
     """0: every line has an answer with status 200; 1: some have an error."""
     _check(args)
     # Imported here, so that other commands start without these modules.
+    from espalier.batch.input_scan import scan_input
     from espalier.batch.journal import Journal
-    from espalier.batch.survey import survey
 
     began = perf_counter()
-    journal = Journal(args.output, survey(args.input))
+    journal = Journal(args.output, scan_input(args.input))
     try:
         if journal.num_left:
             _say(
-                f"{journal.num_answered} of {journal.survey.num_lines} lines are already answered", journal.num_answered
+                f"{journal.num_answered} of {journal.input.num_lines} lines are already answered", journal.num_answered
             )
             asyncio.run(_answer(args, journal))
     except KeyboardInterrupt:
@@ -94,6 +101,11 @@ def _check(args: Namespace) -> None:
                 raise EspalierError(f"{flag_of(name)} is for a running server; give --url, or leave it out")
     elif given := given_flags(args):
         raise EspalierError(f"{flag_of(given[0])} is not for --url, where the server has its engine; leave one out")
+    if args.url is not None:
+        from espalier.batch.sender import require_url
+
+        for url in args.url:
+            require_url(url)
     require_int("--concurrency", args.concurrency, 1, optional=True)
     require_number("--give-up-after", args.give_up_after, lambda s: s >= 0, "seconds, 0 or more")
     if args.output.exists() and args.input.exists() and args.output.samefile(args.input):
@@ -104,7 +116,7 @@ async def _answer(args: Namespace, journal: "Journal") -> None:
     from espalier.batch.run import run as run_batch
 
     async with _sender(args) as (sender, concurrency):
-        with progress("answering", journal.survey.num_lines) as advance:
+        with progress("answering", journal.input.num_lines) as advance:
             advance(journal.num_answered)
             await run_batch(journal, sender, concurrency, advance)
 
@@ -153,7 +165,7 @@ async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
 
 
 def _so_far(journal: "Journal") -> str:
-    return f"{journal.num_answered} of {journal.survey.num_lines} lines are answered"
+    return f"{journal.num_answered} of {journal.input.num_lines} lines are answered"
 
 
 def _say(text: str, when: object = True) -> None:

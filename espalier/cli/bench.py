@@ -11,6 +11,7 @@ COMMANDS = MappingProxyType(
         "generate": ("espalier.bench.generate", "LLM.generate: time of a round and to the first token, tree and plain"),
         "kernels": ("espalier.bench.kernels", "attention on a GPU, compared with its memory bandwidth"),
         "attention": ("espalier.bench.attention", "attention over committed rows, backend by backend, in one process"),
+        "linears": ("espalier.bench.linear_times", "linear layers on a GPU, format by format, by bandwidth"),
         "prefill": ("espalier.bench.prefill", "how long prompts take to enter, and how long running requests wait"),
         "throughput": ("espalier.bench.throughput", "tokens a second of a mixed load, with the tree and plain"),
         "latency": ("espalier.bench.latency", "time to first token and between tokens, with the tree and plain"),

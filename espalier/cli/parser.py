@@ -2,7 +2,7 @@
 
 import difflib
 import sys
-from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, Namespace, _SubParsersAction
+from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from espalier import counterparts
 
 BAD_INPUT = 2
+# What a flag of a plain type takes, for messages; a function that reads a flag has this as its __name__.
+KINDS = MappingProxyType({int: "whole number", float: "number"})
 # Other engines' names of commands, and likely guesses.
 COMMANDS = MappingProxyType(
     {
@@ -80,6 +82,17 @@ class Parser(ArgumentParser):
         if advice is None and near:
             advice = f"did you mean {near[0]}?"
         return f"unknown flag {flag}; {advice or f'see {parser.prog} --help'}"
+
+    def _get_value(self, action: Action, arg_string: str) -> Any:
+        """As argparse does, with a message that says what to use."""
+        try:
+            return super()._get_value(action, arg_string)
+        except ArgumentError as error:
+            if isinstance(error.__context__, ArgumentTypeError):
+                raise
+            kind: Any = action.type
+            use = KINDS.get(kind) or getattr(kind, "__name__", repr(kind))
+            raise ArgumentError(action, f"{arg_string!r} is not supported; use a {use}") from None
 
     def _check_value(self, action: Action, value: Any) -> None:
         """Refuse an unknown command, with a suggestion."""

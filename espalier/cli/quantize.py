@@ -1,4 +1,4 @@
-"""`espalier quantize`: writes a quantised copy of a target, and says how far it is from the original."""
+"""`espalier quantize`: writes a quantised copy of a target, and compares it with the original."""
 
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
@@ -10,12 +10,13 @@ from espalier.bench import quantised
 from espalier.bench.drive import heldout
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
-from espalier.models.quantise import Written, quantise
+from espalier.llm import prepare
+from espalier.models.quantise import QuantiseReport, quantise
 from espalier.models.quantisers import GROUP
 from espalier.models.weights import shards_of
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
-from espalier.terminal.console import print_table, progress, write_json
+from espalier.terminal.console import print_table, progress, require_writable, write_json
 
 # Tokens generated from each prompt for the accept length.
 GENERATED = 64
@@ -25,19 +26,30 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("model", help="a directory, a Hugging Face id, or 'bundled'")
     parser.add_argument("--to", required=True, choices=("fp8", "int4"), help="the format of the copy")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="an empty or new directory")
-    parser.add_argument("--device", default="auto", help="where it is computed: auto, cpu or cuda (auto)")
-    parser.add_argument("--draft", metavar="DIR", help="also compare accept lengths with this draft")
+    parser.add_argument("--device", default="auto", help="device to compute on: auto, cpu or cuda (auto)")
+    parser.add_argument("--draft", metavar="DIR", help="compare accept lengths too, with this draft")
     parser.add_argument(
-        "--texts", type=int, default=32, metavar="N", help="held-out texts to compare on; 0: no comparison (32)"
+        "--texts",
+        type=int,
+        default=32,
+        metavar="N",
+        help="compare with the original on N held-out texts; 0: do not compare (32)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
 
 
 def run(args: Namespace) -> int:
     if not 0 <= args.texts <= len(heldout()):
-        raise EspalierError(f"--texts={args.texts} is not supported; there are {len(heldout())} held-out texts")
+        raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout())}")
+    if args.draft is not None and not args.texts:
+        raise EspalierError("--draft is for the comparison, which --texts 0 leaves out; leave one out")
+    require_writable("--json", args.json)
     device = choose_device(EngineConfig(device=args.device))
     path = find_target(args.model)
+    settings = {"device": device.type} | ({} if args.draft is None else {"draft": args.draft})
+    # The copy may take an hour: what the comparison would refuse is refused now.
+    if args.texts and prepare(EngineConfig(model=args.model, **settings)).inputs.tokenizer is None:
+        raise EspalierError(f"{args.model} has no tokenizer, which held-out text needs; add it, or pass --texts 0")
     begin = perf_counter()
     with progress("quantising", len(shards_of(path))) as advance:
         written = quantise(path, args.out, args.to, device, advance)
@@ -45,7 +57,6 @@ def run(args: Namespace) -> int:
     results: dict[str, Any] = {"seconds": seconds, **asdict(written)}
     rows = _rows_of(written, seconds)
     if args.texts:
-        settings = {"device": device.type} | ({} if args.draft is None else {"draft": args.draft})
         with progress("comparing", 2) as advance:
             accuracy = quantised.compare(args.model, str(args.out), settings, args.texts, GENERATED, advance)
         results["accuracy"] = accuracy.as_dict()
@@ -55,7 +66,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _rows_of(written: Written, seconds: float) -> list[list[str]]:
+def _rows_of(written: QuantiseReport, seconds: float) -> list[list[str]]:
     share = written.written_bytes / max(written.read_bytes, 1)
     rows = [
         ["matrices quantised", str(written.num_matrices)],

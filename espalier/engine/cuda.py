@@ -25,7 +25,7 @@ from espalier.engine.cuda_stages import EagerStages, Stages
 from espalier.engine.executor import Handle, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.masks import AskRows, RowMasks, Trees
+from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.precompile import precompile
@@ -94,14 +94,29 @@ class CudaHandle:
 class CudaStagedHandle:
     """A staged round in flight.  After the event `place.copied` its trees are on the host, while the GPU verifies.
 
-    stages: of this batch size.
+    stages: of this batch size; None once the round is settled.
     """
 
     executor: "CudaExecutor"
     place: Place
     launch_input: LaunchInput
-    stages: Stages
+    stages: Stages | None
     settled: CudaHandle | None = None
+
+    @torch.inference_mode()
+    def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
+        """Propose, then verify while the trees are copied to the host.
+
+        The draft asks only where most requests have a grammar: every request of the batch waits for the answers.
+        """
+        assert self.stages is not None
+        batch = len(self.launch_input.slots)
+        asks = guide is not None and 2 * len(guide.rows) >= batch
+        with torch.cuda.stream(self.executor.stream):
+            self.stages.set_guide(guide)
+            self.stages.propose(ask if asks else None)
+            self.executor.copy_entry(self.place, batch)
+            self.stages.verify()
 
     def trees(self) -> Trees:
         self.place.copied.synchronize()
@@ -109,9 +124,12 @@ class CudaStagedHandle:
 
     @torch.inference_mode()
     def settle(self, masks: RowMasks) -> None:
+        assert self.stages is not None
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_masks(masks)
             self.stages.settle()
+        # An eager round's tensors are free for the round that is launched before this one is read.
+        self.stages = None
         self.settled = self.executor.hand_back(self.place, self.launch_input, None)
 
     def wait(self) -> None:
@@ -210,13 +228,7 @@ class CudaExecutor:
         self._prepare(replace(dummies, committed=committed), batch, in_graph=True)
 
     @torch.inference_mode()
-    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> CudaStagedHandle:
-        """Propose, then verify while the trees are copied to the host.
-
-        The draft asks only where most requests have a grammar: every request of the batch waits for the answers.
-        """
-        guide = launch_input.guide
-        asks = guide is not None and 2 * len(guide.rows) >= len(launch_input.slots)
+    def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
         # A capture prepares the backends for its own lengths, so it comes first.
         captured = self._stage_graphs(self._padded_batch(launch_input))
         place, batch, packed = self._packed(launch_input)
@@ -227,10 +239,7 @@ class CudaExecutor:
             else:
                 stages = captured
                 stages.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
-            stages.set_guide(guide)
-            stages.propose(ask if asks else None)
-            self._copy_entry(place, len(launch_input.slots))
-            stages.verify()
+            stages.begin()
         return CudaStagedHandle(self, place, launch_input, stages)
 
     def _stage_graphs(self, batch: int) -> Stages | None:
@@ -244,7 +253,7 @@ class CudaExecutor:
     def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
         return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.device)
 
-    def _copy_entry(self, place: Place, batch: int) -> None:
+    def copy_entry(self, place: Place, batch: int) -> None:
         """Copy a ring entry to the host on the copy stream, while the compute stream goes on."""
         self.copies.wait_stream(self.stream)
         with torch.cuda.stream(self.copies):
@@ -310,7 +319,7 @@ class CudaExecutor:
                 emitted.copy_(self.results.logprobs[place.entry, :batch], non_blocking=True)
             if prompt_logprobs is not None:
                 prompt = self._to_host(prompt_logprobs)
-            self._copy_entry(place, batch)
+            self.copy_entry(place, batch)
         return CudaHandle(self.results, place, launch_input, Reported(emitted, prompt))
 
     def _to_host(self, value: Tensor) -> Tensor:
@@ -362,6 +371,9 @@ class CudaExecutor:
         began = time.perf_counter()
         dummies = of_dummies(batch)
         packed = pack_launch(self.runner.table, dummies, 0, batch)
+        # The launch in flight may have written the entry of the results ring that the dummies write.
+        self.stream.synchronize()
+        self.copies.synchronize()
         self._prepare_capture(dummies, batch)
         try:
             with torch.cuda.stream(self.stream):

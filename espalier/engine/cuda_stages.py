@@ -3,19 +3,22 @@
 The propose stage is split into one graph for each level of the tree, because between two levels the draft may ask the
 host which tokens can follow.  Without a grammar nothing is captured here.  A bucket whose graphs do not fit into memory
 runs its stages eagerly.
+
+What grammars say goes to the device as one copy for each run of adjacent rows (`OwnRows`).
 """
 
 import gc
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.engine.executor import StagedRound, guide_of
+from espalier.engine.executor import StagedRound
 from espalier.engine.launch_buffer import LaunchBuffer
 from espalier.engine.masks import AskRows, GuideRows, RowMasks
 from espalier.engine.results import Results
@@ -24,43 +27,96 @@ from espalier.sampling.mask import ALL_ALLOWED, DraftGuide, mask_words
 from espalier.speculate.round import ModelRunner
 
 
+class OwnRows:
+    """A tensor on the device of which some rows hold what a grammar says, and the others `free`, which says nothing.
+
+    values: [B, ...]; free: one row, or a number; rows: those that hold something else than `free`.
+    """
+
+    def __init__(self, values: Tensor, free: Tensor | int):
+        self.values = values
+        self.free = free
+        self.rows: tuple[int, ...] = ()
+        self._clear()
+
+    def _clear(self) -> None:
+        if isinstance(self.free, int):
+            self.values.fill_(self.free)
+        else:
+            self.values.copy_(self.free.expand_as(self.values))
+
+    def set(self, rows: tuple[int, ...], own: np.ndarray | None) -> None:
+        """Set these rows to `own`, on the current stream, and all others free.  own: None where there are no rows."""
+        if rows != self.rows:
+            self._clear()
+            self.rows = rows
+        if own is None or not rows:
+            return
+        # PyTorch keeps a pinned buffer until the copies from it have run.
+        pinned = torch.from_numpy(np.ascontiguousarray(own)).pin_memory()
+        for begin, end in adjacent(rows):
+            first = rows[begin]
+            self.values[first : first + end - begin].copy_(pinned[begin:end], non_blocking=True)
+
+
+def adjacent(rows: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The places (begin, end) in `rows`, which ascend, of each run of rows without a gap."""
+    cuts = [place for place in range(1, len(rows)) if rows[place] != rows[place - 1] + 1]
+    return list(pairwise([0, *cuts, len(rows)])) if rows else []
+
+
+def packed_words(words: int) -> int:
+    """int64 values that hold so many int32 words."""
+    return -(-words // 2)
+
+
+def pack(values: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """int64 values [..., n] and int32 words [..., w] side by side, as `unpack` finds them on the device."""
+    packed = np.full((*values.shape[:-1], values.shape[-1] + packed_words(words.shape[-1])), ALL_ALLOWED, np.int64)
+    packed[..., : values.shape[-1]] = values
+    packed[..., values.shape[-1] :].view(np.int32)[..., : words.shape[-1]] = words
+    return packed
+
+
+def unpack(packed: Tensor, num_values: int, num_words: int) -> tuple[Tensor, Tensor]:
+    """Views of what `pack` made."""
+    return packed[..., :num_values], packed[..., num_values:].view(torch.int32)[..., :num_words]
+
+
 @dataclass
 class Question:
     """What the draft asks at one level, and the answer, on the device.
 
     packed: [B, E + Q * W] int64, tokens and ancestor bits (sampling.mask.AskHost) side by side, so that one copy brings
-    both to the host.  only [B, Q], masks [B, Q, words]: the answer.  answered: the rows that it is about.
+    both to the host.  answer: [B, Q, 1 + packed_words(words)] int64, the only token of each row and its mask (`pack`).
     """
 
     packed: Tensor
     num_tokens: int
-    only: Tensor
-    masks: Tensor
-    answered: tuple[int, ...] = ()
+    num_words: int
+    answer: OwnRows
 
     @classmethod
     def of(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int) -> "Question":
         """No row is answered yet: every token may follow."""
-        batch, device = len(packed), packed.device
-        masks = torch.full((batch, beams, num_words), ALL_ALLOWED, dtype=torch.int32, device=device)
-        return cls(packed, num_tokens, torch.full((batch, beams), -1, device=device), masks)
+        # -1 is both no only token and a mask that allows all.
+        values = packed.new_empty(len(packed), beams, 1 + packed_words(num_words))
+        return cls(packed, num_tokens, num_words, OwnRows(values, ALL_ALLOWED))
 
-    def answer(self, ask: AskRows | None) -> None:
+    @property
+    def told(self) -> tuple[Tensor, Tensor]:
+        """As AskHost answers: [B, Q] and [B, Q, words]."""
+        only, masks = unpack(self.answer.values, 1, self.num_words)
+        return only[..., 0], masks
+
+    def put(self, ask: AskRows | None) -> None:
         """Wait for the device, and ask the host.  None: every token may follow."""
-        told = None
-        if ask is not None:
-            packed = self.packed.cpu()
-            told = ask(
-                packed[:, : self.num_tokens], packed[:, self.num_tokens :].unflatten(1, (self.only.shape[1], -1))
-            )
-        rows = () if told is None else told.rows
-        if rows != self.answered:
-            self.only.fill_(-1)
-            self.masks.fill_(ALL_ALLOWED)
-            self.answered = rows
-        if told is not None:
-            _set_rows(self.only, rows, told.forced)
-            _set_rows(self.masks, rows, told.masks)
+        if ask is None:
+            self.answer.set((), None)
+            return
+        tokens, bits = self.packed.cpu().split((self.num_tokens, self.packed.shape[1] - self.num_tokens), 1)
+        told = ask(tokens, bits.unflatten(1, (self.answer.values.shape[1], -1)))
+        self.answer.set(told.rows, pack(told.forced[..., None], told.masks))
 
 
 def packed_question(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
@@ -90,12 +146,12 @@ class DraftBreaks:
         question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words)
         self.questions.append(question)
         self.begin()
-        return question.only, question.masks
+        return question.told
 
     def replay(self, ask: AskRows | None) -> None:
         for graph, question in zip(self.graphs, self.questions, strict=False):
             graph.replay()
-            question.answer(ask)
+            question.put(ask)
         self.graphs[-1].replay()
 
 
@@ -112,37 +168,35 @@ class DeviceAsk:
             return self.breaks.split(tokens, ancestor_bits)
         packed = packed_question(tokens, ancestor_bits)
         question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words)
-        question.answer(self.host)
-        return question.only, question.masks
+        question.put(self.host)
+        return question.told
 
 
 @dataclass
 class Stages:
-    """The stages of one batch size.  A run of all three leaves nothing for the next.
+    """The stages of one batch size.  A run of all four leaves nothing for the next.
 
-    launch_input: [n] int64, guide, masks [batch, D, words]: on the device, what the stages read.
+    On the device, what the stages read.  launch_input: [n] int64; guide: [batch, S + 1 + packed_words(words)] int64,
+    the forced tokens, the level and the mask of a DraftGuide (`pack`); masks: [batch, D, words] int32.
     """
 
     launch_input: Tensor
-    guide: DraftGuide
-    masks: Tensor
+    guide: OwnRows
+    masks: OwnRows
+    begin: Callable[[], None]
     propose: Callable[[AskRows | None], None]
     verify: Callable[[], None]
     settle: Callable[[], None]
 
     def set_guide(self, rows: GuideRows | None) -> None:
         if rows is None:
-            self.guide.forced.fill_(-1)
-            self.guide.level.zero_()
-            return
-        on_host = guide_of(rows, len(self.guide.level))
-        for name in ("forced", "mask", "level"):
-            getattr(self.guide, name).copy_(getattr(on_host, name).pin_memory(), non_blocking=True)
+            self.guide.set((), None)
+        else:
+            self.guide.set(rows.rows, pack(np.column_stack((rows.forced, rows.levels)), rows.masks))
 
     def set_masks(self, masks: RowMasks) -> None:
         """Rows without a grammar allow all tokens.  masks has a row for each node of the largest tree."""
-        self.masks.fill_(ALL_ALLOWED)
-        _set_rows(self.masks, masks.rows, np.ascontiguousarray(masks.masks[:, : self.masks.shape[1]]))
+        self.masks.set(masks.rows, masks.masks[:, : self.masks.values.shape[1]])
 
 
 class EagerStages:
@@ -158,26 +212,31 @@ class EagerStages:
         device: torch.device,
     ):
         launch_input = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
-        words = mask_words(runner.target.config.vocab_size)
+        words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
         self.ask = DeviceAsk(words)
-        guide = DraftGuide(
-            torch.full((batch, runner.layout.steps), -1, device=device),
-            torch.full((batch, words), ALL_ALLOWED, dtype=torch.int32, device=device),
-            torch.zeros(batch, dtype=torch.int64, device=device),
-            self.ask,
-        )
+        nothing = torch.full((steps + 1 + packed_words(words),), ALL_ALLOWED, dtype=torch.int64)
+        # Of a level that is not known.
+        nothing[steps] = 0
+        guide = OwnRows(launch_input.new_empty(batch, len(nothing)), nothing.pin_memory().to(device, non_blocking=True))
+        told, mask = unpack(guide.values, steps + 1, words)
+        self.guide = DraftGuide(told[:, :steps], mask, told[:, steps], self.ask)
         nodes = runner.layout.at(batch).num_draft_tokens
-        masks = torch.full((batch, nodes, words), ALL_ALLOWED, dtype=torch.int32, device=device)
-        self.staged = StagedRound(runner, results, packed.on(launch_input), needs, guide)
-        settle = lambda: self.staged.settle(masks)  # noqa: E731
-        self.stages = Stages(launch_input, guide, masks, self._propose, self.staged.verify, settle)
+        masks = torch.empty(batch, nodes, words, dtype=torch.int32, device=device)
+        self.masks = OwnRows(masks, ALL_ALLOWED)
+        self.staged = StagedRound(runner, results, packed.on(launch_input), needs)
+        buffers = launch_input, guide, self.masks
+        self.stages = Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 
     def _propose(self, ask: AskRows | None) -> None:
         self.ask.host = ask
-        self.staged.propose()
+        self.staged.propose(self.guide)
+
+    def _settle(self) -> None:
+        self.staged.settle(self.masks.values)
 
     def run(self) -> None:
-        """Run all three for dummies."""
+        """Run all four for dummies."""
+        self.stages.begin()
         self.stages.propose(None)
         self.stages.verify()
         self.stages.settle()
@@ -190,13 +249,11 @@ class EagerStages:
         with torch.cuda.stream(stream):
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
             self.run()
-            breaks = self._captured_propose(pool)
-        graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
-        for graph, stage in zip(graphs, (self.stages.verify, self.stages.settle), strict=True):
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                stage()
-        replays = (graph.replay for graph in graphs)
-        return Stages(self.stages.launch_input, self.stages.guide, self.stages.masks, breaks.replay, *replays)
+        begin = _captured(self.stages.begin, pool, stream)
+        with torch.cuda.stream(stream):
+            propose = self._captured_propose(pool).replay
+        verify, settle = (_captured(stage, pool, stream) for stage in (self.stages.verify, self.stages.settle))
+        return replace(self.stages, begin=begin, propose=propose, verify=verify, settle=settle)
 
     def _captured_propose(self, pool: Any) -> DraftBreaks:
         torch.cuda.synchronize()
@@ -204,7 +261,7 @@ class EagerStages:
         self.ask.breaks = breaks = DraftBreaks(pool, self.ask.num_words)
         breaks.begin()
         try:
-            self.staged.propose()
+            self.staged.propose(self.guide)
         except BaseException:
             with suppress(RuntimeError):
                 breaks.end()
@@ -215,7 +272,9 @@ class EagerStages:
         return breaks
 
 
-def _set_rows(values: Tensor, rows: tuple[int, ...], own: np.ndarray) -> None:
-    """Copy `own` from the host to the given rows, on the current stream."""
-    index = torch.tensor(rows).pin_memory().to(values.device, non_blocking=True)
-    values.index_copy_(0, index, torch.from_numpy(own).pin_memory().to(values.device, non_blocking=True))
+def _captured(stage: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
+    """The replay of a CUDA graph of the stage."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        stage()
+    return graph.replay

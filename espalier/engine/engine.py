@@ -1,5 +1,9 @@
 """The engine: `Engine.step` is one turn of the main loop.  It admits requests, starts a launch and reads a launch.
 
+A round with a grammar starts like every other round, with overlap before the round before it is read.  Its begin stage
+needs no mask.  When the host has read what came before, it knows the grammars' states and resumes the round.  It makes
+the masks of the trees' nodes while the target verifies them, and settles the round at the start of the next step.
+
 scheduler.py decides which requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
 """
 
@@ -10,8 +14,8 @@ from functools import partial
 
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
-from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver
-from espalier.engine.launch_input import RequestResult
+from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver, StagedHandle
+from espalier.engine.masks import Maskers
 from espalier.engine.scheduler import Launch, Scheduler
 from espalier.errors import EspalierError
 from espalier.request import OutputChunk, Request, check_prompt
@@ -19,23 +23,33 @@ from espalier.stats import SpeculationStats
 
 
 @dataclass
-class InFlight:
-    """The launch whose results the host has not read yet.
+class Started:
+    """A launch in flight.
 
-    With overlap, a launch is read one step after it was started, so the host works while the device runs.
-    In lock-step, a launch is read in the step that started it, and `unread` stays None.
+    stages: its handle, if it is a round in stages.  maskers: the grammars of such a round, once it is resumed.
+    """
+
+    launch: Launch
+    handle: Handle
+    stages: StagedHandle | None = None
+    maskers: Maskers = ()
+
+
+@dataclass
+class InFlight:
+    """What the host has started and not read yet.
+
+    unread: with overlap, the launch that the last step started, so the host works while the device runs.  In lock-step
+    a launch is read in the step that started it, and this stays None.
+    unsettled: `unread`, if it is a round in stages that still waits for the masks of its trees.
     """
 
     overlap: bool
-    unread: tuple[Launch, Handle] | None = None
+    unread: Started | None = None
+    unsettled: Started | None = None
 
-    def exchange(self, started: tuple[Launch, Handle] | None) -> tuple[Launch, Handle] | None:
-        """Take the launch that was just started; return the launch to read now, or None."""
-        if not self.overlap or (started is not None and started[0].launch_input.is_staged):
-            # The scheduler starts a staged round only when nothing is in flight, so `unread` is None here.
-            return started
-        previous, self.unread = self.unread, started
-        return previous
+    def forget(self) -> None:
+        self.unread = self.unsettled = None
 
 
 class Engine:
@@ -66,29 +80,50 @@ class Engine:
     def step(self) -> list[OutputChunk]:
         """Admit new requests, start the next launch, read a launch.  Returns the output chunks of this step."""
         with self._stop_on_error():
+            # A round that is not settled shares buffers with every later launch, so nothing comes before its end.
+            self._settle()
             self.scheduler.admit(self._drain_inbox())
             launch = self.scheduler.next_launch()  # a prefill pass, a round, or None
-            started = (launch, self._start(launch)) if launch else None
-            to_read = self.in_flight.exchange(started)  # with overlap the previous launch, in lock-step this one
-            if to_read is None:
-                return self._forget_finished(self.scheduler.take_chunks())
-            launch, handle = to_read
-            return self._forget_finished(self.scheduler.harvest(launch, self._result(handle)))
+            started = self._start(launch) if launch else None
+            if self.in_flight.overlap:
+                previous, self.in_flight.unread = self.in_flight.unread, started
+                self._read(previous)
+                self._resume(started)
+            else:
+                self._resume(started)
+                self._settle()
+                self._read(started)
+            return self._forget_finished(self.scheduler.take_chunks())
 
-    def _start(self, launch: Launch) -> Handle:
+    def _start(self, launch: Launch) -> Started:
         if self.observer is not None:
             self.observer.on_launch(launch.launch_input)
         if not launch.launch_input.is_staged:
-            return self.executor.launch(launch.launch_input)
-        handle = self.executor.launch_staged(launch.launch_input, partial(self.scheduler.of_beams, launch))
-        # The host computes the masks while the device verifies the trees.
-        handle.settle(self.scheduler.node_masks(launch, handle.trees()))
-        return handle
+            return Started(launch, self.executor.launch(launch.launch_input))
+        handle = self.executor.launch_staged(launch.launch_input)
+        return Started(launch, handle, handle)
 
-    def _result(self, handle: Handle) -> list[RequestResult]:
+    def _read(self, started: Started | None) -> None:
+        if started is None:
+            return
         if self.observer is not None:
-            self.observer.before_result(handle)
-        return handle.result()
+            self.observer.before_result(started.handle)
+        self.scheduler.harvest(started.launch, started.handle.result())
+
+    def _resume(self, started: Started | None) -> None:
+        """Go on with a round in stages.  All launches before it are read, so its grammars' states are known."""
+        if started is None or started.stages is None:
+            return
+        masks, started.maskers = self.scheduler.masks, self.scheduler.maskers_of(started.launch)
+        started.stages.resume(masks.guide(started.maskers), partial(masks.of_beams, started.maskers))
+        self.in_flight.unsettled = started
+
+    def _settle(self) -> None:
+        started, self.in_flight.unsettled = self.in_flight.unsettled, None
+        if started is not None and started.stages is not None:
+            trees = started.stages.trees()
+            # The host makes the masks while the device verifies the trees.
+            started.stages.settle(self.scheduler.masks.of_nodes(started.maskers, trees))
 
     def add(self, request: Request) -> None:
         """Queue a request.  Raises EspalierError, without any effect, for a request that can never run."""
@@ -125,7 +160,7 @@ class Engine:
             yield
         except BaseException as error:
             self.stopped = f"the engine stopped ({type(error).__name__}: {error}); make another LLM"
-            self.in_flight.unread = None
+            self.in_flight.forget()
             self.scheduler.admit(self._drain_inbox())
             self.scheduler.stop(self.stopped)
             raise
@@ -160,7 +195,7 @@ class Engine:
         """Free models, pages and graphs, even while somebody still holds a reference to the engine.  Idempotent."""
         if self.stopped is None:
             self.stopped = "the engine is closed; make another LLM"
-        self.in_flight.unread = None
+        self.in_flight.forget()
         try:
             self.executor.close()
         finally:

@@ -1,7 +1,7 @@
 """Executors run launches in order on one stream: `launch(launch_input)` returns a handle, `handle.result()` waits.
 
 `execute` is the body of every launch, on any device, eager or captured in a CUDA graph.  A staged round runs the same
-work in three steps (`StagedRound`).  This file has the CPU executor: with overlap its stream is one worker thread, in
+work in four steps (`StagedRound`).  This file has the CPU executor: with overlap its stream is one worker thread, in
 lock-step it is the caller's thread.  The GPU executor is engine/cuda.py.
 """
 
@@ -23,7 +23,18 @@ from espalier.kernels.sampling.logprobs import rows_of
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
-from espalier.speculate.round import ModelRunner, RoundOutput, Verified, decode_round, prefill, propose, settle, verify
+from espalier.speculate.round import (
+    Begun,
+    ModelRunner,
+    RoundOutput,
+    Verified,
+    begin,
+    decode_round,
+    prefill,
+    propose,
+    settle,
+    verify,
+)
 
 
 class Handle(Protocol):
@@ -37,6 +48,16 @@ class Handle(Protocol):
 
 
 class StagedHandle(Handle, Protocol):
+    """A round whose begin stage was started.  No other launch may be started between `resume` and `settle`."""
+
+    def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
+        """Start the propose and the verify stage.
+
+        guide: what grammars say to the draft, None for nothing.  ask: what may follow draft rows, for an executor that
+        can ask while it drafts.
+        """
+        ...
+
     def trees(self) -> Trees:
         """Wait for the propose stage and return (tokens, parents) of each slot's tree."""
         ...
@@ -66,11 +87,8 @@ class Executor(Protocol):
 
     def launch(self, launch_input: LaunchInput) -> Handle: ...
 
-    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
-        """Start a round that waits for masks before its settle stage.  Settle it before the next launch.
-
-        ask: what may follow draft rows, for an executor that can ask while it drafts.
-        """
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
+        """Start the begin stage of a round.  Resume it, and settle it, before the next launch."""
         ...
 
     def close(self) -> None:
@@ -88,7 +106,7 @@ class ClosedExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         raise EspalierError("the engine is closed; make another LLM")
 
-    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
         raise EspalierError("the engine is closed; make another LLM")
 
     def close(self) -> None:
@@ -117,30 +135,29 @@ def execute(
 
 
 class StagedRound:
-    """A round in three steps: `propose`, `verify`, then `settle` with masks that the host made from the trees.
+    """A round in four steps: `begin`, `propose`, `verify`, then `settle` with masks that the host made from the trees.
 
-    It runs the same code as `execute`.  The steps run eagerly or as one CUDA graph each; this object holds the
-    tensors that one step leaves for the next.
+    It runs the same code as `execute`.  The steps run eagerly or as CUDA graphs; this object holds the tensors that one
+    step leaves for the next.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        results: Results,
-        device_launch: LaunchBuffer,
-        needs: SamplingNeeds,
-        guide: DraftGuide | None = None,
-    ):
+    def __init__(self, runner: ModelRunner, results: Results, device_launch: LaunchBuffer, needs: SamplingNeeds):
         self.runner = runner
         self.results = results
         self.device_launch = device_launch
         self.needs = needs
-        self.guide = guide
+        self.begun: Begun | None = None
         self.verified: Verified | None = None
 
-    def propose(self) -> None:
+    def begin(self) -> None:
         self.device_launch.apply(self.runner.table)
-        self.proposed = propose(self.runner, self.device_launch.slots, self.needs, self.guide)
+        self.begun = begin(self.runner, self.device_launch.slots, self.needs)
+
+    def propose(self, guide: DraftGuide | None) -> None:
+        # Dropped, because a draft's first logits may be large.
+        begun, self.begun = self.begun, None
+        assert begun is not None
+        self.proposed = propose(begun, guide)
         self.results.write_trees(self.device_launch.entry, self.proposed.tree)
 
     def verify(self) -> None:
@@ -151,16 +168,15 @@ class StagedRound:
         self.results.write(self.device_launch.entry, settle(self.verified, masks))
 
 
-def guide_of(rows: GuideRows, batch: int, ask: AskRows | None = None) -> DraftGuide:
+def guide_of(rows: GuideRows, batch: int, ask: AskRows) -> DraftGuide:
     """The guide of a batch, on the host."""
     forced, masks, levels = map(torch.from_numpy, rows.whole(batch))
 
     def ask_host(tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        assert ask is not None
         only, masks = ask(tokens, ancestor_bits).whole(batch)
         return torch.from_numpy(only), torch.from_numpy(masks)
 
-    return DraftGuide(forced, masks, levels, None if ask is None else ask_host)
+    return DraftGuide(forced, masks, levels, ask_host)
 
 
 class CpuExecutor:
@@ -173,8 +189,8 @@ class CpuExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         return CpuHandle(self.submit(self.run, launch_input))
 
-    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
-        return CpuStagedHandle(self, launch_input, ask)
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
+        return CpuStagedHandle(self, launch_input)
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Run work on the stream, after all work submitted before."""
@@ -200,11 +216,15 @@ class CpuExecutor:
         return self._read_rows(launch_input, output)
 
     @torch.inference_mode()
-    def propose(self, launch_input: LaunchInput, ask: AskRows) -> StagedRound:
-        guide = None if launch_input.guide is None else guide_of(launch_input.guide, len(launch_input.slots), ask)
-        staged = StagedRound(self.runner, self.results, self._to_device(launch_input), launch_input.needs, guide)
-        staged.propose()
+    def begin(self, launch_input: LaunchInput) -> StagedRound:
+        staged = StagedRound(self.runner, self.results, self._to_device(launch_input), launch_input.needs)
+        staged.begin()
         return staged
+
+    @torch.inference_mode()
+    def propose(self, staged: StagedRound, batch: int, guide: GuideRows | None, ask: AskRows) -> Trees:
+        staged.propose(None if guide is None else guide_of(guide, batch, ask))
+        return read_trees(self.results.fields, self.results.ring[0, :batch].numpy())
 
     @torch.inference_mode()
     def verify(self, staged: StagedRound) -> None:
@@ -215,9 +235,6 @@ class CpuExecutor:
         nodes = self.runner.layout.at(len(launch_input.slots)).num_draft_tokens
         staged.settle(torch.from_numpy(masks.whole(len(launch_input.slots))[:, :nodes]))
         return self._read_rows(launch_input, None)
-
-    def trees(self, launch_input: LaunchInput) -> Trees:
-        return read_trees(self.results.fields, self.results.ring[0, : len(launch_input.slots)].numpy())
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
         self.runner.prepare(launch_input.committed)
@@ -249,21 +266,35 @@ class CpuHandle:
 
 
 class CpuStagedHandle:
-    def __init__(self, executor: CpuExecutor, launch_input: LaunchInput, ask: AskRows):
+    """With overlap the worker runs the stages, one after another, while the caller goes on."""
+
+    def __init__(self, executor: CpuExecutor, launch_input: LaunchInput):
         self.executor = executor
         self.launch_input = launch_input
-        self.work = executor.submit(executor.propose, launch_input, ask)
+        self.begun: Future[StagedRound] = executor.submit(executor.begin, launch_input)
+
+    def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
+        self.proposed: Future[Trees] = self.executor.submit(self._propose, guide, ask)
+        self.verified: Future[None] = self.executor.submit(self._verify)
 
     def trees(self) -> Trees:
-        self.staged: StagedRound = self.work.result()
-        trees = self.executor.trees(self.launch_input)
-        # With overlap the worker verifies while the caller makes the masks.
-        self.verified = self.executor.submit(self.executor.verify, self.staged)
-        return trees
+        return self.proposed.result()
 
     def settle(self, masks: RowMasks) -> None:
+        self.work: Future[list[RequestResult]] = self.executor.submit(self._settle, masks)
+
+    # What runs as a task finds the tasks before it done: `result` returns at once, or raises what they raised.
+
+    def _propose(self, guide: GuideRows | None, ask: AskRows) -> Trees:
+        return self.executor.propose(self.begun.result(), len(self.launch_input.slots), guide, ask)
+
+    def _verify(self) -> None:
+        self.proposed.result()
+        self.executor.verify(self.begun.result())
+
+    def _settle(self, masks: RowMasks) -> list[RequestResult]:
         self.verified.result()
-        self.work = self.executor.submit(self.executor.settle, self.launch_input, self.staged, masks)
+        return self.executor.settle(self.launch_input, self.begun.result(), masks)
 
     def wait(self) -> None:
         wait_for((self.work,))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from espalier.attention import CommittedLengths
-from espalier.engine.masks import GuideRows
 from espalier.engine.prefill_policy import PrefillPass
 from espalier.request import Request
 from espalier.sampling.logit_processors import SamplingNeeds
@@ -30,9 +29,8 @@ class LaunchInput:
     cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
     traced: whether results carry the trees.
     prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None for none.
-    is_staged: a round that stops before its settle stage and waits for masks.
+    is_staged: a round that runs in stages, because a request of it has a grammar.
     masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None for all.
-    guide: what grammars say to the draft of a staged round; None for nothing.
     committed: upper bounds of the slots' committed lengths; nothing for dummy slots.
     """
 
@@ -49,7 +47,6 @@ class LaunchInput:
     prompt_rows: PromptRows | None = None
     is_staged: bool = False
     masks: np.ndarray | None = None
-    guide: GuideRows | None = None
     committed: CommittedLengths = NOTHING_COMMITTED
 
     @property

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from espalier.grammar.token_masker import TokenMasker
 from espalier.layout import ANCESTOR_BITS
 from espalier.request import Request
 from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 
 Trees = list[tuple[list[int], list[int]]]
+# Of each row of a batch; None for a row that is free.
+Maskers = Sequence[TokenMasker | None]
 # Threads that walk trees at once.  A walk releases the GIL.
 MAX_THREADS = 8
 
@@ -91,19 +94,19 @@ class MaskBuilder:
         self.steps = steps
         self._threads: ThreadPoolExecutor | None = None
 
-    def of_nodes(self, batch: Sequence[Request], trees: Trees) -> RowMasks:
+    def of_nodes(self, maskers: Maskers, trees: Trees) -> RowMasks:
         """The tokens that may follow each node of each tree."""
-        rows = _masked(batch)
+        rows = _masked(maskers)
         masks = np.full((len(rows), len(trees[0][0]), self.num_words), ALL_ALLOWED, dtype=np.int32)
 
         def fill(place: int) -> None:
-            masker = batch[rows[place]].masker
+            masker = maskers[rows[place]]
             assert masker is not None
             masker.node_masks(*trees[rows[place]], masks[place])
 
         if len(rows) == 1:
             fill(0)
-        else:
+        elif rows:
             list(self._pool().map(fill, range(len(rows))))
         return RowMasks(rows, masks)
 
@@ -112,24 +115,20 @@ class MaskBuilder:
 
         Only where the whole prompt is launched is a token picked.
         """
-        rows = tuple(
-            b for b in _masked(batch) if batch[b].num_prefilled >= batch[b].prefill_len and not batch[b].output
-        )
-        if not rows:
-            return None
-        masks = [request.masker.root_mask()[None] for b in rows if (request := batch[b]).masker is not None]
-        return RowMasks(rows, np.stack(masks)).whole(len(batch))
+        picking = (r.masker if r.num_prefilled >= r.prefill_len and not r.output else None for r in batch)
+        masks = {row: masker.root_mask()[None] for row, masker in enumerate(picking) if masker is not None}
+        return RowMasks(tuple(masks), np.stack([*masks.values()])).whole(len(batch)) if masks else None
 
-    def guide(self, batch: Sequence[Request]) -> GuideRows | None:
+    def guide(self, maskers: Maskers) -> GuideRows | None:
         """What is known before a tree is drafted; None without a tree or a grammar."""
-        rows = _masked(batch)
+        rows = _masked(maskers)
         if not rows or not self.steps:
             return None
         forced = np.full((len(rows), self.steps), -1, dtype=np.int64)
         masks = np.full((len(rows), self.num_words), ALL_ALLOWED, dtype=np.int32)
         levels = np.zeros(len(rows), dtype=np.int64)
         for place, row in enumerate(rows):
-            masker = batch[row].masker
+            masker = maskers[row]
             assert masker is not None
             known = masker.known_next(self.steps if self.tells_forced else 0)
             forced[place, : len(known.forced)] = known.forced
@@ -137,9 +136,9 @@ class MaskBuilder:
                 masks[place], levels[place] = known.mask, len(known.forced) + 1
         return GuideRows(rows, forced, masks, levels)
 
-    def of_beams(self, batch: Sequence[Request], tokens: Tensor, ancestor_bits: Tensor) -> "BeamRows":
+    def of_beams(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> "BeamRows":
         """What may follow the beams of a level.  tokens, ancestor_bits: as in sampling.mask.AskHost, on the host."""
-        rows, beams = _masked(batch), ancestor_bits.shape[1]
+        rows, beams = _masked(maskers), ancestor_bits.shape[1]
         found = BeamRows(
             rows,
             np.full((len(rows), beams), -1, dtype=np.int64),
@@ -147,7 +146,7 @@ class MaskBuilder:
         )
         if self.tells_deeper:
             for place, row in enumerate(rows):
-                masker, drafted = batch[row].masker, tokens[row].tolist()
+                masker, drafted = maskers[row], tokens[row].tolist()
                 assert masker is not None
                 for beam, words in enumerate(ancestor_bits[row].tolist()):
                     path = [token for e, token in enumerate(drafted) if _has_bit(words, e)]
@@ -168,8 +167,8 @@ class MaskBuilder:
         return self._threads
 
 
-def _masked(batch: Sequence[Request]) -> tuple[int, ...]:
-    return tuple(b for b, request in enumerate(batch) if request.masker is not None)
+def _masked(maskers: Maskers) -> tuple[int, ...]:
+    return tuple(row for row, masker in enumerate(maskers) if masker is not None)
 
 
 def _has_bit(words: Sequence[int], place: int) -> bool:

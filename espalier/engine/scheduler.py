@@ -10,8 +10,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
@@ -23,7 +21,7 @@ from espalier.engine.launch_input import (
     sampling_needs_of,
     slot_init,
 )
-from espalier.engine.masks import BeamRows, MaskBuilder, RowMasks, Trees
+from espalier.engine.masks import MaskBuilder, Maskers
 from espalier.engine.prefill_policy import NO_PREFILL, PrefillPass, next_pass, pieces_of
 from espalier.engine.queue import WaitingQueue
 from espalier.layout import RoundLayout
@@ -109,21 +107,19 @@ class Scheduler:
         decoding = [r for r in prefilled if not r.ends_in_flight(self.layout.max_context)]
         if prefilling and not (self._last_was_prefill and decoding):
             return self._launch_prefill(prefilling, self.layout.max_pass_rows(bool(decoding)))
-        if self._in_flight and any(request.masker for request in decoding):
-            # The masks of a round depend on all earlier tokens, so the host must read those first.
-            return None
         batch = self._reserve(decoding)
         return self._launch_round(batch) if batch else None
 
-    def node_masks(self, launch: Launch, trees: Trees) -> RowMasks:
-        """The tokens that may follow each node of a staged round's trees."""
-        return self.masks.of_nodes([request for request, _, _ in launch.members], trees)
+    def maskers_of(self, launch: Launch) -> Maskers:
+        """The grammars of a staged round, once all launches before it are harvested.
 
-    def of_beams(self, launch: Launch, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
-        """What may follow the beams of a staged round (masks.AskRows)."""
-        return self.masks.of_beams([request for request, _, _ in launch.members], tokens, ancestor_bits)
+        A request that has left its slot by then is free: its results will be dropped.
+        """
+        return tuple(
+            request.masker if generation == request.generation else None for request, generation, _ in launch.members
+        )
 
-    def harvest(self, launch: Launch, rows: list[RequestResult]) -> list[OutputChunk]:
+    def harvest(self, launch: Launch, rows: list[RequestResult]) -> None:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
         for (request, generation, is_prefilled), row in zip(launch.members, rows, strict=True):
@@ -135,7 +131,6 @@ class Scheduler:
                 self._read_prompt(request, row)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
-        return self.take_chunks()
 
     def stop(self, error: str) -> None:
         """Abort every request and forget the launches in flight."""
@@ -298,7 +293,6 @@ class Scheduler:
             prompt_rows=prompt_rows,
             is_staged=not prefill.width and any(r.masker for r in batch),
             masks=self.masks.of_prompts(batch) if prefill.width else None,
-            guide=None if prefill.width else self.masks.guide(batch),
             committed=committed,
         )
         self._appended, self._to_clear = [], []

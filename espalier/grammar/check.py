@@ -1,4 +1,4 @@
-"""Refuses a grammar as far as that takes no compilation."""
+"""Refuses unsupported grammars, as far as that is possible without compiling them."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,7 @@
-"""Regular expressions: those that xgrammar enforces, alone and as the pattern of a JSON string.
+"""Checks that xgrammar enforces a regular expression, alone or as the pattern of a JSON string.
 
-xgrammar matches a whole text, so an anchor at its ends says nothing, and it ignores all others.  A pattern is matched
-against the text between the quotes, so it must not allow a character that JSON escapes.
+xgrammar always matches a whole text: anchors at the ends add nothing, and it ignores all other anchors.  A pattern is
+matched against the text between the quotes, so it must not allow a character that JSON escapes.
 """
 
 import re
@@ -15,7 +15,7 @@ LOOKAROUNDS = ("(?=", "(?!", "(?<=", "(?<!")
 ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|(.))", re.DOTALL)
 # Escapes of classes and of characters that stand for themselves.
 KNOWN_ESCAPES = frozenset("dDwWsS" + ".*+?()[]{}|^$/-_")
-# White space that is not in xgrammar's \s: it is in ECMAScript's or Python's, so \S must not allow it.
+# White space of ECMAScript's or Python's \s that xgrammar's lacks; \S must not allow it.
 OTHER_SPACE = r"\u0085\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 SURROGATES = range(0xD800, 0xE000)
 
@@ -29,7 +29,7 @@ def of_length(least: int, most: int | None) -> str:
 
 
 def enforceable_regex(regex: str) -> str:
-    """The regular expression without its anchors.  Raises EspalierError for one that would not be enforced."""
+    """The regular expression without its anchors.  Raises EspalierError if xgrammar would not enforce it."""
     return "".join(part for part, _ in _checked(regex, "regex"))
 
 

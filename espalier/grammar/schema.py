@@ -1,8 +1,8 @@
-"""Makes a JSON schema into one that xgrammar enforces whole, or refuses it by the keyword's name and place.
+"""Turns a JSON schema into one that xgrammar enforces completely, or refuses it, naming the keyword and its place.
 
-xgrammar ignores some keywords and enforces others only in part.  Each keyword here was tested against the jsonschema
-package (tests/grammar/test_schema.py): one that lets an invalid value through is refused, or rewritten into keywords
-that do not.  A schema may become narrower (closed objects, strings without escapes), never wider.
+xgrammar ignores some keywords and enforces others only in part.  tests/grammar/test_schema.py compares each keyword
+with the jsonschema package.  A keyword that would let an invalid value through is refused, or rewritten into others.
+A schema may become narrower (closed objects, strings without escapes), never wider.
 """
 
 import json
@@ -16,11 +16,11 @@ from espalier.grammar.json_text import read_json
 from espalier.grammar.pattern import enforceable_pattern, of_length
 
 MAX_DEPTH = 64
-# xgrammar ignores a larger multipleOf, and one beside a single bound.
+# xgrammar ignores a larger multipleOf, and any multipleOf with exactly one bound.
 MAX_MULTIPLE = 1024
 # Multiples between two bounds, which become an enum.
 MAX_MULTIPLES = 4096
-# xgrammar writes the decimals of a bounded number in six places.
+# xgrammar writes a number with bounds in at most six decimals.
 PLACES = 10**6
 ANNOTATIONS = frozenset(
     "title description default examples $comment deprecated readOnly writeOnly $schema $id discriminator "
@@ -182,7 +182,7 @@ class _Walk:
         return made[0] if len(made) == 1 else {"anyOf": made}
 
     def _inferred(self, rules: dict[str, Any], place: str) -> str:
-        """The type that the keywords are for.  Without a type they would allow every value of another type."""
+        """The type that the keywords apply to.  A schema without a type would allow any value of the other types."""
         fitting = [each for each, known in KEYWORDS.items() if rules.keys() <= known]
         numeric = [each for each in fitting if each in ("integer", "number")]
         if numeric:
@@ -226,11 +226,11 @@ class _Walk:
                 properties[name] = {} if extra is None else extra
         if not properties and not closed:
             if rules.get("minProperties", 0) > 1:
-                # A name may come twice in the output, and counts once.
+                # The output may repeat a name, which then counts once.
                 raise _refused(place, "'minProperties' above 1 needs named properties", "leave it out")
             return {"type": "object", "additionalProperties": True if extra is None else extra, **rules}
         if opens and self.strict and "properties" in self.seen[place]:
-            # xgrammar would let a property's name come again, written with an escape, with any value.
+            # xgrammar would allow a property's name again, written with an escape, and then with any value.
             raise _refused(
                 place,
                 "'additionalProperties' beside 'properties' is not supported",
@@ -291,7 +291,7 @@ class _Walk:
 
 
 def _constants(schema: Any) -> set[str]:
-    """The texts that a property may have; empty where they are not listed, or are no texts."""
+    """The constant texts that a property may have; empty if it is not limited to constant texts."""
     if not isinstance(schema, dict):
         return set()
     values = [schema["const"]] if "const" in schema else schema.get("enum", [])

@@ -1,4 +1,4 @@
-"""What a user asks of an output's form.  Values only; espalier/grammar/compile.py makes them into masks."""
+"""The form that a user asks of an output.  Values only: espalier/masking turns them into masks."""
 
 import json
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ class Grammar:
 
     kind: which form.  spec: JSON text for json_schema and structural_tag, a JSON array of strings for choice, a regular
     expression, a grammar in xgrammar's EBNF, "" for json_object.
-    strict: whether a JSON schema is refused that lets an object have properties besides those that it names.  With
-    False, the object gets only those.
-    after: text that ends the model's reasoning, such as "</think>"; the output is free up to its end.  None: the form
-    begins with the first token.
+    strict: True refuses a JSON schema whose objects may have more properties than it names.  False accepts it, and the
+    output has only the named ones.
+    after: text that ends the model's reasoning, such as "</think>".  The form begins behind it.  None: the form begins
+    with the first token.
     Raises EspalierError for a value that no model supports.
     """
 

@@ -1,4 +1,4 @@
-"""What the engine asks of a request's grammar, token by token."""
+"""The interface between the engine and a request's grammar, token by token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

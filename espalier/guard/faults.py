@@ -305,7 +305,7 @@ FAULTS = {
         Fault(
             "mask-row-kept",
             "a mask row of a block draft is committed",
-            "espalier.speculate.drafters.one_pass:OnePassDrafter._block",
+            "espalier.speculate.drafters.one_pass:OnePassDrafter._run_block",
             _mask_row_kept,
         ),
         Fault(

@@ -1,7 +1,7 @@
 """Compiles grammars with xgrammar, in threads, and keeps what was compiled.
 
-A compilation that takes too long is given up: its thread cannot be ended, so its result is dropped, and while too many
-such threads run, new grammars are refused.  Compiling releases the GIL, so other requests go on.
+A compilation that takes too long is given up.  Its thread cannot be ended, so it runs on and its result is dropped.
+While too many such threads run, new grammars are refused.  Compiling releases the GIL, so other requests go on.
 """
 
 import copy
@@ -30,11 +30,11 @@ COMPILE_S = 10.0
 MAX_RUNNING = 4
 MAX_GIVEN_UP = 4
 MAX_THREADS = 8
-# What one grammar, and all that are kept, may hold.
+# Memory limits: of one grammar, and of all that are kept.
 MAX_GRAMMAR_BYTES = 256 * 2**20
 MAX_KEPT_BYTES = 1024 * 2**20
 MAX_KEPT = 1024
-# xgrammar's errors begin with a time and a place in its source.
+# The time and the place in its source with which xgrammar's errors begin.
 PLACE_IN_SOURCE = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
 
 Key = tuple[str, str, bool]
@@ -132,7 +132,7 @@ class GrammarCompiler:
     # With xgrammar
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        form = form_of(self._compiler(grammar.kind == "structural_tag"), grammar)
+        form = compile_form(self._compiler(grammar.kind == "structural_tag"), grammar)
         if form.memory_size_bytes > MAX_GRAMMAR_BYTES:
             raise EspalierError(
                 f"the grammar needs {form.memory_size_bytes / 2**20:.0f} MiB and may have at most "
@@ -149,7 +149,7 @@ class GrammarCompiler:
             if names_special not in self._compilers:
                 import xgrammar
 
-                vocabulary = vocabulary_of(copy.deepcopy(self.tokenizer), self.vocab_size, names_special)
+                vocabulary = token_bytes(copy.deepcopy(self.tokenizer), self.vocab_size, names_special)
                 # A stop token is given with each output; the one here is never used.
                 info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[0])
                 threads = min(physical_cores(), MAX_THREADS)
@@ -159,7 +159,7 @@ class GrammarCompiler:
             return self._compilers[names_special]
 
 
-def form_of(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
+def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar.CompiledGrammar":
     """Compile with xgrammar.  Raises EspalierError, or an error of xgrammar."""
     # One form of spaces: with several a model may write spaces without end, and fewer tokens are forced.
     options: dict[str, Any] = {"any_whitespace": False, "strict_mode": False}
@@ -176,7 +176,7 @@ def form_of(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgrammar
     return compiler.compile_structural_tag(enforceable_tag(grammar.spec, grammar.strict))
 
 
-def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> list[bytes]:
+def token_bytes(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> list[bytes]:
     """The bytes of each token id; b"" for an id that a grammar never allows.
 
     names_special: special tokens count as their names.  Otherwise no grammar allows them: the text would lack them.

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class GrammarMasker:
     """The state of one output (grammar.token_masker.TokenMasker).
 
-    end_tokens: allowed only where the grammar ends.  after: text up to whose end the output is free, except that it
-    may not end; None: the grammar begins with the first token.  What the token that completes `after` has behind it is
-    not part of the grammar's text.
+    end_tokens: allowed only where the grammar ends.
+    after: the marker.  Before it, every token is allowed except end tokens; behind it, the grammar begins.  If a token
+    has more text after the marker, that text is not checked.  None: the grammar begins with the first token.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GrammarMasker:
             tail = self._read(self.tail, token_id)
             self.marker, self.tail = (None, b"") if tail is None else (self.marker, tail)
         elif not self.matcher.is_terminated() and not self._accept(token_id):
-            # It cannot happen while masks are right.  The request then ends with an error, not the engine.
+            # Correct masks never lead here.  If it happens, only this request ends with an error.
             self.is_lost = True
 
     def _accept(self, token_id: int) -> bool:

@@ -1,8 +1,8 @@
 """Block drafts (DFlash: Chen et al. 2026, arXiv:2602.06036; JetSpec; DSpark): one pass proposes every depth.
 
-A block is the root and mask tokens, at the positions from the root on.  In each layer its rows attend to context rows,
-one for each token before the root, and to one another.  The context rows of all layers come from one vector for each
-token, norm(fc(features of the target)), which every layer puts through its own K and V projections.
+A block is the root and mask tokens, at the root's position and those after it.  In each layer, the rows of a block
+attend to one another and to the context rows, one for each token before the root.  Context rows are K and V of one
+vector for each token, norm(fc(features of the target)); each layer has its own K and V projections of it.
 """
 
 import logging
@@ -126,9 +126,9 @@ def make_block(
     position_rows: int,
     kind: Callable[..., BlockDraft] = BlockDraft,
 ) -> BlockDraft:
-    """Build the draft from its weights.  If they lack an embedding or a head, the target's tensor is used, not copied.
+    """Build the draft from its weights.  Without an embedding or a head of its own, it shares the target's tensor.
 
-    kind: the class, with the arguments bound that it takes more than BlockDraft does.
+    kind: the class.  Arguments that it takes beyond BlockDraft's are already bound.
     Raises EspalierError naming what does not fit, and a weight that is not used.
     """
     layer, eps = config.layer, config.layer.rms_norm_eps
@@ -147,7 +147,7 @@ def make_block(
         edges=_edges(weights, config),
     )
     if "confidence_head.proj.weight" in weights:
-        # A tree ranks its paths by their probability; nothing cuts it off by a threshold.
+        # A tree ranks its paths by probability, so no threshold on confidence is needed.
         log.info("draft %s: its confidence head is not used", weights.path)
         weights.ignore_under(("confidence_head.",))
     weights.ignore(["t2d"])

@@ -1,6 +1,6 @@
 """Reads the config.json of block drafts: DFlash, JetSpec and DSpark, in their publishers' forms and in speculators'.
 
-Their layers and tensors are the same.  They differ in four facts, which this file decides:
+Layers and tensors are the same in all forms.  The forms differ in four facts, which this file reads:
 
 | form | named by | layer id k means | row that proposes depth 1 | a block row sees |
 | --- | --- | --- | --- | --- |
@@ -29,14 +29,14 @@ from espalier.models.loading import layer_specs_of
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB, DEEP_SPEC)
 SPECULATORS_TYPES = ("dflash", "dspark")
-# Block drafts, or parts of one, that are not built, by architecture or speculators_model_type.
+# Block drafts, or parts of them, that are not supported, by architecture or speculators_model_type.
 NOT_BUILT = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
 }
 # Fields of dflash_config that are read.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
-# What z-lab stores for a mask that is no token of the vocabulary.
+# z-lab's tensor for a mask that is not a token of the vocabulary.
 MASK_EMBEDDING = "mask_embedding.pt"
 
 
@@ -48,7 +48,7 @@ class BlockConfig:
     capture: target layers whose inputs are fused, in concatenation order.
     first_proposing, causal, mask_token: as in BlockModel (espalier/models/draft.py).
     edge_rank: the rank of the Markov head; 0: there is none.
-    windows_from_root: as in BlockModel; then the windows of `layer` count context rows before the root.
+    windows_from_root: as in BlockModel; if true, the windows of `layer` count context rows before the root.
     """
 
     algorithm: ClassVar[str] = "block"
@@ -98,7 +98,7 @@ def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
 
 
 def explain_not_built(raw: Raw, path: Path) -> str | None:
-    """Why a block draft of a form that is not built is not supported; None for other configs."""
+    """Why this block draft is not supported; None if the config is not a block draft's."""
     name = (raw.get("architectures") or [None])[0] or ""
     title = NOT_BUILT.get(str(raw.get("speculators_model_type"))) or NOT_BUILT.get(name)
     return None if title is None else f"{title} is not supported yet"
@@ -242,7 +242,7 @@ def _refuse_windows(layer: ModelConfig, path: Path) -> None:
 
 def refuse_misfit(config: BlockConfig, target: ModelConfig, path: Path) -> None:
     refuse_sizes(path, target, config.layer.hidden_size, config.layer.vocab_size, config.draft_vocab)
-    # The last hidden state is normed in some public code and not in other.
+    # Public codes disagree: some norm the last hidden state, some do not.
     outside = [layer for layer in config.capture if not 0 <= layer < target.num_layers]
     if outside:
         raise EspalierError(

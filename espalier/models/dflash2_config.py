@@ -1,12 +1,12 @@
 """Reads the config.json of DFlash 2 drafts, in z-lab's form and in speculators'.
 
 They are DFlash drafts (block_config.py) with convolutions around each sublayer and a candidate selector (dflash2.py).
-The two forms differ in what DFlash's differ in, and in these:
+The two forms differ as DFlash's two forms do, and also here:
 
-- z-lab: fields stand in dflash_config or at the top level.  A layer is causal in the block if `is_causal` says so, and
-  without that field if it slides.  A window counts from each row's own position.  Embeddings and logits may be scaled,
-  and logits capped.
-- speculators: layers that slide are not causal in the block, unless sliding_window_non_causal is false.
+- z-lab: fields are in dflash_config or at the top level.  `is_causal` says which layers are causal in the block;
+  without that field, those with a sliding window are.  A window counts from each row's own position.  Embeddings and
+  logits may be scaled, and logits capped.
+- speculators: layers with a sliding window are causal in the block only if sliding_window_non_causal is false.
 """
 
 from collections.abc import Mapping

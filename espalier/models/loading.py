@@ -20,7 +20,7 @@ from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.rope import RopeTables
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
-from espalier.models.weight_formats.modelopt import described_apart
+from espalier.models.weight_formats.modelopt import read_hf_quant_config
 from espalier.models.weights import Weights
 
 # To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
@@ -51,7 +51,7 @@ def read_raw(path: Path) -> dict[str, Any]:
     raw = read_json(path / "config.json")
     if any(raw.get(name) is not None for name in QUANTISATION_FIELDS):
         return raw
-    return {**raw, **described_apart(path, read_json)}
+    return {**raw, **read_hf_quant_config(path, read_json)}
 
 
 def load_target(

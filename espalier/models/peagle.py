@@ -1,7 +1,8 @@
 """P-EAGLE heads: EAGLE-3 heads (eagle3.py) that propose all depths of a round in one causal pass.
 
-The root's row is an EAGLE-3 row and proposes depth 1.  The rows behind it, of depths 2, 3, ..., are all alike: a mask
-token, and in place of the target's features a learnt vector.  They attend to all rows before them, and are never kept.
+The root's row is an EAGLE-3 row and proposes depth 1.  The mask rows after it propose depths 2, 3, ...  All mask rows
+have the same input: a mask token, and a learnt vector in place of the target's features.  A mask row attends to all
+rows before it and is never kept.
 """
 
 import math

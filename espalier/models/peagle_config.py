@@ -17,7 +17,7 @@ from espalier.models.draft import DraftSpec
 from espalier.models.eagle3_config import Eagle3Config, read_head, refuse_misfit
 
 ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator")
-# They are P-EAGLE if the config names a mask.
+# Architectures of EAGLE-3 that are P-EAGLE if the config names a mask.
 EAGLE3_ARCHITECTURES = (*eagle3_config.ARCHITECTURES, "Eagle3Qwen3ForCausalLM")
 MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 # For files that do not say for how many depths they were trained.

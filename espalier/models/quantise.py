@@ -1,11 +1,11 @@
 """Writes a quantised copy of a target, in the format of compressed-tensors, file by file.
 
 fp8: E4M3 with a scale for each row of a matrix; inputs are rounded to FP8 token by token.
-int4: groups of 128 columns with a symmetric scale; of a few scales, each group takes the one with the least squared
-error.  No text is needed for either.
+int4: groups of 128 columns with a symmetric scale; each group tries a few scales and takes the one with the least
+squared error.  Neither needs calibration text.
 
-Linear layers are quantised, experts that are stored apart included.  The embedding, the head, routers and what a family
-reads as a plain tensor stay as they are.
+Linear layers are quantised, also experts that are stored one by one.  The embedding, the head, routers and what a
+family reads as a plain tensor stay as they are.
 """
 
 import json
@@ -18,20 +18,19 @@ from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models.loading import read_config, read_raw
-from espalier.models.quantisers import PLAIN, QUANTISERS
+from espalier.models.quantisers import KEPT_DENSE, QUANTISERS
 from espalier.models.weight_formats import QUANTISATION_FIELDS
-from espalier.models.weights import INDEX, PLAIN_DTYPES, shards_of
+from espalier.models.weights import INDEX, PLAIN_DTYPES, shards_of, write_weights
 
 To = Literal["fp8", "int4"]
 
 
 @dataclass
-class Written:
+class QuantiseReport:
     """What was written.  dense: matrices that stay as they are and could have been quantised, by name."""
 
     num_matrices: int = 0
@@ -40,19 +39,35 @@ class Written:
     dense: list[str] = field(default_factory=list)
 
 
-def quantise(path: Path, out: Path, to: To, device: torch.device, advance: Callable[[], None]) -> Written:
+def quantise(path: Path, out: Path, to: To, device: torch.device, advance: Callable[[], None]) -> QuantiseReport:
     """Write a quantised copy of the target at `path` to `out`.
 
-    Memory: one file of the checkpoint, quantised.  advance: called after each file.
-    Raises EspalierError for a target that is quantised already or not supported, and if `out` is not empty.
+    Memory: one file of the checkpoint, quantised.  advance: called after each file.  An error or Ctrl-C leaves `out`
+    empty, so that the same command can run again.
+    Raises EspalierError for a target that is quantised already or not supported, and if `out` is not empty or cannot be
+    written.
     """
     config = read_raw(path)
     _refuse(path, out, config)
-    out.mkdir(parents=True, exist_ok=True)
-    written, places = Written(), dict[str, str]()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return _write(path, out, to, device, config, advance)
+    except BaseException as error:
+        for file in out.iterdir() if out.is_dir() else ():
+            file.unlink()
+        if isinstance(error, OSError):
+            raise EspalierError(f"--out={out} cannot be written ({error.strerror}); name another directory") from None
+        raise
+
+
+def _write(
+    path: Path, out: Path, to: To, device: torch.device, config: Mapping[str, Any], advance: Callable[[], None]
+) -> QuantiseReport:
+    """See quantise.  config.json is written last: without it a directory is no model."""
+    written, places = QuantiseReport(), dict[str, str]()
     for file in shards_of(path):
         tensors = dict(_quantised(file, to, device, written))
-        save_file(tensors, out / file.name, metadata={"format": "pt"})
+        write_weights(out / file.name, tensors)
         places |= dict.fromkeys(tensors, file.name)
         written.written_bytes += sum(tensor.nbytes for tensor in tensors.values())
         advance()
@@ -61,7 +76,7 @@ def quantise(path: Path, out: Path, to: To, device: torch.device, advance: Calla
         (out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     for other in sorted(path.iterdir()):
         is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX
-        if other.is_file() and not is_weights:
+        if other.is_file() and not is_weights and other.name != "config.json":
             shutil.copyfile(other, out / other.name)
     full = {**config, "quantization_config": QUANTISERS[to].config(written.dense)}
     (out / "config.json").write_text(json.dumps(full, indent=1), encoding="utf-8")
@@ -81,7 +96,7 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any]) -> None:
         raise EspalierError(f"{path} holds no *.safetensors; save it with safe_serialization=True")
 
 
-def _quantised(file: Path, to: To, device: torch.device, written: Written) -> Iterator[tuple[str, Tensor]]:
+def _quantised(file: Path, to: To, device: torch.device, written: QuantiseReport) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the quantised copy of a file."""
     quantiser = QUANTISERS[to]
     with safe_open(file, framework="pt") as stored:
@@ -90,7 +105,7 @@ def _quantised(file: Path, to: To, device: torch.device, written: Written) -> It
             written.read_bytes += tensor.nbytes
             module = name.removesuffix(".weight")
             is_matrix = tensor.ndim == 2 and module != name and tensor.dtype in PLAIN_DTYPES
-            is_matrix = is_matrix and re.match(PLAIN, module) is None
+            is_matrix = is_matrix and re.match(KEPT_DENSE, module) is None
             if is_matrix and quantiser.takes(module, tensor.shape[1]):
                 written.num_matrices += 1
                 for suffix, part in quantiser.stored(tensor, device).items():

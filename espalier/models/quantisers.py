@@ -1,7 +1,7 @@
-"""How dense matrices become the stored tensors of a quantised format, and the quantization_config that names it.
+"""Turns dense matrices into the stored tensors of a quantised format, and makes its quantization_config.
 
-`espalier quantize` (quantise.py) writes them to files; synthetic models are made of them.  The tensors stay on the
-matrix's device.
+`espalier quantize` (quantise.py) writes the tensors to files; synthetic models use them directly.  The tensors stay on
+the matrix's device.
 """
 
 import re
@@ -29,7 +29,7 @@ SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # Values that are quantised at once.
 BLOCK_VALUES = 2**24
 # Matrices that stay as they are.
-PLAIN = r"(.*\.)?(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|shared_head\.head)$"
+KEPT_DENSE = r"(.*\.)?(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|shared_head\.head)$"
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
 E2M1_EXPONENT = 2
 
@@ -52,19 +52,25 @@ class Quantiser:
 
     def takes(self, name: str, columns: int) -> bool:
         """Whether a matrix of this name, without `.weight`, is quantised."""
-        return not self.experts and columns % self.columns == 0 and re.match(PLAIN, name) is None
+        return not self.experts and columns % self.columns == 0 and re.match(KEPT_DENSE, name) is None
 
     def formats(self, dense: Sequence[str] = ()) -> FormatOf:
         return read_formats({"quantization_config": self.config(dense)}, Path("synthetic checkpoint"))
 
     def matrix(self, dense: Tensor) -> QuantisedMatrix:
         """A matrix [out, in] as the loader would give it."""
+        if self.experts:
+            return self.of_experts(dense[None])[0]
         format, stored = self.formats()("layer"), self.stored(dense, dense.device)
         wanted = format.tensors(*dense.shape)
         tensors = {each.suffix: stored[each.suffix][None if each.row_dim is None else ...] for each in wanted}
         made = format.matrix(tensors, [len(dense)], dense.shape[1])
         assert isinstance(made, QuantisedMatrix)
         return made
+
+    def of_experts(self, dense: Tensor) -> QuantisedMatrix:
+        """Experts [count, out, in] as the loader would give stacked ones."""
+        return self.formats()("mlp.experts").expert_matrix(self.stored(dense, dense.device))
 
 
 def find_quantiser(weights: str) -> Quantiser:
@@ -179,7 +185,7 @@ def _compressed_tensors(
         "format": stored,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "output_activations": None, "format": stored}},
-        "ignore": [f"re:{PLAIN}", *dense],
+        "ignore": [f"re:{KEPT_DENSE}", *dense],
         "kv_cache_scheme": None,
     }
 
@@ -202,7 +208,7 @@ def _fp8_block_config(dense: Sequence[str]) -> dict[str, Any]:
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": [f"re:{PLAIN}", *dense],
+        "modules_to_not_convert": [f"re:{KEPT_DENSE}", *dense],
     }
 
 

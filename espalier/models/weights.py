@@ -1,6 +1,7 @@
-"""Reads weights from disk, tensor by tensor.  Each is read once, checked, cast and copied to its place on the device.
+"""Reads weights from disk, tensor by tensor, and writes files of them.
 
-A weight that is missing, unused, misshapen or truncated is an error that names the file and the weight.
+A weight that is read is checked, cast and copied to its place on the device.  One that is missing, unused, misshapen or
+truncated is an error that names the file and the weight.
 """
 
 import functools
@@ -14,10 +15,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.cache.layer_spec import KeptRows, LatentKV
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, one_line
 from espalier.kernels.layers.linear_quantised import require_supported
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.state.kv_scales import KVScales
@@ -385,3 +387,13 @@ def _read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+
+
+def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
+    try:
+        save_file(dict(tensors), file, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise EspalierError(
+            f"{file} cannot be written ({one_line(error)}); free some space, or name another directory"
+        ) from None

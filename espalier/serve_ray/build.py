@@ -1,6 +1,6 @@
 """Ray Serve's deployments: one of the front, and one of engine replicas for each model.
 
-Ray is imported when something is built, so that a command line without --replicas does without it.
+Ray is imported only when something is built, so a server without --replicas does not need it.
 """
 
 import re
@@ -12,9 +12,9 @@ from espalier.errors import EspalierError
 from espalier.serve_ray.settings import ServedModel, Service, service_of
 
 RAY_VERSION = "2.60"
-# Serve's own limit of a replica's open requests is out of the way: the front refuses what does not fit the queue.
+# Above any queue: the front limits open requests, not Ray Serve.
 MAX_ONGOING = 65536
-# A replica whose engine ended ends by itself; this finds one that hangs.
+# Health checks find a replica that hangs.  One whose engine ended exits by itself.
 HEALTH_PERIOD_S = 5.0
 # The front logs each request, with its id.
 QUIET = MappingProxyType({"enable_access_log": False})
@@ -67,23 +67,23 @@ def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any
 
     deployment = serve.deployment(EngineReplica).options(
         name=name,
-        **_number(model),
+        **_scaling(model),
         ray_actor_options=resources_of(model),
         max_ongoing_requests=MAX_ONGOING,
         graceful_shutdown_timeout_s=service.drain_timeout_s,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=model.replicas.router),
-        # What a replica refuses once it refuses always.
+        # A configuration that a replica refuses is refused again at every try.
         max_constructor_retry_count=1,
         logging_config=dict(QUIET),
     )
     return deployment.bind(model.settings, model.client)
 
 
-def _number(model: ServedModel) -> dict[str, Any]:
+def _scaling(model: ServedModel) -> dict[str, Any]:
     replicas = model.replicas
-    if not replicas.vary:
+    if not replicas.is_autoscaled:
         return {"num_replicas": replicas.low}
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
@@ -107,7 +107,7 @@ def resources_of(model: ServedModel) -> dict[str, Any]:
 
 
 def uses_gpu(settings: Mapping[str, Any]) -> bool:
-    """Whether a replica needs a GPU: as `device` says, with "auto" if the cluster has one."""
+    """Whether a replica needs a GPU: `device` says so; "auto" means yes if the cluster has a GPU."""
     import ray
 
     device = settings.get("device", "auto")
@@ -117,7 +117,7 @@ def uses_gpu(settings: Mapping[str, Any]) -> bool:
 
 
 def _deployment_name(model: ServedModel, num_models: int) -> str:
-    """ "engine"; with several models each has its name behind it."""
+    """ "engine", or with several models "engine-" and the model's name."""
     if num_models == 1:
         return "engine"
     return "engine-" + re.sub(r"[^\w.-]", "-", model.name)

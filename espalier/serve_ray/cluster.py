@@ -17,20 +17,21 @@ from espalier.serve_ray.settings import Service
 
 log = logging.getLogger("espalier.server")
 APP = "espalier"
-# Of a cluster that this command starts.  What replicas send is small and does not pass through it.
+# The object store of a cluster that this command starts.  Small: messages of replicas do not go through it.
 OBJECT_STORE_BYTES = 2**28
-# gRPC between Serve's processes, at half the cost of a streamed token, and no low priority for them (docs/deploy.md).
-OF_OWN_CLUSTER = MappingProxyType(
+# The environment of a cluster that this command starts.  gRPC between Serve's processes halves the cost of a streamed
+# token (docs/deploy.md); RAY_worker_niceness=0 gives them normal priority.
+OWN_CLUSTER_ENV = MappingProxyType(
     {
         "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
-        # Or the lines of replicas would be in files alone.
+        # Otherwise replicas log to files only.
         "RAY_SERVE_LOG_TO_STDERR": "1",
         "RAY_worker_niceness": "0",
     }
 )
 CONNECT_S = 10.0
-# For Ray Serve to end replicas whose drain_timeout is over.
+# The time that Ray Serve gets, after drain_timeout, to kill the replicas that are left.
 KILL_S = 20.0
 # The reason in a replica's traceback, as Ray Serve reports it.
 REFUSED = re.compile(r"EspalierError: (.+)")
@@ -43,23 +44,23 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 
     ending = threading.Event()
     is_own = _join(ray)
-    # After Ray's own handlers, which end the process with a stack trace.
+    # Set after ray.init, to replace Ray's handlers, which end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: ending.set())
     try:
         _require_gpus(ray, service)
         port = _listen(serve, host, port)
-        _require_no_other(serve)
+        _refuse_second_app(serve)
         try:
             _deploy(serve, service, ending)
             if not ending.is_set():
                 names = ", ".join(model.name for model in service.models)
-                replicas = " and ".join(_number_of(model.replicas) for model in service.models)
+                replicas = " and ".join(_replica_range(model.replicas) for model in service.models)
                 log.info("serving %s at http://%s:%d/v1 with %s replicas", names, host, port, replicas)
                 ending.wait()
                 log.info("draining")
         finally:
-            _end(serve, service.drain_timeout_s)
+            _delete_app(serve, service.drain_timeout_s)
     finally:
         if is_own:
             serve.shutdown()
@@ -67,9 +68,9 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
 
 
 def _join(ray: Any) -> bool:
-    """Connect to the cluster of RAY_ADDRESS, or to one that runs on this machine, or start one.
+    """Connect to the cluster of RAY_ADDRESS, else to the one on this machine, else start one.
 
-    RAY_ADDRESS=local starts one in any case.  Returns whether it was started.  Raises EspalierError.
+    RAY_ADDRESS=local always starts one.  Returns whether a cluster was started.  Raises EspalierError.
     """
     quiet = {"logging_level": logging.WARNING}
     address = os.environ.get("RAY_ADDRESS")
@@ -83,7 +84,7 @@ def _join(ray: Any) -> bool:
         except (ConnectionError, ValueError, RuntimeError) as error:
             if address is not None:
                 raise _no_cluster(address, error) from None
-    for name, value in OF_OWN_CLUSTER.items():
+    for name, value in OWN_CLUSTER_ENV.items():
         os.environ.setdefault(name, value)
     ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
     log.info("started a Ray cluster on this machine")
@@ -127,7 +128,7 @@ def _listen(serve: Any, host: str, port: int) -> int:
 
     running = _get_global_client(raise_if_no_controller_running=False)
     if running is None:
-        port = _free(host, port)
+        port = _bindable_port(host, port)
         serve.start(http_options=HTTPOptions(host=host, port=port))
         return port
     there = running.http_config
@@ -139,8 +140,8 @@ def _listen(serve: Any, host: str, port: int) -> int:
     return int(there.port)
 
 
-def _free(host: str, port: int) -> int:
-    """The port, if this machine can listen there."""
+def _bindable_port(host: str, port: int) -> int:
+    """The port (a free one for 0).  Raises EspalierError if this machine cannot listen there."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -150,10 +151,10 @@ def _free(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def _end(serve: Any, drain_timeout_s: float) -> None:
+def _delete_app(serve: Any, drain_timeout_s: float) -> None:
     """End the application.  Its replicas finish their requests, for drain_timeout_s at most."""
     end = time.monotonic() + drain_timeout_s + KILL_S
-    # It waits for a minute at most.
+    # `delete` waits one minute at most, drain_timeout_s may be longer.
     with suppress(TimeoutError):
         serve.delete(APP)
     while APP in serve.status().applications:
@@ -163,7 +164,7 @@ def _end(serve: Any, drain_timeout_s: float) -> None:
         time.sleep(0.2)
 
 
-def _require_no_other(serve: Any) -> None:
+def _refuse_second_app(serve: Any) -> None:
     if APP in serve.status().applications:
         raise EspalierError(
             f"another `espalier serve --replicas` runs on this Ray cluster; end it (or `serve delete {APP}`), or serve "
@@ -195,5 +196,5 @@ def _reason(message: str) -> str:
     )
 
 
-def _number_of(replicas: Any) -> str:
-    return f"{replicas.low} to {replicas.high}" if replicas.vary else str(replicas.low)
+def _replica_range(replicas: Any) -> str:
+    return f"{replicas.low} to {replicas.high}" if replicas.is_autoscaled else str(replicas.low)

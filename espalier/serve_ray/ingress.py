@@ -59,14 +59,16 @@ class Ingress:
 
 
 def _options(model: ServedModel, num_fronts: int) -> FrontOptions:
-    """Of one front among several, which have the queue's places in equal parts."""
+    """The options of one front of several: each gets an equal part of the queue."""
     places = -(-model.front.max_queue // num_fronts)
     return replace(model.front, max_queue=places)
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether an exception of a call to a replica says that the replica is gone.  A RayTaskError is the replica's own
-    exception, and a defect."""
+    """Whether an exception of a call to a replica means that the replica is gone.
+
+    A RayTaskError does not: the replica's own code raised it, which is a bug.
+    """
     return isinstance(error, RayError | RayServeException) and not isinstance(error, RayTaskError)
 
 

@@ -1,16 +1,16 @@
-"""How many replicas the open tokens need.  Ray Serve's controller asks; its own settings bound and delay the answer."""
+"""How many replicas the open tokens need.  Ray Serve's controller calls this, then applies its limits and delays."""
 
 from typing import Any
 
 
 class QueuedTokens:
-    """An autoscaling policy of Ray Serve.  tokens_per_replica: of EngineReplica.queued_tokens, on average."""
+    """An autoscaling policy of Ray Serve.  tokens_per_replica: open tokens that one replica is enough for."""
 
     def __init__(self, tokens_per_replica: int):
         self.tokens_per_replica = tokens_per_replica
 
     def __call__(self, context: Any) -> tuple[float, dict[str, Any]]:
-        """(number of replicas wanted, state).  Without figures, the number that is there."""
+        """(number of replicas wanted, state).  Without figures, the present target stays."""
         figures = (context.aggregated_metrics or {}).get("queued_tokens")
         if not figures:
             return context.target_num_replicas, {}

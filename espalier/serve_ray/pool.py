@@ -17,8 +17,8 @@ import msgspec
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
-from espalier.serve_ray.places import Route, page_keys
 from espalier.serve_ray.replica import ReplicaFigures
+from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
 from espalier.server.engines import EngineGone, Figures, Generation
 from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Submit
@@ -26,15 +26,15 @@ from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Subm
 log = logging.getLogger("espalier.server")
 # Replicas that one prompt is sent to at most.
 MAX_TRIES = 3
-# Between two looks at the replicas' figures, and the limit for one look.
-LOOK_S = 1.0
-LOOK_TIMEOUT_S = 5.0
+# How often the replicas' figures are read, and the time limit for that.
+POLL_S = 1.0
+POLL_TIMEOUT_S = 5.0
 NO_REPLICA = "no replica is ready; Ray Serve is starting one"
 
 
 @dataclass
 class Prompt:
-    """A submitted prompt.  has_begun: an output token of it is here."""
+    """A submitted prompt.  has_begun: its first output token has arrived."""
 
     submit: Submit
     generation: Generation
@@ -53,9 +53,9 @@ class Prompt:
 class EnginePool:
     """The replicas of one model.
 
-    handle: Ray Serve's DeploymentHandle of replica.EngineReplica; name: the model's, a label of its figures;
-    max_replicas: as many as there may be; share: part of the slots that this front may fill, one over the number of
-    fronts; is_lost: whether an exception of a call says that the replica is gone.
+    handle: Ray Serve's DeploymentHandle of replica.EngineReplica.  name: the model's, a label in the metrics.
+    max_replicas: the upper limit of autoscaling.  share: 1 / number of fronts, the part of the slots that this front
+    may fill.  is_lost: whether an exception of a call means that the replica is gone.
     """
 
     restarts = True
@@ -75,19 +75,19 @@ class EnginePool:
         self._closed = False
         self._num_submitted = 0
         self._open: dict[str, tuple[Generation, asyncio.Task[None]]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Wait until a replica is ready."""
         ready = protocol.decode_from_engine(await self.handle.about.remote())
         assert isinstance(ready, Ready)
         self.facts, self.config = ready.facts, ready.config
-        await self._look()
-        self._looking = asyncio.create_task(self._look_often())
+        await self._poll_figures()
+        self._polling = asyncio.create_task(self._keep_polling())
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that are ready, as of the last look."""
+        """Replicas that were ready when their figures were last read."""
         return sum(figures.up for figures in self._figures)
 
     @property
@@ -114,7 +114,7 @@ class EnginePool:
         return sum(generation.num_running[name] for name, (generation, _) in self._open.items())
 
     def require_up(self) -> None:
-        """Without a replica requests wait for one, so only a closed pool refuses them."""
+        """Raises EngineGone if the pool is closed.  Without a replica, requests wait for one."""
         if self._closed:
             raise EngineGone("the server is shutting down")
 
@@ -140,8 +140,8 @@ class EnginePool:
 
     async def close(self) -> None:
         self._closed = True
-        if self._looking is not None:
-            self._looking.cancel()
+        if self._polling is not None:
+            self._polling.cancel()
         for generation, _ in list(self._open.values()):
             self.forget(generation)
             generation.fail(EngineGone("the server is shutting down"))
@@ -162,19 +162,19 @@ class EnginePool:
     async def _try_replicas(self, prompt: "Prompt") -> None:
         submit = prompt.submit
         message = msgspec.msgpack.encode(submit)
-        route = Route(page_keys(submit.prompt, int(self.config["page_size"])), submit.params.n)
+        route = RoutingHint(prefix_hashes(submit.prompt, int(self.config["page_size"])), submit.params.n)
         for num_tries in range(1, MAX_TRIES + 1):
-            lost = await self._ask(prompt, message, route)
+            lost = await self._stream_from_replica(prompt, message, route)
             if lost is None:
                 return
             if num_tries == MAX_TRIES or prompt.has_begun:
                 raise EngineGone(lost)
             log.warning("%s before the first token: trying another replica", lost)
 
-    async def _ask(self, prompt: "Prompt", message: bytes, route: Route) -> str | None:
+    async def _stream_from_replica(self, prompt: "Prompt", message: bytes, route: RoutingHint) -> str | None:
         """Send a prompt to a replica and hand out its output.  Returns why the replica is lost, None at the end."""
-        # Serve's router tells calls apart by the id of the HTTP request in whose context they are made.  In a context
-        # of its own, each prompt is a request of its own.
+        # Serve's router identifies a call by the HTTP request of its context.  An empty context makes each prompt a
+        # request of its own.
         stream = Context().run(self.streams.remote, message, route)
         try:
             async for data in stream:
@@ -193,24 +193,24 @@ class EnginePool:
         except Exception as error:
             if not self.is_lost(error):
                 raise
-            # The last part may be here, although the replica did not live to end the call.
+            # The output may be complete although the replica died before it ended the call.
             return None if prompt.is_done else f"the replica is gone ({type(error).__name__})"
         return None if prompt.is_done else "the replica ended the stream early"
 
     # All replicas
 
-    async def _look_often(self) -> None:
+    async def _keep_polling(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
-            await self._look()
+            await asyncio.sleep(POLL_S)
+            await self._poll_figures()
 
-    async def _look(self) -> None:
-        """Ask each replica for its figures.  One that does not answer has none."""
+    async def _poll_figures(self) -> None:
+        """Read each replica's figures.  A replica that does not answer is left out."""
         found: list[Any] = []
         # Without a replica the call raises.
         with suppress(Exception):
             answers = self.handle.broadcast("figures")
-            found = await answers.results_async(timeout_s=LOOK_TIMEOUT_S, return_exceptions=True)
+            found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
         figures = [msgspec.msgpack.decode(each, type=ReplicaFigures) for each in found if isinstance(each, bytes)]
         self._figures = [
             Figures({"model": self.name, "replica": each.replica}, each.up, 0, each.report, each.abort_steps)

@@ -1,7 +1,7 @@
-"""An engine replica: what runs in an actor of Ray Serve.  It holds one engine process, as the server's front does.
+"""An engine replica: an actor of Ray Serve that holds one engine process, as the server's front does.
 
-The engine has a process of its own, so that neither Ray's threads nor the messages of many streams hold up its steps.
-If that process ends, so does the actor, at once: Ray Serve then starts another, and no request is sent to this one.
+The engine has its own process, so Ray's threads and the messages of many streams do not delay its steps.  If the
+engine process ends, the actor exits at once: Ray Serve then starts another and sends no request to this one.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from espalier.server.engines import EngineGone
 from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
 
 log = logging.getLogger("espalier.server")
-# For the last messages of a replica whose engine is gone.
-LAST_WORDS_S = 0.5
+# The time to send the last messages of a replica whose engine is gone.
+FLUSH_S = 0.5
 BROKEN = 1
 
 
@@ -36,8 +36,8 @@ class ReplicaFigures(msgspec.Struct):
 
 
 @dataclass
-class Work:
-    """What is left to compute of one submitted prompt.  prompt: its tokens, 0 once it has an output token."""
+class OpenPrompt:
+    """Tokens that are left to compute for one prompt.  prompt: 0 once there is an output token; output: at most."""
 
     prompt: int
     output: int
@@ -58,9 +58,9 @@ class EngineReplica:
         self.name = name or _name_in_serve()
         self.leave = leave
         self.client = EngineClient(settings, options)
-        self._open: dict[str, Work] = {}
+        self._open: dict[str, OpenPrompt] = {}
         await self.client.start()
-        self._watch = asyncio.create_task(self._leave_with_the_engine())
+        self._watch = asyncio.create_task(self._exit_with_engine())
 
     async def about(self) -> bytes:
         """A Ready message: facts of the model, and the resolved configuration."""
@@ -68,10 +68,9 @@ class EngineReplica:
         return protocol.encode(Ready(self.client.facts, self.client.config))
 
     async def generate(self, message: bytes, _route: Any = None) -> AsyncIterator[bytes]:
-        """Run a Submit.  Yields messages of the engine's protocol: Harvest, and at the end of a request that cannot go
-        on Refused or Failed.
+        """Run a Submit.  Yields messages of the engine's protocol: Harvest; Refused or Failed if the request fails.
 
-        _route: for the router.  Leaving early aborts the request.
+        _route: read by the router, not here.  Closing the iterator early aborts the request.
         """
         submit = msgspec.msgpack.decode(message, type=Submit)
         try:
@@ -82,7 +81,7 @@ class EngineReplica:
             return
         log.debug("%s takes it", self.name, extra=logs.about(submit.name))
         try:
-            with self._counting(submit) as work:
+            with self._tracked(submit) as work:
                 async for parts in generation.parts(None):
                     for part in parts:
                         part.name = submit.name
@@ -96,20 +95,19 @@ class EngineReplica:
             generation.close()
 
     @contextmanager
-    def _counting(self, submit: Submit) -> Iterator[Work]:
-        """Count what is left of a request while it is open."""
+    def _tracked(self, submit: Submit) -> Iterator[OpenPrompt]:
+        """Add the prompt to the open ones, and remove it at the end."""
         assert self.client.facts is not None
         room = self.client.facts.max_context - len(submit.prompt)
         limit = room if submit.params.max_tokens is None else min(room, submit.params.max_tokens)
-        work = self._open[submit.name] = Work(len(submit.prompt), limit * submit.params.n)
+        work = self._open[submit.name] = OpenPrompt(len(submit.prompt), limit * submit.params.n)
         try:
             yield work
         finally:
             self._open.pop(submit.name, None)
 
     def queued_tokens(self) -> int:
-        """Tokens that open requests still have to compute: prompts without an output token, and outputs up to their
-        limit."""
+        """Open tokens: prompts that have no output token yet, and outputs up to their limit."""
         return sum(work.prompt + max(work.output, 0) for work in self._open.values())
 
     async def figures(self) -> bytes:
@@ -130,11 +128,11 @@ class EngineReplica:
     async def __del__(self) -> None:
         await self.client.close()
 
-    async def _leave_with_the_engine(self) -> None:
+    async def _exit_with_engine(self) -> None:
         why = await self.client.ended()
         if why is not None:
             log.error("replica %s ends with its engine: %s", self.name, why)
-            await asyncio.sleep(LAST_WORDS_S)
+            await asyncio.sleep(FLUSH_S)
             self.leave(BROKEN)
 
 

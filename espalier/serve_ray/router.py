@@ -1,42 +1,42 @@
-"""Ray Serve's router of prompts to engine replicas, by shared prefix and load.  The choice itself is places.Places.
+"""Ray Serve's router of prompts to engine replicas, by shared prefix and load.  ReplicaChooser makes the choice.
 
-Ray's own prefix-aware router (ray.serve.llm) comes with vLLM and what it needs, reads texts, and asks an actor three
-times for each request.  This one reads the prompt's pages, which are what a replica's prefix cache shares.
+Ray's own prefix-aware router (ray.serve.llm) depends on vLLM, compares texts, and calls an actor three times for each
+request.  This one compares pages of token ids, which are what a replica's prefix cache shares.
 """
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from espalier.serve_ray.places import Places, Route
+from espalier.serve_ray.replica_chooser import ReplicaChooser, RoutingHint
 
 
 class PrefixRouter(RequestRouter):
-    """Keywords of initialize_state are request_router_kwargs of the deployment."""
+    """Ray Serve calls initialize_state with the deployment's request_router_kwargs."""
 
     def initialize_state(self, imbalance: int = 8) -> None:
-        self.places = Places(imbalance)
+        self.chooser = ReplicaChooser(imbalance)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [candidate_replicas]
-        # If no replica accepts it, Serve waits before it asks again.
+        # If no replica accepts the request, Serve waits before it calls this again.
         pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        return [[by_name[name]] for name in self.places.ranked(_route(pending_request).keys, by_name)]
+        return [[by_name[name]] for name in self.chooser.ranked(_route(pending_request).keys, by_name)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
         route, request = _route(pending_request), pending_request.metadata.internal_request_id
-        self.places.sent(route.keys, route.samples, replica_id.unique_id, request)
+        self.chooser.record_sent(route.keys, route.samples, replica_id.unique_id, request)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self.places.ended(replica_id.unique_id, internal_request_id)
+        self.chooser.record_ended(replica_id.unique_id, internal_request_id)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self.places.keep({each.replica_id.unique_id for each in replicas})
+        self.chooser.forget_all_but({each.replica_id.unique_id for each in replicas})
 
 
-def _route(request: PendingRequest) -> Route:
-    """The route among the call's arguments; calls of other methods have none."""
-    return next((each for each in request.args if isinstance(each, Route)), Route((), 0))
+def _route(request: PendingRequest) -> RoutingHint:
+    """The hint among the call's arguments.  Calls of other methods have none: an empty one."""
+    return next((each for each in request.args if isinstance(each, RoutingHint)), RoutingHint((), 0))

@@ -17,7 +17,7 @@ from espalier.server.front import FrontOptions
 from espalier.server.logs import LEVELS
 from espalier.tools.formats import find_formats
 
-# Tokens left to compute for which one replica is enough, on average.
+# Open tokens (replica.queued_tokens) that one replica is enough for, on average.
 TOKENS_PER_REPLICA = 16384
 ROUTER = "espalier.serve_ray.router.PrefixRouter"
 # A name in `args`, and the field of the options.
@@ -40,9 +40,13 @@ OF_SERVICE = (*OF_API, "cors_origin", "fronts", "drain_timeout", "log_level", "l
 
 @dataclass(frozen=True)
 class Replicas:
-    """low to high engines.  tokens_per_replica: tokens left to compute for which one is enough, on average; resources:
-    what Ray reserves for each (ray_actor_options), None for one GPU, or on a CPU for nothing; autoscaling: further
-    fields of Ray Serve's AutoscalingConfig, such as its delays; router: a class of its RequestRouter."""
+    """From `low` to `high` engines.
+
+    tokens_per_replica: open tokens that one replica is enough for, on average.
+    resources: what Ray reserves for a replica (ray_actor_options); None: one GPU, or nothing on a CPU.
+    autoscaling: further fields of Ray Serve's AutoscalingConfig, such as its delays.
+    router: a subclass of Ray Serve's RequestRouter, by its path.
+    """
 
     low: int
     high: int
@@ -52,7 +56,7 @@ class Replicas:
     router: str = ROUTER
 
     @property
-    def vary(self) -> bool:
+    def is_autoscaled(self) -> bool:
         return self.low < self.high
 
 
@@ -97,7 +101,7 @@ def replicas_of(text: int | str, **more: Any) -> Replicas:
 def service_of(args: Mapping[str, Any]) -> Service:
     """From the `args` of a Serve config file.  Raises EspalierError.
 
-    Either `model` with its settings, or `models`, a list of such; what stands beside `models` holds for each of them.
+    Either one `model` with its settings, or `models`, a list of them.  Settings beside `models` apply to each of them.
     """
     shared = {name: value for name, value in args.items() if name not in ("models", *OF_SERVICE)}
     models = args.get("models", [{}])

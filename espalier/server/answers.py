@@ -2,8 +2,9 @@
 
 import codecs
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import msgspec
@@ -43,15 +44,15 @@ class Delta:
 class Choice:
     """One sample of one prompt.
 
-    prompt: token ids; sink: makes the text, None if the engine process does; keep_stop: the text includes the stop
-    token's; event_ends: the bytes before and after the text in this choice's events, built at the first one.  For the
-    text offsets of log-probabilities: text_length: characters of the tokens so far; characters:
+    prompt: token ids; make_sink: makes what makes the text, None if the engine process does; keep_stop: the text
+    includes the stop token's; event_ends: the bytes before and after the text in this choice's events, built at the
+    first one.  For the text offsets of log-probabilities: text_length: characters of the tokens so far; characters:
     decoder that keeps the bytes of an incomplete character; has_begun: one of these tokens had text.
     """
 
     index: int
     prompt: Sequence[int]
-    sink: TextStream | None
+    make_sink: Callable[[], TextStream | None]
     keep_stop: bool = False
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
@@ -67,6 +68,11 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     event_ends: tuple[bytes, bytes] | None = None
+
+    @cached_property
+    def sink(self) -> TextStream | None:
+        """Made with the first part: before, the request would wait for it."""
+        return self.make_sink()
 
     def take(self, piece: OutputChunk, keep: bool) -> Delta:
         """The delta of a chunk.  keep: add it to the choice too, for the whole response."""
@@ -134,7 +140,7 @@ class Answer:
         self.stats = SpeculationStats()
 
     def _choice(self, index: int, prompt: list[int]) -> Choice:
-        return Choice(index, prompt, self._sink(prompt), self.params.include_stop_str_in_output)
+        return Choice(index, prompt, partial(self._sink, prompt), self.params.include_stop_str_in_output)
 
     @property
     def detokenize_there(self) -> bool:

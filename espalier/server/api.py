@@ -151,7 +151,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         front = server.of(body.model)
         with refusing():
             body.check()
-            params = front.inputs.resolve(body.params())
+            params = front.resolve(body.params())
             sent_prompts = body.prompts()
         front.check_effect(ignored := body.without_effect())
         with front.entering(len(sent_prompts) * params.n):

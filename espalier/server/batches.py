@@ -11,11 +11,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from espalier.batch.input_scan import InputScan, scan_input
 from espalier.batch.journal import Journal
 from espalier.batch.lines import LineError, custom_id_of
 from espalier.batch.run import run
 from espalier.batch.sender import App, Sender, app_client
-from espalier.batch.survey import Survey, survey
 from espalier.errors import EspalierError
 from espalier.server.batch_objects import ENDED, OUTPUT, WINDOW_S, Batch, BatchRequest, Counts, Fault, Faults
 from espalier.server.stored import Store, new_id, split
@@ -97,7 +97,7 @@ class Batches:
 
     async def _live(self, batch: Batch, earlier: Sequence[asyncio.Task[None]]) -> None:
         try:
-            found = await asyncio.to_thread(survey, self.store.content(batch.input_file_id))
+            found = await asyncio.to_thread(scan_input, self.store.content(batch.input_file_id))
         except EspalierError as error:
             self._fail(batch, error)
             return
@@ -108,7 +108,7 @@ class Batches:
         except Exception:
             log.exception("%s goes on when the server starts again", batch.id)
 
-    async def _work(self, batch: Batch, found: Survey, earlier: Sequence[asyncio.Task[None]]) -> None:
+    async def _work(self, batch: Batch, found: InputScan, earlier: Sequence[asyncio.Task[None]]) -> None:
         """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone."""
         journal = self._journals[batch.id] = await asyncio.to_thread(Journal, self.store.answers(batch.id), found)
         try:
@@ -180,7 +180,7 @@ class Batches:
 
 def _count(batch: Batch, journal: Journal) -> None:
     num_ok = journal.num_answered - journal.num_failed
-    batch.request_counts = Counts(journal.survey.num_lines, num_ok, journal.num_failed)
+    batch.request_counts = Counts(journal.input.num_lines, num_ok, journal.num_failed)
 
 
 def _answer_rest(journal: Journal, end: str) -> None:

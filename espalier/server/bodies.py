@@ -104,7 +104,8 @@ def _check_counts(value: dict[str, Any], limits: BodyLimits) -> None:
         if isinstance(value.get(name), list):
             _require_at_most(name, len(value[name]), limit)
     for name, each in rest.items():
-        _require_at_most(name, _num_entries(each, MAX_ENTRIES), MAX_ENTRIES)
+        if isinstance(each, list | dict):
+            _require_at_most(name, _num_entries(each, MAX_ENTRIES), MAX_ENTRIES)
 
 
 def _require_at_most(name: str, count: int, limit: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from espalier.logprobs import TokenLogprob
@@ -87,7 +88,7 @@ class ChatAnswer(Answer):
         self.text_only = self.text_only and not (plan is not None and plan.has_parser)
 
     def _choice(self, index: int, prompt: list[int]) -> Choice:
-        choice = ChatChoice(index, prompt, self._sink(prompt), self.params.include_stop_str_in_output)
+        choice = ChatChoice(index, prompt, partial(self._sink, prompt), self.params.include_stop_str_in_output)
         choice.parser = None if self.plan is None else self.plan.parser(prompt)
         choice.is_whole = not self.body.stream
         return choice

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections import Counter
@@ -182,9 +183,14 @@ class EngineClient:
         socket.linger = 0
         socket.bind(address)
         self._socket = socket
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", self.options.worker, address), stdin=asyncio.subprocess.DEVNULL
-        )
+        # Blocked signals stay blocked in the new process: Ctrl-C during its imports would print a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", self.options.worker, address), stdin=asyncio.subprocess.DEVNULL
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         options = self.options
         self._send(Start(self.settings, os.getpid(), options.heartbeat_s, options.log_level, options.log_json))
         first = await self._first_message(socket, self.process)

@@ -43,7 +43,7 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
     """Check a conversation and make its prompt.  Raises ApiError."""
     with refusing():
         body.check()
-        params = front.inputs.resolve(body.params())
+        params = front.resolve(body.params())
         plan = ChatPlan(front.inputs.tokenizer, front.formats, body.tool_use())
         _check_effort(front.inputs.tokenizer, body)
     shows_tools = front.inputs.tokenizer is not None and front.inputs.tokenizer.shows("tools")

@@ -6,7 +6,7 @@ All code runs on the front's event loop.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -82,6 +82,9 @@ class Generation:
 
     Unread parts are buffered here, at most max_tokens for each sample, so a slow reader does not block others.  The
     caller must close it in every case; that aborts the samples that still run.
+
+    listener: gets new parts while the reader of `parts` waits, without waking it, which would cost as much as sending
+    them.  It returns whether it took them; if not, the reader gets them.
     """
 
     def __init__(self, engines: "Engines", names: Sequence[str], samples: int):
@@ -90,6 +93,8 @@ class Generation:
         self.unread: list[Part] = []
         self.error: Exception | None = None
         self.news = asyncio.Event()
+        self.listener: Callable[[list[Part]], bool] | None = None
+        self._is_waiting = False
 
     @property
     def done(self) -> bool:
@@ -105,7 +110,11 @@ class Generation:
         try:
             ended = False
             while not ended:
-                await self.news.wait()
+                self._is_waiting = True
+                try:
+                    await self.news.wait()
+                finally:
+                    self._is_waiting = False
                 self.news.clear()
                 parts, ended = self.unread, self.done
                 self.unread = []
@@ -125,8 +134,28 @@ class Generation:
     def take(self, part: Part) -> None:
         if part.piece.finish_reason is not None:
             self.num_running[part.name] -= 1
+        if self.error is not None:
+            # Parts before this one may be lost, so it is of no use.
+            return
         self.unread.append(part)
-        self.news.set()
+        if self.listener is None:
+            self.news.set()
+        elif len(self.unread) == 1:
+            # The parts of one message come in one turn of the loop, and are read together in the next.
+            asyncio.get_running_loop().call_soon(self._offer, self.listener)
+
+    def _offer(self, listener: Callable[[list[Part]], bool]) -> None:
+        """Give the unread parts to the listener, or wake the reader."""
+        parts, self.unread = self.unread, []
+        try:
+            is_taken = self._is_waiting and listener(parts)
+        except Exception as error:
+            self.fail(error)
+            return
+        if not is_taken:
+            self.unread = parts
+        if self.unread or self.done:
+            self.news.set()
 
     def fail(self, error: Exception) -> None:
         self.num_running = dict.fromkeys(self.num_running, 0)

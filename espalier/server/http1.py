@@ -3,8 +3,10 @@
 import logging
 import socket
 from http.client import responses
+from typing import Any
 
 import msgspec
+from starlette.types import Scope
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from espalier.server.errors import ApiError
@@ -33,6 +35,21 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
     """
 
     half_closed = False
+    app_state: dict[str, Any]
+
+    def __init__(self, *args: Any, **named: Any):
+        super().__init__(*args, **named)
+        # uvicorn gives each request a copy: connection_of.
+        self.app_state = {**self.app_state, "connection": self}
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether what is written now leaves at once, or soon."""
+        return not (self.flow.write_paused or self.transport.is_closing())
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a part of a response whose head was sent by uvicorn and whose end will be: as uvicorn would."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def eof_received(self) -> bool:
         """Whether the connection stays open."""
@@ -78,6 +95,11 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
     def _unsupported_upgrade_warning(self) -> None:
         # uvicorn's own message advises to install a WebSocket library, but the server has no WebSocket endpoint.
         log.debug("the client requested a protocol upgrade; none is supported, and the request is served without it")
+
+
+def connection_of(scope: Scope) -> Connection | None:
+    """The connection of a request whose response is sent in chunks; None for any other."""
+    return scope.get("state", {}).get("connection") if scope.get("http_version") == "1.1" else None
 
 
 def _unreadable(client: tuple[str, int] | None) -> bytes:

@@ -8,7 +8,7 @@ import json
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
@@ -39,6 +39,7 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 FIRST: Any = Field(fail_fast=True)
 Tokens = Annotated[list[int], FIRST]
 NUMBERS = frozenset((int, float))
+PLAIN = frozenset((int, float, bool, type(None)))
 MAX_METADATA = 16
 MOST_TEMPLATE_KWARGS = 64
 
@@ -74,8 +75,10 @@ def _whole_text(value: Any) -> None:
             raise ValueError("text contains a lone surrogate (\\ud800 to \\udfff); send whole characters") from None
     elif isinstance(value, dict):
         for name, inner in value.items():
-            _whole_text(name)
-            _whole_text(inner)
+            if not name.isascii():
+                _whole_text(name)
+            if type(inner) not in PLAIN:
+                _whole_text(inner)
     elif isinstance(value, list) and not {*map(type, value)} <= NUMBERS:
         for inner in value:
             _whole_text(inner)
@@ -119,6 +122,15 @@ SAMPLING_FIELDS: Mapping[str, Any] = {
 Sampling: Any = create_model("Sampling", __base__=Body, **SAMPLING_FIELDS)
 HINT_FIELDS: Mapping[str, Any] = {name: (Annotated[Any, NoEffect(why)], None) for name, why in HINTS.items()}
 Hinted: Any = create_model("Hinted", __base__=Sampling, **HINT_FIELDS)
+
+
+@lru_cache(maxsize=256)
+def _params_of(values: frozenset[tuple[str, Any]]) -> SamplingParams:
+    """Bodies with equal values share one object: to check it takes as long as to read the body.
+
+    Each field has values of one type, so equal values are alike.
+    """
+    return SamplingParams(**dict(values))
 
 
 class StreamOptions(Body):
@@ -165,8 +177,11 @@ class Generating(Hinted, Constrained):
         given = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
-        given["grammar"] = self.asked_grammar()
-        return SamplingParams(**given | values)
+        given |= values
+        grammar = self.asked_grammar()
+        if grammar is None and all(type(value) in PLAIN for value in given.values()):
+            return _params_of(frozenset(given.items()))
+        return SamplingParams(**given, grammar=grammar)
 
     def without_effect(self) -> list[str]:
         """Names of the fields that were sent and have no effect, in the order of the model."""

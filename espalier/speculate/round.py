@@ -1,11 +1,12 @@
-"""One round of speculative decoding for a batch, in three stages: propose, verify, settle.
+"""One round of speculative decoding for a batch, in four stages: begin, propose, verify, settle.
 
+`begin`: the drafter computes its first logits, which need neither a mask nor anything else from the host.
 `propose`: the drafter grows a token tree under the root of each request.
 `verify`: the target runs over all nodes of the trees in one pass.
 `settle`: the target's token is sampled at every node, the longest path of matching tokens is accepted, the path's K/V
 is copied to pages (commit), and the draft runs over the new tokens (extend).
 
-A round is one CUDA graph, or one graph for each stage where the host computes token masks from the proposed trees.
+A round is one CUDA graph, or graphs for each stage where the host computes token masks from the proposed trees.
 Eager launches and captures run the same code: shapes are static, and only the slot table and the pages carry data from
 one launch to the next.  `prefill` does the same work for a chain of known tokens in place of a tree.
 """
@@ -29,7 +30,7 @@ from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, SlotTable
 from espalier.speculate.accept import Path, accept
-from espalier.speculate.drafters.base import Drafter
+from espalier.speculate.drafters.base import Drafter, Grow
 from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree
@@ -102,6 +103,16 @@ class RoundOutput:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """The state after the begin stage.  runner: for this batch size; slots: the batch; grow: the rest of a proposal."""
+
+    runner: ModelRunner
+    slots: BatchState
+    sampler: Sampler
+    grow: Grow
+
+
+@dataclass(frozen=True)
 class Proposed:
     """The state after the propose stage.  runner: for this batch size; slots: the batch; tree: one for each slot."""
 
@@ -123,22 +134,27 @@ class Verified:
 
 def decode_round(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> RoundOutput:
     """Run a whole round.  index: [B] int64, the slots of the batch."""
-    return settle(verify(propose(runner, index, needs)))
+    return settle(verify(propose(begin(runner, index, needs))))
 
 
-def propose(runner: ModelRunner, index: Tensor, needs: SamplingNeeds, guide: DraftGuide | None = None) -> Proposed:
-    """First stage: draft a tree for each slot of `index` [B].  guide: what grammars say of the next tokens."""
+def begin(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> Begun:
+    """First stage: the draft's first logits for each slot of `index` [B]."""
     runner = runner.at(index.shape[0])
     slots = gather(runner.table, index)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
-    sampler = replace(sampler, guide=guide)
-    tree = runner.drafter.propose(slots, sampler)
-    check_tree(runner.layout, tree, slots.batch)
-    return Proposed(runner, slots, sampler, tree)
+    return Begun(runner, slots, sampler, runner.drafter.begin(slots))
+
+
+def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
+    """Second stage: draft a tree for each slot.  guide: what grammars say of the next tokens."""
+    sampler = replace(begun.sampler, guide=guide)
+    tree = begun.grow(sampler)
+    check_tree(begun.runner.layout, tree, begun.slots.batch)
+    return Proposed(begun.runner, begun.slots, sampler, tree)
 
 
 def verify(proposed: Proposed) -> Verified:
-    """Second stage: run the target over all nodes in one pass.  The nodes' K/V go to staging."""
+    """Third stage: run the target over all nodes in one pass.  The nodes' K/V go to staging."""
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
     plan = runner.plan(slots, Nodes(positions, positions, tree.ancestors))

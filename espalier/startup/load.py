@@ -92,7 +92,8 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
     verifier = draft_verifier(draft_path)
     if verifier is None:
         raise EspalierError(
-            f"draft={str(config.draft)!r} does not name its target (speculators_config.verifier); give model="
+            f"draft={str(config.draft)!r} does not name its target (speculators_config.verifier); "
+            "give the target too, as model (--model)"
         )
     log.info("model: %s, named by the draft", verifier)
     return verifier
@@ -164,7 +165,7 @@ def build_engine_of_models(
     specs = cache_specs(target.layer_specs, _specs_of(draft), kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype))
     log.info("%s", cache_size(specs, resolved.num_pages, resolved.page_size, dtype))
     if resolved.kv_dtype == FP8_KV and not any(target.kv_scales):
-        log.warning("kv_dtype=%s: the checkpoint has no scales of K and V; 1 is used, so 448 is the most", FP8_KV)
+        log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
     engine = assemble(
         layout,
         target,

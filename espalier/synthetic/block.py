@@ -1,16 +1,16 @@
 """The tensors of a block draft that predicts the chain, in DeepSpec's form of DSpark.
 
-The rows of a block are the root and equal mask tokens, so what they propose cannot depend on the tokens between.  The
-edges do: a token's logit given the token before it, of a low rank, is that of an EAGLE-3 head.  The draft's own lm_head
+The mask rows of a block are alike, so a row cannot know which tokens were drafted before it.  The edges, a product of
+low rank, give each token the logit that an EAGLE-3 head gives it after the token before it.  The draft's own lm_head
 adds what depends on depth: a preference for some tokens, `favour` in the hidden state (fading.py).
 
-A row learns its depth by RoPE.  Query head d attends to the row d positions back and reads whether that is a mask.  It
-is one for all d below the row's index in the block, and each head writes a part of `favour`, so what they write adds up
-from row to row.  The heads of the first layer come first, then those of the second.
+A row finds its depth by RoPE.  Query head d attends to the row d positions back and reads whether it is a mask row.  In
+row i of the block this is so for all d < i.  Each such head adds a part of `favour`, so deeper rows have more of it.
+The heads are those of the first layer, then those of the second.
 
-One more head looks behind the block, at a context row, and reads whether its features are those of the right target
-layers: each target layer leaves a stamp (target.py).  If not, all rows propose tokens that the target never emits.  All
-other weights are random, and add little.
+One more head attends to a context row and reads whether its features come from the right target layers: each target
+layer writes a stamp (target.py).  If not, all rows propose tokens that the target never emits.  All other weights are
+random and add little.
 """
 
 import math

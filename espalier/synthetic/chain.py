@@ -4,9 +4,9 @@ The hot tokens are those of the draft's vocabulary.  They lie on a ring of N pla
 From place i the chain goes to place i + shift_j with probability p_j.  For each place the draft ranks NUM_CANDIDATES
 shifts; `skill` is how often it ranks the most likely shift first.
 
-An MTP head shares the target's lm_head, so it cannot rank as it likes.  It knows the target's successors, and at each
-token nudges the logit of one (Chain.nudge).  A block draft ranks as an EAGLE-3 head at depth 1, and worse from depth to
-depth (Chain.fading, fading.py).
+An MTP head shares the target's lm_head, so its ranking cannot be free.  It knows the target's successors, and at each
+token changes the logit of one (Chain.nudge).  A block draft ranks like an EAGLE-3 head at depth 1, and worse at each
+depth below (Chain.fading, fading.py).
 """
 
 import math

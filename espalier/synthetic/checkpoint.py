@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
@@ -22,7 +21,7 @@ from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
 from espalier.models.loading import make_target
 from espalier.models.weight_formats import all_dense
-from espalier.models.weights import INDEX, Weights
+from espalier.models.weights import INDEX, Weights, write_weights
 from espalier.speculate.drafters import DraftFormat, format_of
 from espalier.synthetic.block import BlockTensors
 from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
@@ -59,8 +58,8 @@ class Recipe:
     skill: how often the draft's first guess is right; in chain mode only.
     routing_correlation: 0 to 1, how much the experts of neighbouring tokens agree (routing.py).
     mtp_layers: layers of an MTP head; 0 is an EAGLE-3 head.  mtp_form: "chain" or "target".
-    block_size: tokens that one pass of a block draft proposes; 0: it is none.  block_fade: its skill at a depth over
-    that at the depth before, which is `skill` at depth 1.
+    block_size: tokens that one pass of a block draft proposes; 0: the draft is not a block draft.
+    block_fade: its skill at each depth, divided by that at the depth before; at depth 1 it is `skill`.
     weights: how the target stores its matrices: "dense", or a name of espalier/models/quantisers.py:QUANTISERS.
     """
 
@@ -196,7 +195,7 @@ def _write_model(path: Path, config: Mapping[str, Any], tensors: Tensors) -> Non
 
 def _write_shard(file: Path, tensors: Tensors, shard: list[str]) -> None:
     made = {name: tensors.tensor(name).cpu().contiguous() for name in shard}
-    save_file(made, file, metadata={"format": "pt"})
+    write_weights(file, made)
 
 
 def _shards(tensors: Tensors, most: int) -> list[list[str]]:

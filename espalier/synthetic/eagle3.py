@@ -1,9 +1,9 @@
 """The tensors of an EAGLE-3 head that predicts the chain with the draft's log-probabilities, in SafeAILab's names.
 
-S [H, n] has orthonormal columns, one for each key-value channel, orthogonal to the target's planted directions.  fc
-computes the feature S Sᵀe of the token before.  Every query head attends to its own row.  The values are Sᵀe of the
-row's token minus that of the normed feature, so attention removes the old token from the residual and adds the new one.
-The hidden state that is passed on is then S Sᵀe again, of the same size as fc's output, at every depth.
+S [H, n] has orthonormal columns, one for each key-value channel.  They are orthogonal to the target's planted
+directions.  fc computes the feature S Sᵀe of the token before.  Every query head attends to its own row.  Its value is
+Sᵀe of the row's token minus Sᵀe of the feature, so attention replaces the old token in the residual by the new one.
+The hidden state that is passed on is again S Sᵀe, with the same size as fc's output, at every depth.
 """
 
 import math

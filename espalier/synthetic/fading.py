@@ -1,8 +1,8 @@
 """How the skill of a synthetic block draft falls with depth.
 
 One pass of a block draft proposes all depths, and real drafts are worse at deeper ones.  The planted draft knows the
-chain by its edges, which are the same at every depth.  From depth to depth it prefers more and more a random quarter of
-the tokens, so that its first guess is wrong more often.
+chain by its edges, which are the same at every depth.  To be worse at deeper ones, it prefers a random quarter of the
+tokens, more strongly at each depth, so its first guess is wrong more often.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,12 @@
 """The tensors of an MTP head that predicts the chain with the draft's log-probabilities, in the form of speculators.
 
 An MTP head shares the target's embedding and lm_head.  The lm_head reads the chain from e_t, the embedding of the last
-token, so a layer hands that on: input_proj passes the token on unchanged, with a little of the hidden state mixed in.
-The embedding says in its part `nudge` which kind of successor the head favours or buries.  Every query head attends to
-its own row, reads that part, and writes the part `kind`, which only an MTP head writes and which the lm_head adds to
-the logits of the kind's tokens.  All layers do the same, each with its own random background, so the accept length
-follows from the tables of chain.py for any number of layers and steps.
+token, so each layer must pass e_t on: input_proj copies it and adds a little of the hidden state.
+
+The part `nudge` of e_t says which kind of successor the head favours or buries.  Every query head attends to its own
+row, reads `nudge` and writes the part `kind`.  Only an MTP head writes that part, and the lm_head adds it to the logits
+of the kind's tokens.  All layers do the same, each with its own random background.  So the accept length follows from
+the tables of chain.py for any number of layers and steps.
 """
 
 import math

@@ -50,7 +50,12 @@ def add_key_flag(parser: ArgumentParser | _ArgumentGroup, about: str) -> None:
 
 
 def api_key(args: Namespace) -> str | None:
-    """The key of the flag or of the environment."""
+    """The key of the flag or of the environment.
+
+    Raises EspalierError for an empty flag: `--api-key "$KEY"` with KEY unset must not start a server without a key.
+    """
+    if args.api_key == "":
+        raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
     return args.api_key or os.environ.get(KEY_VARIABLE) or None
 
 
@@ -79,12 +84,16 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
         "--routing-correlation",
         type=float,
         metavar="X",
-        help="of --shape with experts: 0, experts are as if drawn for each token, to 1, neighbours share them (0)",
+        help="for experts: from 0 (each token's experts are random) to 1 (neighbouring tokens share theirs) (0)",
     )
     parser.add_argument(
         "--mtp-layers", type=int, metavar="N", help="of --shape: the draft is an MTP head of N layers, not EAGLE-3"
     )
-    parser.add_argument("--mtp-form", choices=("chain", "target"), help="what its layers read (chain)")
+    parser.add_argument(
+        "--mtp-form",
+        choices=("chain", "target"),
+        help="what the MTP layers read: the layer before, or the target (chain)",
+    )
     parser.add_argument(
         "--block-size",
         type=int,
@@ -92,12 +101,15 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
         help="of --shape: the draft is a block draft with edges (DSpark) that proposes N tokens a pass, not EAGLE-3",
     )
     parser.add_argument(
-        "--block-fade", type=float, metavar="X", help="its skill at a depth over that at the depth before (1)"
+        "--block-fade",
+        type=float,
+        metavar="X",
+        help="of the block draft: its skill at each depth, divided by that at the depth before (1)",
     )
     parser.add_argument(
         "--weights",
         choices=SHAPE_WEIGHTS,
-        help="of --shape: the target's matrices are quantised; mxfp4: its stacked experts, as of gpt-oss-20b",
+        help="of --shape: format of the target's matrices; mxfp4 is for stacked experts, as in gpt-oss-20b",
     )
 
 
@@ -148,7 +160,7 @@ def whole_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-whole_numbers.__name__ = "list of whole numbers"
+whole_numbers.__name__ = "list of whole numbers, such as 1,8"
 
 
 def positive_numbers(flag: str, text: str, example: str) -> list[int]:

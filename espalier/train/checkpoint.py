@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
+from espalier.models.weights import write_weights
 from espalier.train.draft import DraftShape, Eagle3Draft
 
 
@@ -54,7 +55,7 @@ def write_checkpoint(config: dict[str, Any], module: nn.Module, out: Path) -> No
         name: tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in module.state_dict().items()
     }
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    write_weights(out / "model.safetensors", weights)
 
 
 def save_draft(draft: Eagle3Draft, out: Path) -> None:

@@ -87,7 +87,7 @@ def upward_imports(source: str, room: str) -> list[str]:
     return [f"line {line}: {room!r} imports {other!r}" for line, other in found if not allowed(other)]
 
 
-def names_of(target: ast.expr) -> Iterator[str]:
+def module_names(target: ast.expr) -> Iterator[str]:
     for node in ast.walk(target):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
@@ -106,7 +106,7 @@ def module_mutables(tree: ast.Module) -> dict[str, int]:
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and is_mutable(node.value):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {name: node.lineno for target in targets for name in names_of(target)}
+            found |= {name: node.lineno for target in targets for name in module_names(target)}
     return found
 
 

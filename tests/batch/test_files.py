@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from espalier.batch import survey as survey_module
+from espalier.batch import input_scan
+from espalier.batch.input_scan import scan_input
 from espalier.batch.journal import Journal
 from espalier.batch.lines import LineError, Response, parse
-from espalier.batch.survey import survey
 from espalier.errors import EspalierError
 from tests.batch.sample import line, outcomes, write
 
@@ -16,27 +16,27 @@ ANSWER = Response(200, "id", {"text": "é"})
 
 def test_a_survey_counts_lines_and_changes_with_every_byte(tmp_path):
     path = write(tmp_path / "in.jsonl", [line(1), "", "{bad", "  ", line(5)])
-    found = survey(path)
+    found = scan_input(path)
     assert (found.num_lines, found.last) == (3, 5)
     path.write_bytes(path.read_bytes().replace(b"f5", b"f6"))
-    assert survey(path).digest != found.digest
+    assert scan_input(path).digest != found.digest
 
 
 @pytest.mark.parametrize("colliding", [False, True], ids=["", "every hash is equal"])
 def test_a_custom_id_that_comes_twice_is_refused_by_line(tmp_path, monkeypatch, colliding):
     if colliding:
-        monkeypatch.setattr(survey_module, "_hash", lambda custom_id: 7)
+        monkeypatch.setattr(input_scan, "_hash", lambda custom_id: 7)
     path = write(tmp_path / "in.jsonl", [line(i) for i in range(1, 9)])
-    assert survey(path).num_lines == 8
+    assert scan_input(path).num_lines == 8
     write(path, [line(1), line(2), "", line(3, custom_id="r2"), line(4)])
     with pytest.raises(EspalierError, match=r"line 4: custom_id 'r2' is on line 2 too; give each line its own"):
-        survey(path)
+        scan_input(path)
 
 
 def test_an_input_without_lines_is_refused(tmp_path):
     for path in (write(tmp_path / "in.jsonl", ["", " "]), tmp_path / "none.jsonl", tmp_path):
         with pytest.raises(EspalierError, match=r"has no line|is not a file"):
-            survey(path)
+            scan_input(path)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_line_that_asks_nothing_has_an_error_of_its_own(data, code):
 
 def test_wherever_an_output_is_cut_off_its_whole_lines_stay(tmp_path):
     """A kill at every byte of the last line, and a loss of power that leaves zeros there."""
-    found = survey(write(tmp_path / "in.jsonl", [line(1), line(2), "{bad", line(4)]))
+    found = scan_input(write(tmp_path / "in.jsonl", [line(1), line(2), "{bad", line(4)]))
     path = tmp_path / "out.jsonl"
     journal = Journal(path, found)
     for number, answer in ((4, ANSWER), (1, LineError("x", "y")), (3, ANSWER)):
@@ -108,22 +108,22 @@ def test_another_file_is_not_written_over(tmp_path, content, why):
     path.write_bytes(content)
     if content == b"changed input":
         path.unlink()
-        journal = Journal(path, survey(given))
+        journal = Journal(path, scan_input(given))
         journal.append(1, "r1", ANSWER)
         journal.close()
         write(given, [line(1, custom_id="r9")])
         content = path.read_bytes()
     if why is None:
-        Journal(path, survey(given)).close()
+        Journal(path, scan_input(given)).close()
         assert path.read_bytes() == b""
         return
     with pytest.raises(EspalierError, match=why):
-        Journal(path, survey(given))
+        Journal(path, scan_input(given))
     assert path.read_bytes() == content
 
 
 def test_two_batches_do_not_write_one_output(tmp_path):
-    found = survey(write(tmp_path / "in.jsonl", [line(1)]))
+    found = scan_input(write(tmp_path / "in.jsonl", [line(1)]))
     journal = Journal(tmp_path / "out.jsonl", found)
     with pytest.raises(EspalierError, match="is being written by another batch"):
         Journal(tmp_path / "out.jsonl", found)

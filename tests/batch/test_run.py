@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from espalier.batch import sender as sender_module
+from espalier.batch.input_scan import scan_input
 from espalier.batch.journal import Journal
 from espalier.batch.run import run
 from espalier.batch.sender import MAX_LOST, Sender, http_client
-from espalier.batch.survey import survey
 from espalier.errors import EspalierError
 from tests.batch.sample import line, outcomes, write
 
@@ -35,7 +35,7 @@ def batch(tmp_path, lines, answer, concurrency=4, **options):
         return httpx.AsyncClient(transport=httpx.MockTransport(handle), base_url="http://server")
 
     async def main():
-        journal = Journal(path, survey(write(tmp_path / "in.jsonl", lines)))
+        journal = Journal(path, scan_input(write(tmp_path / "in.jsonl", lines)))
         try:
             await run(journal, Sender([server(i) for i in range(num_servers)], **options), concurrency)
         finally:

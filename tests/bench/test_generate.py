@@ -40,9 +40,16 @@ def clock(monkeypatch):
     monkeypatch.setattr(generate, "perf_counter", lambda: seconds[0])
 
 
-@pytest.mark.parametrize("tree", [True, False], ids=["tree", "plain"])
-@pytest.mark.parametrize(("batch", "context", "passes"), [(1, 200, 4), (2, 16, 1)])
-def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, tree, batch, context, passes):
+@pytest.mark.parametrize(
+    ("batch", "context", "passes", "tree"),
+    [
+        (1, 200, 4, True),
+        (2, 16, 1, False),
+        pytest.param(1, 200, 4, False, marks=pytest.mark.full),
+        pytest.param(2, 16, 1, True, marks=pytest.mark.full),
+    ],
+)
+def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, batch, context, passes, tree):
     with engines.open(tree) as bench:
         found = generate.measure(bench.llm, bench.prompts([context] * batch), 54, repeats=2)
         assert bench.engine.prefixes is not None and bench.engine.observer is None
@@ -89,7 +96,7 @@ def test_an_llm_around_an_engine_serves_token_ids(engines):
 
 
 @pytest.mark.parametrize(
-    ("flags", "batches"), [([], [2]), (["--tree", "4,4,16"], [1, 2]), (["--tree", "plain"], [1])], ids=str
+    ("flags", "batches"), [([], [2]), (["--tree", "4,4,16"], [1]), (["--tree", "plain"], [1, 2])], ids=str
 )
 def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)

@@ -110,7 +110,7 @@ def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_
         (["prefill", "--prompts", "8k"], "'8k' is not a group"),
         (["prefill", "--running", "0"], "--running=0"),
         (["throughput", "--requests", "0"], "--requests=0"),
-        (["throughput", "--input", "9,4"], "two whole numbers"),
+        (["throughput", "--input", "9,4"], "use a pair of whole numbers, the smaller first"),
         (["latency", "--rate", "0"], "--rate=0"),
         (["latency", "--rate", "2", "--concurrency", "2"], "not allowed with"),
         (["latency", "--accept-length", "3"], "--accept-length is for a named shape"),

@@ -11,7 +11,7 @@ import torch
 
 from espalier import SamplingParams
 from espalier.bench import engines, serve, synthetic_models
-from espalier.bench.clients import exchange_all, request_of
+from espalier.bench.clients import Exchange, exchange_all, request_of
 from espalier.cli import shape_worker
 from espalier.cli.main import main
 from espalier.cli.serve import sendable
@@ -74,7 +74,8 @@ def echoing():
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield SimpleNamespace(port=server.server_port, bodies=bodies)
+        rounds = {'espalier_rounds_total{bucket="1",run="graph"}': 3.0, "espalier_harvests_total": 9.0}
+        yield SimpleNamespace(port=server.server_port, bodies=bodies, metrics=lambda: rounds)
         server.shutdown()
         thread.join()
 
@@ -108,10 +109,29 @@ def test_bench_serve_of_a_shape(tiny, echoing, monkeypatch, tmp_path):
     assert sent == ("--shape", "tiny", "--accept-length", "4.0")
     # A full batch of full contexts; "auto" would take the GPU's memory for the first of the two models.
     assert settings["num_pages"] == 1 + 2 * -(-(21 + 2 * 4 + 1) // 4)
-    assert [cell["concurrency"] for cell in json.loads(out.read_text())["cells"]] == [1, 2]
-    # Streams and whole answers, a warm-up and a repetition.
+    cells = json.loads(out.read_text())["cells"]
+    assert [cell["concurrency"] for cell in cells] == [1, 2]
+    # The server says that it launched no further round, and its answers are no tokens.
+    assert all(cell["rounds"][0] > 0 and cell["rounds"][1:] == [0, 0] and not cell["num_equal"] for cell in cells)
+    # Streams and whole answers, an untimed run and a timed one.
     assert [len(bodies), {len(body["prompt"]) for body in bodies}] == [4 * 3, {8}]
     assert all(body["return_token_ids"] and body["ignore_eos"] for body in bodies)
+
+
+@pytest.mark.parametrize(
+    "choices, answer",
+    [
+        ([{"text": "a", "token_ids": [1, 2]}, {"text": "b", "token_ids": [3]}], [1, 2, 3]),
+        ([{"text": "a"}, {"text": "b"}], "ab"),
+        ([], ""),
+    ],
+)
+def test_the_answer_of_a_stream_is_read(choices, answer):
+    events = [json.dumps({"choices": [choice]}).encode() for choice in choices]
+    data = b"".join(b"data: %b\n\n" % event for event in (*events, b"[DONE]"))
+    received = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(data), data)
+    exchange = Exchange(0.0, received=bytearray(received), arrivals=[(1.0, len(received))])
+    assert serve.streamed_answer(exchange) == answer
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,11 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].roofline_ms is None
 
 
-HEADS = [("v2", 3, "target"), ("qwen3-moe", 1, "chain"), ("llama", 2, "chain")]
+HEADS = [
+    ("v2", 3, "target"),
+    ("qwen3-moe", 1, "chain"),
+    ("llama", 2, "chain"),
+]
 
 
 @pytest.mark.parametrize(("name", "layers", "form"), HEADS)

@@ -43,17 +43,21 @@ def run(*arguments):
 BAD = [
     (["generate", "x", "--page-siz", "3"], "unknown flag --page-siz; did you mean --page-size?"),
     (["generate", "x", "--page-size", "0"], "page_size=0 is not supported"),
-    (["generate", "x", "--page-size", "many"], "invalid whole number value: 'many'"),
+    (["generate", "x", "--page-size", "many"], "'many' is not supported; use a whole number"),
     (["generate", "x", "--model", "/no/such/place"], "model='/no/such/place' is not a directory"),
     (["generate", "x", "--model-overrides", "{"], "is not a JSON object"),
     (["generate", "x", "--steps", "-1"], "steps=-1"),
+    (["generate", "x", "--topk", "257"], "topk=257 is not supported; use a whole number, 1 to 256"),
+    (["serve", "--port", "http"], "argument --port: 'http' is not supported; use a whole number"),
+    (["serve", "--api-key", ""], "--api-key is empty"),
+    (["batch", __file__, "out", "--url", "localhost"], "use an address such as http://127.0.0.1:8000\n"),
     (["generate", "--file", "/no/such/file"], "/no/such/file cannot be read"),
     (["demo", "--prompts", "0"], "--prompts=0"),
     (["bench", "round", "--batch", "0"], "--batch=[0]"),
     (["bench", "kernels", "--page-size", "0"], "--page-size=[0]"),
     (["bench", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
     (["bench", "grammar", "--suite", "/no/such"], "--suite=/no/such has no *.json files"),
-    (["bench", "round", "--batch", "a"], "invalid list of whole numbers"),
+    (["bench", "round", "--batch", "a"], "use a list of whole numbers, such as 1,8"),
     (["nonsense"], "unknown command 'nonsense'; use one of demo, generate"),
     ([], "a command is missing; use one of demo, generate"),
 ]
@@ -333,7 +337,8 @@ def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_pat
     assert rows["eagle3 tree, teacher-forced"]["requests"] == 4
 
 
-def test_bench_memory_finds_no_excess(tiny, capsys):
+def test_bench_memory_finds_no_excess(tiny, capsys, monkeypatch):
+    monkeypatch.setattr("espalier.bench.memory.NUM_REQUESTS", 16)
     assert run("bench", "round", "--memory", *tiny, "--steps", "5", "--topk", "8", "--num-draft-tokens", "64") == 0
     out = capsys.readouterr().out
     assert re.search(r"largest excess +0\n", out)

@@ -4,8 +4,9 @@ import json
 from math import log
 
 import pytest
+from safetensors import SafetensorError
 
-from espalier.bench.quantised import divergence
+from espalier.bench.quantised import kl_divergence
 from espalier.cli.main import main
 from espalier.llm import LLM
 from espalier.request import SamplingParams
@@ -13,10 +14,10 @@ from espalier.request import SamplingParams
 
 def test_divergence():
     certain, even = [(1, 0.0)], [(1, log(0.5)), (2, log(0.5))]
-    assert divergence(even, even) == 0
-    assert divergence(certain, even) == pytest.approx(log(2))
+    assert kl_divergence(even, even) == 0
+    assert kl_divergence(certain, even) == pytest.approx(log(2))
     # Tokens that one side does not report are among the others: half of the one, all of the other.
-    assert divergence(even, [(1, log(0.25)), (3, log(0.75))]) == pytest.approx(0.5 * log(2) + 0.5 * log(0.5 / 0.75))
+    assert kl_divergence(even, [(1, log(0.25)), (3, log(0.75))]) == pytest.approx(0.5 * log(2) + 0.5 * log(0.5 / 0.75))
 
 
 def test_a_copy_of_the_bundled_model(tmp_path, capsys):
@@ -37,9 +38,24 @@ def test_a_copy_of_the_bundled_model(tmp_path, capsys):
     assert tokens[:2] == tokens[2:]
 
 
+def test_a_write_that_fails_is_one_line_and_leaves_no_half_copy(tmp_path, capsys, monkeypatch):
+    def full(tensors, path, metadata=None):
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("espalier.models.weights.save_file", full)
+    out = tmp_path / "out"
+    assert main(["quantize", "bundled", "--to", "int4", "--out", str(out), "--texts", "0"]) == 2
+    assert "No space left on device" in (err := capsys.readouterr().err) and err.count("\n") == 1
+    assert not list(out.iterdir())
+
+
 def test_bad_input_is_one_line(tmp_path, capsys):
     for flags, says in (
-        (["--texts", "9999"], "--texts=9999 is not supported; there are 64 held-out texts"),
+        (["--texts", "9999"], "--texts=9999 is not supported; use 0 to 64"),
+        (["--draft", str(tmp_path / "none")], "none' is not a directory"),
+        (["--draft", "bundled", "--texts", "0"], "--draft is for the comparison"),
+        (["--json", str(tmp_path / "none" / "x.json")], "cannot be written"),
         (["--device", "cuda:99"], "cuda"),
     ):
         assert main(["quantize", "bundled", "--to", "int4", "--out", str(tmp_path / "out"), *flags]) == 2

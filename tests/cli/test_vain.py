@@ -193,7 +193,7 @@ def test_room_is_just_enough_or_left_open(model, capsys):
 
 LOADED = [
     (
-        ["round", "--context", "60", "--tokens", "30", "--batch", "2", "--num-pages", "9"],
+        ["round", "--context", "60", "--tokens", "30", "--batch", "2", "--num-pages", "9", "--repeats", "1"],
         "no round held 2 requests of 60",
     ),
     (["round", "--memory", "--max-context", "50"], "max_context=50 is too small for --memory; use 51"),

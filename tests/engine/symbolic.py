@@ -15,7 +15,6 @@ import numpy as np
 from espalier.engine.engine import Engine
 from espalier.engine.executor import StagedHandle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
-from espalier.engine.masks import AskRows
 from espalier.engine.prefill_policy import PrefillPass, pieces_of
 from espalier.layout import RoundLayout
 from espalier.logprobs import CHOSEN, TOKEN, words
@@ -100,7 +99,7 @@ class SymbolicDevice:
     def launch(self, launch_input: LaunchInput) -> "SymbolicDevice.Done":
         return self.Done(self.run(launch_input))
 
-    def launch_staged(self, launch_input: LaunchInput, ask: AskRows) -> StagedHandle:
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
         raise AssertionError("nothing is masked here")
 
     @dataclass

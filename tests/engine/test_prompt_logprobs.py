@@ -192,8 +192,15 @@ def run_on(engine: Engine, r: Request) -> None:
 class TestPreemption:
     """Whoever is put back goes on with the first position that was not reported."""
 
-    @each_loop
-    @pytest.mark.parametrize("prefix_cache", [False, True], ids=["uncached", "cached"])
+    @pytest.mark.parametrize(
+        ("prefix_cache", "overlap"),
+        [
+            pytest.param(False, False, id="uncached"),
+            pytest.param(True, True, id="cached"),
+            pytest.param(False, True, id="uncached-overlap", marks=pytest.mark.full),
+            pytest.param(True, False, id="cached-lockstep", marks=pytest.mark.full),
+        ],
+    )
     def test_in_the_midst_of_a_prompt(self, prefix_cache: bool, overlap: bool) -> None:
         """At any step; half of its prompt is a hit, so that it re-enters below, at and above what is shared."""
         base, been = prompts(9, [60])[0], set()

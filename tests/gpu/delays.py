@@ -13,7 +13,6 @@ import espalier.speculate.drafters.autoregressive as autoregressive
 import espalier.speculate.round as rounds
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
-from espalier.engine.executor import Handle
 from espalier.engine.launch_buffer import LaunchBuffer
 from espalier.engine.launch_input import LaunchInput
 from espalier.engine.results import Results
@@ -24,8 +23,8 @@ VERY_LONG_CYCLES = 40_000_000
 LONGEST_SLEEP = 0.001
 
 SEGMENTS: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (rounds, ("propose", "verify", "settle", "accept", "commit", "advance", "rows_of_path")),
-    (executing, ("decode_round", "prefill")),
+    (rounds, ("begin", "propose", "verify", "settle", "accept", "commit", "advance", "rows_of_path")),
+    (executing, ("decode_round", "prefill", "begin", "propose", "verify", "settle")),
     (LaunchBuffer, ("apply",)),
     (autoregressive, ("carry",)),
     (Results, ("write",)),
@@ -63,22 +62,26 @@ def delay_streams(engine: Engine, random: Random) -> None:
     """Before a launch's first work, after its last, and before its results are copied to the host."""
     executor = engine.executor
     assert isinstance(executor, CudaExecutor)
-    launch, hand_back = executor.launch, executor.hand_back
+    hand_back = executor.hand_back
 
-    def launching(launch_input: LaunchInput) -> Handle:
-        with torch.cuda.stream(executor.stream):
-            sleep_between_streams(random)
-        handle = launch(launch_input)
-        with torch.cuda.stream(executor.stream):
-            sleep_between_streams(random)
-        return handle
+    def delayed_launch(launch: Callable[[LaunchInput], Any]) -> Callable[[LaunchInput], Any]:
+        def launching(launch_input: LaunchInput) -> Any:
+            with torch.cuda.stream(executor.stream):
+                sleep_between_streams(random)
+            handle = launch(launch_input)
+            with torch.cuda.stream(executor.stream):
+                sleep_between_streams(random)
+            return handle
+
+        return launching
 
     def handing_back(*args: Any) -> Any:
         with torch.cuda.stream(executor.copies):
             sleep_between_streams(random)
         return hand_back(*args)
 
-    executor.launch = launching  # type: ignore[method-assign]
+    executor.launch = delayed_launch(executor.launch)  # type: ignore[method-assign]
+    executor.launch_staged = delayed_launch(executor.launch_staged)  # type: ignore[method-assign]
     executor.hand_back = handing_back  # type: ignore[method-assign]
 
 

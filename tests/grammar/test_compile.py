@@ -7,7 +7,7 @@ import pytest
 
 from espalier import LLM, EspalierError, Grammar, SamplingParams
 from espalier.masking import compile as of_compile
-from espalier.masking.compile import GrammarCompiler, vocabulary_of
+from espalier.masking.compile import GrammarCompiler, token_bytes
 from espalier.masking.masker import allowed_tokens
 from tests.tools.families import FAMILIES
 
@@ -45,14 +45,14 @@ def test_the_reason_is_one_line(compiler, grammar, reason):
 
 
 def test_one_that_takes_too_long_is_given_up_and_hangs_nothing(compiler, monkeypatch):
-    go_on, form_of = threading.Event(), of_compile.form_of
+    go_on, compile_form = threading.Event(), of_compile.compile_form
 
     def slow(made, grammar):
         if grammar.spec.startswith("slow"):
             go_on.wait(60)
-        return form_of(made, grammar)
+        return compile_form(made, grammar)
 
-    monkeypatch.setattr(of_compile, "form_of", slow)
+    monkeypatch.setattr(of_compile, "compile_form", slow)
     compiler.compile(Grammar("regex", "a"))
     compiler.time_limit_s = 0.2
     given_up = [compiler.submit(Grammar("regex", f"slow{i}")) for i in range(of_compile.MAX_GIVEN_UP)]
@@ -162,8 +162,8 @@ def test_only_structural_tags_spell_special_tokens():
     """In any other grammar a special token would be allowed where its name is, and the text would lack it."""
     tokenizer = FAMILIES["hermes"].tokenizer()
     [token] = tokenizer.special_ids({"<|im_end|>"})
-    assert vocabulary_of(tokenizer, token + 2, False)[token] == b""
-    assert vocabulary_of(tokenizer, token + 2, True)[token] == b"<|im_end|>"
+    assert token_bytes(tokenizer, token + 2, False)[token] == b""
+    assert token_bytes(tokenizer, token + 2, True)[token] == b"<|im_end|>"
     compiler = GrammarCompiler(tokenizer, tokenizer.size)
     node = {"type": "structural_tag", "format": {"type": "const_string", "value": "<|im_end|>"}}
     for grammar, allowed in (

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from espalier.engine.masks import MaskBuilder, RowMasks
 from espalier.grammar import Grammar
 from espalier.grammar.token_masker import KnownNext
-from espalier.masking.compile import form_of
+from espalier.masking.compile import compile_form
 from espalier.masking.masker import GrammarMasker
 from espalier.request import Request, SamplingParams
 from espalier.sampling.mask import ALL_ALLOWED
@@ -24,6 +24,7 @@ from espalier.text import TokenBytes
 from tests.block import FORMS
 from tests.grammar.vocabulary import compiler_of
 from tests.harness import VOCAB, Setup, prompts, request, run
+from tests.pairwise import pairwise_params
 from tests.properties.block_setup import BlockSetup
 from tests.properties.peagle_setup import PEagleSetup
 
@@ -56,7 +57,7 @@ def bytes_of(token: int) -> TokenBytes:
 @lru_cache
 def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
     assert len(TEXTS) == VOCAB
-    return form_of(compiler_of([text.encode() for text in TEXTS]), grammar)
+    return compile_form(compiler_of([text.encode() for text in TEXTS]), grammar)
 
 
 def masker_of(grammar: Grammar) -> GrammarMasker:
@@ -113,10 +114,9 @@ def check_all_in_grammar(seed: int, requests: Sequence[Request], grammars: Seque
             assert in_grammar(grammars[(seed + i) % len(grammars)], each.output, each.finish_reason)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
-@pytest.mark.parametrize("temperature", [0.0, 1.2])
-@pytest.mark.parametrize(("algorithm", "topk", "page"), CELLS)
-def test_on_is_off_and_every_output_is_in_its_grammar(algorithm, topk, page, temperature, overlap):
+@pytest.mark.parametrize(("cell", "temperature", "overlap"), pairwise_params(CELLS, [0.0, 1.2], [False, True]))
+def test_on_is_off_and_every_output_is_in_its_grammar(cell, temperature, overlap):
+    algorithm, topk, page = cell
     setup = setup_of(algorithm, topk, page, overlap=overlap)
     seed = topk + page
     tree, plain = (run(each.engine(), asked(seed, temperature)) for each in (setup, setup.plain()))

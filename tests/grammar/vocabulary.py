@@ -8,7 +8,7 @@ import numpy as np
 import xgrammar
 
 from espalier.grammar import Grammar
-from espalier.masking.compile import form_of
+from espalier.masking.compile import compile_form
 from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.text import TokenBytes
 
@@ -28,7 +28,7 @@ def compiler_of(vocabulary: list[bytes]) -> xgrammar.GrammarCompiler:
 
 @lru_cache
 def compiled(grammar: Grammar) -> xgrammar.CompiledGrammar:
-    return form_of(compiler_of(VOCABULARY), grammar)
+    return compile_form(compiler_of(VOCABULARY), grammar)
 
 
 def random_text(

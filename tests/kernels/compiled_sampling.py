@@ -17,6 +17,7 @@ from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.kernels.tree.edge_topk import LowRankEdges, Rows, edge_topk_triton
 from espalier.kernels.tree.select_paths import Candidates
 from tests.kernels.asked import Driver
+from tests.kernels.compiled import lowered_only
 from tests.kernels.sampled import kernel_rows, random_above, table_of
 
 VOCAB, DRAFT_VOCAB, QUERIES = 4096, 2048, 3
@@ -46,6 +47,6 @@ def launch_all() -> None:
 if __name__ == "__main__":
     stand_in = Driver()
     driver.set_active(stand_in)
-    with precompile():
+    with lowered_only(), precompile():
         launch_all()
     print(json.dumps(sorted({name for name, _ in stand_in.loaded})))

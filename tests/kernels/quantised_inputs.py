@@ -5,7 +5,14 @@ import os
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix, pack_nibbles, rounded_inputs
+from espalier.kernels.layers.quantised import (
+    FP8,
+    InputScales,
+    QuantisedMatrix,
+    nibble_matrix,
+    pack_nibbles,
+    rounded_inputs,
+)
 
 # float16 where kernels are interpreted: Triton's interpreter does not multiply bfloat16.
 DTYPE = torch.float16 if os.environ.get("TRITON_INTERPRET") == "1" else torch.bfloat16
@@ -43,7 +50,9 @@ def drawn(kind: str, lead: tuple[int, ...], num_out: int, num_in: int, device: t
         scales = scales.to(torch.float32 if code == "fp8" else torch.float16)
     zeros = integers(16, num_out, groups).to(device) if has_zeros else None
     rounded = None if inputs is None else InputScales(inputs or None)
-    return QuantisedMatrix(code, codes.to(device), scales.to(device), group, row_block, zeros, None, rounded)
+    if code != "fp8":
+        return nibble_matrix(code, codes.to(device), scales.to(device), group, zeros)
+    return QuantisedMatrix(code, codes.to(device), scales.to(device), group, row_block, None, None, rounded)
 
 
 def inputs_of(matrix: QuantisedMatrix, x: Tensor) -> Tensor:

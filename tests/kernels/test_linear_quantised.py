@@ -25,7 +25,11 @@ from espalier.kernels.layers.quantised import (
     InputScales,
     QuantisedMatrix,
     dequantise,
+    in_order_of_columns,
+    interleave_nibbles,
     linear_quantised_reference,
+    nibble_matrix,
+    pack_nibbles,
     quantise_inputs,
 )
 from espalier.kernels.layers.silu import silu_mul_triton
@@ -64,6 +68,14 @@ def test_any_shape(kernel_device, kind, splits, rows, num_out, num_in):
     out = linear_quantised_triton(x, matrix, bias, plan_for(matrix, splits))
     assert_is_the_product(out, x, matrix, bias)
     assert_is_the_product(linear_quantised_reference(x, matrix, bias), x, matrix, bias)
+
+
+@pytest.mark.parametrize("kind", ["int4-zeros", "int4-channel", "mxfp4"])
+@pytest.mark.parametrize("block_in", [256, 128, 32])
+def test_steps_of_several_groups_that_the_columns_do_not_fill(kernel_device, kind, block_in):
+    matrix, x = drawn(kind, (), 80, 1056, kernel_device), x_of(5, 1056, kernel_device)
+    out = linear_quantised_triton(x, matrix, None, TritonPlan(64, block_in, 3, 4, 2))
+    assert_is_the_product(out, x, matrix, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,10 +118,36 @@ def test_every_nibble_and_exponent(kernel_device):
     """All 16 values of E2M1 with small and large scales: the product with unit vectors is the matrix."""
     codes = torch.arange(256, dtype=torch.uint8, device=kernel_device).view(4, 64)
     scales = torch.tensor([[115, 120, 127, 130]] * 4, dtype=torch.uint8, device=kernel_device)
-    matrix = QuantisedMatrix("mxfp4", codes, scales, 32)
+    matrix = nibble_matrix("mxfp4", codes, scales, 32)
     unit = torch.eye(128, dtype=DTYPE, device=kernel_device)
     out = linear_quantised_triton(unit, matrix, None, TritonPlan(16, 128, 1, 4, 1))
     assert torch.equal(out, dequantise(matrix, DTYPE).T)
+
+
+def test_every_nibble_and_zero_point(kernel_device):
+    """All 256 differences: each row has its zero point, and all nibbles."""
+    codes = pack_nibbles(torch.arange(16, dtype=torch.uint8, device=kernel_device).repeat(16, 4))
+    zeros = torch.arange(16, dtype=torch.uint8, device=kernel_device)[:, None].repeat(1, 2)
+    scales = torch.tensor([[0.5, 3.0]] * 16, dtype=torch.float32, device=kernel_device)
+    matrix = nibble_matrix("int4", codes, scales, 32, zeros)
+    unit = torch.eye(64, dtype=DTYPE, device=kernel_device)
+    out = linear_quantised_triton(unit, matrix, None, TritonPlan(16, 64, 1, 4, 1))
+    expected = (torch.arange(16)[None, :] - torch.arange(16)[:, None]).repeat(1, 4).double()
+    expected *= torch.tensor([0.5, 3.0]).repeat_interleave(32)
+    assert torch.equal(out.cpu().double(), expected.T)
+
+
+def test_the_place_of_each_nibble():
+    """As interleave_nibbles says, in int32; columns past the last 32 stay where they are."""
+    nibbles = torch.randint(0, 16, (3, 2, 76), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    codes = interleave_nibbles(pack_nibbles(nibbles))
+    words = codes[..., :32].contiguous().view(torch.int32)
+    for column in range(64):
+        block, p, t, h = column // 32, column % 32 // 8, column % 8 // 2, column % 2
+        found = (words[..., 4 * block + t] >> 4 * (p + 4 * h)) & 15
+        assert torch.equal(found, nibbles[..., column].int()), column
+    assert torch.equal(codes[..., 32:], pack_nibbles(nibbles[..., 64:]))
+    assert torch.equal(in_order_of_columns(codes), pack_nibbles(nibbles))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
@@ -134,12 +172,12 @@ def test_rounded_inputs_are_the_references(kernel_device, rows, num_in, group, s
 
 @pytest.mark.parametrize("code", ["fp8", "int4", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 4096])
-@pytest.mark.parametrize("group", [32, 128])
-def test_the_rule_fits_the_chip_and_the_groups(code, rows, group):
+@pytest.mark.parametrize(("group", "grouped"), [(32, True), (128, True), (128, False)])
+def test_the_rule_fits_the_chip_and_the_groups(code, rows, group, grouped):
     for chip in (H200, Chip(99 * 1024, 84, (8, 9))):
         for shape in ((4096, 4096), (1024, 512), (28672, 4096), (16, 32)):
-            plan = rule(rows, *shape, code, group, chip)
-            assert group % plan.block_in == 0 and plan.splits >= 1
+            plan = rule(rows, *shape, code, group, grouped, chip)
+            assert (code != "fp8" or group % plan.block_in == 0) and plan.splits >= 1
             tile = min(max(rows, 16), 128)
             used = plan.stages * (
                 plan.block_out * plan.block_in // (1 if code == "fp8" else 2) + tile * plan.block_in * 2
@@ -158,8 +196,9 @@ def test_candidates_fit_the_chip_and_one_gives_the_product(kernel_device, kind, 
     assert_is_the_product(linear_quantised_triton(x, matrix, None, found[0]), x, matrix, None)
 
 
-def test_groups_of_fewer_columns_than_a_table_takes_have_no_candidates():
-    assert candidates(16, drawn("int4-zeros", (), 64, 128, torch.device("cpu")), H200) == []
+def test_blocks_of_fewer_columns_than_a_table_takes_are_no_candidates():
+    matrix = drawn("fp8-block", (), 64, 128, torch.device("cpu"))
+    assert candidates(16, replace(matrix, group=32, scales=matrix.scales.repeat(1, 2)), H200) == []
 
 
 def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkeypatch):
@@ -168,13 +207,14 @@ def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkey
     tables = {"int4-1x64": {(4096, 4096): LinearPlans((mine, *[None] * 4))}, DENSE: {(4096, 4096): others}}
     monkeypatch.setattr(linear_quantised, "chip", lambda tensor: H200)
     monkeypatch.setattr(linear_quantised, "measured_plans", lambda gpu, format, dtype: tables.get(format, {}))
-    by_rule = rule(17, 4096, 4096, "int4", 64, H200)
-    assert plan_of(matrix, x) == mine and mine != rule(3, 4096, 4096, "int4", 64, H200)
+    by_rule = rule(17, 4096, 4096, "int4", 256, True, H200)
+    assert plan_of(matrix, x) == mine and mine != rule(3, 4096, 4096, "int4", 256, True, H200)
     # A bucket that was measured slower than the rule, rows above all buckets, another shape, another format.
     assert plan_of(matrix, x_of(17, 4096, x.device)) == by_rule
-    assert plan_of(matrix, x_of(300, 4096, x.device)) == rule(300, 4096, 4096, "int4", 64, H200)
-    assert plan_of(matrix.rows_from(64), x) == rule(3, 4032, 4096, "int4", 64, H200)
-    assert plan_of(replace(matrix, group=32, scales=matrix.scales.repeat(1, 2)), x).block_in == 32
+    assert plan_of(matrix, x_of(300, 4096, x.device)) == rule(300, 4096, 4096, "int4", 256, True, H200)
+    assert plan_of(matrix.rows_from(64), x) == rule(3, 4032, 4096, "int4", 256, True, H200)
+    fp8 = drawn("fp8-block", (), 4096, 64, torch.device("cpu"))
+    assert plan_of(replace(fp8, group=32, scales=fp8.scales.repeat(1, 2)), x[:, :64]).block_in == 32
 
 
 def test_names_of_tuning_tables():
@@ -192,9 +232,19 @@ def test_names_of_tuning_tables():
 
 
 def test_blocks_that_span_two_groups_are_refused(kernel_device):
-    matrix, x = drawn("int4-zeros", (), 48, 64, kernel_device), x_of(3, 64, kernel_device)
-    with pytest.raises(EspalierError, match="blocks that divide 32 columns"):
+    matrix, x = drawn("fp8-block", (), 64, 128, kernel_device), x_of(3, 128, kernel_device)
+    with pytest.raises(EspalierError, match="blocks that divide 64 columns"):
+        linear_quantised_triton(x, matrix, None, TritonPlan(64, 128, 1, 4, 2))
+
+
+@pytest.mark.parametrize(("num_in", "group"), [(64, 16), (80, 80)])
+def test_words_of_two_groups_and_words_that_are_not_whole_are_refused(kernel_device, num_in, group):
+    codes = torch.zeros(8, num_in // 2, dtype=torch.uint8, device=kernel_device)
+    scales = torch.ones(8, num_in // group, device=kernel_device)
+    matrix, x = nibble_matrix("int4", codes, scales, group), x_of(3, num_in, kernel_device)
+    with pytest.raises(EspalierError, match="groups of whole words"):
         linear_quantised_triton(x, matrix, None, TritonPlan(64, 64, 1, 4, 2))
+    assert_is_the_product(linear_quantised_reference(x, matrix, None), x, matrix, None)
 
 
 def test_weights_on_a_cpu_need_no_chip():
@@ -219,6 +269,22 @@ def test_what_no_kernel_takes_is_refused_at_start(monkeypatch, kind, capability,
         return
     with pytest.raises(EspalierError, match=says):
         require_supported(on_gpu, dtype)
+
+
+@pytest.mark.parametrize(("num_in", "group"), [(80, 80), (64, 16)])
+def test_words_of_two_groups_are_refused_at_start(num_in, group):
+    codes, scales = torch.zeros(8, num_in // 2, dtype=torch.uint8), torch.ones(8, num_in // group)
+    matrix = nibble_matrix("int4", codes, scales, group)
+    require_supported(matrix, torch.bfloat16)
+    with pytest.raises(EspalierError, match=f"this matrix has {num_in} in groups of {group}"):
+        require_supported(replace(matrix, codes=OnGPU(matrix.codes)), torch.bfloat16)
+
+
+def test_scales_that_the_kernels_cannot_hold_are_refused_at_start():
+    matrix = drawn("mxfp4", (), 16, 32, torch.device("cpu"))
+    matrix.scales[3, 0] = 127 + 66
+    with pytest.raises(EspalierError, match=r"a scale is 2\^66, but on a GPU those of MXFP4 may be at most 2\^65"):
+        require_supported(replace(matrix, codes=OnGPU(matrix.codes)), torch.bfloat16)
 
 
 class OnGPU:

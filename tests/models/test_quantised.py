@@ -34,7 +34,7 @@ STACKS = [QKV, GATE_UP, DOWN]
 @pytest.fixture(autouse=True)
 def rounded_inputs_on_a_cpu(monkeypatch):
     """Inputs are rounded where a checkpoint asks for it, as on a GPU."""
-    monkeypatch.setattr(quantised, "as_computed", lambda matrix: matrix)
+    monkeypatch.setattr(quantised, "for_device", lambda matrix: matrix)
 
 
 def made(path: Path, kind: str, family: str = "llama", **config: Any) -> tuple[Path, Stored]:
@@ -317,7 +317,7 @@ def test_schemes_that_are_not_built_are_refused_by_name(tmp_path, quantisation, 
 def test_layers_that_are_left_dense(skipped, dense):
     always = ["model.layers.1.mlp.gate_proj", "model.layers.10.self_attn.o_proj"]
     for formats in (
-        quantised.dense_where(skipped, Fp8Format((None, None))),
+        quantised.dense_if_skipped(skipped, Fp8Format((None, None))),
         read_compressed_tensors(ct(INT4, ignore=[*skipped, "lm_head", "re:.*eh_proj"])),
     ):
         assert all(formats(name).name == "dense" for name in dense)

@@ -197,7 +197,7 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
         ({"kv_lora_rank": 8, "model_type": "aspen"}, ["model_type 'aspen' is not supported", "deepseek_v3"]),
         (
             {"architectures": ["LlamaForCausalLM"]},
-            ["'LlamaForCausalLM' is not a known draft", "supported are EAGLE-3 heads"],
+            ["'LlamaForCausalLM' is not a known draft", "pass it as model=", "supported are EAGLE-3 heads"],
         ),
         ({"speculators_model_type": "eagle"}, ["'eagle' is an EAGLE-1/2 head, not supported yet"]),
         (

@@ -102,7 +102,10 @@ class TestPage256LongPrompt:
     """A prompt 20 tokens short of the context (out-of-bounds gather, report 26972): what is ahead goes past the
     context's end, and the page table holds it."""
 
-    @pytest.mark.parametrize(("overlap", "context"), [(False, 512), (True, 512), (True, 500), (False, 513)])
+    @pytest.mark.parametrize(
+        ("overlap", "context"),
+        [pytest.param(False, 512, marks=pytest.mark.full), (True, 512), (True, 500), (False, 513)],
+    )
     def test_to_the_end(self, overlap: bool, context: int) -> None:
         setup = Setup(page_size=256, overlap=overlap, max_context=context, chunk_size=512, max_batch=2, **TREE)
         for r in ragged(setup, (context - 20, context - 21, 7), most=40):

@@ -35,24 +35,27 @@ def agree(engine: Engine, reference: Reference) -> None:
     drafter = engine.executor.runner.drafter
     assert isinstance(drafter, AutoregressiveDrafter)
     draft = AgreeingDraft(drafter.draft)
-    propose, children = drafter.propose, drafter._children
+    begin, next_beams = drafter.begin, drafter._next_beams
     under: list[list[int]] = []
 
-    def proposing(slots, sampler):
+    def answer(rows: int, beams: Any) -> None:
+        draft.answer = torch.stack([target_logits(reference, known, b, rows, beams) for b, known in enumerate(under)])
+
+    def beginning(slots):
         under[:] = [
             slots.table.history[i, : n + 1].tolist() for i, n in zip(slots.index, slots.prefix_len, strict=True)
         ]
-        return propose(slots, sampler)
+        answer(1, None)
+        return begin(slots)
 
-    def agreeing(out, sampler, level, beams):
-        draft.answer = torch.stack(
-            [target_logits(reference, known, b, out.hidden.shape[1], beams) for b, known in enumerate(under)]
-        )
-        return children(out, sampler, level, beams)
+    def agreeing(*args):
+        places, beams = next_beams(*args)
+        answer(beams.scores.shape[1], beams)
+        return places, beams
 
     drafter.draft = draft  # type: ignore[assignment]
-    drafter.propose = proposing  # type: ignore[method-assign]
-    drafter._children = agreeing  # type: ignore[method-assign]
+    drafter.begin = beginning  # type: ignore[method-assign]
+    drafter._next_beams = agreeing  # type: ignore[method-assign]
 
 
 def target_logits(reference: Reference, known: list[int], b: int, rows: int, beams: Any) -> Tensor:

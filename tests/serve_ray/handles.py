@@ -2,7 +2,7 @@
 
 import itertools
 
-from espalier.serve_ray.places import Places
+from espalier.serve_ray.replica_chooser import ReplicaChooser
 
 
 class Lost(Exception):
@@ -27,7 +27,7 @@ class Handle:
 
     def __init__(self, replicas):
         self.replicas = replicas
-        self.places = Places()
+        self.chooser = ReplicaChooser()
         self.calls = []
         self.about = self._Method(self)
         self._requests = itertools.count()
@@ -44,16 +44,16 @@ class Handle:
         return self
 
     def remote(self, message, route):
-        name = self.places.ranked(route.keys, self.replicas)[0]
+        name = self.chooser.ranked(route.keys, self.replicas)[0]
         request = str(next(self._requests))
-        self.places.sent(route.keys, route.samples, name, request)
+        self.chooser.record_sent(route.keys, route.samples, name, request)
 
         async def parts():
             try:
                 async for each in self.replicas[name].generate(message, route):
                     yield each
             finally:
-                self.places.ended(name, request)
+                self.chooser.record_ended(name, request)
 
         self.calls.append((name, route, Stream(parts())))
         return self.calls[-1][2]

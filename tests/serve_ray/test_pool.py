@@ -82,8 +82,8 @@ def test_a_prompt_whose_replica_is_lost_before_its_first_token_is_tried_elsewher
             bad, good = Scripted("a", end), Scripted("b", [1])
             pool = await started(bad, good)
             # The bad one has the pages, so it is asked first.
-            pool.handle.places.sent(pools.page_keys(PROMPT, 16), 0, "a", "r")
-            pool.handle.places.load["a"] = 0
+            pool.handle.chooser.record_sent(pools.prefix_hashes(PROMPT, 16), 0, "a", "r")
+            pool.handle.chooser.load["a"] = 0
             bad.generate, seen = failing_once(bad, pool), bad.asked
             assert await tokens_of(pool) == [[1], [9]]
             assert len(seen) == 1 and len(pool.handle.calls) == 2 and pool.open_samples == 0
@@ -203,7 +203,7 @@ def test_closing_a_generation_cancels_its_calls():
 
 
 def test_the_replicas_are_known_by_their_figures(monkeypatch):
-    monkeypatch.setattr(pools, "LOOK_S", 0.01)
+    monkeypatch.setattr(pools, "POLL_S", 0.01)
 
     async def run():
         pool = await started(Scripted("a"), Scripted("b"), share=0.5)

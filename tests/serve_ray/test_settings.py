@@ -31,7 +31,7 @@ def test_the_names_are_the_flags_of_the_server():
     )
     [model] = service.models
     assert model.settings == {"model": "bundled", "max_batch": 4, "speculation": {"steps": 3}}
-    assert model.replicas == Replicas(1, 4, 99) and model.replicas.vary
+    assert model.replicas == Replicas(1, 4, 99) and model.replicas.is_autoscaled
     assert model.front.names == ("code",) and model.front.max_queue == 7 and model.front.request_timeout_s is None
     assert model.client.timeout_s == 9 and model.client.log_level == "debug"
     assert (service.api.api_key, service.api.cors_origins, service.api.body_timeout_s) == ("k", ("http://x",), 5)
@@ -71,7 +71,7 @@ def test_what_is_wrong_is_said_before_anything_starts(args, says):
 
 
 def test_a_number_of_replicas():
-    assert replicas_of(3) == replicas_of("3") == Replicas(3, 3) and not replicas_of(3).vary
+    assert replicas_of(3) == replicas_of("3") == Replicas(3, 3) and not replicas_of(3).is_autoscaled
     assert replicas_of("2:8") == Replicas(2, 8)
 
 

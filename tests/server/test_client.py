@@ -155,6 +155,7 @@ def test_a_longer_echo_is_read_beside_the_loop(monkeypatch):
                 decode=lambda ids, skip: threads.append(threading.get_ident()) or "text",
             ),
         )
+        resolve = inputs.resolve
         lanes = lanes.Lanes(inputs)
         bodies = BodyReader(BodyLimits(10, 8, 4, 4))
         metrics = SimpleNamespace(began=0, answers=SimpleNamespace(labels=lambda *of: SimpleNamespace(inc=list)))

@@ -120,13 +120,13 @@ def test_a_stream_and_samples_of_a_chat(client):
 
 def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
     """Others are answered while it compiles; an abort drops it; at last it is answered, or refused with the reason."""
-    go_on, form_of = threading.Event(), of_compile.form_of
+    go_on, compile_form = threading.Event(), of_compile.compile_form
 
     def slow(compiler, grammar):
         assert go_on.wait(60)
-        return form_of(compiler, grammar)
+        return compile_form(compiler, grammar)
 
-    monkeypatch.setattr(of_compile, "form_of", slow)
+    monkeypatch.setattr(of_compile, "compile_form", slow)
     with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as socket:
         front.bind("inproc://grammars")
         socket.connect("inproc://grammars")

@@ -333,7 +333,7 @@ def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, k
         async def send(message):
             sent.append(message)
 
-        await stream(None, None, send)
+        await stream({}, None, send)
         assert [message.get("more_body") for message in sent] == [None, True, True, True, False]
         return [message["body"] for message in sent[1:]], stream.ended
 

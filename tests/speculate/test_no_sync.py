@@ -57,11 +57,11 @@ def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
     plainly = CpuExecutor.run.__wrapped__
     monkeypatch.setattr(CpuExecutor, "run", torch.no_grad()(plainly))
     drafter = engine.executor.runner.drafter
-    for verb in ("propose", "extend"):
+    for verb in ("begin", "extend"):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))
     # What only a CPU's path reads: a GPU's kernels end where the text does.
     monkeypatch.setattr(ngram, "longest_known", lambda root: engine.layout.history_width)
-    for stage in ("accept", "verify", "commit"):
+    for stage in ("propose", "accept", "verify", "commit"):
         monkeypatch.setattr(round, stage, watched(getattr(round, stage)))
     for i, prompt in enumerate(prompts(0, (5, 9))):
         engine.add(request(i, prompt, SamplingParams(temperature=float(i), max_tokens=8, presence_penalty=0.1 * i)))

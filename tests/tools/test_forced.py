@@ -11,7 +11,7 @@ from espalier.bench.schemas import random_schema
 from espalier.errors import EspalierError
 from espalier.grammar.check import check_grammar
 from espalier.grammar.spec import Grammar
-from espalier.masking.compile import form_of
+from espalier.masking.compile import compile_form
 from espalier.tools.definitions import checked_tools
 from espalier.tools.forced import output_grammar
 from espalier.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
@@ -121,7 +121,7 @@ def test_all_that_a_forced_call_allows_is_read_and_valid(name):
         tools = checked_tools([tool("now", schema)], "required", False)
         forced = output_grammar(tools, TOOL_FORMATS[name], None)
         check_grammar(forced)
-        text = random_text(form_of(compiler, forced), random.Random(seed), TEXTS).decode()
+        text = random_text(compile_form(compiler, forced), random.Random(seed), TEXTS).decode()
         parser = OutputParser(Formats(TOOL_FORMATS[name], reasoning), tools.schemas)
         message = message_of(parser.feed(text) + parser.finish())
         [call] = message.tool_calls

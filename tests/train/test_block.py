@@ -131,7 +131,7 @@ def test_the_module_computes_what_the_engine_computes(ring_target, trained):
     torch.testing.assert_close(edges, head.markov_head(every), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("edge_rank", [0, 8])
+@pytest.mark.parametrize("edge_rank", [pytest.param(0, marks=pytest.mark.full), 8])
 def test_edges_learn_what_the_token_before_decides(edge_rank, tmp_path):
     """Behind an odd root, depth 1 is any even token, and depth 2 follows from it alone."""
     target_dir = make_target(tmp_path / "target", pairs(6000))

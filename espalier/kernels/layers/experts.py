@@ -26,7 +26,13 @@ from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, Prod
 from espalier.kernels.layers.experts_tiles import Tiles, expert_of_tile, pairs_of_tile, tiles_of
 from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.linear import block_rows
-from espalier.kernels.layers.linear_quantised import kernel_inputs, max_block_in, tile_options
+from espalier.kernels.layers.linear_quantised import (
+    kernel_codes,
+    kernel_inputs,
+    max_block_in,
+    nibble_rule,
+    tile_options,
+)
 from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
 from espalier.kernels.layers.quantised_tile import quantised_dot
 from espalier.kernels.layers.silu import require_gated
@@ -249,6 +255,7 @@ def gated_triton(
     """The activation of each pair, in order of place: [N·K, I]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
+    plan = _plan_of(gate_up, inner, plan, tiles, x)
     operands, constants = _operands(x, gate_up)
     out = x.new_empty(len(x) * top_k, inner)
     _gated_kernel[-(-inner // plan.block_out), len(tiles.experts)](
@@ -275,6 +282,7 @@ def down_triton(
     """gated: as gated_triton returns it.  Returns parts [K + extra, N, H]; the last `extra` are not written."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = weights.shape
+    plan = _plan_of(down, hidden, plan, tiles, gated)
     parts = weights.new_empty(top_k + extra, num_rows, hidden)
     operands, constants = _operands(gated, down)
     _down_kernel[-(-hidden // plan.block_out), len(tiles.experts)](
@@ -293,7 +301,16 @@ def _operands(
     if isinstance(weight, Tensor):
         return (x, None, weight, None, None), {"CODE": None, "GROUP": 0, "ROW_BLOCK": 1, "INPUT_GROUP": 0}
     inputs, scales = kernel_inputs(x, weight)
-    return (inputs, scales, weight.codes, weight.scales, weight.zeros), tile_options(weight)
+    return (inputs, scales, kernel_codes(weight), weight.scales, weight.zeros), tile_options(weight)
+
+
+def _plan_of(weight: ExpertMatrix, num_out: int, plan: ProductPlan, tiles: Tiles, x: Tensor) -> ProductPlan:
+    """The plan, which is for dense experts, or the rule of 4-bit weights."""
+    if isinstance(weight, Tensor) or weight.code == "fp8":
+        return plan
+    num_in, gpu = weight.shape[2], chip(x)
+    own = nibble_rule(block_rows(tiles.rows), len(tiles.experts), num_out, num_in, weight.code, 1, gpu)
+    return ProductPlan(own.block_out, own.block_in, own.warps, own.stages)
 
 
 def _options(x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int) -> dict[str, Any]:
@@ -301,6 +318,7 @@ def _options(x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, m
     gpu, num_in = chip(x), weight.shape[2]
     # A tile must not span two groups of columns.
     block_in = plan.block_in if isinstance(weight, Tensor) else min(plan.block_in, max_block_in(weight))
+    own_stages = not isinstance(weight, Tensor) and weight.code != "fp8"
     return {
         "SORTED": tiles.rows > 1,
         "LIVE": tiles.live is not None,
@@ -310,7 +328,7 @@ def _options(x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, m
         "EVEN_IN": num_in % block_in == 0,
         "EXACT": exact_type(x.dtype),
         "num_warps": plan.warps,
-        "num_stages": plan.stages_on(gpu, matrices, tiles.rows, x.itemsize),
+        "num_stages": plan.stages if own_stages else plan.stages_on(gpu, matrices, tiles.rows, x.itemsize),
         **early(gpu),
     }
 

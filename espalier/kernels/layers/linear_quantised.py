@@ -4,7 +4,8 @@ Up to 64 rows it streams the weight once, as linear.py does, with the same grid 
 tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  So
 no weight is ever dequantised in memory.  quantised_tile.py has the inner loop.
 
-Inputs that the format rounds to FP8 are rounded by a launch before (quantise_rows.py).
+Inputs that the format rounds to FP8 are rounded by a launch before (quantise_rows.py).  Many rows of such inputs are
+multiplied by the library (scaled_product.py).
 
 Tolerance: as linear.py, with the values of weight and inputs exact, and one rounding more for the scales of each group
 of columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
@@ -32,8 +33,15 @@ from espalier.kernels.layers.linear import (
 )
 from espalier.kernels.layers.linear_tuning import MIN_BLOCK_IN, LinearPlans, measured_plans
 from espalier.kernels.layers.quantise_rows import quantise_rows
-from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
+from espalier.kernels.layers.quantised import (
+    E8M0_BIAS,
+    INTERLEAVED,
+    QuantisedMatrix,
+    linear_quantised_reference,
+)
+from espalier.kernels.layers.quantised_nibbles import prefetch_scales
 from espalier.kernels.layers.quantised_tile import CODES, prefetch_codes, quantised_dot
+from espalier.kernels.layers.scaled_product import is_scaled_product, scaled_product
 from espalier.kernels.layers.silu import require_gated, silu_mul
 from espalier.kernels.runtime.launch import Chip, chip, kernel, require
 from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
@@ -43,6 +51,8 @@ if TYPE_CHECKING:
 
 # More rows are cut into tiles of this many.
 MAX_BLOCK_ROWS = 128
+# The largest exponent of MXFP4 that the kernels' numbers can hold: a scale of 2^65.
+MAX_EXPONENT = E8M0_BIAS + 65
 # The first chips whose compilers know E4M3.
 FP8_CAPABILITY = (8, 9)
 # Rows up to which the rule streams.
@@ -50,9 +60,24 @@ STREAMED_ROWS = 64
 # Programs per multiprocessor that the rule's split-K aims at.
 PROGRAMS_PER_PROCESSOR = 2
 MAX_SPLITS = 8
+# Of 4-bit weights, not measured: (most rows of a tile, (block_out, most block_in, warps), programs that registers let
+# share a multiprocessor).  Up to 16 rows a step reads 128 bytes of each row of the weight.  With more, the inputs are
+# the larger part of what is read; blocks of 128 rows of the weight halve it.  A thread needs four of a step's exponents
+# of MXFP4, or they are not copied ahead.
+NIBBLE_TILES = {
+    "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
+    "mxfp4": ((16, (64, 256, 4), 2), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
+}
+MAX_STAGES = 6
+# From this number of columns on, the last step may be partly empty.
+RAGGED_IN = 1024
+# Bytes that the driver keeps of a multiprocessor's shared memory, for each program.
+KEPT_SHARED_MEMORY = 1024
 # Worth measuring where weights are streamed, and where rows are many: (block_out, warps), stages, split-K.
 STREAMED = (((32, 4), (64, 4), (128, 4), (128, 8)), (3, 6), (1, 2, 4))
 MULTIPLIED = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1,))
+# The most weights of a step that a thread can have in registers.
+NIBBLES_PER_THREAD, WARP = 128, 32
 
 
 def linear_quantised(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
@@ -60,24 +85,30 @@ def linear_quantised(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) ->
 
     The bits of a row never depend on the other rows' values.
     """
-    if not x.is_cuda:
-        return linear_quantised_reference(x, weight, bias)
-    return linear_quantised_triton(x, weight, bias, plan_of(weight, x))
+    product = _product_of_others(x, weight, bias)
+    return linear_quantised_triton(x, weight, bias, plan_of(weight, x)) if product is None else product
 
 
 def linear_quantised_parts(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """`linear_quantised`, or its partial sums [splits, rows, out] in float32."""
-    if not x.is_cuda:
-        return linear_quantised_reference(x, weight, bias)
-    return linear_quantised_parts_triton(x, weight, bias, plan_of(weight, x))
+    product = _product_of_others(x, weight, bias)
+    return linear_quantised_parts_triton(x, weight, bias, plan_of(weight, x)) if product is None else product
 
 
 def linear_quantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """silu(gate) · up [rows, out / 2], for a weight that stacks gate over up."""
     require_gated(weight.shape[0])
+    product = _product_of_others(x, weight, bias)
+    if product is None:
+        return linear_quantised_gated_triton(x, weight, bias, plan_of(weight, x))
+    return silu_mul(product)
+
+
+def _product_of_others(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
+    """The product by the reference on a CPU, and by the library where it takes it; None: by this file's kernel."""
     if not x.is_cuda:
-        return silu_mul(linear_quantised_reference(x, weight, bias))
-    return linear_quantised_gated_triton(x, weight, bias, plan_of(weight, x))
+        return linear_quantised_reference(x, weight, bias)
+    return scaled_product(x, weight, bias) if is_scaled_product(x, weight) else None
 
 
 def linear_quantised_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
@@ -112,6 +143,8 @@ def _linear_quantised_kernel(
     pdl_trigger(DEPENDENT)
     if DEPENDENT:
         prefetch_codes(codes_ptr, w_rows, k_begin, num_in, CODE, BLOCK_IN)
+        if CODE == 1:
+            prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP)
     pdl_wait(DEPENDENT)
     x_scale_ptrs = None
     if x_scales_ptr is not None:
@@ -140,7 +173,7 @@ def _launch(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: Trito
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     gpu = chip(x)
     _linear_quantised_kernel[-(-num_out // block_written), plan.splits, -(-rows // tile)](
-        *(inputs, input_scales, weight.codes, weight.scales, weight.zeros, bias, out),
+        *(inputs, input_scales, kernel_codes(weight), weight.scales, weight.zeros, bias, out),
         *(rows, num_out, num_in, inputs.stride(0)),
         **tile_options(weight),
         BLOCK_ROWS=tile,
@@ -165,6 +198,11 @@ def kernel_inputs(x: Tensor, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | 
     return (x if x.stride(1) == 1 else x.contiguous()), None
 
 
+def kernel_codes(weight: QuantisedMatrix) -> Tensor:
+    """The codes as quantised_dot takes them: FP8, or int32 words of 8 nibbles."""
+    return weight.codes if weight.code == "fp8" else weight.codes.view(torch.int32)
+
+
 def tile_options(weight: QuantisedMatrix) -> dict[str, Any]:
     """The constants of quantised_dot that follow from the matrix."""
     num_in, inputs = weight.shape[-1], weight.inputs
@@ -182,7 +220,8 @@ def plan_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
 
 def rule_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
     """The plan of `rule`."""
-    return rule(len(x), weight.shape[0], weight.shape[1], weight.code, max_block_in(weight), chip(x))
+    (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
+    return rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, chip(x))
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
@@ -193,27 +232,54 @@ def tuning_name(weight: QuantisedMatrix) -> str:
 
 
 def max_block_in(weight: QuantisedMatrix) -> int:
-    """The most columns of a tile: those that share a scale, of the weight and of the inputs."""
-    groups = [] if weight.code == "mxfp4" else [weight.group]
+    """The most columns of a tile: for FP8 those that share a scale, of the weight and of the inputs."""
+    if weight.code != "fp8":
+        return 256
+    groups = [weight.group]
     if weight.inputs is not None and weight.inputs.group is not None:
         groups.append(weight.inputs.group)
     return min([group for group in groups if group < weight.shape[-1]], default=128)
 
 
 @cache
-def rule(rows: int, num_out: int, num_in: int, code: str, max_block: int, gpu: Chip) -> TritonPlan:
-    """The plan where nothing is measured."""
-    block_in = min(max_block, 128)
+def rule(rows: int, num_out: int, num_in: int, code: str, max_block: int, grouped: bool, gpu: Chip) -> TritonPlan:
+    """The plan where nothing is measured.  grouped: whether groups of columns have scales of their own."""
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     streams = rows <= STREAMED_ROWS
-    block_out, warps = (64, 4) if streams else (128, 8)
+    if code != "fp8":
+        return nibble_rule(tile, -(-rows // tile), num_out, num_in, code, MAX_SPLITS if streams else 1, gpu)
+    block_in = min(max_block, 128)
+    # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
+    block_out, warps = (64, 4) if streams or grouped else (128, 8)
     splits = 1
     if streams:
         wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // block_out)
         splits = max(min(wanted, MAX_SPLITS, num_in // block_in // 4), 1)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
-    fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // (2 * _stage_bytes(plan, tile, code))
-    return replace(plan, stages=max(min(fitting, 6 if streams else 3), 1))
+    # Where products bind, one program with deep stages is faster than two on a multiprocessor.
+    sharing, most = (PROGRAMS_PER_PROCESSOR, 6) if streams else (1, 4)
+    fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // (sharing * _stage_bytes(plan, tile, code))
+    return replace(plan, stages=max(min(fitting, most), 1))
+
+
+@cache
+def nibble_rule(
+    tile: int, num_tiles: int, num_out: int, num_in: int, code: str, max_splits: int, gpu: Chip
+) -> TritonPlan:
+    """The plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
+    tiles = NIBBLE_TILES[code]
+    (block_out, most, warps), together = next((shape, count) for rows, shape, count in tiles if tile <= rows)
+    fitting_in = (size for size in (256, 128, 64, 32) if num_in >= RAGGED_IN or num_in % size == 0)
+    block_in = min(next(fitting_in, 32), most)
+    programs = num_tiles * -(-num_out // block_out)
+    splits = max(min(PROGRAMS_PER_PROCESSOR * gpu.processors // programs, max_splits, num_in // block_in // 4), 1)
+    # All programs at once if that many can share a multiprocessor: a second wave would be mostly empty.
+    sharing = min(-(-programs * splits // gpu.processors), together)
+    shared = (gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY
+    plan = TritonPlan(block_out, block_in, splits, warps, 1)
+    # One stage less for the codes: the step that runs has them in registers.
+    codes, inputs = _codes_bytes(plan, code), _input_bytes(plan, tile)
+    return replace(plan, stages=max(min((shared + codes) // (codes + inputs), MAX_STAGES), 2))
 
 
 def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
@@ -223,9 +289,10 @@ def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan
     tiles, all_stages, all_splits = STREAMED if rows <= STREAMED_ROWS else MULTIPLIED
     return [
         plan
-        for block_in in (128, 64)
+        for block_in in ((128, 64) if weight.code == "fp8" else (256, 128, 64))
         if most % block_in == 0 and block_in >= MIN_BLOCK_IN
         for block_out, warps in tiles
+        if weight.code == "fp8" or (block_out >= 64 and block_out * block_in <= NIBBLES_PER_THREAD * WARP * warps)
         for stages in all_stages
         for splits in all_splits
         if num_in // block_in >= stages * splits
@@ -237,13 +304,33 @@ def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan
 
 def _stage_bytes(plan: TritonPlan, tile: int, code: str) -> int:
     """Bytes of shared memory of a pipeline stage: codes, and inputs at two bytes."""
-    return plan.block_out * plan.block_in // (1 if code == "fp8" else 2) + tile * plan.block_in * 2
+    return _codes_bytes(plan, code) + _input_bytes(plan, tile)
+
+
+def _codes_bytes(plan: TritonPlan, code: str) -> int:
+    """With the exponents of MXFP4, which are loaded with them."""
+    values = plan.block_out * plan.block_in
+    return values if code == "fp8" else values // 2 + (values // 32 if code == "mxfp4" else 0)
+
+
+def _input_bytes(plan: TritonPlan, tile: int) -> int:
+    return tile * plan.block_in * 2
 
 
 def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
     """Raises EspalierError if the weight is on a GPU that no kernel for it runs on."""
     if not weight.codes.is_cuda:
         return
+    if weight.code != "fp8" and _in_no_words(weight):
+        raise EspalierError(
+            f"on a GPU, 4-bit weights need columns, and columns of a group, in multiples of {INTERLEAVED}, but this "
+            f"matrix has {weight.shape[-1]} in groups of {weight.group}; use another copy of the model"
+        )
+    if weight.code == "mxfp4" and weight.scales.numel() and (largest := int(weight.scales.max())) > MAX_EXPONENT:
+        raise EspalierError(
+            f"a scale is 2^{largest - E8M0_BIAS}, but on a GPU those of MXFP4 may be at most 2^"
+            f"{MAX_EXPONENT - E8M0_BIAS}; if no value is so large, the file is corrupt: download it again"
+        )
     if weight.code == "fp8" and chip(weight.codes).capability < FP8_CAPABILITY:
         raise EspalierError(
             "FP8 weights need a GPU of compute capability 8.9 or newer (Ada, Hopper); use a 4-bit or bfloat16 copy of "
@@ -253,15 +340,21 @@ def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
         raise EspalierError(f"{weight.code} weights need dtype=bfloat16 on a GPU, not {dtype}; pass dtype=bfloat16")
 
 
+def _in_no_words(weight: QuantisedMatrix) -> bool:
+    """Whether the kernels cannot take the nibbles: a word has columns of two groups, or is not interleaved."""
+    return min(weight.group, weight.shape[-1]) % INTERLEAVED != 0 or weight.shape[-1] % INTERLEAVED != 0
+
+
 def _require(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
     num_in = x.shape[1]
     packed = num_in if weight.code == "fp8" else num_in // 2
     require("quantised linear: codes", weight.codes, (-1, packed), None, x)
     if bias is not None:
         require("quantised linear: bias", bias, (weight.shape[0],), x.dtype, x)
-    contiguous = all(tensor.is_contiguous() for tensor in weight.tensors)
-    if x.dtype not in DTYPES or not contiguous or max_block_in(weight) % plan.block_in:
+    fits = all(tensor.is_contiguous() for tensor in weight.tensors) and max_block_in(weight) % plan.block_in == 0
+    if x.dtype not in DTYPES or not fits or (weight.code != "fp8" and _in_no_words(weight)):
         raise EspalierError(
-            f"quantised linear: the Triton kernel takes bfloat16 or float16, contiguous weights and blocks that divide "
-            f"{max_block_in(weight)} columns, but got {x.dtype} and {plan}: use the reference"
+            f"quantised linear: the Triton kernel takes bfloat16 or float16, contiguous weights, blocks that divide "
+            f"{max_block_in(weight)} columns and, for 4 bits, groups of whole words, but got {x.dtype}, groups of "
+            f"{weight.group} of {num_in} columns and {plan}: use the reference"
         )

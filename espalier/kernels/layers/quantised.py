@@ -21,6 +21,11 @@ FP8_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Scales of MXFP4 are powers of two: 2^(s - 127) (the same document, 5.4.1).
 E8M0_BIAS = 127
+# Exponents of MXFP4 come in steps of so many, so that a kernel loads them as whole words.
+EXPONENTS = 8
+# Columns whose nibbles are interleaved, and their bytes.
+INTERLEAVED = 32
+INTERLEAVED_BYTES = INTERLEAVED // 2
 # Values that the reference dequantises at once: 16 MiB of float32.
 BLOCK_VALUES = 2**22
 
@@ -43,9 +48,10 @@ class InputScales:
 class QuantisedMatrix:
     """A matrix [out, in] or a stack of experts [E, out, in].  Its values are (codes - zeros) · scales.
 
-    codes: "fp8": float8_e4m3fn [..., out, in].  "int4", "mxfp4": uint8 [..., out, in / 2], two columns a byte, the
-    first in the low bits.
-    scales: [..., ceil(out / row_block), ceil(in / group)], floating point; for "mxfp4" uint8 exponents.
+    codes: "fp8": float8_e4m3fn [..., out, in].  "int4", "mxfp4": uint8 [..., out, in / 2], two columns a byte, in the
+    order of `interleave_nibbles`.
+    scales: [..., ceil(out / row_block), ceil(in / group)], floating point; for "mxfp4" uint8 exponents, padded to a
+    multiple of EXPONENTS.
     zeros: "int4": uint8 [..., out, in / group]; None: 8 everywhere.
     order: [in] int64; column c of codes multiplies input order[c]; None: the columns are in order.
     inputs: how the inputs are rounded; None: they are not.
@@ -108,6 +114,20 @@ class QuantisedMatrix:
         return self
 
 
+def nibble_matrix(
+    code: Literal["int4", "mxfp4"],
+    packed: Tensor,
+    scales: Tensor,
+    group: int,
+    zeros: Tensor | None = None,
+    order: Tensor | None = None,
+) -> QuantisedMatrix:
+    """The matrix of nibbles in the order of the columns: packed uint8 [..., out, in / 2], low nibbles first."""
+    if code == "mxfp4":
+        scales = F.pad(scales, (0, -scales.shape[-1] % EXPONENTS))
+    return QuantisedMatrix(code, interleave_nibbles(packed), scales, group, zeros=zeros, order=order)
+
+
 def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
     """Rows begin .. end-1 of a matrix [out, in] as a dense tensor, with its columns in the order of the inputs.
 
@@ -124,6 +144,7 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end:
         grouped -= 8 if matrix.zeros is None else matrix.zeros[rows, :, None]
     scales = matrix.scales[begin // matrix.row_block : -(-(begin + num_rows) // matrix.row_block)]
     if matrix.code == "mxfp4":
+        scales = scales[:, : grouped.shape[1]]
         scales = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - E8M0_BIAS)
     grouped *= scales.to(exact).repeat_interleave(matrix.row_block, 0)[:num_rows, :, None]
     values = grouped.flatten(1)[:, :num_in].to(dtype)
@@ -147,7 +168,8 @@ def _fp8_pairs(dtype: torch.dtype) -> Tensor:
     return numbers.view(FP8).view(-1, 2).to(dtype)
 
 
-def _nibble_values(matrix: QuantisedMatrix, packed: Tensor, dtype: torch.dtype) -> Tensor:
+def _nibble_values(matrix: QuantisedMatrix, codes: Tensor, dtype: torch.dtype) -> Tensor:
+    packed = in_order_of_columns(codes)
     if matrix.code == "int4":
         return unpack_nibbles(packed, dtype)
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=dtype, device=packed.device)
@@ -164,6 +186,40 @@ def unpack_nibbles(packed: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
 def pack_nibbles(nibbles: Tensor) -> Tensor:
     """The inverse of unpack_nibbles."""
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
+
+
+def interleave_nibbles(packed: Tensor) -> Tensor:
+    """Nibbles in the order of the columns -> in the order in which a kernel unpacks them; uint8 [..., in / 2] both.
+
+    Of 32 columns, column 8·p + 2·t + h is nibble p + 4·h of the t-th int32 (counted from the low bits).  So one shift
+    and one mask give the neighbours h = 0 and 1 in the halves of a word, and a thread t of the four that
+    share a row in a tensor core finds all of its columns in its own words.  The last in % 32 columns stay in order.
+    """
+    codes = packed.clone(memory_format=torch.contiguous_format)
+    rows = codes.view(-1, packed.shape[-1])
+    step = max(BLOCK_VALUES // max(packed.shape[-1], 1), 1)
+    # Block by block: the copies that it takes are of a block.
+    for begin in range(0, len(rows), step):
+        whole = rows[begin : begin + step, : _whole(packed)]
+        pairs = whole.unflatten(1, (-1, 2, 2, 4))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
+        whole.copy_(halves.transpose(-3, -2).transpose(-2, -1).flatten(1))
+    return codes
+
+
+def in_order_of_columns(codes: Tensor) -> Tensor:
+    """The inverse of interleave_nibbles."""
+    end = _whole(codes)
+    halves = codes[..., :end].unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
+    low, high = halves[..., 0], halves[..., 1]
+    pairs = torch.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], -2)
+    return torch.cat([pairs.flatten(-4), codes[..., end:]], -1)
+
+
+def _whole(packed: Tensor) -> int:
+    """Bytes of a row that are interleaved."""
+    return packed.shape[-1] // INTERLEAVED_BYTES * INTERLEAVED_BYTES
 
 
 def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:

@@ -34,8 +34,9 @@ launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", 
 class Kernel:
     """A function in Triton's language, compiled at its first launch: `kernel[grid](arguments)`.
 
-    The first launch also adds `tl` and `libdevice` to the globals of the function's module, and replaces the kernels
-    that the function calls by Triton's JIT functions, because Triton looks them up in these globals.
+    The first launch also adds `tl`, `libdevice` and `INTERPRETED` (whether Triton's interpreter runs the kernel, which
+    has no inline assembly) to the globals of the function's module, and replaces the kernels that the function calls by
+    Triton's JIT functions, because Triton looks them up in these globals.
     """
 
     def __init__(self, function: Callable[..., None]):
@@ -58,7 +59,12 @@ class Kernel:
     def _language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The JIT decorator, and the names to add to the globals of the function's module."""
         triton = require_triton()
-        return triton.jit, {"tl": triton.language, "libdevice": triton.language.extra.libdevice}
+        language = triton.language
+        return triton.jit, {
+            "tl": language,
+            "libdevice": language.extra.libdevice,
+            "INTERPRETED": language.constexpr(triton.knobs.runtime.interpret),
+        }
 
     def __getitem__(self, grid: Any) -> Any:
         hook = launch_hook.get()

@@ -1,8 +1,8 @@
-"""K and V in FP8 (E4M3): the scales of a layer, and the one place that rounds.
+"""K and V in FP8 (E4M3): a layer's scales, and the rounding.
 
-Staging and pages hold the same bytes.  Only the kernels that write staging round (kernels/layers/rope.py, latent.py); a
-commit copies bytes, and attention converts them.  K's scale is a factor of the softmax scale, and V's of the result,
-so attention multiplies no row by a scale.
+Only the kernels that write staging round (kernels/layers/rope.py, latent.py).  Staging and pages hold the same bytes: a
+commit copies them, and attention converts them.  K's scale is multiplied into the softmax scale and V's into the
+result, so attention multiplies no row by a scale.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KVScales:
-    """k, v: [kv_heads] float32.  What is stored, times the scale of its head, is K or V.  dtype: the model's.
+    """k, v: [kv_heads] float32.  A stored value times the scale of its head is K or V.  dtype: the model's.
 
-    A scale belongs to a layer.  If it followed from a batch or from a request's tokens, a row would depend on more than
-    the tokens before it, and a prefix hit or a tree would change the output.  A latent row is K and V at once: its two
-    scales are the same tensor.
+    Scales are constants of a layer.  Scales computed from a batch or from a request's tokens would make a row depend on
+    more than the tokens before it: a prefix hit or a tree would change the output.  A latent row is both K and V, so
+    its two scales are the same tensor.
     """
 
     k: Tensor
@@ -56,7 +56,7 @@ def times_k_scale(q: Tensor, scales: KVScales) -> Tensor:
 
 
 def times_v_scale(out: Tensor, scales: KVScales) -> Tensor:
-    """What a sum of stored values, out [.., heads, size], comes to."""
+    """The weighted sum of V, from that of the stored values, out [.., heads, size]."""
     return out * _of_queries(scales.v, out)
 
 
@@ -66,9 +66,9 @@ def _of_queries(scale: Tensor, values: Tensor) -> Tensor:
 
 
 def rounded(values: Tensor, scale: Tensor) -> Tensor:
-    """values [N, heads, size] over the scale [heads] of their head, in FP8, to the nearest, ties to even.
+    """values [N, heads, size] divided by the scale [heads] of their head, in FP8, rounded to nearest, ties to even.
 
-    Values past ±448 become ±448; what is not finite becomes NaN.
+    Quotients past ±448 become ±448; infinite ones become NaN.
     """
     exact = torch.promote_types(values.dtype, torch.float32)
     quotient = values.to(exact) / scale.to(exact)[:, None]
@@ -77,7 +77,7 @@ def rounded(values: Tensor, scale: Tensor) -> Tensor:
 
 @kernel
 def rounded_values(values, scale, MOST: tl.constexpr):
-    """As `rounded`, before the conversion to FP8, which rounds: the quotient of values and scale, clamped, in float32.
+    """`rounded` without the conversion to FP8, which does the rounding: the clamped quotient, in float32.
 
     values, scale: float32 or float64, of shapes that broadcast.
     """

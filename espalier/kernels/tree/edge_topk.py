@@ -1,13 +1,13 @@
 """One depth of a block draft with edges: the candidates of all its rows, and the rows of the next depth.
 
-A row stands for a token: all paths that end in the same token at the same depth share their continuation.  The first
-kernel has one program per (request, tile of rows, split of the columns).  It adds the edges, a product of low rank, to
-the depth's logits, and keeps the split's top k, maximum and sum of exponentials.  So logits by row are never written.
-The second kernel has one program per request: it merges the splits of every row and ranks the next depth's rows.
+A row is a token: all paths that end in the same token at the same depth have the same continuations.  The first kernel
+has one program per (request, tile of rows, split of the columns).  It adds the edges, a product of low rank, to the
+depth's logits, and keeps the split's top k, maximum and sum of exponentials.  It never writes the logits of a row.
+The second kernel has one program per request: it merges the splits of each row and ranks the next depth's rows.
 
-The reference is Sampler.next_depth in espalier/speculate/sampler.py on a CPU.  As draft_topk.py, this file may differ
-from it in which tokens are drafted, never in which tokens are emitted: children are ordered by exact logits, and ties
-go to the lower column.
+The reference is Sampler.next_depth in espalier/speculate/sampler.py on a CPU.  Like draft_topk.py, this file may draft
+other tokens than the reference; the emitted tokens are the same.  Children are ordered by exact logits, and ties go to
+the lower column.
 
 Tolerance: that of draft_topk.py, plus rank · 2⁻²⁴ times the sum of the products' magnitudes, because logits are summed
 in float32 (float64 for float64).  The reference rounds product and sum to the logits' dtype.
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 SPLIT = 512
 BLOCK_RANK = 32
 STAGES = 3
-# Rows of a program: the fewest that tensor cores take, and the most whose logits stay in registers.
+# Rows of a program: at least what tensor cores need; at most what keeps their logits in registers.
 LEAST_ROWS, MOST_ROWS = 8, 16
 # The fewest columns that tensor cores take.
 LEAST_SPLIT = 16
@@ -100,7 +100,7 @@ def fill_depth(tokens: Tensor, scores: Tensor, rows: Rows, out: Candidates) -> R
         (path_scores[:, None] == path_scores[..., None]) & (order < order[:, None])
     )
     same = ids[:, None] == ids[..., None]
-    # The best candidate of each token stands for it.
+    # A token's score is that of its best candidate.
     stands = ~(better & same).any(2)
     rank = (better & stands[:, None]).sum(2)
     rank_of_token = torch.where(same & stands[:, None], rank[:, None], 0).sum(2)
@@ -134,7 +134,7 @@ def edge_topk_triton(
     made = Rows(first.new_empty(batch, topk), rows.scores.new_empty(batch, topk))
     if not out.tokens.numel():
         return made
-    # Strides of 0 where all requests have the same.
+    # Stride 0: all requests share it.
     own = edges.ids is not None
     after = (edges.after[:, depth] if own else edges.after).expand(batch, -1, -1)
     ids = edges.ids[:, depth] if edges.ids is not None else None if d2t is None else d2t.expand(batch, -1)

@@ -1,12 +1,12 @@
 """Select the tree of a block draft: the best paths among all that its one pass proposes.
 
-A block draft gives candidates for every depth at once (`Candidates`), so the paths are products of candidates.  The
-best of them become nodes, best first (DDTree: Ringel and Romano 2026).  A path's score is the sum of its candidates'
+A block draft gives candidates for every depth at once (`Candidates`); a path takes one candidate of each depth.  The
+best paths become nodes, best first (DDTree: Ringel and Romano 2026).  A path's score is the sum of its candidates'
 log-probabilities, so a parent comes before its children, and a better sibling before a worse one.
 
-Grid: one program of one warp per request.  The search is sequential, with one node a step.  The frontier holds a
-candidate for each selected node's next sibling and first child; each is one 64-bit key, so a step is one maximum over
-at most `nodes` keys in registers.
+Grid: one program of one warp per request.  The search selects one node a step.  The frontier has two entries for each
+selected node: its next sibling and its first child.  An entry is one 64-bit key, so a step is one maximum over at most
+`nodes` keys in registers.
 """
 
 from __future__ import annotations
@@ -117,17 +117,17 @@ def _best_paths(
         tree.append((tokens[at][row][place], parent, depth))
         selected.append(-negated)
         if place + 1 < len(tokens[at][row]):
-            beside = _added(above, scores[at][row][place + 1])
+            beside = _float32_sum(above, scores[at][row][place + 1])
             heappush(frontier, ((-beside, depth, parent, place + 1, row), above))
         below = next_rows[at][row][place]
         if depth < len(tokens) and below >= 0:
-            child = _added(-negated, scores[depth][below][0])
+            child = _float32_sum(-negated, scores[depth][below][0])
             heappush(frontier, ((-child, depth + 1, node, 0, below), -negated))
     missing = nodes - len(tree)
     return tree + [(VOID, 0, 1)] * missing, selected + [-np.inf] * missing
 
 
-def _added(score: float, logp: float) -> float:
+def _float32_sum(score: float, logp: float) -> float:
     """The sum of two float32 values, rounded to float32."""
     return float(np.float32(score + logp))
 

@@ -7,19 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
 from espalier.models.weight_formats.base import FormatOf, StoredTensor
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
     SCALE_DTYPES,
     QuantisedFormat,
-    dense_where,
-    names_of,
-    of_int32,
+    dense_if_skipped,
+    module_names,
     packed_rows,
     read_field,
     read_group,
-    refuse_shape,
+    require_multiple,
+    unpack_int32,
 )
 
 # Row r of eight is this nibble of its int32.
@@ -35,8 +35,8 @@ class AwqFormat(QuantisedFormat):
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group or columns
-        refuse_shape(self.name, "rows", rows, NIBBLES_OF_INT32)
-        refuse_shape(self.name, "columns", columns, group)
+        require_multiple(self.name, "rows", rows, NIBBLES_OF_INT32)
+        require_multiple(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
         return (
             StoredTensor(".qweight", (columns, packed), torch.int32, row_dim=1, column_dim=0),
@@ -48,11 +48,11 @@ class AwqFormat(QuantisedFormat):
         packed = tensors[".qweight"]
 
         def block(begin: int, end: int) -> Tensor:
-            return of_int32(packed[:, begin // NIBBLES_OF_INT32 : end // NIBBLES_OF_INT32], 1, AWQ_ORDER).T
+            return unpack_int32(packed[:, begin // NIBBLES_OF_INT32 : end // NIBBLES_OF_INT32], 1, AWQ_ORDER).T
 
-        zeros = of_int32(tensors[".qzeros"], 1, AWQ_ORDER).T.contiguous()
+        zeros = unpack_int32(tensors[".qzeros"], 1, AWQ_ORDER).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return QuantisedMatrix("int4", packed_rows(block, sum(rows)), scales, self.group or columns, zeros=zeros)
+        return nibble_matrix("int4", packed_rows(block, sum(rows)), scales, self.group or columns, zeros)
 
 
 def read_awq(quantisation: Mapping[str, Any]) -> FormatOf:
@@ -61,5 +61,5 @@ def read_awq(quantisation: Mapping[str, Any]) -> FormatOf:
     read_field(quantisation, "version", ("gemm", "GEMM"), "gemm")
     read_field(quantisation, "zero_point", (True,), True)
     group = read_group(quantisation, quantisation.get("q_group_size", 128))
-    skipped = names_of(quantisation.get("modules_to_not_convert"))
-    return dense_where(skipped, AwqFormat(group), bool(quantisation.get("lm_head")))
+    skipped = module_names(quantisation.get("modules_to_not_convert"))
+    return dense_if_skipped(skipped, AwqFormat(group), bool(quantisation.get("lm_head")))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix, unpack_nibbles
+from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix, unpack_nibbles
 from espalier.models.weight_formats.base import FormatOf, Shard, StoredTensor, WeightFormat
 from espalier.models.weight_formats.fp8 import Fp8Format, read_block
 from espalier.models.weight_formats.quantised import (
@@ -22,11 +22,11 @@ from espalier.models.weight_formats.quantised import (
     QuantisedFormat,
     common_order,
     matches,
-    names_of,
-    of_int32,
+    module_names,
     packed_rows,
     read_group,
-    refuse_shape,
+    require_multiple,
+    unpack_int32,
 )
 
 SUPPORTED = "float-quantized (FP8) and pack-quantized (4 bits)"
@@ -49,8 +49,8 @@ class PackedFormat(QuantisedFormat):
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group or columns
-        refuse_shape(self.name, "columns", columns, NIBBLES_OF_INT32)
-        refuse_shape(self.name, "columns", columns, group)
+        require_multiple(self.name, "columns", columns, NIBBLES_OF_INT32)
+        require_multiple(self.name, "columns", columns, group)
         groups, packed = columns // group, columns // NIBBLES_OF_INT32
         # One group for all columns is needed by every shard along them.
         column_dim = None if self.group is None else 1
@@ -60,7 +60,7 @@ class PackedFormat(QuantisedFormat):
             StoredTensor(".weight_shape", (2,), (torch.int64, torch.int32)),
         ]
         if self.zero_points:
-            refuse_shape(self.name, "rows", rows, NIBBLES_OF_INT32)
+            require_multiple(self.name, "rows", rows, NIBBLES_OF_INT32)
             shape = (rows // NIBBLES_OF_INT32, groups)
             tensors.append(StoredTensor(".weight_zero_point", shape, torch.int32, row_dim=0, column_dim=column_dim))
         if self.g_idx:
@@ -75,12 +75,12 @@ class PackedFormat(QuantisedFormat):
                     f"weight_shape is {shape}, but config.json needs {[count, columns]}; download both again"
                 )
         codes, group = tensors[".weight_packed"].view(torch.uint8), self.group or columns
-        zeros = of_int32(tensors[".weight_zero_point"], 0) if self.zero_points else None
+        zeros = unpack_int32(tensors[".weight_zero_point"], 0) if self.zero_points else None
         order = common_order(tensors[".weight_g_idx"], group) if self.g_idx else None
         if order is not None:
             stored = codes
             codes = packed_rows(lambda begin, end: unpack_nibbles(stored[begin:end])[:, order], len(stored))
-        return QuantisedMatrix("int4", codes, tensors[".weight_scale"], group, zeros=zeros, order=order)
+        return nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
 
     def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
         if self.g_idx and shard.along == "columns" and shard.count > 1:
@@ -91,10 +91,10 @@ class PackedFormat(QuantisedFormat):
 def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
     """Raises EspalierError naming a scheme that is not supported."""
     _refuse(quantisation, "sparsity_config", "transform_config")
-    ignored, shared = names_of(quantisation.get("ignore")), quantisation.get("format")
+    ignored, shared = module_names(quantisation.get("ignore")), quantisation.get("format")
     groups: list[tuple[tuple[str, ...], WeightFormat]] = []
     for group in (quantisation.get("config_groups") or {}).values():
-        targets = names_of(group.get("targets"))
+        targets = module_names(group.get("targets"))
         groups.append((targets, _read_scheme(group, group.get("format") or shared)))
     if not groups and quantisation.get("kv_cache_scheme") is None:
         raise EspalierError("quantization_config has no config_groups; download config.json again")

@@ -1,7 +1,7 @@
 """FP8 weights (E4M3): one scale for a matrix, for each row, or for each block; and quant_method "fp8" of config.json.
 
-quant_method "fp8" is what DeepSeek-V3 and FP8 checkpoints of Qwen3 ship, with `weight_block_size`, and older ones
-without.  compressed_tensors.py reads the same tensors under its own names.
+DeepSeek-V3 and the FP8 checkpoints of Qwen3 have quant_method "fp8" with `weight_block_size`; older checkpoints have no
+`weight_block_size`.  compressed_tensors.py reads the same tensors under other names.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from espalier.models.weight_formats.base import FormatOf, StoredTensor
 from espalier.models.weight_formats.quantised import (
     SCALE_DTYPES,
     QuantisedFormat,
-    dense_where,
-    names_of,
+    dense_if_skipped,
+    module_names,
     read_field,
 )
 
@@ -27,7 +27,7 @@ FP8_NAME = "fp8"
 
 @dataclass(frozen=True)
 class Fp8Format(QuantisedFormat):
-    """`.weight` [out, in] E4M3 and the tensor `scale`; values are products of the two.
+    """`.weight` [out, in] E4M3 and the tensor `scale`; a weight is their product.
 
     block: (rows, columns) that share a scale; None for rows: all rows of the matrix; None for columns: all columns.
     scale: suffix of the scales [ceil(out / rows), ceil(in / columns)]; [1] where one scale serves a whole matrix.
@@ -96,13 +96,15 @@ def read_fp8(quantisation: Mapping[str, Any]) -> FormatOf:
     read_field(quantisation, "fmt", ("e4m3", None))
     inputs = read_field(quantisation, "activation_scheme", ("dynamic", "static"), "dynamic")
     block = quantisation.get("weight_block_size")
-    skipped = names_of(quantisation.get("ignored_layers")) + names_of(quantisation.get("modules_to_not_convert"))
+    skipped = module_names(quantisation.get("ignored_layers")) + module_names(
+        quantisation.get("modules_to_not_convert")
+    )
     if block is None:
-        return dense_where(skipped, Fp8Format((None, None), inputs=inputs))
+        return dense_if_skipped(skipped, Fp8Format((None, None), inputs=inputs))
     rows, columns = read_block(block)
     if inputs == "static":
         raise EspalierError("quantization_config: activation_scheme = 'static' with weight_block_size is not supported")
-    return dense_where(skipped, Fp8Format((rows, columns), ".weight_scale_inv", inputs, columns))
+    return dense_if_skipped(skipped, Fp8Format((rows, columns), ".weight_scale_inv", inputs, columns))
 
 
 def read_block(block: Any) -> tuple[int, int]:

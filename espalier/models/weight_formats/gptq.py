@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
 from espalier.models.weight_formats.base import FormatOf, Shard, StoredTensor
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
     SCALE_DTYPES,
     QuantisedFormat,
     common_order,
-    dense_where,
-    names_of,
-    of_int32,
+    dense_if_skipped,
+    module_names,
     packed_rows,
     read_field,
     read_group,
-    refuse_shape,
+    require_multiple,
+    unpack_int32,
 )
 
-# Added to an int32, it adds 1 to each of its nibbles.  As GPTQModel subtracts it when it saves, zeros come back too.
+# Added to an int32, it adds 1 to each of its nibbles.  GPTQModel subtracts it when it saves, also from zeros.
 ONE_EACH = 0x11111111
 
 
@@ -45,9 +45,9 @@ class GptqFormat(QuantisedFormat):
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group or columns
-        refuse_shape(self.name, "rows", rows, NIBBLES_OF_INT32)
-        refuse_shape(self.name, "columns", columns, NIBBLES_OF_INT32)
-        refuse_shape(self.name, "columns", columns, group)
+        require_multiple(self.name, "rows", rows, NIBBLES_OF_INT32)
+        require_multiple(self.name, "columns", columns, NIBBLES_OF_INT32)
+        require_multiple(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
         return (
             StoredTensor(".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, row_dim=1, column_dim=0),
@@ -61,12 +61,12 @@ class GptqFormat(QuantisedFormat):
         order = common_order(tensors[".g_idx"], group)
 
         def block(begin: int, end: int) -> Tensor:
-            codes = of_int32(packed[:, begin:end], 0).T
+            codes = unpack_int32(packed[:, begin:end], 0).T
             return codes if order is None else codes[:, order]
 
-        zeros = of_int32(tensors[".qzeros"] + self.stored_offset * ONE_EACH, 1).T.contiguous()
+        zeros = unpack_int32(tensors[".qzeros"] + self.stored_offset * ONE_EACH, 1).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
-        return QuantisedMatrix("int4", packed_rows(block, sum(rows)), scales, group, zeros=zeros, order=order)
+        return nibble_matrix("int4", packed_rows(block, sum(rows)), scales, group, zeros, order)
 
     def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
         if shard.along == "columns" and shard.count > 1:
@@ -81,6 +81,6 @@ def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
     if quantisation.get("dynamic"):
         raise EspalierError("quantization_config: dynamic (settings for each module) is not supported, only none")
     version = read_field(quantisation, "checkpoint_format", ("gptq", "gptq_v2", "", None), "gptq")
-    skipped = names_of(quantisation.get("modules_to_not_convert"))
+    skipped = module_names(quantisation.get("modules_to_not_convert"))
     format = GptqFormat(read_group(quantisation, 128), 0 if version == "gptq_v2" else 1)
-    return dense_where(skipped, format, bool(quantisation.get("lm_head")))
+    return dense_if_skipped(skipped, format, bool(quantisation.get("lm_head")))

@@ -1,8 +1,8 @@
-"""What config.json says about the K/V cache: `kv_cache_scheme` of quantization_config.
+"""What config.json says about the KV cache: `kv_cache_scheme` of quantization_config.
 
-compressed-tensors writes a scheme with the fields of its other tensors, ModelOpt some of them, or
-`kv_cache_quant_algo`; older checkpoints of quant_method "fp8" write "static".  All come with a scale for each layer, or
-for each head, beside the weights (weights.py:Weights.kv_scales).
+compressed-tensors writes an object with the fields of its other schemes.  ModelOpt writes some of these fields, or
+`kv_cache_quant_algo`.  Older checkpoints of quant_method "fp8" write "static".  The scales, one for each layer or each
+head, are stored with the weights (weights.py:Weights.kv_scales).
 """
 
 from collections.abc import Mapping

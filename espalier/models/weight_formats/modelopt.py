@@ -1,6 +1,6 @@
-"""FP8 as NVIDIA's ModelOpt exports it: E4M3 with one scale for a matrix, inputs by a stored scale, maybe K and V.
+"""FP8 as NVIDIA's ModelOpt exports it: E4M3, one scale for each matrix, and a stored scale for its inputs.
 
-config.json describes it with quant_method "modelopt".  Older exports describe it in hf_quant_config.json alone.
+config.json describes it with quant_method "modelopt".  Older exports describe it in hf_quant_config.json only.
 """
 
 import fnmatch
@@ -10,7 +10,7 @@ from typing import Any
 
 from espalier.models.weight_formats.base import FormatOf
 from espalier.models.weight_formats.fp8 import Fp8Format
-from espalier.models.weight_formats.quantised import dense_where, names_of, read_field
+from espalier.models.weight_formats.quantised import dense_if_skipped, module_names, read_field
 
 MODELOPT = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -19,13 +19,13 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
     """Raises EspalierError naming an algorithm that is not supported: NVFP4, W4A8_AWQ and others."""
     read_field(quantisation, "quant_algo", ("FP8",))
-    names = names_of(quantisation.get("ignore")) + names_of(quantisation.get("exclude_modules"))
+    names = module_names(quantisation.get("ignore")) + module_names(quantisation.get("exclude_modules"))
     skipped = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
-    return dense_where(skipped, Fp8Format((None, None), inputs="static"))
+    return dense_if_skipped(skipped, Fp8Format((None, None), inputs="static"))
 
 
-def described_apart(path: Path, read_json: Any) -> dict[str, Any]:
-    """quantization_config of a directory that has hf_quant_config.json; empty without."""
+def read_hf_quant_config(path: Path, read_json: Any) -> dict[str, Any]:
+    """The fields for config.json from a directory's hf_quant_config.json; empty if there is none."""
     file = path / HF_QUANT_CONFIG
     if not file.exists():
         return {}

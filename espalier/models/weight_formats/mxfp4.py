@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
 from espalier.models.weight_formats.base import FormatOf, StoredTensor
 from espalier.models.weight_formats.quantised import (
     DENSE_FORMAT,
     QuantisedFormat,
     matches,
-    names_of,
-    refuse_shape,
+    module_names,
+    require_multiple,
 )
 
 BLOCK = 32
@@ -34,7 +34,7 @@ class Mxfp4Format(QuantisedFormat):
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
 
     def expert_tensors(self, count: int, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        refuse_shape(self.name, "columns", columns, BLOCK)
+        require_multiple(self.name, "columns", columns, BLOCK)
         shape = (count, rows, columns // BLOCK)
         return (
             StoredTensor("_blocks", (*shape, BLOCK // 2), torch.uint8),
@@ -42,7 +42,7 @@ class Mxfp4Format(QuantisedFormat):
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:
-        return QuantisedMatrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], BLOCK)
+        return nibble_matrix("mxfp4", tensors["_blocks"].flatten(2), tensors["_scales"], BLOCK)
 
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
         return name.endswith(("_blocks", "_scales"))
@@ -50,7 +50,7 @@ class Mxfp4Format(QuantisedFormat):
 
 def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
     """quant_method "mxfp4": the experts are quantised, and nothing else."""
-    skipped, format = names_of(quantisation.get("modules_to_not_convert")), Mxfp4Format()
+    skipped, format = module_names(quantisation.get("modules_to_not_convert")), Mxfp4Format()
 
     def format_of(name: str) -> Any:
         is_expert = matches(name, "mlp.experts") and not any(matches(name, pattern) for pattern in skipped)

@@ -1,4 +1,4 @@
-"""What the quantised formats share: the weight object, which names they leave dense, and layouts of 4-bit values."""
+"""Shared by the quantised formats: the weight object, the names that stay dense, and layouts of 4-bit values."""
 
 import re
 from abc import abstractmethod
@@ -20,7 +20,7 @@ from espalier.kernels.layers.quantised import QuantisedMatrix, pack_nibbles
 from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DenseFormat
 
-# Dtypes of scales.  They keep the one that they have.
+# Dtypes of scales.  Loading keeps the stored one.
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Layers that no quantiser touches unless it says so: the head, and the projection and head of MTP layers.
 ALWAYS_DENSE = re.compile(r"(^|\.)(lm_head|eh_proj|shared_head\.head)$")
@@ -64,7 +64,7 @@ class QuantisedFormat(WeightFormat):
         """`matrix` with inputs as the checkpoint asks, wherever it runs."""
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        return as_computed(self.stored_matrix(tensors, rows, columns))
+        return for_device(self.stored_matrix(tensors, rows, columns))
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         return QuantisedWeight(self.matrix(tensors, rows, columns), self.name)
@@ -74,22 +74,22 @@ class QuantisedFormat(WeightFormat):
         return not name.endswith(".bias") and (dtype.itemsize == 1 or not name.endswith(".weight"))
 
 
-def as_computed(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """The matrix as this device multiplies with it: a CPU, which has no units for FP8, does not round inputs.
+def for_device(matrix: QuantisedMatrix) -> QuantisedMatrix:
+    """The matrix as this device multiplies with it.  On a CPU, inputs are not rounded to FP8.
 
-    Rounding would gain nothing there.  It also makes results depend on the last bit of an input, so that a tree and
-    plain decoding would choose different tokens more often (docs/design.md, section 6).
+    A CPU has no FP8 units, so rounding would gain nothing.  And rounding makes results depend on the last bit of an
+    input: a tree and plain decoding would choose different tokens more often (docs/design.md, section 6).
     """
     return replace(matrix, inputs=None) if matrix.device.type == "cpu" else matrix
 
 
-def refuse_shape(name: str, what: str, size: int, unit: int) -> None:
+def require_multiple(name: str, what: str, size: int, unit: int) -> None:
     """Raises EspalierError if `unit` does not divide `size`."""
     if size % unit:
         raise EspalierError(f"format {name} needs {what} in a multiple of {unit}, but this matrix has {size}")
 
 
-def of_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
+def unpack_int32(packed: Tensor, dim: int, order: Sequence[int] = range(NIBBLES_OF_INT32)) -> Tensor:
     """int32 whose nibbles are values along `dim` -> uint8 of 8 times that size.
 
     order: the value v of an int32 is its nibble order[v], counted from the low bits.
@@ -106,8 +106,8 @@ def packed_rows(of_rows: Any, num_rows: int, step: int = 4096) -> Tensor:
     return torch.cat(list(blocks))
 
 
-def dense_where(skipped: Sequence[str], format: WeightFormat, lm_head: bool = False) -> FormatOf:
-    """The format of all matrices but the `skipped` and those that are always dense.
+def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool = False) -> FormatOf:
+    """A function from a matrix's name to its format: `format`, or dense if it is `skipped` or never quantised.
 
     skipped: module names, parts of them ("mlp.gate", "layers.61"), or "re:" and a pattern.
     lm_head: whether the head is quantised too.
@@ -123,7 +123,7 @@ def dense_where(skipped: Sequence[str], format: WeightFormat, lm_head: bool = Fa
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of a config.json names a module, or a module that it is in."""
+    """Whether a pattern of config.json matches the name of a module or of a module around it."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     parts = ".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
@@ -139,7 +139,7 @@ def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[obj
     return value
 
 
-def names_of(value: Any) -> tuple[str, ...]:
+def module_names(value: Any) -> tuple[str, ...]:
     """A list of module names; config.json may have null."""
     return tuple(value or ())
 

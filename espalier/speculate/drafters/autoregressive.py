@@ -8,6 +8,7 @@ not seen.  The last module also proposes the levels below; there a beam reads th
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from espalier.layout import RoundLayout
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import Above
 from espalier.slots import BatchState
+from espalier.speculate.drafters.base import Grow
 from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds_of, module_rows
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.sampler import Sampler
@@ -98,19 +100,25 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         more = self.spec.modules - 1
         self.backend.prepare(replace(lengths.longer(more), exact=False) if more else lengths)
 
-    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
+    def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
-            return root_only(slots.root)
+            return lambda sampler: root_only(slots.root)
         rows = self._tree_rows(slots)
-        pool, out, beams = Pool(self.layout.topk), self._module(1).output_of(slots.carried("hidden")[:, None]), None
+        out = self._module(1).output_of(slots.carried("hidden")[:, None])
+        return partial(self._grow, rows, out, self._logits(out, 1))
+
+    def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
+        """out, logits: of level 1."""
+        pool, beams = Pool(self.layout.topk), None
         for level in range(1, self.layout.steps + 1):
-            tokens, scores = self._children(out.last(self.layout.topk), sampler, level, beams)
+            tokens, scores = self._children(logits, sampler, level, beams)
             pool.add(tokens, scores)
             if level < self.layout.steps:
                 places, beams = self._next_beams(tokens, scores, rows, beams, level)
                 pool.keep(places)
                 out = self._forward(out, rows, level + 1)
-        return pool.select(slots.root, self.layout.num_draft_tokens)
+                logits = self._logits(out, level + 1)
+        return pool.select(rows.slots.root, self.layout.num_draft_tokens)
 
     def _module(self, level: int) -> DraftModule:
         """The module that proposes a level."""
@@ -124,11 +132,14 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         positions = slots.prefix_len[:, None] + self.depths
         return TreeRows(slots, positions, torch.empty_like(positions), modules, self._prefixes(modules))
 
-    def _children(self, out: DraftOutput, sampler: Sampler, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
-        """The topk best children of each row [B, Q] of `out`: target token ids and path scores, [B, Q, K] each."""
+    def _logits(self, out: DraftOutput, level: int) -> Tensor:
+        """[B, Q, draft vocabulary]: the logits of a level's children, from the last rows of `out`."""
+        return self._module(level).logits(out.last(self.layout.topk))
+
+    def _children(self, logits: Tensor, sampler: Sampler, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
+        """The topk best children of each row [B, Q]: target token ids and path scores, [B, Q, K] each."""
         above = None if beams is None else beams.above
-        scores = self.root_scores[: out.hidden.shape[0]] if beams is None else beams.scores
-        logits = self._module(level).logits(out)
+        scores = self.root_scores[: logits.shape[0]] if beams is None else beams.scores
         return sampler.children(logits, self.draft.d2t, level - 1, scores, self.layout.topk, above)
 
     def _next_beams(

@@ -19,6 +19,9 @@ from espalier.slots import BatchState
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
 
+# The rest of a proposal, once the sampler is known.
+Grow = Callable[[Sampler], Tree]
+
 
 class Drafter(Protocol):
     """Proposes token trees, and runs over the tokens that were decided.  spec: what the draft needs (DraftSpec)."""
@@ -33,8 +36,8 @@ class Drafter(Protocol):
         """Called on the host before each launch.  lengths: of the draft's committed rows."""
         ...
 
-    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
-        """Propose a tree under the root of each slot."""
+    def begin(self, slots: BatchState) -> Grow:
+        """Begin to propose a tree under the root of each slot: all that no mask changes, up to the first logits."""
         ...
 
     def extend(
@@ -42,7 +45,7 @@ class Drafter(Protocol):
     ) -> None:
         """Run over the new tokens n+1 .. n+length, which are in the slots' history already.
 
-        target_features: [B, W, F], those that `spec.reads` names, at tokens n .. n+W-1; None if it names none.
+        target_features: [B, W, F], the features in `spec.reads`, at tokens n .. n+W-1; None if it names none.
         length: [B], at most W.
         last_pieces: of a prefill pass whose requests have several pieces (speculate/pieces.py), the last piece of each
         request; the batch has one row for each piece.  None: each row is a request.
@@ -64,8 +67,8 @@ class NoDrafter:
     def prepare(self, lengths: CommittedLengths) -> None:
         pass
 
-    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
-        return root_only(slots.root)
+    def begin(self, slots: BatchState) -> Grow:
+        return lambda sampler: root_only(slots.root)
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
@@ -97,7 +100,7 @@ class DraftFormat:
     title: the name of such drafts in error texts, in the plural.
     architectures: values of `architectures` in config.json (or of `model_type`, if that is missing) of this format.
     marked: further architectures, which are of this format if config.json has one of the fields `marks`.
-    unmarked: fields of config.json that a config of this format does not have: with one, it is of another format.
+    unmarked: fields that config.json must not have; with one of them it is of another format.
     speculators_types: values of `speculators_model_type` of this format; if a config has that field, it alone decides.
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
     make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
@@ -105,7 +108,7 @@ class DraftFormat:
     explain: (config.json, directory) -> why a draft of no known format is not supported, or None if this format does
     not know either.
     in_target: (directory of a target, its config) -> whether it holds a draft of this format beside the target.
-    checks: what to check in the draft's config.json where almost none of its tokens is accepted.
+    checks: what to check in the draft's config.json if almost none of its tokens is accepted.
     """
 
     algorithm: str

@@ -14,7 +14,7 @@ FORMAT = DraftFormat(
     make=make_block,
     drafter=OnePassDrafter,
     explain=explain_not_built,
-    # Layer ids one off, and the wrong first row, both leave an accept length near 1.
+    # Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
     checks=(
         "the target layers that it reads (target_layer_ids name their outputs, aux_hidden_state_layer_ids their "
         "inputs), mask_token_id and sample_from_anchor"

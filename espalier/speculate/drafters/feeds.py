@@ -1,7 +1,7 @@
 """Which hidden state feeds each row of a draft module (DraftSpec.form).
 
-The root is token n.  Module k (from 1) reads at token n + 1 what the slot carries as feed{k}; module 1 reads the
-target's feature of token n.  At the tokens after it:
+The root is token n.  At token n + 1, module 1 reads the target's feature of token n, and module k > 1 reads feed{k},
+which the slot carries.  At later tokens:
 
 chain: module k reads module k - 1 at the token before (DeepSeek-AI 2024, arXiv:2412.19437, equation 21).
 target: module k reads the target, k tokens before.  So the hidden states in order of tokens are feedN, ..., feed2, and
@@ -30,7 +30,7 @@ class ModuleRows:
     """The rows of one module in a pass.
 
     late: [B], rows at the start of the pass that the module cannot compute; None for module 1, which computes all.
-    slots: moved on by `late`, so that the module's first row is the one of token prefix_len + 1.
+    slots: advanced by `late`, so the module's first row is that of token prefix_len + 1.
     """
 
     slots: BatchState

@@ -4,6 +4,7 @@ It needs no model and no K/V: candidates come from the slot's history.  Earlier 
 the branches, longest first, then latest first.  Branches start with distinct tokens, so siblings are distinct.
 """
 
+from functools import partial
 from typing import Self
 
 import torch
@@ -15,6 +16,7 @@ from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
 from espalier.sampling.mask import DraftGuide, allows, force
 from espalier.slots import BatchState
+from espalier.speculate.drafters.base import Grow
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Pool, Tree, root_only
 
@@ -31,7 +33,11 @@ class NgramDrafter:
     def prepare(self, lengths: CommittedLengths) -> None:
         pass
 
-    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
+    def begin(self, slots: BatchState) -> Grow:
+        # The text that is looked up ends with the forced tokens, so nothing is done before they are known.
+        return partial(self._propose, slots)
+
+    def _propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         if self.layout.num_draft_tokens == 1:
             return root_only(slots.root)
         topk = self.layout.topk

@@ -1,12 +1,12 @@
 """A drafter whose draft model proposes every depth in one forward pass (block drafts: DFlash 1 and 2, JetSpec, DSpark).
 
-A context row belongs to its token, and follows from the target's features at that token.  So the root, whose features
-come with the next verify pass, has none yet: with root n, rows 0 .. n-1 are committed, as of the target.  `propose`
-runs the block, the root and mask tokens, over them; block rows are never kept.  `extend` only projects features to
-context rows.
+A token's context row is computed from the target's features at that token.  The root's features come with the next
+verify pass, so the root has no context row yet: with root n, rows 0 .. n-1 are committed, as in the target.  `begin`
+runs the block (the root and mask tokens) over these rows and keeps none of its own.  `extend` only projects features
+to context rows.
 
-A draft with edges scores a token given the one before it.  Then each depth is scored for the best distinct tokens of
-the depth before (kernels/tree/edge_topk.py), one depth after the other.
+A draft with edges scores a token given the one before it.  So depths are scored in order, each one for the best
+distinct tokens of the depth before (kernels/tree/edge_topk.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -27,6 +27,7 @@ from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.layout import RoundLayout
 from espalier.models.draft import BlockModel
 from espalier.slots import BatchState
+from espalier.speculate.drafters.base import Grow
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
@@ -55,7 +56,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     ):
         """As ModelDrafter."""
         super().__init__(draft, layout, pages, backend, layer_specs, staging)
-        # A row that sees later rows reads all of them, proposing or not, as trained.
+        # A row that is not causal sees the whole block, as trained, also rows beyond `steps`.
         self.width = draft.first_proposing + layout.steps if all(draft.causal) else layout.block_rows
         self.offsets = torch.arange(self.width, device=pages.device)
         everything = torch.ones(self.width, self.width, dtype=torch.bool, device=pages.device)
@@ -66,15 +67,15 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     def prepare(self, lengths: CommittedLengths) -> None:
         self.backend.prepare(lengths)
 
-    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
+    def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
-            return root_only(slots.root)
-        hidden = self._block(slots)
+            return lambda sampler: root_only(slots.root)
+        hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
         edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)
-        return best_paths(slots.root, logits, edges, self.draft.d2t, self.layout, sampler)
+        return partial(best_paths, slots.root, logits, edges, self.draft.d2t, self.layout)
 
-    def _block(self, slots: BatchState) -> Tensor:
+    def _run_block(self, slots: BatchState) -> Tensor:
         """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
         tokens = torch.full_like(self.offsets, self.draft.mask_token).repeat(slots.batch, 1)
         tokens[:, 0] = slots.root

@@ -1,10 +1,11 @@
 """P-EAGLE heads, in the forms of vLLM's speculators and of vLLM.
 
-`extend` is EAGLE-3's: it commits the rows of decided tokens, the root's included, and the slot carries the root's
-output.  `propose` runs one pass over mask rows, one for each depth from 2 on, and selects among all paths.
+`extend` is EAGLE-3's: it commits the rows of decided tokens up to the root, and the slot carries the root's output.
+`begin` runs one pass over the mask rows, one for each depth from 2 on, and selects the best paths.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -19,9 +20,8 @@ from espalier.models.peagle_config import ARCHITECTURES, EAGLE3_ARCHITECTURES, M
 from espalier.slots import BatchState
 from espalier.speculate.drafters import eagle3, one_pass
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter, rope_positions
-from espalier.speculate.drafters.base import DraftFormat
-from espalier.speculate.sampler import Sampler
-from espalier.speculate.tree import Tree, root_only
+from espalier.speculate.drafters.base import DraftFormat, Grow
+from espalier.speculate.tree import root_only
 
 
 class PEagleDrafter(AutoregressiveDrafter):
@@ -38,17 +38,17 @@ class PEagleDrafter(AutoregressiveDrafter):
     ):
         """As ModelDrafter."""
         super().__init__(draft, layout, pages, backend, layer_specs, staging)
-        # Of the mask rows, from the root.
+        # Distances of the mask rows from the root.
         self.offsets = torch.arange(1, max(layout.steps, 1), device=pages.device)
 
-    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
+    def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
-            return root_only(slots.root)
+            return lambda sampler: root_only(slots.root)
         out = self.draft.output_of(slots.carried("hidden")[:, None])
         if self.layout.steps > 1:
             normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)
             out = DraftOutput(normed, normed)
-        return one_pass.best_paths(slots.root, self.draft.logits(out), None, self.draft.d2t, self.layout, sampler)
+        return partial(one_pass.best_paths, slots.root, self.draft.logits(out), None, self.draft.d2t, self.layout)
 
     def _mask_rows(self, slots: BatchState) -> DraftOutput:
         positions = one_pass.block_positions(slots, self.offsets)

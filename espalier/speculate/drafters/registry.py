@@ -14,6 +14,7 @@ from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, read_json
 from espalier.models.draft import DraftConfig, DraftModel
+from espalier.models.loading import FAMILIES
 from espalier.models.weights import Weights
 from espalier.speculate.drafters import block, dflash2, eagle3, mtp, peagle
 from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
@@ -62,7 +63,9 @@ def _why_unknown(raw: Raw, path: Path) -> str:
             return reason
     if declared is not None:
         return f"speculators_model_type {declared!r} is not supported"
-    return f"architecture {architecture_of(raw)!r} is not a known draft"
+    architecture = architecture_of(raw)
+    remedy = " (it is a whole model: pass it as model=)" if architecture in FAMILIES else ""
+    return f"architecture {architecture!r} is not a known draft{remedy}"
 
 
 def draft_algorithm(path: Path) -> str:

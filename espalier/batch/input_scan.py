@@ -1,4 +1,4 @@
-"""The first reading of a batch's input, before anything is sent: its digest, its lines, and custom_ids that repeat."""
+"""Reads a batch's input once before anything is sent: counts lines, computes a digest, refuses repeated custom_ids."""
 
 import hashlib
 from array import array
@@ -15,8 +15,8 @@ DIGEST_CHARS = 16
 
 
 @dataclass(frozen=True)
-class Survey:
-    """digest: of the file's bytes; num_lines: that are not blank; last: number of the last of them."""
+class InputScan:
+    """digest: of the lines; num_lines: lines that are not blank; last: the number of the last of them, from 1."""
 
     path: Path
     digest: str
@@ -24,10 +24,10 @@ class Survey:
     last: int
 
 
-def survey(path: Path) -> Survey:
+def scan_input(path: Path) -> InputScan:
     """Read the whole file.  Raises EspalierError if it cannot be read, has no line, or has a custom_id twice.
 
-    Memory: eight bytes a line, for a hash of its custom_id.  Lines with equal hashes are compared in a second reading.
+    Memory: eight bytes a line, the hash of its custom_id.  A second pass compares the custom_ids with equal hashes.
     """
     if not path.is_file():
         raise EspalierError(f"{path} is not a file; name a file with one request on each line")
@@ -46,7 +46,7 @@ def survey(path: Path) -> Survey:
         raise EspalierError(f"{path} cannot be read ({error.strerror}); use a text file") from None
     if not num_lines:
         raise EspalierError(f"{path} has no line; write one request on each line")
-    return Survey(path, whole.hexdigest()[:DIGEST_CHARS], num_lines, last)
+    return InputScan(path, whole.hexdigest()[:DIGEST_CHARS], num_lines, last)
 
 
 def _hash(custom_id: str) -> int:

@@ -7,25 +7,27 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from espalier.serve_ray.places import MAX_PAGES, Places, page_keys
+from espalier.serve_ray.replica_chooser import MAX_PAGES, ReplicaChooser, prefix_hashes
 
 REPLICAS = ("a", "b", "c")
 PROMPT = list(range(100, 180))
-KEYS = page_keys(PROMPT, 16)
+KEYS = prefix_hashes(PROMPT, 16)
 
 
 def test_a_key_stands_for_a_start_of_whole_pages():
     assert len(KEYS) == 5 and len(set(KEYS)) == 5
-    assert page_keys(PROMPT[:47], 16) == KEYS[:2]
+    assert prefix_hashes(PROMPT[:47], 16) == KEYS[:2]
     other = [*PROMPT[:20], 0, *PROMPT[21:]]
-    assert page_keys(other, 16)[0] == KEYS[0] and not set(page_keys(other, 16)[1:]) & set(KEYS)
+    assert prefix_hashes(other, 16)[0] == KEYS[0] and not set(prefix_hashes(other, 16)[1:]) & set(KEYS)
     # The same page behind another start is another key.
-    assert page_keys([*PROMPT[16:32], *PROMPT[16:32]], 16)[1] not in KEYS
-    assert len(page_keys(range(16 * MAX_PAGES + 64), 16)) == MAX_PAGES
+    assert prefix_hashes([*PROMPT[16:32], *PROMPT[16:32]], 16)[1] not in KEYS
+    assert len(prefix_hashes(range(16 * MAX_PAGES + 64), 16)) == MAX_PAGES
 
 
 def test_keys_are_equal_in_every_process():
-    code = "from espalier.serve_ray.places import page_keys; print(page_keys(list(range(100, 180)), 16))"
+    code = (
+        "from espalier.serve_ray.replica_chooser import prefix_hashes; print(prefix_hashes(list(range(100, 180)), 16))"
+    )
     found = {
         subprocess.run(
             [sys.executable, "-c", code],
@@ -41,42 +43,42 @@ def test_keys_are_equal_in_every_process():
 
 def test_a_prompt_goes_where_the_longest_start_of_it_went():
     for longer, shorter in (("b", "c"), ("c", "b")):
-        places = Places(imbalance=1)
-        places.sent(KEYS[:4], 1, longer, "r1")
-        places.sent(KEYS[:2], 1, shorter, "r2")
-        places.ended(longer, "r1")
-        places.ended(shorter, "r2")
-        assert places.ranked(KEYS, REPLICAS)[:2] == [longer, shorter]
+        chooser = ReplicaChooser(imbalance=1)
+        chooser.record_sent(KEYS[:4], 1, longer, "r1")
+        chooser.record_sent(KEYS[:2], 1, shorter, "r2")
+        chooser.record_ended(longer, "r1")
+        chooser.record_ended(shorter, "r2")
+        assert chooser.ranked(KEYS, REPLICAS)[:2] == [longer, shorter]
         # The replica with most of it is gone.
-        places.keep({"a", shorter})
-        assert places.ranked(KEYS, ("a", shorter)) == [shorter, "a"]
+        chooser.forget_all_but({"a", shorter})
+        assert chooser.ranked(KEYS, ("a", shorter)) == [shorter, "a"]
 
 
 def test_load_comes_before_pages_beyond_the_bound():
-    places = Places(imbalance=2)
+    chooser = ReplicaChooser(imbalance=2)
     for number in range(2):
-        places.sent(KEYS, 1, "a", f"r{number}")
-    assert places.ranked(KEYS, REPLICAS)[0] == "a"
-    places.sent(KEYS, 1, "a", "r2")
-    assert places.ranked(KEYS, REPLICAS)[0] != "a"
-    places.ended("a", "r0")
-    assert places.ranked(KEYS, REPLICAS)[0] == "a"
+        chooser.record_sent(KEYS, 1, "a", f"r{number}")
+    assert chooser.ranked(KEYS, REPLICAS)[0] == "a"
+    chooser.record_sent(KEYS, 1, "a", "r2")
+    assert chooser.ranked(KEYS, REPLICAS)[0] != "a"
+    chooser.record_ended("a", "r0")
+    assert chooser.ranked(KEYS, REPLICAS)[0] == "a"
 
 
 def test_fronts_that_know_nothing_agree_and_spread():
     chosen = Counter()
     for start in range(64):
-        keys = page_keys(range(start, start + 32), 16)
-        [first] = {Places().ranked(keys, order)[0] for order in (REPLICAS, REPLICAS[::-1])}
+        keys = prefix_hashes(range(start, start + 32), 16)
+        [first] = {ReplicaChooser().ranked(keys, order)[0] for order in (REPLICAS, REPLICAS[::-1])}
         chosen[first] += 1
     assert set(chosen) == set(REPLICAS)
 
 
 def test_only_the_pages_used_last_are_remembered():
-    places = Places(max_keys=5)
-    places.sent(KEYS, 1, "a", "r")
-    places.sent(page_keys([0] * 16, 16), 1, "b", "s")
-    assert places.ranked(KEYS, ("a", "b")) == places.ranked((), ("a", "b")), "its first page is forgotten"
+    chooser = ReplicaChooser(max_keys=5)
+    chooser.record_sent(KEYS, 1, "a", "r")
+    chooser.record_sent(prefix_hashes([0] * 16, 16), 1, "b", "s")
+    assert chooser.ranked(KEYS, ("a", "b")) == chooser.ranked((), ("a", "b")), "its first page is forgotten"
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,22 +91,22 @@ def test_only_the_pages_used_last_are_remembered():
 )
 def test_the_books_balance(steps):
     """load is what was sent and has not ended, whatever ends twice or never began."""
-    places, open_samples, there = Places(), {}, set(REPLICAS)
+    chooser, open_samples, there = ReplicaChooser(), {}, set(REPLICAS)
     for what, replica, request, samples in steps:
         key = replica, str(request)
         if what == "sent":
-            places.sent(KEYS[:request], samples, *key)
+            chooser.record_sent(KEYS[:request], samples, *key)
             open_samples.setdefault(key, []).append(samples)
         elif what == "ended":
-            places.ended(*key)
+            chooser.record_ended(*key)
             if open_samples.get(key):
                 open_samples[key].pop()
         else:
             there = {replica}
-            places.keep(there)
+            chooser.forget_all_but(there)
             open_samples = {key: each for key, each in open_samples.items() if key[0] in there}
         wanted = {each: sum(sum(v) for k, v in open_samples.items() if k[0] == each) for each in REPLICAS}
-        assert {each: places.load[each] for each in REPLICAS} == wanted
-        ranked = places.ranked(KEYS, REPLICAS)
+        assert {each: chooser.load[each] for each in REPLICAS} == wanted
+        ranked = chooser.ranked(KEYS, REPLICAS)
         assert sorted(ranked) == list(REPLICAS)
-        assert wanted[ranked[0]] - min(wanted.values()) <= places.imbalance
+        assert wanted[ranked[0]] - min(wanted.values()) <= chooser.imbalance

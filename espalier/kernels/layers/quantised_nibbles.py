@@ -1,0 +1,210 @@
+"""The inner loop of products with matrices in 4 bits: nibbles become numbers in the registers of the tensor cores.
+
+A weight takes two instructions or so, since memory delivers some 25 weights a cycle to each multiprocessor
+(docs/log.md).  So nothing is done to a single nibble: a mask leaves two of them in the halves of a word, as the bits of
+subnormal numbers, and one multiply-add of pairs makes the values of both.  The order of interleave_nibbles
+(quantised.py) puts every pair where the tensor cores take it: no value moves between threads, and none goes through
+shared memory, where the inputs lie in the order of their columns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from espalier.kernels.runtime.launch import kernel
+from espalier.kernels.runtime.pdl import ask_for
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+    INTERPRETED = False
+
+
+@kernel
+def nibble_dot(
+    words_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, inside, num_in, k_begin, k_end,
+    CODE: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr,
+):  # fmt: skip
+    """As quantised_dot.  words: the codes as int32 [rows, in / 8].  num_in must be a multiple of 32.
+
+    CODE 1: GROUP and BLOCK_IN are multiples of each other, or GROUP is 0.
+    """
+    # The columns of one sum: those that share a scale.
+    STEP: tl.constexpr = GROUP if CODE == 1 and GROUP > 0 and GROUP < BLOCK_IN else BLOCK_IN
+    WORDS: tl.constexpr = STEP // 8
+    DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
+    # What sums must be multiplied by (_int4, _factor).
+    IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
+    UNIT: tl.constexpr = (2.0**6 if IS_BFLOAT16 else 2.0**9) if CODE == 1 else (2.0**64 if IS_BFLOAT16 else 2.0**10)
+    ks = k_begin + tl.arange(0, STEP)
+    # Written so that the compiler sees that rows begin at 16 bytes.
+    row_words = num_in // 32 * 4
+    words = k_begin // 8 + tl.arange(0, WORDS)
+    w_ptrs = words_ptr + w_rows[:, None] * row_words + words[None, :]
+    num_groups = _num_groups(num_in, CODE, GROUP)
+    scale_ptrs = scales_ptr + w_rows * num_groups
+    acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    for k in range(k_begin, k_end, BLOCK_IN):
+        for step in tl.static_range(BLOCK_IN // STEP):
+            first = k + step * STEP
+            if EVEN_IN:
+                w = tl.load(w_ptrs)
+                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None], other=0.0)
+            else:
+                w = tl.load(w_ptrs, mask=words[None, :] < row_words, other=0)
+                x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None] & (ks[None, :] < num_in), other=0.0)
+            w = w.to(tl.uint32, bitcast=True)
+            if CODE == 1:
+                if zeros_ptr is None:
+                    # -8 · 2^-6 (2^-9) twice.
+                    offset = tl.full((BLOCK_OUT, WORDS), 0xBE00BE00 if IS_BFLOAT16 else 0xA400A400, tl.uint32)
+                else:
+                    offset = _offset(zeros_ptr, w_rows * num_groups, first, num_in, DTYPE, GROUP, EVEN_IN)
+                    offset = tl.broadcast_to(offset[:, None], (BLOCK_OUT, WORDS))
+                part = tl.dot(_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+            else:
+                exponents = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
+                factor = tl.broadcast_to(_factor(exponents, DTYPE)[:, :, None], (BLOCK_OUT, STEP // 32, 4))
+                factor = tl.reshape(factor, (BLOCK_OUT, WORDS))
+                part = tl.dot(_e2m1(w, factor, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+            if CODE == 1 and GROUP > 0:
+                if EVEN_IN:
+                    scale = tl.load(scale_ptrs + first // GROUP)
+                else:
+                    scale = tl.load(scale_ptrs + first // GROUP, mask=first < num_in, other=0.0)
+                acc += part * (scale.to(tl.float32) * UNIT)[:, None]
+            else:
+                acc += part * UNIT
+            w_ptrs += WORDS
+            words += WORDS
+            ks += STEP
+    if CODE == 1 and GROUP == 0:
+        acc *= tl.load(scale_ptrs).to(tl.float32)[:, None]
+    return acc
+
+
+@kernel
+def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP: tl.constexpr):
+    """Prefetch the first and the last scales and zero points of columns k_begin .. k_end into the L2: 4-bit integers'.
+
+    These are most of their lines.  The loop loads scales where it needs them, not ahead.
+    """
+    num_groups = tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
+    ends = tl.minimum(tl.where(tl.arange(0, 2) == 0, k_begin, k_end - 1), num_in - 1)
+    groups = ends // GROUP if GROUP > 0 else ends * 0
+    places = w_rows[:, None] * num_groups + groups[None, :]
+    ask_for(scales_ptr + places)
+    if zeros_ptr is not None:
+        ask_for(zeros_ptr + places)
+
+
+@kernel
+def _num_groups(num_in, CODE: tl.constexpr, GROUP: tl.constexpr):
+    """Scales of a row of the matrix."""
+    if CODE == 2:
+        # Padded to EXPONENTS of quantised.py.
+        return tl.cdiv(num_in, 256) * 8
+    return tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
+
+
+@kernel
+def _offset(
+    zeros_ptr, row_groups, k, num_in, DTYPE: tl.constexpr, GROUP: tl.constexpr, EVEN_IN: tl.constexpr
+):  # fmt: skip
+    """What _int4 adds: minus the zero points of a group, for each row, in both halves of a uint32."""
+    STEP: tl.constexpr = 2.0**-6 if tl.bfloat16 == DTYPE else 2.0**-9
+    group = k // GROUP if GROUP > 0 else 0
+    if EVEN_IN:
+        zero = tl.load(zeros_ptr + row_groups + group)
+    else:
+        zero = tl.load(zeros_ptr + row_groups + group, mask=k < num_in, other=0)
+    offset = (zero.to(tl.float32) * -STEP).to(DTYPE)
+    return offset.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
+
+
+@kernel
+def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """(nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
+
+    A nibble n as bits is the subnormal number n · 2^-133 (n · 2^-24).  Times 2^127 (2^15), the most that the dtype has,
+    it is n · 2^-6 (n · 2^-9).  Values, products and sums are exact.
+    """
+    MASK: tl.constexpr = 0x000F000F
+    FACTOR: tl.constexpr = 0x7F007F00 if tl.bfloat16 == DTYPE else 0x78007800
+    factor = tl.full((BLOCK_OUT, WORDS), FACTOR, tl.uint32)
+    return _in_columns(
+        w & MASK, (w >> 4) & MASK, (w >> 8) & MASK, (w >> 12) & MASK, factor, offset, DTYPE, BLOCK_OUT, WORDS
+    )  # fmt: skip
+
+
+@kernel
+def _factor(exponents, DTYPE: tl.constexpr):
+    """What _e2m1 multiplies by, for each exponent, in both halves of a uint32.
+
+    It is 2^(exponent - 127), times 2^126 (2^14) for the bits of E2M1, times 2^-64 (2^-10) to stay in the dtype's range.
+    Values are exact for exponents from 66 to MAX_EXPONENT (linear_quantised.py); smaller ones mean less than 2^-58.
+    """
+    bits = exponents.to(tl.uint32)
+    if tl.bfloat16 == DTYPE:
+        return (bits + 62) * 0x800080
+    # float16 is only run in the interpreter.  It has less range: smaller exponents count as 0.
+    return (tl.maximum(bits, 108) - 108) * 0x4000400
+
+
+@kernel
+def _e2m1(w, factor, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """E2M1 nibbles · 2^-126 (2^-14) · factor: [BLOCK_OUT, 8 · WORDS].
+
+    The sign, two exponent bits and one mantissa bit are put where the dtype has its sign and the lowest and highest of
+    these.  So an exponent of 0 means a subnormal number in both.  The product is exact.
+    """
+    SIGN: tl.constexpr = 0x80008000
+    BITS: tl.constexpr = 0x01C001C0 if tl.bfloat16 == DTYPE else 0x0E000E00
+    # Where the lowest bit of BITS is.
+    AT: tl.constexpr = 6 if tl.bfloat16 == DTYPE else 9
+    zero = tl.full((BLOCK_OUT, WORDS), SIGN, tl.uint32)
+    first = ((w << 12) & SIGN) | ((w << AT) & BITS)
+    second = ((w << 8) & SIGN) | ((w << (AT - 4)) & BITS)
+    third = ((w << 4) & SIGN) | (((w >> (8 - AT)) if AT < 8 else (w << (AT - 8))) & BITS)
+    fourth = (w & SIGN) | ((w >> (12 - AT)) & BITS)
+    return _in_columns(first, second, third, fourth, factor, zero, DTYPE, BLOCK_OUT, WORDS)
+
+
+@kernel
+def _in_columns(
+    first, second, third, fourth, factor, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr
+):  # fmt: skip
+    """The pairs p of each word, times factor plus offset, in the order of the columns (interleave_nibbles)."""
+    first = _pair(first, factor, offset, DTYPE)
+    second = _pair(second, factor, offset, DTYPE)
+    third = _pair(third, factor, offset, DTYPE)
+    fourth = _pair(fourth, factor, offset, DTYPE)
+    pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+    # [rows, blocks of 32, t, h, p // 2, p % 2] -> [rows, blocks of 32, p // 2, p % 2, t, h]
+    pairs = tl.reshape(pairs, (BLOCK_OUT, WORDS // 4, 4, 2, 2, 2)).permute(0, 1, 4, 5, 2, 3)
+    return tl.reshape(pairs, (BLOCK_OUT, WORDS * 8))
+
+
+@kernel
+def _pair(bits, factor, offset, DTYPE: tl.constexpr):
+    """number · factor + offset for the numbers in the low and in the high halves of uint32: DTYPE [..., 2].
+
+    In assembly, as Triton splits a product of pairs into two products.
+    """
+    if INTERPRETED:
+        low = _low(bits, DTYPE) * _low(factor, DTYPE) + _low(offset, DTYPE)
+        high = _low(bits >> 16, DTYPE) * _low(factor >> 16, DTYPE) + _low(offset >> 16, DTYPE)
+    else:
+        ASSEMBLY: tl.constexpr = (
+            "fma.rn.bf16x2 $0, $1, $2, $3;" if tl.bfloat16 == DTYPE else "fma.rn.f16x2 $0, $1, $2, $3;"
+        )
+        both = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [bits, factor, offset], tl.uint32, is_pure=True, pack=1)
+        low, high = _low(both, DTYPE), _low(both >> 16, DTYPE)
+    return tl.join(low, high)
+
+
+@kernel
+def _low(words, DTYPE: tl.constexpr):
+    """The low halves of uint32, as numbers."""
+    return (words & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)

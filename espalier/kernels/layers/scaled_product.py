@@ -1,0 +1,80 @@
+"""The library's product of FP8 inputs with an FP8 matrix, for many rows: torch.nn.functional.scaled_mm.
+
+The library has two such products.  In one, every row of the inputs and of the matrix has one scale; it needs compute
+capability 8.9.  In the other, inputs have a scale for 128 columns and the matrix has one for 128 x 128 values (the
+format of DeepSeek-V3); only Hopper has it.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+from espalier.kernels.layers.quantise_rows import quantise_rows
+from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.runtime.launch import chip
+
+# Up to this many rows the kernel of linear_quantised.py multiplies.
+MAX_KERNEL_ROWS = 256
+# The library needs rows and columns of the matrix in multiples of 16 bytes.
+UNIT = 16
+# Sizes of the scaled blocks of the second product.  It reads the scales of four blocks at once.
+BLOCK = 128
+BLOCKS_READ = 4
+HOPPER = 9
+
+
+def is_scaled_product(x: Tensor, weight: QuantisedMatrix) -> bool:
+    """Whether `scaled_product` multiplies x [rows, in] with this matrix."""
+    return (
+        len(x) > MAX_KERNEL_ROWS
+        and x.dtype == torch.bfloat16
+        and (_has_row_scales(weight) or (_has_block_scales(weight) and chip(x).capability[0] == HOPPER))
+    )
+
+
+def scaled_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+    """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out], for inputs that `is_scaled_product` takes.
+
+    Tolerance: that of linear_quantised.py for rounded inputs on a GPU.
+    """
+    assert weight.inputs is not None
+    num_out = weight.shape[0]
+    inputs, input_scales = quantise_rows(x, weight.inputs)
+    scales = weight.scales.float()
+    if _has_row_scales(weight):
+        scales = scales.expand(num_out, 1).reshape(1, num_out).contiguous()
+        kinds = ScalingType.RowWise, ScalingType.RowWise
+    else:
+        input_scales, scales = input_scales.t().contiguous().t(), scales.t()
+        kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    return scaled_mm(
+        inputs, weight.codes.t(), input_scales, kinds[0], scales, kinds[1], bias=bias, output_dtype=x.dtype
+    )
+
+
+def _has_row_scales(weight: QuantisedMatrix) -> bool:
+    """One scale for each row of the inputs, and one for each row of the matrix or one for all."""
+    (num_out, num_in), inputs = weight.shape, weight.inputs
+    return (
+        inputs is not None
+        and _is_fp8(weight)
+        and weight.group >= num_in
+        and (inputs.group is None or inputs.group >= num_in)
+        and (weight.row_block == 1 or weight.row_block >= num_out)
+    )
+
+
+def _has_block_scales(weight: QuantisedMatrix) -> bool:
+    (num_out, num_in), inputs = weight.shape, weight.inputs
+    return (
+        inputs is not None
+        and _is_fp8(weight)
+        and weight.group == weight.row_block == inputs.group == BLOCK
+        and num_out % BLOCK == 0
+        and num_in % (BLOCKS_READ * BLOCK) == 0
+    )
+
+
+def _is_fp8(weight: QuantisedMatrix) -> bool:
+    """FP8 values in the order of the inputs, of a size that the library takes."""
+    return weight.code == "fp8" and weight.order is None and all(size % UNIT == 0 for size in weight.shape)

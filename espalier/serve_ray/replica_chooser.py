@@ -1,0 +1,99 @@
+"""Chooses the replica of a prompt: the one that was sent the longest prefix of it, unless that one is too busy.
+
+Each front decides alone, without messages: it remembers which replica it sent a prefix to, and counts the samples that
+it sent and that have not ended.  Replicas are identified by name.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+# Pages of a prompt that are hashed, from its start.
+MAX_PAGES = 512
+# Pages that are remembered.
+MAX_KEYS = 2**18
+
+
+class RoutingHint(NamedTuple):
+    """What the router needs to know of a prompt.  keys: its prefix_hashes; samples: outputs of the prompt (n)."""
+
+    keys: tuple[int, ...]
+    samples: int
+
+
+def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
+    """One hash for each prefix of whole pages, shortest first.  Equal in every process."""
+    keys: list[int] = []
+    key = 0
+    for start in range(0, min(len(prompt), MAX_PAGES * page_size) - page_size + 1, page_size):
+        # Python's hash of integers does not depend on the process.
+        key = hash((key, *prompt[start : start + page_size]))
+        keys.append(key)
+    return tuple(keys)
+
+
+class ReplicaChooser:
+    """imbalance: a replica with over `imbalance` open samples more than the least busy one is not chosen for its pages.
+
+    max_keys: prefixes that are remembered; the least recently used are forgotten first.
+    """
+
+    def __init__(self, imbalance: int = 8, max_keys: int = MAX_KEYS):
+        self.imbalance = imbalance
+        self.max_keys = max_keys
+        # The replica that last got a prompt with this prefix, by the prefix's hash.
+        self._replica_of_prefix: OrderedDict[int, str] = OrderedDict()
+        # Open samples by replica, and by (replica, request).
+        self.load: Counter[str] = Counter()
+        self._open_samples: dict[tuple[str, str], list[int]] = {}
+
+    def ranked(self, keys: Sequence[int], replicas: Collection[str]) -> list[str]:
+        """The replicas, best first."""
+        if not replicas:
+            return []
+        fewest = min(self.load[each] for each in replicas)
+        held = self._pages_held(keys, replicas)
+
+        def rank(replica: str) -> tuple[int, int, int, str]:
+            is_free = self.load[replica] - fewest <= self.imbalance
+            pages = held.get(replica, 0) if is_free else 0
+            # Equal in every front: for a new prefix, all fronts choose the same one of equally busy replicas.
+            first = hash((keys[0], *replica.encode())) if keys else 0
+            return -pages, self.load[replica], first, replica
+
+        return sorted(replicas, key=rank)
+
+    def _pages_held(self, keys: Sequence[int], replicas: Collection[str]) -> dict[str, int]:
+        """By replica, the pages of this prompt's longest prefix that it was sent and that is remembered."""
+        held: dict[str, int] = {}
+        for count, key in enumerate(keys, 1):
+            replica = self._replica_of_prefix.get(key)
+            if replica is None:
+                break
+            if replica in replicas:
+                held[replica] = count
+        return held
+
+    def record_sent(self, keys: Sequence[int], samples: int, replica: str, request: str) -> None:
+        """Record a prompt that was sent to a replica.  request: the name of the call, as record_ended gets it."""
+        self._open_samples.setdefault((replica, request), []).append(samples)
+        self.load[replica] += samples
+        for key in keys:
+            self._replica_of_prefix[key] = replica
+            self._replica_of_prefix.move_to_end(key)
+        while len(self._replica_of_prefix) > self.max_keys:
+            self._replica_of_prefix.popitem(last=False)
+
+    def record_ended(self, replica: str, request: str) -> None:
+        """Record that one prompt of this request ended.  Unknown calls are ignored."""
+        if open_samples := self._open_samples.get((replica, request)):
+            self.load[replica] -= open_samples.pop()
+            if not open_samples:
+                del self._open_samples[replica, request]
+
+    def forget_all_but(self, replicas: Collection[str]) -> None:
+        """Forget the open samples of all replicas except these."""
+        for replica, request in [key for key in self._open_samples if key[0] not in replicas]:
+            del self._open_samples[replica, request]
+        for replica in [each for each in self.load if each not in replicas]:
+            del self.load[replica]

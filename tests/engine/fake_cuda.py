@@ -1,0 +1,111 @@
+"""CUDA as the GPU executor sees it, on the CPU: streams run at once, and a graph repeats the operations of its capture.
+
+A repeated operation reads the tensors of the capture and writes its results into the tensors of the capture, as a CUDA
+graph does.  So values that the host computed during the capture stay what they were.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from espalier.engine import cuda
+from espalier.engine.cuda import CudaExecutor, Place
+from espalier.engine.engine import Engine
+from tests.harness import Setup
+
+UNINITIALISED = ("empty", "new_empty")
+
+
+class Capture(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        self.operations.append((func, args, kwargs or {}, result))
+        return result
+
+
+class FakeGraph:
+    captured = 0
+    replayed = 0
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.capture = Capture()
+
+    def capture_begin(self, pool: Any = None) -> None:
+        type(self).captured += 1
+        self.capture.__enter__()
+
+    def capture_end(self) -> None:
+        self.capture.__exit__(None, None, None)
+
+    def replay(self) -> None:
+        type(self).replayed += 1
+        for func, args, kwargs, result in self.capture.operations:
+            if func.overloadpacket.__name__.startswith(UNINITIALISED):
+                continue
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class FakeStream:
+    def __init__(self, device: Any = None) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class FakeEvent:
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@contextmanager
+def fake_graph(graph: FakeGraph, pool: Any, stream: Any) -> Iterator[None]:
+    graph.capture_begin(pool)
+    yield
+    graph.capture_end()
+
+
+def without_pinning(make: Any) -> Any:
+    return lambda *args, pin_memory=False, **kwargs: make(*args, **kwargs)
+
+
+def fake_cuda(patch: pytest.MonkeyPatch) -> None:
+    for name, fake in {
+        "Stream": FakeStream,
+        "CUDAGraph": FakeGraph,
+        "graph": fake_graph,
+        "stream": lambda stream: nullcontext(),
+        "device": lambda device: nullcontext(),
+        "current_stream": FakeStream,
+        "synchronize": lambda device=None: None,
+        "graph_pool_handle": lambda: None,
+        "memory_reserved": lambda device: 0,
+    }.items():
+        patch.setattr(torch.cuda, name, fake)
+    for name in ("zeros", "empty"):
+        patch.setattr(torch, name, without_pinning(getattr(torch, name)))
+    # A copy, so that a buffer on the host that is written too early is seen.
+    patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    patch.setattr(cuda, "Place", lambda *args: Place(*args, FakeEvent()))
+    patch.setattr(cuda, "precompile", lambda: nullcontext(()))
+    FakeGraph.captured = FakeGraph.replayed = 0
+
+
+def engine_on_fake_cuda(setup: Setup, graph_batch: int) -> Engine:
+    """graph_batch: as in CudaExecutor."""
+    runner = setup.engine().executor.runner
+    executor = CudaExecutor(runner, graph_batch, overlap=setup.overlap)
+    return Engine(executor, setup.overlap, setup.prefix_cache)

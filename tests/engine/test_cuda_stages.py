@@ -1,0 +1,86 @@
+"""The GPU executor's rounds in stages, on a CUDA of the CPU: what is copied, captured and repeated is what the CPU
+executor computes."""
+
+import numpy as np
+import pytest
+import torch
+
+from espalier.engine.cuda_stages import OwnRows, adjacent, pack, unpack
+from espalier.kernels.tree import ngram
+from espalier.request import Request
+from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
+from tests.grammar.test_lossless import asked, setup_of
+from tests.harness import run
+
+GRAPHS, EAGER = 3, 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "temperature", "graph_batch", "overlap", "who"),
+    [
+        ("eagle3", 0.0, GRAPHS, True, "most"),
+        ("eagle3", 1.2, GRAPHS, True, "all"),
+        ("eagle3", 1.2, GRAPHS, False, "most"),
+        ("eagle3", 1.2, EAGER, True, "all"),
+        # The draft does not ask: most requests of a batch have no grammar.
+        ("eagle3", 1.2, GRAPHS, True, "one"),
+        ("ngram", 1.2, GRAPHS, True, "all"),
+        # On a CPU the trees of block drafts are selected on the host, which no graph repeats.
+        ("dflash", 1.2, EAGER, True, "all"),
+        ("dspark", 0.0, EAGER, True, "most"),
+        ("peagle", 1.2, EAGER, True, "all"),
+    ],
+)
+def test_the_gpu_executor_says_what_the_cpu_executor_says(
+    algorithm, temperature, graph_batch, overlap, who, monkeypatch
+):
+    """Under grammars of all it also drafts the same trees: the guide and the answers arrive."""
+    setup = setup_of(algorithm, 4, 16, overlap=overlap, attention="reference", max_batch=3)
+    # What only a CPU's path reads: a GPU's kernels end where the text does.
+    monkeypatch.setattr(ngram, "longest_known", lambda root: setup.layout.history_width)
+
+    def requests() -> list[Request]:
+        made = asked(2, temperature, count=6, max_tokens=14)
+        if who == "one":
+            for each in made[1:]:
+                each.masker = None
+        return [each for each in made if each.masker is not None] if who == "all" else made
+
+    expected = run(setup.engine(), requests())
+    fake_cuda(monkeypatch)
+    ran = run(engine_on_fake_cuda(setup, graph_batch), requests())
+    assert ran.tokens == expected.tokens
+    if who == "all":
+        assert vars(ran.stats) == vars(expected.stats)
+    assert bool(FakeGraph.captured) == bool(FakeGraph.replayed) == bool(graph_batch)
+
+
+def test_adjacent_rows():
+    assert adjacent(()) == []
+    assert adjacent((3,)) == [(0, 1)]
+    assert adjacent((0, 1, 2)) == [(0, 3)]
+    assert adjacent((0, 2, 3, 7)) == [(0, 1), (1, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("words", [1, 2, 3])
+def test_values_and_words_of_a_row_are_one_copy(words):
+    values = np.array([[3, -1], [-1, 7]])
+    masks = np.arange(2 * words, dtype=np.int32).reshape(2, words) - 3
+    found = unpack(torch.from_numpy(pack(values, masks)), 2, words)
+    assert found[0].tolist() == values.tolist() and found[1].tolist() == masks.tolist()
+
+
+@pytest.mark.parametrize("free", [-1, torch.tensor([5, 6])])
+def test_rows_that_are_not_named_are_free(free, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    rows = OwnRows(torch.zeros(4, 2, dtype=torch.int64), free)
+    nothing = [-1, -1] if isinstance(free, int) else free.tolist()
+    assert rows.values.tolist() == [nothing] * 4
+    rows.set((0, 2, 3), np.array([[1, 2], [3, 4], [5, 6]]))
+    assert rows.values.tolist() == [[1, 2], nothing, [3, 4], [5, 6]]
+    rows.set((0, 2, 3), np.array([[7, 7], [8, 8], [9, 9]]))
+    assert rows.values.tolist() == [[7, 7], nothing, [8, 8], [9, 9]]
+    rows.set((1,), np.array([[4, 4]]))
+    assert rows.values.tolist() == [nothing, [4, 4], nothing, nothing]
+    rows.set((), None)
+    assert rows.values.tolist() == [nothing] * 4

@@ -1,0 +1,74 @@
+"""Compiles the linear layer of 4-bit weights for Hopper, and prints, as JSON, what its loop consists of.
+
+A program of its own: where kernels are interpreted, nothing compiles.  Compiling needs no GPU.
+"""
+
+import json
+import re
+from collections import Counter
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel, nibble_rule
+from espalier.kernels.layers.quantised_tile import CODES
+from tests.kernels.compiled import CHIP, machine_code
+
+KINDS = {"x_ptr": "*bf16", "codes_ptr": "*i32", "zeros_ptr": "*u8", "out_ptr": "*bf16"}
+ALIGNED = (*KINDS, "scales_ptr", "num_out", "num_in", "x_stride")
+SHAPE = (28672, 4096)
+
+
+def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
+    plan = nibble_rule(max(rows, 16), 1, *SHAPE, code, 1, CHIP)
+    constants = {"x_scales_ptr": None, "bias_ptr": None, "CODE": CODES[code], "GROUP": group, "ROW_BLOCK": 1}
+    constants |= {"BLOCK_ROWS": max(rows, 16), "BLOCK_OUT": plan.block_out, "BLOCK_IN": plan.block_in}
+    constants |= {"INPUT_GROUP": 0, "EVEN_OUT": True, "EVEN_IN": even, "GATED": True, "DEPENDENT": True}
+    constants |= {} if zeros else {"zeros_ptr": None}
+    function = _linear_quantised_kernel.compiled
+    kinds = dict.fromkeys(constants, "constexpr") | {
+        name: kind for name, kind in KINDS.items() if name not in constants
+    }
+    kinds["scales_ptr"] = "*u8" if code == "mxfp4" else "*bf16"
+    source = ASTSource(
+        fn=function,
+        signature={name: kinds.get(name, "i32") for name in function.arg_names},
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in ALIGNED},
+    )
+    options = {"num_warps": plan.warps, "num_stages": plan.stages, "launch_pdl": True}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    loop = Counter(inner_loop(machine_code(made.asm["cubin"])))
+    weights = plan.block_out * plan.block_in // (32 * plan.warps)
+    return {
+        "case": [code, group, rows, zeros, even],
+        "a_weight": sum(loop.values()) / weights,
+        "stores": sum(count for name, count in loop.items() if name.startswith(("STS", "STL", "LDL"))),
+        "copies": sorted(name for name in loop if name.startswith("LDGSTS")),
+        "products": sum(count for name, count in loop.items() if name.startswith("HGMMA")),
+    }
+
+
+def inner_loop(lines: list[str]) -> list[str]:
+    """The names of the instructions of the longest loop without another in it."""
+    code = [(int(found[1], 16), found[2]) for line in lines if (found := re.match(r"\s+/\*(\w+)\*/\s+(.*?);", line))]
+    jumps = ((re.search(r"\bBRA\b.*?(0x\w+)", text), at) for at, text in code)
+    loops = [(int(to[1], 16), at) for to, at in jumps if to and int(to[1], 16) < at]
+    inner = [(a, b) for a, b in loops if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)]
+    begin, end = max(inner, key=lambda loop: loop[1] - loop[0])
+    return [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0] for at, text in code if begin <= at <= end]
+
+
+# (code, group, rows, zero points, whether steps divide the columns)
+CASES = [
+    ("int4", 128, 16, False, True),
+    ("int4", 128, 64, True, True),
+    ("int4", 32, 16, True, True),
+    ("mxfp4", 32, 16, False, False),
+    ("mxfp4", 32, 64, False, True),
+]
+
+
+if __name__ == "__main__":
+    print(json.dumps([compiled(*case) for case in CASES]))

@@ -1,0 +1,42 @@
+"""Properties of the compiled kernels of 4-bit weights that no comparison of results shows."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs Triton")
+
+ROOT = Path(__file__).parents[2]
+# Memory delivers about 25 weights a cycle to a multiprocessor at 70% of its bandwidth, which issues 128 lanes a cycle.
+MOST_A_WEIGHT = 5.0
+
+
+@pytest.fixture(scope="module")
+def cases():
+    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.kernels.compiled_nibbles"]
+    ran = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_a_weight_takes_no_more_instructions_than_memory_leaves_time_for(cases):
+    assert all(case["a_weight"] <= MOST_A_WEIGHT for case in cases), cases
+
+
+def test_weights_and_inputs_go_to_the_tensor_cores_without_another_pass_through_shared_memory(cases):
+    """Nor do registers spill.  The compiler must find layouts in which no value moves between threads."""
+    assert all(case["stores"] == 0 and case["products"] > 0 for case in cases), cases
+
+
+def test_codes_and_inputs_are_copied_in_whole_words_of_16_bytes(cases):
+    """Exponents in 4 bytes; sums of 32 columns read 8 bytes of codes of each row at once."""
+    for case in cases:
+        code, group, *_ = case["case"]
+        codes = "LDGSTS.E.64" if (code, group) == ("int4", 32) else "LDGSTS.E.BYPASS.128"
+        exponents = {"LDGSTS.E"} if code == "mxfp4" else set()
+        assert set(case["copies"]) - {"LDGSTS.E.BYPASS.128"} == {codes, *exponents} - {"LDGSTS.E.BYPASS.128"}, case

@@ -1,0 +1,84 @@
+"""The library's FP8 product: close to float64 for each kind of scales, and taken for the matrices that it can read."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from espalier.kernels.layers.linear_quantised import linear_quantised, linear_quantised_gated
+from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix, rounded_inputs
+from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, is_scaled_product, scaled_product
+from espalier.kernels.layers.silu import silu_mul
+
+ROWS = MAX_KERNEL_ROWS + 3
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def drawn(num_out: int, num_in: int, device: str, block: int | None = None, one_scale: bool = False) -> QuantisedMatrix:
+    """block: rows and columns that share a scale; None: all columns do."""
+    generator = torch.Generator().manual_seed(num_out + num_in)
+    group = block or num_in
+    row_block = num_out if one_scale else block or 1
+    codes = torch.randn(num_out, num_in, generator=generator).to(FP8)
+    scales = torch.rand(-(-num_out // row_block), -(-num_in // group), generator=generator) + 0.5
+    inputs = InputScales(block, torch.tensor([0.02], device=device) if one_scale else None)
+    return QuantisedMatrix("fp8", codes.to(device), scales.to(device), group, row_block, inputs=inputs)
+
+
+def inputs_for(num_in: int, device: str, rows: int = ROWS) -> torch.Tensor:
+    scale_of_row = torch.logspace(-3, 3, rows)[:, None]
+    x = torch.randn(rows, num_in, generator=torch.Generator().manual_seed(7)) * scale_of_row
+    return x.to(device, torch.bfloat16)
+
+
+def assert_is_the_product(out, x, matrix, bias):
+    """The tolerance of linear_quantised.py for rounded inputs on a GPU."""
+    row_scales = matrix.scales.double().repeat_interleave(matrix.row_block, 0)[: matrix.shape[0]]
+    weight = matrix.codes.double() * row_scales.repeat_interleave(matrix.group, 1)[:, : matrix.shape[1]]
+    inputs, bias = rounded_inputs(x, matrix.inputs).double(), bias.double()
+    exact = inputs @ weight.T + bias
+    magnitude = inputs.abs() @ weight.abs().T + bias.abs()
+    bound = torch.finfo(out.dtype).eps / 2 * exact.abs() * 1.01 + 2.0**-10 * magnitude
+    assert ((out.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("one_scale", [False, True])
+def test_one_scale_for_a_row(device, one_scale):
+    matrix, x = drawn(48, 80, device, one_scale=one_scale), inputs_for(80, device)
+    bias = x[5, :48].contiguous()
+    assert is_scaled_product(x, matrix)
+    assert_is_the_product(scaled_product(x, matrix, bias), x, matrix, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [ROWS, 512])
+def test_one_scale_for_a_block(rows):
+    matrix, x = drawn(384, 512, "cuda", block=128), inputs_for(512, "cuda", rows)
+    no_bias = torch.zeros(384, device="cuda")
+    assert is_scaled_product(x, matrix)
+    assert_is_the_product(scaled_product(x, matrix, None), x, matrix, no_bias)
+
+
+@pytest.mark.gpu
+def test_a_linear_layer_takes_it():
+    matrix, x = drawn(64, 128, "cuda"), inputs_for(128, "cuda")
+    product = scaled_product(x, matrix, None)
+    assert torch.equal(linear_quantised(x, matrix, None), product)
+    assert torch.equal(linear_quantised_gated(x, matrix, None), silu_mul(product))
+
+
+def test_other_matrices_stay_with_our_kernel():
+    matrix, x = drawn(48, 80, "cpu"), inputs_for(80, "cpu")
+    others = {
+        "few rows": (x[:MAX_KERNEL_ROWS], matrix),
+        "float16": (x.half(), matrix),
+        "inputs as they are": (x, replace(matrix, inputs=None)),
+        "rows of no multiple of 16": (x, drawn(40, 80, "cpu")),
+        "columns of no multiple of 16": (inputs_for(72, "cpu"), drawn(48, 72, "cpu")),
+        "groups of inputs": (x, replace(matrix, inputs=InputScales(16))),
+        "blocks of 64": (inputs_for(512, "cpu"), drawn(128, 512, "cpu", block=64)),
+        "five blocks of columns": (inputs_for(640, "cpu"), drawn(128, 640, "cpu", block=128)),
+        "part of a block of rows": (inputs_for(512, "cpu"), drawn(192, 512, "cpu", block=128)),
+    }
+    assert [name for name, case in others.items() if is_scaled_product(*case)] == []

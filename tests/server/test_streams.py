@@ -1,0 +1,167 @@
+"""The bytes of a stream that its run writes to the connection, against those of the reader's way through ASGI."""
+
+import asyncio
+import json
+
+import pytest
+import uvicorn
+
+from espalier.bench.clients import Exchange, request_of
+from espalier.request import OutputChunk
+from espalier.server import answers, chat_answers, front, response_answers
+from espalier.server.api import ApiOptions, make_app
+from espalier.server.engines import Generation
+from espalier.server.front import Front, FrontOptions
+from espalier.server.http1 import Connection
+from espalier.server.protocol import Part
+from tests.server.scripted import ScriptedClient
+from tests.tools.families import FAMILIES
+
+TEXT = "Ein Spalier hält den Baum – flach, \U0001f333 an der Wand. " * 4
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+BODIES = {
+    "text": ("/v1/completions", {"prompt": "x"}),
+    "two prompts, two samples": ("/v1/completions", {"prompt": ["x", "y"], "n": 2}),
+    "token ids": ("/v1/completions", {"prompt": "x", "return_token_ids": True, "echo": True}),
+    "usage": ("/v1/completions", {"prompt": "x", "stream_options": {"include_usage": True}}),
+    "stop string": ("/v1/completions", {"prompt": "x", "stop": ["flach"]}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "response": ("/v1/responses", {"input": "x"}),
+}
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written.  pauses: after each write its client reads nothing for some turns of the loop."""
+
+    def __init__(self, pauses):
+        super().__init__()
+        self.data, self.pauses = bytearray(), pauses
+        self.connection = None
+
+    def write(self, data):
+        self.data += data
+        if data and self.pauses and not self.connection.flow.write_paused:
+            self.connection.pause_writing()
+            self.resume(3)
+
+    def resume(self, turns):
+        if turns:
+            asyncio.get_running_loop().call_soon(self.resume, turns - 1)
+        else:
+            self.connection.resume_writing()
+
+    def get_extra_info(self, name, default=None):
+        return default
+
+    def is_closing(self):
+        return False
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tokenizer = FAMILIES["hermes"].tokenizer()
+    tokenizer.hf.save_pretrained(folder)
+    return folder, tokenizer
+
+
+@pytest.fixture
+def ask(tokenizer, monkeypatch):
+    """From (path, body) to the response's bytes."""
+    for module in (answers, chat_answers, response_answers):
+        if hasattr(module, "time"):
+            monkeypatch.setattr(module.time, "time", lambda: 1e9)
+
+    def ask(path, body, pauses=False):
+        async def run():
+            engines = ScriptedClient(*tokenizer, lambda *_: TEXT, 3)
+            app, _ = make_app(Front(engines, FrontOptions(("m",))), ApiOptions())
+            config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off", ws="none")
+            config.load()
+            connection, transport = Connection(config, uvicorn.server.ServerState(), {}), Transport(pauses)
+            transport.connection = connection
+            connection.connection_made(transport)
+            connection.data_received(request_of(path, {"model": "m", "stream": True, **body}, {"x-request-id": "same"}))
+            async with asyncio.timeout(30):
+                while not transport.data.endswith(b"\r\n0\r\n\r\n"):
+                    await asyncio.sleep(0)
+            connection.timeout_keep_alive_task.cancel()
+            return Exchange(0.0, received=transport.data, arrivals=[(0.0, len(transport.data))])
+
+        return asyncio.run(run())
+
+    return ask
+
+
+def through_asgi(monkeypatch):
+    monkeypatch.setattr(front, "connection_of", lambda scope: None)
+
+
+@pytest.mark.parametrize("pauses", [False, True], ids=["reads", "pauses"])
+@pytest.mark.parametrize("what", BODIES)
+def test_both_ways_send_the_same_bytes(ask, monkeypatch, what, pauses):
+    written = ask(*BODIES[what], pauses)
+    through_asgi(monkeypatch)
+    sent = ask(*BODIES[what])
+    assert written.head == sent.head
+    assert written.body() == sent.body()
+    assert b"[DONE]" in sent.body() or what == "response"
+
+
+def test_the_run_writes_one_chunk_for_the_parts_that_came_together(ask, monkeypatch):
+    writes = []
+    write = Connection.write_chunk
+    monkeypatch.setattr(Connection, "write_chunk", lambda self, data: (writes.append(data), write(self, data)))
+    body = ask(*BODIES["two prompts, two samples"]).body()
+    assert body.endswith(b"".join(writes))
+    # One message has a part of each sample that runs.
+    assert max(data.count(b"data: ") for data in writes) >= 2
+    assert len(writes) < body.count(b"data: ")
+
+
+def test_a_defect_while_the_run_writes_ends_the_stream_with_an_error_event(ask, monkeypatch):
+    events, build = [], answers.TextAnswer.event
+
+    def fails(self, *args):
+        events.append(args)
+        if len(events) == 4:
+            raise ValueError("a defect")
+        return build(self, *args)
+
+    monkeypatch.setattr(answers.TextAnswer, "event", fails)
+    *_, last = [data for _, data in ask(*BODIES["text"]).events()]
+    assert json.loads(last)["error"]["type"] == "server_error"
+    assert len(events) == 4
+
+
+def test_while_the_reader_sends_the_run_writes_nothing():
+    async def run():
+        generation, listened, read, go_on = Generation(None, ["x"], 1), [], [], asyncio.Event()
+
+        async def reader():
+            async for parts in generation.parts(None):
+                read.extend(parts)
+                await go_on.wait()
+
+        reading = asyncio.create_task(reader())
+        first, second, third = (Part("x", OutputChunk("x.0", 0, [token])) for token in range(3))
+        generation.take(first)
+        await asyncio.sleep(0.01)
+        generation.listener = lambda parts: bool(listened.extend(parts)) or True
+        generation.take(second)
+        await asyncio.sleep(0.01)
+        assert (read, listened) == ([first], [])
+        go_on.set()
+        await asyncio.sleep(0.01)
+        generation.take(third)
+        await asyncio.sleep(0.01)
+        assert (read, listened) == ([first, second], [third])
+        reading.cancel()
+
+    asyncio.run(run())

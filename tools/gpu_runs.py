@@ -1,0 +1,185 @@
+"""The GPU measurements behind docs/log.md, each with a time limit: `python -m tools.gpu_runs NAME... --out FOLDER`.
+
+A GPU may be there for minutes only.  So each run states the seconds that it needs, GPUs take runs from one list in its
+order, and a run that does not fit the time left is not started.  FOLDER/NAME.log has a run's command and all that it
+printed.  Two GPUs share the CPU: do not time small models on one while tests run on the other.
+"""
+
+import argparse
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Runs are told to stop this long before they are killed.
+GRACE_SECONDS = 5
+LAST_LINES = 30
+
+
+@dataclass(frozen=True)
+class Run:
+    """seconds: what it needs on one H200, of which a first start that compiles kernels takes 60; command: no shell."""
+
+    seconds: int
+    command: str
+
+    @property
+    def words(self) -> list[str]:
+        """The command with this Python in the place of `espalier` and `python`."""
+        first, *others = shlex.split(self.command)
+        if first == "espalier":
+            return [sys.executable, "-m", "espalier", *others]
+        return [sys.executable if first == "python" else first, *others]
+
+
+SHAPE = "--shape llama-3.1-8b --page-size 64"
+DEFAULT = f"espalier bench generate {SHAPE} --max-context 33792"
+ROUND = "espalier bench round --rounds 20 --page-size 64"
+CELLS = "1x1024:3,4,16 8x1024:3,4,16 32x1024:3,2,8 1x32768:3,4,16"
+TESTS = "python -m pytest -q -m gpu -n 20 --ignore tests/gpu/test_memory.py --ignore tests/gpu/test_first_start.py"
+DRAFTS = "python -m tools.compare_drafts --device cuda --prompts 28 --tokens 96 --turns 3"
+RUNS = {
+    "tests": Run(300, f"{TESTS} tests/gpu"),
+    "kernel-tests": Run(300, f"{TESTS} tests/kernels tests/attention"),
+    # The default engine, as LLM.generate users have it.
+    "generate-plain": Run(120, f"{DEFAULT} --tree plain --prompts 1x1024 8x1024 32x1024 64x1024 1x32768"),
+    "generate-d64": Run(120, f"{DEFAULT} --tree 5,8,64 --prompts 1x1024 8x1024 1x32768"),
+    "generate-d16": Run(100, f"{DEFAULT} --tree 5,4,16 --prompts 1x1024 8x1024 1x32768"),
+    "generate-d8": Run(100, f"{DEFAULT} --tree 3,2,8 --prompts 32x1024 64x1024"),
+    "prefill": Run(100, f"espalier bench prefill {SHAPE} --prompts 1x8192 32x1024"),
+    "latency": Run(120, f"espalier bench latency {SHAPE} --rate 8 --requests 64"),
+    "serve": Run(150, f"espalier bench serve {SHAPE} --concurrency 1,8,64"),
+    "serve-bundled": Run(90, "espalier bench serve --device cuda --concurrency 16"),
+    "serve-timeline": Run(120, "python -m tools.serve_timeline --shape llama-3.1-8b --concurrency 8"),
+    "grammar": Run(120, f"espalier bench grammar {SHAPE} --steps 5 --topk 4 --num-draft-tokens 16 --tokens 160"),
+    "transformers": Run(120, "espalier bench round --device cuda --compare transformers --batch 1,8"),
+    # Latent attention and experts.
+    **{
+        f"rounds-{shape}": Run(200, f"{ROUND} --shape {shape} --max-context 33280 --cells {CELLS}")
+        for shape in ("deepseek-v2-lite", "qwen3-30b-a3b", "gpt-oss-20b")
+    },
+    **{
+        f"prefill-{shape}": Run(120, f"espalier bench prefill --shape {shape} --page-size 64 --prompts 1x8192")
+        for shape in ("deepseek-v2-lite", "qwen3-30b-a3b")
+    },
+    "correlated": Run(
+        150, f"{ROUND} --shape qwen3-30b-a3b --routing-correlation 1 --cells 1x1024:3,4,16 8x1024:3,4,16"
+    ),
+    # Attention backends.
+    **{
+        f"rounds-{backend}": Run(
+            120, f"{ROUND} --shape llama-3.1-8b --own-size --attention {backend} --cells 32x1024:3,2,8"
+        )
+        for backend in ("triton", "fa3", "flashinfer")
+    },
+    "attention": Run(200, "espalier bench attention"),
+    # Block drafts.
+    **{
+        f"planted-block-{size}": Run(
+            150, f"{ROUND} --shape llama-3.1-8b --own-size --block-size {size} --cells {cells}"
+        )
+        for size, cells in (
+            (8, "1x1024:7,8,16 1x1024:7,8,32 1x1024:7,8,64"),
+            (16, "1x1024:15,8,16 1x1024:15,8,32 1x1024:15,8,64 1x1024:15,8,256"),
+        )
+    },
+    "drafts": Run(200, f"{DRAFTS} --draft plain --draft eagle3 --draft block --draft ngram"),
+    # Quantised weights.
+    "linears": Run(120, "espalier bench linears --rows 1,4,16,64,2048"),
+    **{
+        f"{command}-{weights}": Run(seconds, f"{line} --weights {weights}")
+        for weights in ("fp8", "fp8-block", "int4", "mxfp4")
+        for command, seconds, line in (
+            ("prefill", 100, f"espalier bench prefill {SHAPE} --prompts 1x8192"),
+            ("plain", 120, f"{DEFAULT} --tree plain --prompts 1x1024 1x32768"),
+            ("d64", 120, f"{DEFAULT} --tree 5,8,64 --prompts 1x1024 1x32768"),
+            ("d16", 100, f"{DEFAULT} --tree 5,4,16 --prompts 8x1024"),
+            ("d8", 100, f"{DEFAULT} --tree 3,2,8 --prompts 32x1024"),
+        )
+    },
+    "plain-fp8-kv8": Run(120, f"{DEFAULT} --tree plain --prompts 1x1024 1x32768 --weights fp8 --kv-dtype fp8_e4m3"),
+    "d64-fp8-kv8": Run(120, f"{DEFAULT} --tree 5,8,64 --prompts 1x1024 1x32768 --weights fp8 --kv-dtype fp8_e4m3"),
+    "gpt-oss-mxfp4": Run(
+        150, f"{ROUND} --shape gpt-oss-20b --own-size --weights mxfp4 --cells 1x1024:3,4,16 8x1024:3,4,16"
+    ),
+    "qwen3-moe-fp8": Run(
+        150, f"{ROUND} --shape qwen3-30b-a3b --own-size --weights fp8 --cells 1x1024:3,4,16 8x1024:3,4,16"
+    ),
+}
+
+
+def take(runs: "queue.Queue[str]", gpu: str, out: Path, deadline: float) -> None:
+    """Run what fits until the list is empty."""
+    while True:
+        try:
+            name = runs.get_nowait()
+        except queue.Empty:
+            return
+        run = RUNS[name]
+        if time.monotonic() + run.seconds > deadline:
+            print(f"{name}: not started, as it needs {run.seconds} s", flush=True)
+            continue
+        print(f"{name}: {measure(run, gpu, out / f'{name}.log')}", flush=True)
+
+
+def measure(run: Run, gpu: str, log: Path) -> str:
+    """Run the command on one GPU; what it printed goes to the log, and its last lines are returned."""
+    start = time.monotonic()
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
+    with log.open("w", encoding="utf-8") as file:
+        file.write(f"$ {run.command}\n")
+        file.flush()
+        # A process group of its own, so that all its processes end at the limit.
+        process = subprocess.Popen(
+            run.words, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        try:
+            status = f"exit {process.wait(run.seconds - GRACE_SECONDS)}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            status = "stopped at its limit"
+            try:
+                process.wait(GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n    ".join([f"{status}, {time.monotonic() - start:.0f} s", *lines[-LAST_LINES:]])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_runs", description="Without names: list the runs.")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--out", type=Path, default=Path("gpu-runs"), help="folder for the logs (gpu-runs)")
+    parser.add_argument("--gpus", default="0", help="GPUs that share the runs, such as 0,1 (0)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run that would end later")
+    given = parser.parse_args(arguments)
+    for name in given.names:
+        if name not in RUNS:
+            parser.error(f"there is no run {name!r}; without names, the runs are listed")
+    if not given.names:
+        for name, run in RUNS.items():
+            print(f"{name:24} {run.seconds:4} s  {run.command}")
+        return 0
+    given.out.mkdir(parents=True, exist_ok=True)
+    runs: queue.Queue[str] = queue.Queue()
+    for name in given.names:
+        runs.put(name)
+    deadline = time.monotonic() + given.seconds
+    threads = [threading.Thread(target=take, args=(runs, gpu, given.out, deadline)) for gpu in given.gpus.split(",")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
