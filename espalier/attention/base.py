@@ -18,8 +18,8 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.merge import merge
+from espalier.kernels.attention.rows import Staged
 from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention
-from espalier.kernels.attention.tree_attention import Staged
 from espalier.kernels.state.kv_scales import KVScales
 
 T = TypeVar("T")

@@ -18,11 +18,10 @@ from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
 from espalier.kernels.attention.latent_attention import MAX_ROW_SIZE, MAX_V_SIZE, latent_attention_triton
 from espalier.kernels.attention.merge_splits import PartialResults
+from espalier.kernels.attention.rows import Committed, Staged
 from espalier.kernels.attention.tree_attention import (
     DTYPES,
     MAX_HEAD_SIZE,
-    Committed,
-    Staged,
     tree_attention_triton,
     uses_contiguous_blocks,
 )

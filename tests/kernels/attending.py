@@ -8,7 +8,8 @@ from torch import Tensor
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
-from espalier.kernels.attention.tree_attention import Committed, Staged, tree_attention_reference, tree_attention_triton
+from espalier.kernels.attention.rows import Committed, Staged
+from espalier.kernels.attention.tree_attention import tree_attention_reference, tree_attention_triton
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.state.kv_scales import KVScales
 

@@ -35,10 +35,10 @@ from espalier.kernels.attention.hopper_latent import (
 )
 from espalier.kernels.attention.kv_splits import _kv_splits_kernel
 from espalier.kernels.attention.latent_attention import _constants as latent_constants
-from espalier.kernels.attention.latent_attention import _latent_attention_kernel, choose_latent_config
+from espalier.kernels.attention.latent_attention import _latent_attention_kernel
 from espalier.kernels.attention.merge_splits import _merge_splits_kernel
 from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel
-from espalier.kernels.attention.triton_config import choose_config
+from espalier.kernels.attention.triton_config import choose_config, choose_latent_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
 from espalier.kernels.runtime.launch import Chip, Kernel
 
@@ -87,7 +87,7 @@ def compiled_latent(heads: int, queries: int, nodes: int, page_size: int) -> dic
     return {
         "config": vars(config),
         "shared": made.metadata.shared,
-        "expected_shared": config.shared_bytes(CHIP, 2 * 576),
+        "expected_shared": config.shared_bytes(CHIP, 2 * 576, 0),
         "in_flight": list(in_flight(made.asm["ttgir"].splitlines())),
     }
 

@@ -8,12 +8,9 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.hopper_latent import HopperLatentConfig, choose_hopper_latent_config
-from espalier.kernels.attention.latent_attention import (
-    LatentKernelConfig,
-    choose_latent_config,
-    latent_attention_triton,
-)
-from espalier.kernels.attention.tree_attention import Staged
+from espalier.kernels.attention.latent_attention import latent_attention_triton
+from espalier.kernels.attention.rows import Staged
+from espalier.kernels.attention.triton_config import TritonConfig, choose_latent_config
 from espalier.kernels.runtime.launch import Chip, chip
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, Inputs, draw, expected, poison_empty
 
@@ -78,15 +75,13 @@ def test_committed_rows_alone(kernel_device, case):
     check(case, kernel_device, staged=False)
 
 
-@pytest.mark.parametrize(
-    "config", [LatentKernelConfig(64, 64, 64, 8, 2), LatentKernelConfig(32, 32, 32, 4, 2)], ids=str
-)
+@pytest.mark.parametrize("config", [TritonConfig(64, 64, 64, 8, 2), TritonConfig(32, 32, 32, 4, 2)], ids=str)
 def test_the_tiles_of_a_large_chip(kernel_device, config):
     check(latent_case((200, 3), queries=5, rows=70, heads=16), kernel_device, config=config)
 
 
 def test_a_wide_chunk_starts_with_its_longest_tiles(kernel_device):
-    check(latent_case((40, 0), queries=40, heads=4), kernel_device, config=LatentKernelConfig(16, 16, 16, 4, 1))
+    check(latent_case((40, 0), queries=40, heads=4), kernel_device, config=TritonConfig(16, 16, 16, 4, 1))
 
 
 def test_an_empty_batch_is_legal(kernel_device):
@@ -136,7 +131,7 @@ def test_choices_fit_the_chip(shared_memory, dtype):
     on = Chip(shared_memory, 80, (9, 0) if shared_memory > 200 * 1024 else (8, 6))
     for packed, row in product((1, 16, 32, 64, 8192), (80, 576)):
         config = choose_latent_config(on, packed, 64, row * dtype.itemsize, dtype)
-        shared_bytes = config.shared_bytes(on, row * dtype.itemsize)
+        shared_bytes = config.shared_bytes(on, row * dtype.itemsize, 0)
         assert shared_bytes * config.programs_per_processor <= shared_memory, (packed, row, config)
         assert 128 % config.block_n == 0 and 64 % config.block_r == 0
 

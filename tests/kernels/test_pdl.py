@@ -11,7 +11,8 @@ import espalier.kernels.runtime.pdl as pdl
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
-from espalier.kernels.attention.tree_attention import Committed, Staged, tree_attention_triton
+from espalier.kernels.attention.rows import Committed, Staged
+from espalier.kernels.attention.tree_attention import tree_attention_triton
 from espalier.kernels.layers.linear import TritonPlan, linear_gated, linear_parts_triton
 from espalier.kernels.layers.norm import add_rms_norm_triton, rms_norm_triton
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store_triton

@@ -7,8 +7,8 @@ import torch
 
 from espalier.kernels.attention.kv_splits import kv_splits_triton
 from espalier.kernels.attention.merge import merge_triton
+from espalier.kernels.attention.rows import Staged
 from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention_reference, staged_attention_triton
-from espalier.kernels.attention.tree_attention import Staged
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, draw, expected, run
 
 CASES = [

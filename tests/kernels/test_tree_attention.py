@@ -8,7 +8,8 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_reference
-from espalier.kernels.attention.tree_attention import Committed, _choose
+from espalier.kernels.attention.rows import Committed
+from espalier.kernels.attention.tree_attention import _choose
 from espalier.kernels.attention.triton_config import TritonConfig, choose_config
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import Case, check, draw, run

@@ -1,12 +1,13 @@
-"""The loops of the Triton attention kernel (kernels/attention/tree_attention.py): a query tile over blocks of rows.
+"""The loops of the Triton attention kernels: a query tile over blocks of rows.
 
-`_over_unmasked` and `_over_masked` read committed rows through a page table, `_over_staged` reads staged rows.  Each
-takes and returns the tile's online softmax: (max_score, sum_weights, acc).
+`_over_unmasked` and `_over_blocks` read committed rows through a page table, `_over_staged` reads staged rows.  Each
+takes and returns the tile's online softmax: (max_score, sum_weights, acc).  kernels/attention/tree_attention.py has K
+and V heads; kernels/attention/latent_attention.py has latent rows, whose queries are in two parts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from espalier.kernels.attention.work_items import block_index, committed_blocks
 from espalier.kernels.runtime.convert import from_fp8
@@ -16,21 +17,60 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-@kernel
-def _attend_block(q, k, v, seen, scale, max_score, sum_weights, acc, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """Add keys k [N, d] and values v [N, d] to an online softmax in base 2 (Milakov and Gimelshein 2018).
+class Constants(NamedTuple):
+    """Constants of a compiled kernel.  In a kernel, a variable for them is declared `tl.constexpr`.
 
+    FIRST_SIZE, SECOND_SIZE: values of a row in its two tiles (`Tiles`); FIRST_BLOCK, SECOND_BLOCK: the tiles' widths.
+    """
+
+    PAGE_SIZE: Any
+    WINDOW: Any
+    STAGED: Any
+    PRECISION: Any
+    STAGES: Any
+    BLOCK_N: Any
+    BLOCK_R: Any
+    FIRST_SIZE: Any
+    SECOND_SIZE: Any
+    FIRST_BLOCK: Any
+    SECOND_BLOCK: Any
+
+
+class Tiles(NamedTuple):
+    """The two tiles that a row is loaded as: K and V, or of a latent row the latent, which is V, and the RoPE part."""
+
+    first_ptr: Any
+    first_stride: Any
+    second_ptr: Any
+    second_stride: Any
+
+
+@kernel
+def _attend_block(
+    q, q_rope, first, second, seen, scale, max_score, sum_weights, acc,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the rows of two tiles [N, d] to an online softmax in base 2 (Milakov and Gimelshein 2018).
+
+    q_rope: the queries' part for the second tile of latent rows; None for K and V.
     FP8 rows become q's dtype, which is exact.  Their scales are factors of `scale` and of the result.
     Every fused multiply-add is explicit.  If the compiler chose them, a change of another loop could change a rounding,
     and the bits would differ from those of kernels/attention/hopper_attend.py.
     """
-    scores = tl.dot(q, tl.trans(from_fp8(k, q.dtype)), input_precision=PRECISION)
-    return _attend_scores(scores, from_fp8(v, q.dtype), seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
+    values = from_fp8(first, q.dtype)
+    if q_rope is None:
+        scores = tl.dot(q, tl.trans(values), input_precision=PRECISION)
+        values = from_fp8(second, q.dtype)
+    else:
+        rope = from_fp8(second, q.dtype)
+        scores = tl.dot(q, tl.trans(values), input_precision=PRECISION)
+        scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION)
+    return _attend_scores(scores, values, seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
 
 
 @kernel
 def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: tl.constexpr, PRECISION: tl.constexpr):
-    """As `_attend_block`, but with the products of queries and keys already computed: scores [M, N]."""
+    """As `_attend_block`, with the products of queries and keys: scores [M, N]."""
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     new_max = tl.maximum(max_score, tl.max(scores, 1))
@@ -89,71 +129,81 @@ def _rows(pointer, offsets, exists, MASKED: tl.constexpr, SIZE: tl.constexpr, BL
     return rows
 
 
+@kernel
+def _load_tiles(tiles, row, exists, MASKED: tl.constexpr, CONSTANTS: tl.constexpr):
+    """(first, second): the tiles of rows `row` [N]."""
+    first = _rows(
+        tiles.first_ptr, row * tiles.first_stride, exists, MASKED, CONSTANTS.FIRST_SIZE, CONSTANTS.FIRST_BLOCK
+    )
+    second = _rows(
+        tiles.second_ptr, row * tiles.second_stride, exists, MASKED, CONSTANTS.SECOND_SIZE, CONSTANTS.SECOND_BLOCK
+    )
+    return first, second
+
+
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @kernel
-def _over_unmasked(
-    q, table, k_ptr, v_ptr, k_row, v_row, low, high, scale, max_score, sum_weights, acc,
-    PAGE_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
-):
+def _over_unmasked(q, table, tiles, low, high, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr):
     """Positions low .. high, in whole blocks of BLOCK_N.  All rows exist and every query sees them: no mask."""
+    PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
+    BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
     page = _page(table, low, high, PAGE_SIZE, BLOCK_N)
-    for at in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+    for at in tl.range(low, high, BLOCK_N, num_stages=CONSTANTS.STAGES):
         row = _row(page, at, PAGE_SIZE, BLOCK_N)
         page = _page(table, at + BLOCK_N, high, PAGE_SIZE, BLOCK_N)
-        k = _rows(k_ptr, row * k_row, 0, False, K_SIZE, BLOCK_K)
-        v = _rows(v_ptr, row * v_row, 0, False, V_SIZE, BLOCK_V)
-        max_score, sum_weights, acc = _attend_block(q, k, v, 0, scale, max_score, sum_weights, acc, False, PRECISION)
+        k, v = _load_tiles(tiles, row, 0, False, CONSTANTS)
+        max_score, sum_weights, acc = _attend_block(
+            q, None, k, v, 0, scale, max_score, sum_weights, acc, False, CONSTANTS.PRECISION
+        )
     return max_score, sum_weights, acc
 
 
 @kernel
-def _over_masked(
-    q, position, table, k_ptr, v_ptr, k_row, v_row, begin, end, first, num_lower, num_unmasked, num_blocks,
-    scale, max_score, sum_weights, acc,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+def _over_blocks(
+    q, q_rope, position, table, tiles, begin, end, first, num_lower, num_unmasked, low, high,
+    scale, max_score, sum_weights, acc, MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
-    """The blocks that need a mask: all num_blocks from `begin`, except the num_unmasked after the first num_lower.
+    """Blocks low .. high from position `begin`, in the order of kernels/attention/work_items.py:block_index.
 
-    Rows at or past `end` and below `first` are never read: they may be NaN.
+    MASKED: some rows are at or past `end`, or below `first`.  They are never read: they may be NaN.
     """
-    page = _page(table, begin + block_index(num_unmasked, num_lower, num_unmasked) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-    for t in tl.range(num_unmasked, num_blocks, num_stages=STAGES):
+    PAGE_SIZE: tl.constexpr = CONSTANTS.PAGE_SIZE
+    BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
+    page = _page(table, begin + block_index(low, num_lower, num_unmasked) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
+    for t in tl.range(low, high, num_stages=CONSTANTS.STAGES):
         at = begin + block_index(t, num_lower, num_unmasked) * BLOCK_N
         at_next = begin + block_index(t + 1, num_lower, num_unmasked) * BLOCK_N
         key_position = at + tl.arange(0, BLOCK_N)
         row = _row(page, at, PAGE_SIZE, BLOCK_N)
         page = _page(table, at_next, end, PAGE_SIZE, BLOCK_N)
         exists = (key_position >= first) & (key_position < end)
-        k = _rows(k_ptr, row * k_row, exists, True, K_SIZE, BLOCK_K)
-        v = _rows(v_ptr, row * v_row, exists, True, V_SIZE, BLOCK_V)
+        first_tile, second_tile = _load_tiles(tiles, row, exists, MASKED, CONSTANTS)
         seen = exists[None, :]
-        if WINDOW > 0:
-            seen = seen & (position[:, None] - key_position[None, :] < WINDOW)
-        max_score, sum_weights, acc = _attend_block(q, k, v, seen, scale, max_score, sum_weights, acc, True, PRECISION)
+        if CONSTANTS.WINDOW > 0:
+            seen = seen & (position[:, None] - key_position[None, :] < CONSTANTS.WINDOW)
+        max_score, sum_weights, acc = _attend_block(
+            q, q_rope, first_tile, second_tile, seen, scale, max_score, sum_weights, acc, MASKED, CONSTANTS.PRECISION
+        )
     return max_score, sum_weights, acc
 
 
 @kernel
 def _over_staged(
-    q, query, query_exists, position, k_ptr, v_ptr, row_position_ptr, bits_ptr, bits_q, k_row, v_row, row_position_r,
-    low, high, rows, scale, max_score, sum_weights, acc,
-    STAGED: tl.constexpr, WINDOW: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    q, q_rope, query, query_exists, position, tiles, row_position_ptr, row_position_r, bits_ptr, bits_q,
+    low, high, rows, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
     """Staged rows low .. high, out of `rows`.
 
     In a chain (STAGED 1) a query sees its own row and those before it; in a tree (2), the rows of its ancestor bits.
     """
-    for at in tl.range(low, high, BLOCK_R, num_stages=STAGES):
-        node = at + tl.arange(0, BLOCK_R)
+    WINDOW: tl.constexpr = CONSTANTS.WINDOW
+    for at in tl.range(low, high, CONSTANTS.BLOCK_R, num_stages=CONSTANTS.STAGES):
+        node = at + tl.arange(0, CONSTANTS.BLOCK_R)
         exists = node < rows
         row = node.to(tl.int64)
-        k = _rows(k_ptr, row * k_row, exists, True, K_SIZE, BLOCK_K)
-        v = _rows(v_ptr, row * v_row, exists, True, V_SIZE, BLOCK_V)
-        if STAGED == 1:
+        first_tile, second_tile = _load_tiles(tiles, row, exists, True, CONSTANTS)
+        if CONSTANTS.STAGED == 1:
             seen = exists[None, :] & (node[None, :] <= query[:, None])
             if WINDOW > 0:
                 seen = seen & (query[:, None] - node[None, :] < WINDOW)
@@ -163,27 +213,27 @@ def _over_staged(
             if WINDOW > 0:
                 row_position = tl.load(row_position_ptr + row * row_position_r, mask=exists, other=0).to(tl.int32)
                 seen = seen & (position[:, None] - row_position[None, :] < WINDOW)
-        max_score, sum_weights, acc = _attend_block(q, k, v, seen, scale, max_score, sum_weights, acc, True, PRECISION)
+        max_score, sum_weights, acc = _attend_block(
+            q, q_rope, first_tile, second_tile, seen, scale, max_score, sum_weights, acc, True, CONSTANTS.PRECISION
+        )
     return max_score, sum_weights, acc
+
 
 @kernel
 def _over_committed(
-    q, position, table, k_ptr, v_ptr, k_row, v_row, begin, end, first, scale, max_score, sum_weights, acc,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
+    q, position, table, tiles, begin, end, first, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
-    """Positions begin .. end; begin is a multiple of BLOCK_N.  First the unmasked blocks, then the masked ones."""
-    num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, WINDOW, BLOCK_N)
-    if WINDOW == 0:
+    """Positions begin .. end of K and V; begin is a multiple of BLOCK_N.  The unmasked blocks come first."""
+    BLOCK_N: tl.constexpr = CONSTANTS.BLOCK_N
+    num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, CONSTANTS.WINDOW, BLOCK_N)
+    if CONSTANTS.WINDOW == 0:
         low = begin + num_lower * BLOCK_N
         max_score, sum_weights, acc = _over_unmasked(
-            q, table, k_ptr, v_ptr, k_row, v_row, low, low + num_unmasked * BLOCK_N, scale, max_score, sum_weights, acc,
-            PAGE_SIZE, K_SIZE, V_SIZE, PRECISION, BLOCK_N, BLOCK_K, BLOCK_V, STAGES,
+            q, table, tiles, low, low + num_unmasked * BLOCK_N, scale, max_score, sum_weights, acc, CONSTANTS
         )
-    return _over_masked(
-        q, position, table, k_ptr, v_ptr, k_row, v_row, begin, end, first, num_lower, num_unmasked, num_blocks,
-        scale, max_score, sum_weights, acc,
-        PAGE_SIZE, WINDOW, K_SIZE, V_SIZE, PRECISION, BLOCK_N, BLOCK_K, BLOCK_V, STAGES,
+    return _over_blocks(
+        q, None, position, table, tiles, begin, end, first, num_lower, num_unmasked, num_unmasked, num_blocks,
+        scale, max_score, sum_weights, acc, True, CONSTANTS,
     )
 # fmt: on
 
@@ -222,3 +272,25 @@ def _write(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, 
     mask = query_exists[:, None] & (size < V_SIZE)[None, :]
     tl.store(out_ptr + row[:, None] * V_SIZE + size[None, :], acc.to(out_ptr.dtype.element_ty), mask)
     tl.store(lse_ptr + row, lse, query_exists)
+
+
+# fmt: off
+@kernel
+def _write_work_item(
+    results, split, request, request_splits, queries, query, query_exists, head, v_scale_ptr, kv_head,
+    scale, max_score, sum_weights, acc,
+    HEADS: tl.constexpr, SINK: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
+):
+    """Write the result of a request's only split, or the partial result of one of several.  scale: of the scores."""
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
+    divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
+    out = _times_scale(acc / divisor[:, None], v_scale_ptr, kv_head)
+    lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, scale, tl.log2(divisor)))
+    if request_splits == 1:
+        out = _with_sink(out, lse, sink_ptr, head, SINK)
+        row = (request * queries + query) * HEADS + head
+        _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
+    else:
+        row = (split.to(tl.int64) * queries + query) * HEADS + head
+        _write(partial_ptr, partial_lse_ptr, row, out, lse, query_exists, V_SIZE, BLOCK_V)
+# fmt: on

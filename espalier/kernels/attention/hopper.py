@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from espalier.kernels.attention.hopper_attend import attend_work_items
-from espalier.kernels.attention.hopper_convert import convert_work_items, raw_stages_of
+from espalier.kernels.attention.hopper_convert import convert_work_items
 from espalier.kernels.attention.hopper_load import load_work_items
-from espalier.kernels.attention.work_items import ALL, COUNTED, NONE, wait_and_count_splits
+from espalier.kernels.attention.hopper_work import Constants, Rows, make_stages
+from espalier.kernels.attention.work_items import ALL, COUNTED, NONE, Plan, wait_and_count_splits
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.runtime.launch import Chip, gluon_kernel
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
 
 CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
@@ -127,106 +127,6 @@ def choose_hopper_config(
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
-def _start_warps(
-    q_shared, stages, plan, query_args, keys, values, staged_keys, staged_values, table_ptr, table_b,
-    positions, row_positions, ancestor_bits, results, scale, k_descriptor, v_descriptor, contiguous_ptr,
-    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
-    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
-):
-    """Two-byte rows: the warps that load and those that attend."""
-    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
-    scales = (0, 0)
-    if WARPGROUPS == 1:
-        gl.warp_specialize([
-            (attend_work_items, (
-                q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, scales, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, False, LONGEST_FIRST,
-                BLOCK_M, BLOCK_N, STAGES,
-            )),
-            (load_work_items, (
-                stages, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
-                k_descriptor, v_descriptor, contiguous_ptr, KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED,
-                LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, BLOCK_M, BLOCK_N, STAGES, LOAD_WARPS,
-            )),
-        ], [LOAD_WARPS], [LOAD_REGISTERS])
-    else:
-        gl.warp_specialize([
-            (attend_work_items, (
-                q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, scales, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, False, LONGEST_FIRST,
-                BLOCK_M, BLOCK_N, STAGES,
-            )),
-            (attend_work_items, (
-                q_shared.index(1), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, scales, 1, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, False, LONGEST_FIRST,
-                BLOCK_M, BLOCK_N, STAGES,
-            )),
-            (load_work_items, (
-                stages, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
-                k_descriptor, v_descriptor, contiguous_ptr, KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED,
-                LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, BLOCK_M, BLOCK_N, STAGES, LOAD_WARPS,
-            )),
-        ], [4, LOAD_WARPS], [ATTEND_REGISTERS, LOAD_REGISTERS])
-
-
-@gluon_kernel
-def _start_warps_for_fp8(
-    q_shared, stages, raw, plan, query_args, keys, values, staged_keys, staged_values, table_ptr, table_b,
-    positions, row_positions, ancestor_bits, results, scale, scales, k_descriptor, v_descriptor, contiguous_ptr,
-    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
-    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr,
-    LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
-    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
-    ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
-    CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr,
-):
-    """FP8 rows: the warps that load, those that convert and those that attend."""
-    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
-    if WARPGROUPS == 1:
-        gl.warp_specialize([
-            (attend_work_items, (
-                q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, scales, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, True, LONGEST_FIRST,
-                BLOCK_M, BLOCK_N, STAGES,
-            )),
-            (load_work_items, (
-                raw, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
-                k_descriptor, v_descriptor, contiguous_ptr, KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED,
-                LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, BLOCK_M, BLOCK_N, RAW_STAGES, LOAD_WARPS,
-            )),
-            (convert_work_items, (
-                raw, stages, plan, positions, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, LONGEST_FIRST,
-                BLOCK_M, BLOCK_N, RAW_STAGES, STAGES, CONVERT_WARPS,
-            )),
-        ], [LOAD_WARPS, CONVERT_WARPS], [LOAD_REGISTERS, CONVERT_REGISTERS])
-    else:
-        gl.warp_specialize([
-            (attend_work_items, (
-                q_shared.index(0), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, scales, 0, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, True, LONGEST_FIRST,
-                BLOCK_M, BLOCK_N, STAGES,
-            )),
-            (attend_work_items, (
-                q_shared.index(1), stages, plan, query_args, positions, row_positions, ancestor_bits, results,
-                scale, scales, 1, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, SINK, True, LONGEST_FIRST,
-                BLOCK_M, BLOCK_N, STAGES,
-            )),
-            (load_work_items, (
-                raw, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
-                k_descriptor, v_descriptor, contiguous_ptr, KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED,
-                LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, BLOCK_M, BLOCK_N, RAW_STAGES, LOAD_WARPS,
-            )),
-            (convert_work_items, (
-                raw, stages, plan, positions, KV_HEADS, GROUP_SIZE, SIZE, WINDOW, STAGED, LONGEST_FIRST,
-                BLOCK_M, BLOCK_N, RAW_STAGES, STAGES, CONVERT_WARPS,
-            )),
-        ], [4, LOAD_WARPS, CONVERT_WARPS], [ATTEND_REGISTERS, LOAD_REGISTERS, CONVERT_REGISTERS])
-
-
-@gluon_kernel
 def _hopper_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
     table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
@@ -245,46 +145,51 @@ def _hopper_attention_kernel(
     """RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
-    BLOCK_M: gl.constexpr = 64 * WARPGROUPS
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, SIZE], dtype)
+    CONSTANTS: gl.constexpr = Constants(
+        KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
+        WIDTHS=(SIZE, SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * SIZE, OUT_SIZE=SIZE, BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N,
+        RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=CONVERT_WARPS,
+    )
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SIZE], dtype)
     q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, SIZE], q_layout)
-    k_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, SIZE], rows_layout)
-    v_stages = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, SIZE], rows_layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        hopper.mbarrier.init(full.index(stage), count=1 if FP8 else 32 * LOAD_WARPS)
-        hopper.mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    stages = make_stages(dtype, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
+    # FP8 rows are loaded into stages of their own.
+    loaded = stages
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
-    num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-    stages = (k_stages, v_stages, full, empty)
     if FP8:
-        raw = raw_stages_of(k_ptr.dtype.element_ty, SIZE, BLOCK_N, RAW_STAGES, LOAD_WARPS)
-    plan = (split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
-    query_args = (q_ptr, q_b, q_q, q_h)
-    keys, values = (k_ptr, k_row, k_h), (v_ptr, v_row, v_h)
-    staged_keys = (staged_k_ptr, staged_k_b, staged_k_r, staged_k_h)
-    staged_values = (staged_v_ptr, staged_v_b, staged_v_r, staged_v_h)
-    positions = (position_ptr, position_b, position_q)
-    row_positions, ancestor_bits = (row_position_ptr, row_position_b, row_position_r), (bits_ptr, bits_b, bits_q)
+        loaded = make_stages(k_ptr.dtype.element_ty, RAW_STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
+    num_tiles = (queries * GROUP_SIZE + CONSTANTS.BLOCK_M - 1) // CONSTANTS.BLOCK_M
+    plan = Plan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
+    q_rows = Rows(q_ptr, q_b, q_q, q_h)
+    committed = (Rows(k_ptr, 0, k_row, k_h), Rows(v_ptr, 0, v_row, v_h))
+    staged = (
+        Rows(staged_k_ptr, staged_k_b, staged_k_r, staged_k_h), Rows(staged_v_ptr, staged_v_b, staged_v_r, staged_v_h)
+    )
+    positions = Rows(position_ptr, position_b, position_q, 0)
+    row_positions = Rows(row_position_ptr, row_position_b, row_position_r, 0)
+    ancestor_bits = Rows(bits_ptr, bits_b, bits_q, 0)
     results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
-    # The lists of warps are written out: a tuple kept in a variable would lose its constants.
-    if FP8:
-        _start_warps_for_fp8(
-            q_shared, stages, raw, plan, query_args, keys, values, staged_keys, staged_values, table_ptr, table_b,
-            positions, row_positions, ancestor_bits, results, scale, (k_scale_ptr, v_scale_ptr),
-            k_descriptor, v_descriptor, contiguous_ptr, KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED, SINK,
-            LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS, WARPGROUPS, BLOCK_N, STAGES, RAW_STAGES,
-            ATTEND_REGISTERS, LOAD_REGISTERS, LOAD_WARPS, CONVERT_REGISTERS, CONVERT_WARPS,
-        )
-    else:
-        _start_warps(
-            q_shared, stages, plan, query_args, keys, values, staged_keys, staged_values, table_ptr, table_b,
-            positions, row_positions, ancestor_bits, results, scale, k_descriptor, v_descriptor, contiguous_ptr,
-            KV_HEADS, GROUP_SIZE, SIZE, PAGE_SIZE, WINDOW, STAGED, SINK, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
-            WARPGROUPS, BLOCK_N, STAGES, ATTEND_REGISTERS, LOAD_REGISTERS, LOAD_WARPS,
-        )
+    scales = (k_scale_ptr, v_scale_ptr)
+    # One warpgroup starts without the first of these functions, two-byte rows start without the last.
+    gl.warp_specialize(
+        [
+            (attend_work_items, (
+                0, q_shared, stages, plan, q_rows, positions, row_positions, ancestor_bits, results, scale, scales,
+                SINK, CONSTANTS,
+            )),
+            (attend_work_items, (
+                WARPGROUPS - 1, q_shared, stages, plan, q_rows, positions, row_positions, ancestor_bits, results, scale,
+                scales, SINK, CONSTANTS,
+            )),
+            (load_work_items, (
+                loaded, plan, committed, staged, table_ptr, table_b, positions, (k_descriptor, v_descriptor),
+                contiguous_ptr, CONSTANTS,
+            )),
+            (convert_work_items, (loaded, stages, plan, positions, CONSTANTS)),
+        ][2 - WARPGROUPS:4 if FP8 else 3],
+        [4, LOAD_WARPS, CONVERT_WARPS][2 - WARPGROUPS:3 if FP8 else 2],
+        [ATTEND_REGISTERS, LOAD_REGISTERS, CONVERT_REGISTERS][2 - WARPGROUPS:3 if FP8 else 2],
+    )
 # fmt: on
 
 
@@ -293,26 +198,20 @@ def aligned_for_copies(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
 
 
-def tma_descriptor(rows: torch.Tensor) -> Any:
-    """The TMA descriptor for blocks of BLOCK_N rows of one head of rows [R, heads, size].
-
-    None if the heads of a row are not contiguous.
-    """
-    size = rows.shape[2]
-    if rows.stride(1) != size:
-        return None
-    descriptor_class, layout = _descriptor_class(rows.dtype, size)
-    return descriptor_class.from_tensor(rows.view(len(rows), -1), [BLOCK_N, size], layout)
+def tma_descriptor(rows: torch.Tensor, block_rows: int, size: int) -> Any:
+    """The TMA descriptor for blocks of `size` columns of rows [R, values]."""
+    descriptor_class, layout = _descriptor_class(rows.dtype, block_rows, size)
+    return descriptor_class.from_tensor(rows, [block_rows, size], layout)
 
 
 @cache
-def _descriptor_class(dtype: torch.dtype, size: int) -> tuple[Any, Any]:
+def _descriptor_class(dtype: torch.dtype, block_rows: int, size: int) -> tuple[Any, Any]:
     """Triton's descriptor class, and the shared-memory layout of a block."""
     from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16, FP8: language.float8e4nv}[dtype]
-    return TensorDescriptor, language.NVMMASharedLayout.get_default_for([BLOCK_N, size], element)
+    return TensorDescriptor, language.NVMMASharedLayout.get_default_for([block_rows, size], element)
 
 
 def needs_counting(page_size: int, window: int) -> bool:
@@ -337,15 +236,15 @@ def tma_arguments(
 ) -> dict[str, Any]:
     """Launch arguments that say which blocks are copied by TMA.  k, v: [R, heads, size]."""
     kind = NONE
-    if copies_by_tma(config) and not window:
+    # A row of the heads' values is one row of the descriptor, so the heads must be contiguous.
+    if copies_by_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
         kind = ALL if not needs_counting(page_size, window) else NONE if contiguous is None else COUNTED
-    k_descriptor, v_descriptor = (tma_descriptor(rows) if kind != NONE else None for rows in (k, v))
-    if k_descriptor is None or v_descriptor is None:
-        return {"k_descriptor": None, "v_descriptor": None, "contiguous_ptr": None, "CONTIGUOUS": NONE}
+    size = k.shape[2]
+    descriptors = [None if kind == NONE else tma_descriptor(rows.flatten(1), BLOCK_N, size) for rows in (k, v)]
     return {
-        "k_descriptor": k_descriptor,
-        "v_descriptor": v_descriptor,
-        "contiguous_ptr": contiguous,
+        "k_descriptor": descriptors[0],
+        "v_descriptor": descriptors[1],
+        "contiguous_ptr": None if kind == NONE else contiguous,
         "CONTIGUOUS": kind,
     }
 

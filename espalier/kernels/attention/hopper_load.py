@@ -1,4 +1,4 @@
-"""The loading warps of the Hopper kernel: they copy the blocks of each work item into the stages of shared memory.
+"""The loading warps of the Hopper kernels: they copy the blocks of each work item into the stages of shared memory.
 
 They run ahead of the attending warps (kernels/attention/hopper_attend.py) by up to STAGES blocks, across work items.
 The `empty` barrier of a stage gives it to the loading warps, the `full` barrier to the attending warps.
@@ -12,53 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from espalier.kernels.attention.work_items import (
-    block_index,
-    committed_blocks,
-    load_work_item,
-    staged_rows_of,
-    work_item_of,
-)
+from espalier.kernels.attention.hopper_work import Rows, extent_of, stage_of, wait_until_empty
+from espalier.kernels.attention.work_items import block_index, load_work_item, work_item_of
 from espalier.kernels.runtime.launch import gluon_kernel
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
-
-
-# Arguments are grouped by meaning; one argument per line would hide the groups.
-# fmt: off
-@gluon_kernel
-def extent_of(
-    begin, end, first, is_last, tile, rows, min_position,
-    GROUP_SIZE: gl.constexpr, STAGED: gl.constexpr, WINDOW: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):
-    """(begin, num_committed, num_lower, num_unmasked, low, high, num_blocks) of a work item.
-
-    The first num_committed blocks are committed rows from `begin` (work_items.committed_blocks); the others are the
-    staged rows low .. high, which belong to the request's last split.  num_blocks is at least one.
-    min_position: lowest position of the tile's queries, read only with a window.
-    """
-    if WINDOW > 0:
-        begin = gl.maximum(begin, (min_position - WINDOW + 1) // BLOCK_N * BLOCK_N)
-    num_committed, num_lower, num_unmasked = committed_blocks(begin, end, first, WINDOW, BLOCK_N)
-    low = 0
-    high = 0
-    if STAGED > 0:
-        low, high = staged_rows_of(tile, gl.where(is_last, rows, 0), STAGED, WINDOW, GROUP_SIZE, BLOCK_M, BLOCK_N)
-    num_blocks = gl.maximum(num_committed + (gl.maximum(high - low, 0) + BLOCK_N - 1) // BLOCK_N, 1)
-    return begin, num_committed, num_lower, num_unmasked, low, high, num_blocks
-# fmt: on
-
-
-@gluon_kernel
-def min_position_of(
-    positions, position_q, tile, queries, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr, ROWS: gl.constexpr
-):
-    """The lowest position of a tile's queries."""
-    query = (tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROWS)) // GROUP_SIZE
-    position = gl.load(positions + query.to(gl.int64) * position_q, mask=query < queries, other=0x7FFFFFFF)
-    return gl.min(position.to(gl.int32), 0)
 
 
 @gluon_kernel
@@ -92,21 +52,14 @@ def _row_of(page, at, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.c
 
 
 @gluon_kernel
-def _copy(
-    stage,
-    pointer,
-    offsets,
-    exists,
-    MASKED: gl.constexpr,
-    SIZE: gl.constexpr,
-    LOAD: gl.constexpr,
-):
-    """Start a copy of the rows at offsets [BLOCK_N] into a stage; if MASKED, zeros for rows that do not exist."""
-    at = gl.expand_dims(offsets, 1) + gl.expand_dims(gl.arange(0, SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
+def _copy(tile, pointer, offsets, exists, MASKED: gl.constexpr, LOAD: gl.constexpr):
+    """Start a copy of the rows at offsets [BLOCK_N] into a tile; if MASKED, zeros for rows that do not exist."""
+    column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LOAD))
+    at = gl.expand_dims(offsets, 1) + gl.expand_dims(column, 0)
     if MASKED:
-        hopper.async_copy.async_copy_global_to_shared(stage, pointer + at, mask=gl.expand_dims(exists, 1))
+        hopper.async_copy.async_copy_global_to_shared(tile, pointer + at, mask=gl.expand_dims(exists, 1))
     else:
-        hopper.async_copy.async_copy_global_to_shared(stage, pointer + at)
+        hopper.async_copy.async_copy_global_to_shared(tile, pointer + at)
 
 
 @gluon_kernel
@@ -122,151 +75,138 @@ def _element_offset(row_offset, stride, SMALL: gl.constexpr):
     return product
 
 
+# Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
 def _copy_rows(
-    k_stage, v_stage, k_ptr, v_ptr, row, row_offset, k_row, v_row, exists,
-    MASKED: gl.constexpr, SMALL: gl.constexpr, SAME_STRIDES: gl.constexpr, SIZE: gl.constexpr, LOAD: gl.constexpr,
+    stages, stage, sources, row, row_offset, exists,
+    MASKED: gl.constexpr, SMALL: gl.constexpr, SAME_STRIDES: gl.constexpr, LOAD: gl.constexpr, COLUMNS: gl.constexpr,
 ):
-    """Copy the keys and values of rows row + row_offset.  SMALL: row_offset is small; SAME_STRIDES: k_row == v_row."""
-    k_at = _element_offset(row_offset, k_row, SMALL)
-    v_at = k_at if SAME_STRIDES else _element_offset(row_offset, v_row, SMALL)
-    _copy(k_stage, k_ptr + row * k_row, k_at, exists, MASKED, SIZE, LOAD)
-    _copy(v_stage, v_ptr + row * v_row, v_at, exists, MASKED, SIZE, LOAD)
+    """Start the copies of rows row + row_offset.  sources: the rows of each tile; SMALL: row_offset is small."""
+    for i in gl.static_range(len(sources)):
+        offsets = _element_offset(row_offset, sources[0 if SAME_STRIDES else i].row_stride, SMALL)
+        pointer = sources[i].pointer + row * sources[i].row_stride + COLUMNS[i]
+        _copy(stages.tiles[i].index(stage), pointer, offsets, exists, MASKED, LOAD)
 
 
 @gluon_kernel
 def _load_block(
-    t, at, page, k_stage, v_stage, committed_rows, staged_rows, end, first, num_committed, low, high,
-    PAGE_SIZE: gl.constexpr, SAME_STRIDES: gl.constexpr, SIZE: gl.constexpr, BLOCK_N: gl.constexpr, LOAD: gl.constexpr,
+    stages, stage, t, at, page, committed, staged, extent, first, LOAD: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
     """Start the copies of the t-th block: committed rows from position `at` on `page`, or staged rows.
 
-    Rows at or past `end`, below `first` or past the staged rows are never read: they may be NaN.
+    Rows at or past the extent's end, below `first` or past the staged rows are never read: they may be NaN.
     """
     ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
+    BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
+    SMALL: gl.constexpr = CONSTANTS.PAGE_SIZE % BLOCK_N == 0
     offset = gl.arange(0, BLOCK_N, layout=ROWS)
-    if t < num_committed:
-        k_ptr, v_ptr, k_row, v_row = committed_rows
-        row, row_offset = _row_of(page, at, PAGE_SIZE, BLOCK_N, ROWS)
-        if (at >= first) & (at + BLOCK_N <= end):
+    if t < extent.num_committed:
+        row, row_offset = _row_of(page, at, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+        if (at >= first) & (at + BLOCK_N <= extent.end):
             _copy_rows(
-                k_stage, v_stage, k_ptr, v_ptr, row, row_offset, k_row, v_row, 0,
-                False, PAGE_SIZE % BLOCK_N == 0, SAME_STRIDES, SIZE, LOAD,
+                stages, stage, committed, row, row_offset, 0,
+                False, SMALL, CONSTANTS.SAME_STRIDES, LOAD, CONSTANTS.COLUMNS,
             )
         else:
             _copy_rows(
-                k_stage, v_stage, k_ptr, v_ptr, row, row_offset, k_row, v_row,
-                (at + offset >= first) & (at + offset < end), True, PAGE_SIZE % BLOCK_N == 0, SAME_STRIDES, SIZE, LOAD,
+                stages, stage, committed, row, row_offset, (at + offset >= first) & (at + offset < extent.end),
+                True, SMALL, CONSTANTS.SAME_STRIDES, LOAD, CONSTANTS.COLUMNS,
             )
     else:
-        staged_k, staged_v, staged_k_row, staged_v_row = staged_rows
-        node = low + (t - num_committed) * BLOCK_N
+        node = extent.low + (t - extent.num_committed) * BLOCK_N
         _copy_rows(
-            k_stage, v_stage, staged_k, staged_v, node.to(gl.int64), offset, staged_k_row, staged_v_row,
-            node + offset < high, True, True, False, SIZE, LOAD,
+            stages, stage, staged, node.to(gl.int64), offset, node + offset < extent.high,
+            True, True, False, LOAD, CONSTANTS.COLUMNS,
         )
 
 
 @gluon_kernel
-def _load_contiguous(
-    stages, num_done, count, at, end, k_descriptor, v_descriptor, head, table,
-    SIZE: gl.constexpr, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LOAD_WARPS: gl.constexpr,
-):
+def _load_contiguous(stages, num_done, count, at, end, descriptors, head, table, CONSTANTS: gl.constexpr):
     """Copy `count` contiguous blocks from position `at` by TMA.  Returns num_done + count."""
-    k_stages, v_stages, full, empty = stages
-    BYTES: gl.constexpr = k_stages.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = stages.tiles[0].dtype.primitive_bitwidth // 8
+    PAGE_SIZE: gl.constexpr = CONSTANTS.PAGE_SIZE
     # The next block's page is loaded before the wait for a stage; after the last block, its own page again.
     page = gl.load(table + at // PAGE_SIZE, mask=count > 0, other=0)
     for _ in range(count):
         row = page.to(gl.int32) * PAGE_SIZE + at % PAGE_SIZE
-        at += BLOCK_N
+        at += CONSTANTS.BLOCK_N
         page = gl.load(table + gl.minimum(at, end - 1) // PAGE_SIZE)
-        stage = num_done % STAGES
-        hopper.mbarrier.wait(empty.index(stage), num_done // STAGES % 2 ^ 1)
+        wait_until_empty(stages, num_done)
+        stage = stage_of(stages, num_done)
+        full = stages.full.index(stage)
         # `full` counts an arrival of every loading thread, as with cp.async.  Here one thread makes them all: one with
         # the expected bytes, the others by count.  So no warp may lag behind: the compiler puts a barrier into this
         # loop (tests/kernels/test_compiled.py).
-        hopper.mbarrier.expect(full.index(stage), 2 * BLOCK_N * SIZE * BYTES)
-        hopper.mbarrier.arrive(full.index(stage), count=32 * LOAD_WARPS - 1)
-        hopper.tma.async_copy_global_to_shared(
-            k_descriptor, [row, head * SIZE], full.index(stage), k_stages.index(stage)
-        )
-        hopper.tma.async_copy_global_to_shared(
-            v_descriptor, [row, head * SIZE], full.index(stage), v_stages.index(stage)
-        )
+        hopper.mbarrier.expect(full, CONSTANTS.BLOCK_N * CONSTANTS.ROW_SIZE * BYTES)
+        hopper.mbarrier.arrive(full, count=32 * CONSTANTS.LOAD_WARPS - 1)
+        for i in gl.static_range(len(descriptors)):
+            column = head * CONSTANTS.WIDTHS[i] + CONSTANTS.COLUMNS[i]
+            hopper.tma.async_copy_global_to_shared(descriptors[i], [row, column], full, stages.tiles[i].index(stage))
         num_done += 1
     return num_done
 
 
 @gluon_kernel
+def _rows_of(sources, request, head):
+    """The rows of a request and KV head: sources with a pointer to the first one."""
+    return [
+        Rows(rows.pointer + request * rows.request_stride + head * rows.head_stride, 0, rows.row_stride, 0)
+        for rows in sources
+    ]
+
+
+@gluon_kernel
 def load_work_items(
-    stages, plan, keys, values, staged_keys, staged_values, table_ptr, table_b, positions,
-    k_descriptor, v_descriptor, contiguous_ptr,
-    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr, PAGE_SIZE: gl.constexpr,
-    WINDOW: gl.constexpr, STAGED: gl.constexpr, LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr,
-    CONTIGUOUS: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, LOAD_WARPS: gl.constexpr,
+    stages, plan, committed, staged, table_ptr, table_b, positions, descriptors, contiguous_ptr,
+    CONSTANTS: gl.constexpr,
 ):
-    """Load the blocks of all work items of a program.  kernels/attention/hopper.py makes the tuples of arguments."""
-    k_stages, v_stages, full, empty = stages
+    """Load the blocks of all work items of a program.
+
+    committed, staged: the rows of each tile; descriptors: for TMA, of the committed rows of each tile.
+    """
+    BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
     # A thread copies 16 bytes.
-    VALUES: gl.constexpr = 128 // k_stages.dtype.primitive_bitwidth
-    LOAD: gl.constexpr = gl.BlockedLayout([1, VALUES], [VALUES // 2, 64 // VALUES], [LOAD_WARPS, 1], [1, 0])
+    VALUES: gl.constexpr = 128 // stages.tiles[0].dtype.primitive_bitwidth
+    LOAD: gl.constexpr = gl.BlockedLayout(
+        [1, VALUES], [VALUES // 2, 64 // VALUES], [CONSTANTS.LOAD_WARPS, 1], [1, 0]
+    )
     ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
-    split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first = plan
-    k_ptr, k_row, k_h = keys
-    v_ptr, v_row, v_h = values
-    staged_k_ptr, staged_k_b, staged_k_r, staged_k_h = staged_keys
-    staged_v_ptr, staged_v_b, staged_v_r, staged_v_h = staged_values
-    position_ptr, position_b, position_q = positions
-    num_work_items = num_splits * num_tiles * KV_HEADS
+    num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0
     num_done = 0
     for base in range(0, num_work_items, gl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
-            split, request, begin, end, _request_splits, is_last, tile, head = load_work_item(
-                work_item, split_ptr, start_ptr, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST
-            )
-            min_position = 0
-            if WINDOW > 0:
-                at_request = position_ptr + request * position_b
-                min_position = min_position_of(at_request, position_q, tile, queries, GROUP_SIZE, BLOCK_M, ROWS)
-            begin, num_committed, num_lower, num_unmasked, low, high, num_blocks = extent_of(
-                begin, end, first, is_last, tile, rows, min_position, GROUP_SIZE, STAGED, WINDOW, BLOCK_M, BLOCK_N
-            )
-            table = table_ptr + request * table_b
-            staged_k = staged_k_ptr + request * staged_k_b + head * staged_k_h
-            staged_v = staged_v_ptr + request * staged_v_b + head * staged_v_h
+            item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
+            extent = extent_of(plan, item, positions, ROWS, CONSTANTS)
+            table = table_ptr + item.request * table_b
+            staged_here = _rows_of(staged, item.request, item.head)
             num_contiguous = 0
-            if CONTIGUOUS != 0:
-                num_contiguous = num_unmasked
-                if CONTIGUOUS == 2:
-                    num_contiguous = gl.minimum(gl.load(contiguous_ptr + split), num_unmasked)
+            if CONSTANTS.CONTIGUOUS != 0:
+                num_contiguous = extent.num_unmasked
+                if CONSTANTS.CONTIGUOUS == 2:
+                    num_contiguous = gl.minimum(gl.load(contiguous_ptr + item.split), extent.num_unmasked)
                 num_done = _load_contiguous(
-                    stages, num_done, num_contiguous, begin + num_lower * BLOCK_N, end,
-                    k_descriptor, v_descriptor, head, table,
-                    SIZE, PAGE_SIZE, BLOCK_N, STAGES, LOAD_WARPS,
+                    stages, num_done, num_contiguous, extent.begin + extent.num_lower * BLOCK_N, extent.end,
+                    descriptors, item.head, table, CONSTANTS,
                 )
             # Pages are loaded two blocks ahead: a copy cannot start without its page.
-            at = begin + block_index(num_contiguous, num_lower, num_unmasked) * BLOCK_N
-            next_at = begin + block_index(num_contiguous + 1, num_lower, num_unmasked) * BLOCK_N
-            page = _pages(table, at, end, PAGE_SIZE, BLOCK_N, ROWS)
-            next_page = _pages(table, next_at, end, PAGE_SIZE, BLOCK_N, ROWS)
-            for t in range(num_contiguous, num_blocks):
-                stage = num_done % STAGES
-                hopper.mbarrier.wait(empty.index(stage), num_done // STAGES % 2 ^ 1)
+            at = extent.begin + block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
+            next_at = extent.begin + block_index(num_contiguous + 1, extent.num_lower, extent.num_unmasked) * BLOCK_N
+            page = _pages(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+            next_page = _pages(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+            for t in range(num_contiguous, extent.num_blocks):
+                wait_until_empty(stages, num_done)
+                stage = stage_of(stages, num_done)
+                committed_here = _rows_of(committed, 0, item.head)
                 _load_block(
-                    t, at, page, k_stages.index(stage), v_stages.index(stage),
-                    (k_ptr + head * k_h, v_ptr + head * v_h, k_row, v_row),
-                    (staged_k, staged_v, staged_k_r, staged_v_r),
-                    end, first, num_committed, low, high, PAGE_SIZE, SAME_STRIDES, SIZE, BLOCK_N, LOAD,
+                    stages, stage, t, at, page, committed_here, staged_here, extent, plan.first, LOAD, CONSTANTS
                 )
-                hopper.async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+                hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
                 page, at = next_page, next_at
-                next_at = begin + block_index(t + 2, num_lower, num_unmasked) * BLOCK_N
-                next_page = _pages(table, next_at, end, PAGE_SIZE, BLOCK_N, ROWS)
+                next_at = extent.begin + block_index(t + 2, extent.num_lower, extent.num_unmasked) * BLOCK_N
+                next_page = _pages(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
                 num_done += 1
 # fmt: on

@@ -9,15 +9,21 @@ rows of 512 + 64 values in two-byte dtypes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import require_bits
-from espalier.kernels.attention.attention_blocks import _attend_scores, _page, _row, _rows, _times_scale, _write
+from espalier.kernels.attention.attention_blocks import (
+    Constants,
+    Tiles,
+    _over_blocks,
+    _over_staged,
+    _rows,
+    _times_scale,
+    _write_work_item,
+)
 from espalier.kernels.attention.hopper_latent import (
     HopperLatentConfig,
     _hopper_latent_kernel,
@@ -27,22 +33,18 @@ from espalier.kernels.attention.hopper_latent import (
 )
 from espalier.kernels.attention.kv_splits import KVSplits
 from espalier.kernels.attention.merge_splits import PartialResults, merge_splits_triton
-from espalier.kernels.attention.tree_attention import DTYPES, LOG2_E, Committed, Staged, tree_attention_reference
+from espalier.kernels.attention.rows import Committed, Staged, check_shapes, shared_arguments, strides
+from espalier.kernels.attention.tree_attention import DTYPES, tree_attention_reference
+from espalier.kernels.attention.triton_config import TritonConfig, choose_latent_config
 from espalier.kernels.attention.work_items import (
-    CHAIN,
-    NO_STAGED,
-    TREE,
-    block_index,
+    Plan,
     committed_blocks,
     load_work_item,
     staged_rows_of,
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.runtime.convert import from_fp8
-from espalier.kernels.runtime.launch import Chip, Kernel, chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early
-from espalier.kernels.state.kv_scales import require_rows
+from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -73,74 +75,6 @@ def latent_attention(
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @kernel
-def _attend_latents(
-    q, q_rope, pointer, offsets, exists, seen, scale, max_score, sum_weights, acc,
-    MASKED: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-):
-    """Add the rows at `offsets` [N] to an online softmax (kernels/attention/attention_blocks.py:_attend_block)."""
-    latent = from_fp8(_rows(pointer, offsets, exists, MASKED, V_SIZE, BLOCK_V), q.dtype)
-    rope = from_fp8(_rows(pointer + V_SIZE, offsets, exists, MASKED, ROPE_SIZE, BLOCK_ROPE), q.dtype)
-    scores = tl.dot(q, tl.trans(latent), input_precision=PRECISION)
-    scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION)
-    return _attend_scores(scores, latent, seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
-
-
-@kernel
-def _over_committed_latents(
-    q, q_rope, table, pointer, row_stride, begin, end, first, num_lower, num_unmasked, low, high,
-    scale, max_score, sum_weights, acc,
-    MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Blocks low .. high, in the order of kernels/attention/work_items.py:block_index.
-
-    MASKED: some rows are at or past `end`, or below `first`.  They are never read: they may be NaN.
-    """
-    page = _page(table, begin + block_index(low, num_lower, num_unmasked) * BLOCK_N, end, PAGE_SIZE, BLOCK_N)
-    for t in tl.range(low, high, num_stages=STAGES):
-        at = begin + block_index(t, num_lower, num_unmasked) * BLOCK_N
-        at_next = begin + block_index(t + 1, num_lower, num_unmasked) * BLOCK_N
-        key_position = at + tl.arange(0, BLOCK_N)
-        row = _row(page, at, PAGE_SIZE, BLOCK_N)
-        page = _page(table, at_next, end, PAGE_SIZE, BLOCK_N)
-        exists = (key_position >= first) & (key_position < end)
-        max_score, sum_weights, acc = _attend_latents(
-            q, q_rope, pointer, row * row_stride, exists, exists[None, :], scale, max_score, sum_weights, acc,
-            MASKED, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_V, BLOCK_ROPE,
-        )
-    return max_score, sum_weights, acc
-
-
-@kernel
-def _over_staged_latents(
-    q, q_rope, query, query_exists, pointer, bits_ptr, bits_q, row_stride, low, high, rows,
-    scale, max_score, sum_weights, acc,
-    STAGED: tl.constexpr, V_SIZE: tl.constexpr, ROPE_SIZE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr, STAGES: tl.constexpr,
-):
-    """Staged rows low .. high, out of `rows`.
-
-    In a chain (STAGED 1) a query sees its own row and those before it; in a tree (2), the rows of its ancestor bits.
-    """
-    for at in tl.range(low, high, BLOCK_R, num_stages=STAGES):
-        node = at + tl.arange(0, BLOCK_R)
-        exists = node < rows
-        row = node.to(tl.int64)
-        if STAGED == 1:
-            seen = exists[None, :] & (node[None, :] <= query[:, None])
-        else:
-            word = tl.load(bits_ptr + query.to(tl.int64) * bits_q + at // 64, mask=query_exists, other=0)
-            seen = exists[None, :] & (((word[:, None] >> (row % 64)[None, :]) & 1) != 0)
-        max_score, sum_weights, acc = _attend_latents(
-            q, q_rope, pointer, row * row_stride, exists, seen, scale, max_score, sum_weights, acc,
-            True, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_V, BLOCK_ROPE,
-        )
-    return max_score, sum_weights, acc
-
-
-@kernel
 def _latent_attention_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
@@ -151,17 +85,22 @@ def _latent_attention_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
 ):
+    CONSTANTS: tl.constexpr = Constants(
+        PAGE_SIZE, 0, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
+    )
+    tiles = Tiles(row_ptr, row_stride, row_ptr + V_SIZE, row_stride)
     num_tiles = (queries * HEADS + BLOCK_M - 1) // BLOCK_M
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
     num_work_items = num_splits * num_tiles
+    plan = Plan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
     scale = _times_scale(scale, row_scale_ptr, 0)
     backwards = 0
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
-            split, request, begin, end, request_splits, is_last, tile, _ = load_work_item(
-                work_item, split_ptr, start_ptr, num_splits, num_tiles, 1, LONGEST_FIRST
+            split, request, begin, end, request_splits, is_last, tile, _head = load_work_item(
+                plan, work_item, 1, LONGEST_FIRST
             )
             packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
             query = packed // HEADS
@@ -175,84 +114,29 @@ def _latent_attention_kernel(
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, 0, BLOCK_N)
             table = table_ptr + request * table_b
-            max_score, sum_weights, out = _over_committed_latents(
-                q, q_rope, table, row_ptr, row_stride, begin, end, first, num_lower, num_unmasked,
-                0, num_unmasked, scale, max_score, sum_weights, out,
-                False, PAGE_SIZE, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_N, BLOCK_V, BLOCK_ROPE, STAGES,
+            max_score, sum_weights, out = _over_blocks(
+                q, q_rope, query, table, tiles, begin, end, first, num_lower, num_unmasked, 0, num_unmasked,
+                scale, max_score, sum_weights, out, False, CONSTANTS,
             )
-            max_score, sum_weights, out = _over_committed_latents(
-                q, q_rope, table, row_ptr, row_stride, begin, end, first, num_lower, num_unmasked,
-                num_unmasked, num_blocks, scale, max_score, sum_weights, out,
-                True, PAGE_SIZE, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_N, BLOCK_V, BLOCK_ROPE, STAGES,
+            max_score, sum_weights, out = _over_blocks(
+                q, q_rope, query, table, tiles, begin, end, first, num_lower, num_unmasked, num_unmasked, num_blocks,
+                scale, max_score, sum_weights, out, True, CONSTANTS,
             )
             if STAGED > 0:
                 num_staged = tl.where(is_last, rows, 0)
                 low, high = staged_rows_of(tile, num_staged, STAGED, 0, HEADS, BLOCK_M, BLOCK_R)
-                max_score, sum_weights, out = _over_staged_latents(
-                    q, q_rope, query, query_exists, staged_ptr + request * staged_b,
-                    bits_ptr + request * bits_b, bits_q, staged_r, low, high, rows, scale, max_score, sum_weights, out,
-                    STAGED, V_SIZE, ROPE_SIZE, PRECISION, BLOCK_R, BLOCK_V, BLOCK_ROPE, STAGES,
+                staged = staged_ptr + request * staged_b
+                # No window: positions are not needed.
+                max_score, sum_weights, out = _over_staged(
+                    q, q_rope, query, query_exists, query, Tiles(staged, staged_r, staged + V_SIZE, staged_r), 0, 0,
+                    bits_ptr + request * bits_b, bits_q, low, high, rows, scale, max_score, sum_weights, out, CONSTANTS,
                 )
-            divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-            out = _times_scale(out / divisor[:, None], row_scale_ptr, 0)
-            lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, scale, tl.log2(divisor)))
-            if request_splits == 1:
-                row = (request * queries + query) * HEADS + head
-                _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
-            else:
-                row = (split.to(tl.int64) * queries + query) * HEADS + head
-                _write(partial_ptr, partial_lse_ptr, row, out, lse, query_exists, V_SIZE, BLOCK_V)
+            # There are no sinks.
+            _write_work_item(
+                (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, None), split, request, request_splits, queries, query,
+                query_exists, head, row_scale_ptr, 0, scale, max_score, sum_weights, out, HEADS, False, V_SIZE, BLOCK_V,
+            )
 # fmt: on
-
-
-@dataclass(frozen=True)
-class LatentKernelConfig:
-    """Launch configuration.  block_m: packed queries of a tile; block_n, block_r: committed and staged rows per step;
-    programs_per_processor: programs of the persistent grid per multiprocessor."""
-
-    block_m: int
-    block_n: int
-    block_r: int
-    warps: int
-    stages: int
-    programs_per_processor: int = 1
-
-    def shared_bytes(self, on: Chip, row_bytes: int) -> int:
-        """Estimated shared memory in bytes: queries, the rows of the stages, and weights.
-
-        From Hopper on, a product with 64 queries reads its weights from registers, and each stage needs a buffer of
-        its own.
-        """
-        if self.block_m >= 64 and on.capability >= (9, 0):
-            return (self.block_m + self.stages * self.block_n) * row_bytes
-        step = self.block_n * row_bytes
-        return self.block_m * (row_bytes + 2 * self.block_n) + max(self.stages - 1, 1) * step
-
-
-def choose_latent_config(
-    on: Chip, packed_queries: int, rows: int, row_bytes: int, dtype: torch.dtype
-) -> LatentKernelConfig:
-    """The configuration for a number of packed queries, queries times heads, and of staged rows.
-
-    row_bytes: of one row in shared memory.  A smaller chip gets fewer rows per step, then fewer stages, then fewer
-    queries.
-    """
-    if dtype == torch.float32:
-        # IEEE float32 runs without tensor cores: larger tiles would spill registers.
-        return LatentKernelConfig(16, 16, 16, 4, 1)
-    block_m = 64 if packed_queries > 32 else 32 if packed_queries > 16 else 16
-    config = LatentKernelConfig(block_m, 32, 32, 8 if block_m == 64 else 4, 3)
-    if config.shared_bytes(on, row_bytes) > on.shared_memory:
-        config = replace(config, block_n=16)
-    if config.shared_bytes(on, row_bytes) > on.shared_memory:
-        config = replace(config, stages=2)
-    while config.block_m > 16 and config.shared_bytes(on, row_bytes) > on.shared_memory:
-        config = replace(config, block_m=config.block_m // 2)
-    # Two tiles of 64 queries need more registers than a multiprocessor has.
-    most = 1 if config.block_m == 64 else 2
-    programs = max(1, min(most, on.shared_memory // config.shared_bytes(on, row_bytes)))
-    block_r = min(config.block_n, max(16, power_of_two(rows)))
-    return replace(config, block_r=block_r, programs_per_processor=programs)
 
 
 def latent_attention_triton(
@@ -263,7 +147,7 @@ def latent_attention_triton(
     splits: KVSplits,
     scale: float,
     partials: PartialResults | None = None,
-    config: LatentKernelConfig | HopperLatentConfig | None = None,
+    config: TritonConfig | HopperLatentConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """config: overrides the launch configuration, for tests and benchmarks."""
     q = q if q.stride(3) == 1 else q.contiguous()
@@ -292,7 +176,7 @@ def latent_attention_triton(
     return out, lse
 
 
-def _choose(q: Tensor, committed: Committed, staged: Staged | None) -> LatentKernelConfig | HopperLatentConfig:
+def _choose(q: Tensor, committed: Committed, staged: Staged | None) -> TritonConfig | HopperLatentConfig:
     """The launch configuration.  It does not depend on the batch."""
     queries, heads, size = q.shape[1:]
     if _fits_hopper(q, committed, staged):
@@ -318,15 +202,13 @@ def _launch(
     splits: KVSplits,
     scale: float,
     partials: PartialResults,
-    config: LatentKernelConfig | HopperLatentConfig,
+    config: TritonConfig | HopperLatentConfig,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    (batch, queries, heads, size), v_size = q.shape, committed.v.shape[2]
-    # Without staged rows or ancestor bits the kernel gets other pointers, which it does not read.
+    (_, queries, heads, size), v_size = q.shape, committed.v.shape[2]
+    # Without staged rows the kernel gets another pointer, which it does not read.
     new = q if staged is None else staged.k
-    ancestor_bits = None if staged is None else staged.ancestor_bits
-    staged_kind = NO_STAGED if staged is None else CHAIN if ancestor_bits is None else TREE
     attention_kernel: Kernel
     if isinstance(config, HopperLatentConfig):
         attention_kernel = _hopper_latent_kernel
@@ -336,38 +218,18 @@ def _launch(
     num_tiles = -(-queries * heads // config.block_m)
     grid = min(splits.table.shape[0] * num_tiles, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
-        q,
-        committed.k,
-        new,
-        committed.page_table,
-        splits.table,
-        splits.starts,
-        positions if ancestor_bits is None else ancestor_bits,
-        out,
-        lse,
-        partials.out,
-        partials.lse,
-        None if committed.scales is None else committed.scales.k,
-        scale * LOG2_E,
-        batch,
-        queries,
-        0 if staged is None else new.shape[1],
-        committed.first,
-        *q.stride()[:3],
-        committed.k.stride(0),
-        *new.stride()[:2],
-        committed.page_table.stride(0),
-        *((0, 0) if ancestor_bits is None else ancestor_bits.stride()[:2]),
+        **shared_arguments(q, committed, staged, positions, splits, scale, partials, out, lse, num_tiles),
+        row_ptr=committed.k,
+        staged_ptr=new,
+        row_scale_ptr=None if committed.scales is None else committed.scales.k,
+        **strides(committed.k, "row_stride"),
+        **strides(new, "staged_b", "staged_r"),
         HEADS=heads,
-        PAGE_SIZE=committed.page_size,
-        STAGED=staged_kind,
-        LONGEST_FIRST=staged_kind == CHAIN and num_tiles >= 8,
         **constants,
-        **early(chip(q)),
     )
 
 
-def _constants(config: LatentKernelConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
+def _constants(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
     block_v, block_rope = _block_sizes(size, v_size)
     return {
         "V_SIZE": v_size,
@@ -389,30 +251,15 @@ def _block_sizes(size: int, v_size: int) -> tuple[int, int]:
 
 
 def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Tensor, splits: KVSplits) -> None:
-    batch, queries, _, size = q.shape
-    v_size = committed.v.shape[2]
+    size, v_size = q.shape[3], committed.v.shape[2]
     if q.dtype not in DTYPES or not v_size < size <= MAX_ROW_SIZE or v_size > MAX_V_SIZE:
         raise EspalierError(
             f"latent attention supports {', '.join(map(str, DTYPES))}, rows of up to {MAX_ROW_SIZE} values and V of up "
             f"to {MAX_V_SIZE} of them, but got {q.dtype}, rows of {size} and V of {v_size}: use attention='reference'"
         )
-    require_rows("latent attention's pages", committed.k, (-1, 1, size), committed.scales, q)
-    require("latent attention's page table", committed.page_table, (batch, -1), torch.int32, q)
-    require("latent attention's positions", positions, (batch, queries), torch.int64, q)
-    require("latent attention's splits", splits.starts, (batch + 1,), torch.int32, q)
-    if committed.k.shape[0] >= 2**31:
-        raise EspalierError(f"latent attention supports pools below 2^31 rows, but got {committed.k.shape[0]}")
+    check_shapes("latent attention", q, committed, staged, positions, splits, 1)
     keys_and_values = [(committed.k, committed.v)]
-    need_contiguous_last = [committed.k, committed.page_table]
     if staged is not None:
-        rows = staged.k.shape[1] if staged.ancestor_bits is not None else queries
-        require_rows("latent attention's staged rows", staged.k, (batch, rows, 1, size), committed.scales, q)
         keys_and_values.append((staged.k, staged.v))
-        need_contiguous_last.append(staged.k)
-        if staged.ancestor_bits is not None:
-            require_bits("latent attention's ancestor bits", staged.ancestor_bits, rows, q)
-            need_contiguous_last.append(staged.ancestor_bits)
     if any(k.data_ptr() != v.data_ptr() or k.stride() != v.stride() for k, v in keys_and_values):
         raise EspalierError("latent attention needs V to be the first part of K, as a view of the same tensor")
-    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in need_contiguous_last):
-        raise EspalierError("latent attention needs rows, page table and bits with a contiguous last dimension")

@@ -11,7 +11,8 @@ from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.kv_splits import COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.attention.latent_attention import MAX_ROW_SIZE, MAX_V_SIZE, latent_attention_triton
 from espalier.kernels.attention.masked_attention import masked_attention
-from espalier.kernels.attention.tree_attention import DTYPES, MAX_HEAD_SIZE, Committed, Staged, tree_attention_triton
+from espalier.kernels.attention.rows import Committed, Staged
+from espalier.kernels.attention.tree_attention import DTYPES, MAX_HEAD_SIZE, tree_attention_triton
 from espalier.kernels.state.kv_scales import KVScales
 
 

@@ -7,21 +7,21 @@ writes its result directly.  The other requests write partial results, which ker
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import require_bits, seen_rows
+from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.attention_blocks import (
+    Constants,
+    Tiles,
     _over_committed,
     _over_staged,
     _rows,
     _times_scale,
-    _with_sink,
-    _write,
+    _write_work_item,
 )
 from espalier.kernels.attention.hopper import DTYPES as HOPPER_DTYPES
 from espalier.kernels.attention.hopper import (
@@ -39,11 +39,9 @@ from espalier.kernels.attention.hopper import (
 from espalier.kernels.attention.kv_splits import PROGRAMS, KVSplits
 from espalier.kernels.attention.masked_attention import masked_attention, with_sink
 from espalier.kernels.attention.merge_splits import PartialResults, merge_splits_triton
+from espalier.kernels.attention.rows import Committed, Staged, check_shapes, shared_arguments, strides
 from espalier.kernels.attention.triton_config import TritonConfig, choose_config
 from espalier.kernels.attention.work_items import (
-    CHAIN,
-    NO_STAGED,
-    TREE,
     load_split,
     split_of,
     staged_rows_of,
@@ -52,42 +50,14 @@ from espalier.kernels.attention.work_items import (
     work_item_of,
 )
 from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early
-from espalier.kernels.state.kv_scales import KVScales, require_rows
 from espalier.kernels.state.page_rows import page_rows
 from espalier.layout import next_bucket
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-LOG2_E = 1.4426950408889634
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_SIZE = 256
-
-
-@dataclass(frozen=True)
-class Committed:
-    """Committed rows in pages.  k, v: [rows, kv_heads, size], row = page * page_size + offset; page_table: [B, T]
-    int32; length: [B] int64; rows below `first` do not exist.  scales: if k and v are FP8; staged rows are too."""
-
-    k: Tensor
-    v: Tensor
-    page_table: Tensor
-    length: Tensor
-    page_size: int
-    first: int = 0
-    scales: KVScales | None = None
-
-
-@dataclass(frozen=True)
-class Staged:
-    """Staged rows.  k, v: [B, R, kv_heads, size]; row_positions: [B, R] int64; ancestor_bits: [B, Q, W] int64, the rows
-    that each query sees, or None for a chain of consecutive positions."""
-
-    k: Tensor
-    v: Tensor
-    row_positions: Tensor
-    ancestor_bits: Tensor | None
 
 
 def tree_attention(
@@ -127,6 +97,9 @@ def _tree_attention_kernel(
     LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
+    CONSTANTS: tl.constexpr = Constants(
+        PAGE_SIZE, WINDOW, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
+    )
     num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
     num_work_items = num_splits * num_tiles * KV_HEADS
@@ -159,31 +132,28 @@ def _tree_attention_kernel(
             score_scale = _times_scale(scale, k_scale_ptr, head)
             max_score, sum_weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+            tiles = Tiles(k_ptr + head * k_h, k_row, v_ptr + head * v_h, v_row)
             max_score, sum_weights, out = _over_committed(
-                q, position, table_ptr + request * table_b, k_ptr + head * k_h, v_ptr + head * v_h, k_row, v_row,
-                begin, end, first, score_scale, max_score, sum_weights, out,
-                PAGE_SIZE, WINDOW, K_SIZE, V_SIZE, PRECISION, BLOCK_N, BLOCK_K, BLOCK_V, STAGES,
+                q, position, table_ptr + request * table_b, tiles, begin, end, first,
+                score_scale, max_score, sum_weights, out, CONSTANTS,
             )
             if STAGED > 0:
                 num_staged = tl.where(split + 1 == tl.load(start_ptr + request + 1), rows, 0)
                 low, high = staged_rows_of(tile, num_staged, STAGED, WINDOW, GROUP_SIZE, BLOCK_M, BLOCK_R)
-                max_score, sum_weights, out = _over_staged(
-                    q, query, query_exists, position, staged_k_ptr + request * staged_k_b + head * staged_k_h,
-                    staged_v_ptr + request * staged_v_b + head * staged_v_h,
-                    row_position_ptr + request * row_position_b, bits_ptr + request * bits_b, bits_q,
-                    staged_k_r, staged_v_r, row_position_r, low, high, rows, score_scale, max_score, sum_weights, out,
-                    STAGED, WINDOW, K_SIZE, V_SIZE, PRECISION, BLOCK_R, BLOCK_K, BLOCK_V, STAGES,
+                staged = Tiles(
+                    staged_k_ptr + request * staged_k_b + head * staged_k_h, staged_k_r,
+                    staged_v_ptr + request * staged_v_b + head * staged_v_h, staged_v_r,
                 )
-            divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-            out = _times_scale(out / divisor[:, None], v_scale_ptr, head)
-            lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, score_scale, tl.log2(divisor)))
-            if count == 1:
-                out = _with_sink(out, lse, sink_ptr, q_head, SINK)
-                row = (request * queries + query) * (KV_HEADS * GROUP_SIZE) + q_head
-                _write(out_ptr, lse_ptr, row, out, lse * 0.6931471805599453, query_exists, V_SIZE, BLOCK_V)
-            else:
-                row = (split.to(tl.int64) * queries + query) * (KV_HEADS * GROUP_SIZE) + q_head
-                _write(partial_ptr, partial_lse_ptr, row, out, lse, query_exists, V_SIZE, BLOCK_V)
+                max_score, sum_weights, out = _over_staged(
+                    q, None, query, query_exists, position, staged,
+                    row_position_ptr + request * row_position_b, row_position_r, bits_ptr + request * bits_b, bits_q,
+                    low, high, rows, score_scale, max_score, sum_weights, out, CONSTANTS,
+                )
+            _write_work_item(
+                (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr), split, request, count, queries, query,
+                query_exists, q_head, v_scale_ptr, head, score_scale, max_score, sum_weights, out,
+                KV_HEADS * GROUP_SIZE, SINK, V_SIZE, BLOCK_V,
+            )
 # fmt: on
 
 
@@ -280,12 +250,10 @@ def _launch(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
+    (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
     num_tiles = -(-queries * (heads // kv_heads) // config.block_m)
-    # Without staged rows or ancestor bits the kernel gets other pointers, which it does not read.
+    # Without staged rows the kernel gets other pointers, which it does not read.
     new = Staged(q, q, positions, None) if staged is None else staged
-    staged_k, staged_v, row_positions, ancestor_bits = new.k, new.v, new.row_positions, new.ancestor_bits
-    staged_kind = NO_STAGED if staged is None else CHAIN if ancestor_bits is None else TREE
     attention_kernel: Kernel
     if isinstance(config, HopperConfig):
         same_strides = committed.k.stride(0) == committed.v.stride(0)
@@ -295,45 +263,27 @@ def _launch(
         attention_kernel, constants = _tree_attention_kernel, _constants(config, k_size, v_size, q.dtype)
     grid = min(splits.table.shape[0] * num_tiles * kv_heads, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
-        q,
-        committed.k,
-        committed.v,
-        staged_k,
-        staged_v,
-        committed.page_table,
-        splits.table,
-        splits.starts,
-        positions,
-        row_positions,
-        positions if ancestor_bits is None else ancestor_bits,
-        out,
-        lse,
-        *(partials.out, partials.lse),
-        out if sink is None else sink,
-        *((None, None) if committed.scales is None else (committed.scales.k, committed.scales.v)),
-        scale * LOG2_E,
-        batch,
-        queries,
-        staged_k.shape[1],
-        committed.first,
-        *q.stride()[:3],
-        *committed.k.stride()[:2],
-        *committed.v.stride()[:2],
-        *staged_k.stride()[:3],
-        *staged_v.stride()[:3],
-        committed.page_table.stride(0),
-        *positions.stride(),
-        *row_positions.stride(),
-        *((0, 0) if ancestor_bits is None else ancestor_bits.stride()[:2]),
+        **shared_arguments(q, committed, staged, positions, splits, scale, partials, out, lse, num_tiles),
+        k_ptr=committed.k,
+        v_ptr=committed.v,
+        staged_k_ptr=new.k,
+        staged_v_ptr=new.v,
+        position_ptr=positions,
+        row_position_ptr=new.row_positions,
+        sink_ptr=out if sink is None else sink,
+        k_scale_ptr=None if committed.scales is None else committed.scales.k,
+        v_scale_ptr=None if committed.scales is None else committed.scales.v,
+        **strides(committed.k, "k_row", "k_h"),
+        **strides(committed.v, "v_row", "v_h"),
+        **strides(new.k, "staged_k_b", "staged_k_r", "staged_k_h"),
+        **strides(new.v, "staged_v_b", "staged_v_r", "staged_v_h"),
+        **strides(positions, "position_b", "position_q"),
+        **strides(new.row_positions, "row_position_b", "row_position_r"),
         KV_HEADS=kv_heads,
         GROUP_SIZE=heads // kv_heads,
-        PAGE_SIZE=committed.page_size,
         WINDOW=window,
-        STAGED=staged_kind,
         SINK=sink is not None,
-        LONGEST_FIRST=staged_kind == CHAIN and num_tiles >= 8,
         **constants,
-        **early(chip(q)),
     )
 
 
@@ -353,7 +303,7 @@ def _constants(config: TritonConfig, k_size: int, v_size: int, dtype: torch.dtyp
 
 
 def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Tensor, splits: KVSplits) -> None:
-    batch, queries, heads, k_size = q.shape
+    heads, k_size = q.shape[2:]
     kv_heads, v_size = committed.v.shape[1:]
     if q.dtype not in DTYPES or heads % kv_heads or max(k_size, v_size) > MAX_HEAD_SIZE:
         raise EspalierError(
@@ -361,26 +311,7 @@ def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Te
             f"{MAX_HEAD_SIZE}, but got {q.dtype}, {heads} heads, {kv_heads} KV heads, and head sizes {k_size} (k) and "
             f"{v_size} (v): use attention='reference'"
         )
-    scales = committed.scales
-    require_rows("tree attention's k pages", committed.k, (-1, kv_heads, k_size), scales, q)
-    require_rows("tree attention's v pages", committed.v, (committed.k.shape[0], kv_heads, v_size), scales, q)
-    require("tree attention's page table", committed.page_table, (batch, -1), torch.int32, q)
-    require("tree attention's positions", positions, (batch, queries), torch.int64, q)
-    if committed.k.shape[0] >= 2**31:
-        raise EspalierError(f"tree attention supports pools below 2^31 rows, but got {committed.k.shape[0]}")
-    require("tree attention's splits", splits.starts, (batch + 1,), torch.int32, q)
-    need_contiguous_last = [committed.k, committed.v, committed.page_table]
-    if staged is not None:
-        rows = staged.k.shape[1] if staged.ancestor_bits is not None else queries
-        require_rows("tree attention's staged k", staged.k, (batch, rows, kv_heads, k_size), scales, q)
-        require_rows("tree attention's staged v", staged.v, (batch, rows, kv_heads, v_size), scales, q)
-        require("tree attention's row positions", staged.row_positions, (batch, rows), torch.int64, q)
-        need_contiguous_last += [staged.k, staged.v]
-        if staged.ancestor_bits is not None:
-            require_bits("tree attention's ancestor bits", staged.ancestor_bits, rows, q)
-            need_contiguous_last.append(staged.ancestor_bits)
-    if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in need_contiguous_last):
-        raise EspalierError("tree attention needs k, v, page table and ancestor bits with a contiguous last dimension")
+    check_shapes("tree attention", q, committed, staged, positions, splits, kv_heads)
 
 
 def tree_attention_reference(

@@ -1,4 +1,4 @@
-"""The launch configuration of the Triton attention kernel (kernels/attention/tree_attention.py)."""
+"""The launch configurations of the Triton kernels of kernels/attention/tree_attention.py and latent_attention.py."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class TritonConfig:
     block_r: int
     warps: int
     stages: int
-    programs_per_processor: int
+    programs_per_processor: int = 1
 
     def shared_bytes(self, on: Chip, k_bytes: int, v_bytes: int) -> int:
         """Estimated shared memory in bytes: queries, the rows of the stages, and weights.
 
+        k_bytes, v_bytes: of a row.  A latent row is loaded as K, and V takes nothing.
         From Hopper on, a product reads its weights from registers, and each stage needs a buffer of its own.
         """
         step = self.block_n * (k_bytes + v_bytes)
@@ -60,5 +61,29 @@ def choose_config(
         while config.block_n > min_rows and config.shared_bytes(on, k_bytes, v_bytes) > on.shared_memory:
             config = replace(config, block_n=config.block_n // 2)
     programs = min(config.programs_per_processor, max(1, on.shared_memory // config.shared_bytes(on, k_bytes, v_bytes)))
+    block_r = min(config.block_n, max(16, power_of_two(rows)))
+    return replace(config, block_r=block_r, programs_per_processor=programs)
+
+
+def choose_latent_config(on: Chip, packed_queries: int, rows: int, row_bytes: int, dtype: torch.dtype) -> TritonConfig:
+    """The configuration for a number of packed queries, queries times heads, and of staged rows.
+
+    row_bytes: of one row in shared memory.  A smaller chip gets fewer rows per step, then fewer stages, then fewer
+    queries.
+    """
+    if dtype == torch.float32:
+        # IEEE float32 runs without tensor cores: larger tiles would spill registers.
+        return TritonConfig(16, 16, 16, 4, 1)
+    block_m = 64 if packed_queries > 32 else 32 if packed_queries > 16 else 16
+    config = TritonConfig(block_m, 32, 32, 8 if block_m == 64 else 4, 3)
+    if config.shared_bytes(on, row_bytes, 0) > on.shared_memory:
+        config = replace(config, block_n=16)
+    if config.shared_bytes(on, row_bytes, 0) > on.shared_memory:
+        config = replace(config, stages=2)
+    while config.block_m > 16 and config.shared_bytes(on, row_bytes, 0) > on.shared_memory:
+        config = replace(config, block_m=config.block_m // 2)
+    # Two tiles of 64 queries need more registers than a multiprocessor has.
+    most = 1 if config.block_m == 64 else 2
+    programs = max(1, min(most, on.shared_memory // config.shared_bytes(on, row_bytes, 0)))
     block_r = min(config.block_n, max(16, power_of_two(rows)))
     return replace(config, block_r=block_r, programs_per_processor=programs)

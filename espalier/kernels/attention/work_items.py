@@ -7,7 +7,7 @@ scalar code, shared by the Triton and the Gluon kernel.  The programs of a persi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from espalier.kernels.runtime.launch import kernel
 from espalier.kernels.runtime.pdl import pdl_wait
@@ -20,6 +20,32 @@ NO_STAGED, CHAIN, TREE = 0, 1, 2
 # Values of CONTIGUOUS: how many unmasked blocks of a split are known to be contiguous in the pool.  None, all, or a
 # counted number of the first ones (kernels/attention/contiguous_blocks.py).
 NONE, ALL, COUNTED = 0, 1, 2
+
+
+class Plan(NamedTuple):
+    """What all work items of a launch share: the table of splits and their starts (kernels/attention/kv_splits.py), and
+    the numbers of splits, of query tiles, of queries and of staged rows of a request; `first` as in Committed."""
+
+    split_ptr: Any
+    start_ptr: Any
+    num_splits: Any
+    num_tiles: Any
+    queries: Any
+    rows: Any
+    first: Any
+
+
+class WorkItem(NamedTuple):
+    """request_splits: splits of the request; is_last: this split is its last one."""
+
+    split: Any
+    request: Any
+    begin: Any
+    end: Any
+    request_splits: Any
+    is_last: Any
+    tile: Any
+    head: Any
 
 
 @kernel
@@ -76,18 +102,13 @@ def load_split(split_ptr, split, exists):
 
 
 @kernel
-def load_work_item(
-    work_item, split_ptr, start_ptr, num_splits, num_tiles, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr
-):
-    """(split, request, begin, end, request_splits, is_last, tile, head) of an existing work item.
-
-    is_last: this is the last split of its request.
-    """
-    split = split_of(work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
-    request, begin, end, request_splits = load_split(split_ptr, split, True)
-    is_last = split + 1 == tl.load(start_ptr + request + 1)
-    tile, head = tile_and_head(work_item, num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
-    return split, request, begin, end, request_splits, is_last, tile, head
+def load_work_item(plan, work_item, KV_HEADS: tl.constexpr, LONGEST_FIRST: tl.constexpr):
+    """An existing work item."""
+    split = split_of(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
+    request, begin, end, request_splits = load_split(plan.split_ptr, split, True)
+    is_last = split + 1 == tl.load(plan.start_ptr + request + 1)
+    tile, head = tile_and_head(work_item, plan.num_splits, plan.num_tiles, KV_HEADS, LONGEST_FIRST)
+    return WorkItem(split, request, begin, end, request_splits, is_last, tile, head)
 
 
 @kernel
