@@ -18,6 +18,7 @@ from espalier.kernels.layers.linear import linear, linear_gated
 from espalier.kernels.layers.linear_quantised import linear_quantised, linear_quantised_gated, plan_of
 from espalier.kernels.layers.linear_tuning import DENSE, plans_for
 from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.scaled_product import is_scaled_product
 from espalier.models.quantisers import QUANTISERS, find_quantiser
 from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import QUIET, print_header, print_table, require_writable, stdout, write_json
@@ -139,7 +140,7 @@ def product(x: torch.Tensor, weight: Matrix, gated: bool) -> torch.Tensor:
 
 def _plan(weight: Matrix, x: torch.Tensor) -> str:
     if isinstance(weight, QuantisedMatrix):
-        return str(plan_of(weight, x))
+        return str(None if is_scaled_product(x, weight) else plan_of(weight, x))
     plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, x.dtype, weight)
     return str(None if plans is None else plans.at(len(x)))
 
