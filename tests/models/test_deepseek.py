@@ -212,7 +212,7 @@ def test_weights_are_all_needed_and_used(family: str, tmp_path: Path) -> None:
         assert torch.equal(mlp.bias, stored.float()) and not torch.equal(mlp.bias, stored.bfloat16().float())
 
 
-@pytest.mark.parametrize("rows", [5, 40])
+@pytest.mark.parametrize("rows", [16, 17])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_shared_expert_comes_last(family: str, dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
