@@ -8,7 +8,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.activation import Activation
 from espalier.kernels.layers.experts import ExpertBiases, grouped_experts_reference, grouped_experts_triton
 from espalier.kernels.layers.experts_plan import ProductPlan
-from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS, SharedExperts, prefetched_columns
+from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS, SharedExperts
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.test_experts import DTYPE, PLANS, TOLERANCE, drawn, exact_parts, exactly_drawn
 from tests.kernels.treeing import poisoned
@@ -142,10 +142,3 @@ def test_all_programs_of_a_few_tiles_run_at_once():
     assert plan.stages_together(hopper, 4, 2, 1, 2, 132) == 4
     assert plan.stages_together(hopper, 4, 2, 1, 2, 176) == 3
     assert plan.stages_together(hopper, 4, 2, 1, 2, 1000) == 4
-
-
-@pytest.mark.parametrize(
-    ("shape", "columns"), [((5632, 2048), 1024), ((4096, 7168), 1024), ((32, 16), 64), ((64, 128), 128)]
-)
-def test_what_is_prefetched_fits_its_bound(shape, columns):
-    assert prefetched_columns(torch.empty(shape, dtype=torch.bfloat16, device="meta")) == columns

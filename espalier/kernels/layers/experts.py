@@ -28,9 +28,9 @@ from espalier.kernels.layers.activation import SILU, Activation, apply_activatio
 from espalier.kernels.layers.experts_dense import dense_gate_up, dense_product
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
 from espalier.kernels.layers.experts_shared import (
+    PREFETCHED_STEPS,
     SharedExperts,
     prefetch_piece,
-    prefetched_columns,
     require_shared,
     rows_of_tile,
     tile_and_expert,
@@ -276,7 +276,7 @@ def gated_triton(
         ALPHA=activation.alpha,
         UP_OFFSET=activation.up_offset,
         LIMIT=activation.limit,
-        AHEAD=0 if shared is None else prefetched_columns(shared.gate_up),
+        AHEAD=PREFETCHED_STEPS * max(plan.block_in, 64),
         **_options(x, gate_up, tiles, plan, 2, pieces, grid),
     )
     return out

@@ -17,7 +17,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_tiles import expert_of_tile, pairs_of_tile
 from espalier.kernels.layers.linear import MIN_BLOCK_ROWS
-from espalier.kernels.runtime.launch import kernel, power_of_two, require
+from espalier.kernels.runtime.launch import kernel, require
 from espalier.kernels.runtime.pdl import ask_for
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # All rows of a piece are one tile.  Linear layers have one plan for these rows too, so the bits of a row change where
 # theirs do.
 MAX_SHARED_ROWS = MIN_BLOCK_ROWS
-# What all tiles together prefetch while the kernels before run.  An L2 holds 50 MB, and a router runs for some 3 µs.
-PREFETCH_BYTES = 12 * 10**6
+# Steps of its loop whose weights a tile prefetches.  More would take bandwidth from the kernels before.
+PREFETCHED_STEPS = 1
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,6 @@ def require_shared(shared: SharedExperts, x: Tensor, inner: int, is_plain: bool)
             f"a whole number times {inner} wide, and taken by at most {MAX_SHARED_ROWS} rows, but got a width of "
             f"{wide}, strides {shared.down.stride()} and {num_rows} rows: run them as an MLP of their own"
         )
-
-
-def prefetched_columns(gate_up: Tensor) -> int:
-    """The columns of gate_up that its tiles prefetch: a power of two, at least 64."""
-    rows, columns = gate_up.shape
-    fitting = max(min(PREFETCH_BYTES // (rows * gate_up.itemsize), columns), 64)
-    return power_of_two(fitting + 1) // 2
 
 
 @kernel
