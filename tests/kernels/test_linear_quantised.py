@@ -22,6 +22,7 @@ from espalier.kernels.layers.linear_quantised import (
 from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans
 from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import (
+    SPREAD,
     InputScales,
     QuantisedMatrix,
     dequantise,
@@ -148,6 +149,21 @@ def test_the_place_of_each_nibble():
         assert torch.equal(found, nibbles[..., column].int()), column
     assert torch.equal(codes[..., 32:], pack_nibbles(nibbles[..., 64:]))
     assert torch.equal(in_order_of_columns(codes), pack_nibbles(nibbles))
+
+
+def test_the_place_of_each_bit_of_mxfp4():
+    """As interleave_nibbles says: a rotation brings the bits of a pair to the places of bfloat16's."""
+    nibbles = torch.randint(0, 16, (5, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    matrix = nibble_matrix("mxfp4", pack_nibbles(nibbles), torch.full((5, 2), 127, dtype=torch.uint8), 32)
+    words = matrix.codes.view(torch.int32).long() & 0xFFFFFFFF
+    for column in range(64):
+        block, p, t, h = column // 32, column % 32 // 8, column % 8 // 2, column % 2
+        word = words[:, 4 * block + t]
+        turns = (0, 4, 10, 14)[p]
+        places = {15: turns, 8: turns, 7: turns, 6: 6 if p == 3 else turns}
+        sign, high, low, mantissa = (word >> (bit + 16 * h - down) % 32 & 1 for bit, down in places.items())
+        assert torch.equal(sign << 3 | high << 2 | low << 1 | mantissa, nibbles[:, column].long()), column
+    assert torch.equal(in_order_of_columns(matrix.codes, SPREAD), pack_nibbles(nibbles))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
