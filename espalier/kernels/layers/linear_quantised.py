@@ -25,14 +25,13 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import (
     DTYPES,
     MIN_BLOCK_ROWS,
-    RESERVED_SHARED_MEMORY,
     TritonPlan,
     block_rows,
     store_tile,
     summed,
     weight_rows,
 )
-from espalier.kernels.layers.linear_tuning import MIN_BLOCK_IN, LinearPlans, measured_plans
+from espalier.kernels.layers.linear_tuning import LinearPlans, measured_plans
 from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import (
     E8M0_BIAS,
@@ -77,11 +76,6 @@ MAX_STAGES = 6
 RAGGED_IN = 1024
 # Bytes that the driver keeps of a multiprocessor's shared memory, for each program.
 KEPT_SHARED_MEMORY = 1024
-# Worth measuring where weights are streamed, and where rows are many: (block_out, warps), stages, split-K.
-STREAMED = (((32, 4), (64, 4), (128, 4), (128, 8)), (3, 6), (1, 2, 4))
-MULTIPLIED = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1,))
-# The most weights of a step that a thread can have in registers.
-NIBBLES_PER_THREAD, WARP = 128, 32
 
 
 def linear_quantised(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
@@ -294,43 +288,19 @@ def nibble_rule(
     shared = (gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     # One stage less for the codes: the step that runs has them in registers.
-    codes, inputs = _codes_bytes(plan, code), _input_bytes(plan, tile)
+    codes, inputs = codes_bytes(plan, code), tile * plan.block_in * 2
     return replace(plan, stages=max(min((shared + codes) // (codes + inputs), MAX_STAGES), 2))
 
 
-def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
-    """The plans worth measuring against the rule's.  None for groups of less than MIN_BLOCK_IN columns."""
-    (num_out, num_in), most = weight.shape, max_block_in(weight)
-    tile = min(block_rows(rows), MAX_BLOCK_ROWS)
-    tiles, all_stages, all_splits = STREAMED if rows <= STREAMED_ROWS else MULTIPLIED
-    return [
-        plan
-        for block_in in ((128, 64) if weight.code == "fp8" else (256, 128, 64))
-        if most % block_in == 0 and block_in >= MIN_BLOCK_IN
-        for block_out, warps in tiles
-        if weight.code == "fp8" or (block_out >= 64 and block_out * block_in <= NIBBLES_PER_THREAD * WARP * warps)
-        for stages in all_stages
-        for splits in all_splits
-        if num_in // block_in >= stages * splits
-        for plan in [TritonPlan(block_out, block_in, splits, warps, stages)]
-        if _stage_bytes(plan, tile, weight.code) * stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory
-        and (splits == 1 or gpu.processors // 2 <= -(-num_out // block_out) * splits <= 4 * gpu.processors)
-    ]
+def stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix) -> int:
+    """Bytes of shared memory of a pipeline stage, with `tile` rows of inputs."""
+    return codes_bytes(plan, weight.code) + tile * plan.block_in * (1 if weight.inputs is not None else 2)
 
 
-def _stage_bytes(plan: TritonPlan, tile: int, code: str) -> int:
-    """Bytes of shared memory of a pipeline stage: codes, and inputs at two bytes."""
-    return _codes_bytes(plan, code) + _input_bytes(plan, tile)
-
-
-def _codes_bytes(plan: TritonPlan, code: str) -> int:
+def codes_bytes(plan: TritonPlan, code: str) -> int:
     """With the exponents of MXFP4, which are loaded with them."""
     values = plan.block_out * plan.block_in
     return values if code == "fp8" else values // 2 + (values // 32 if code == "mxfp4" else 0)
-
-
-def _input_bytes(plan: TritonPlan, tile: int) -> int:
-    return tile * plan.block_in * 2
 
 
 def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
