@@ -117,7 +117,7 @@ def best_paths(
         candidates = without_edges(*sampler.children(logits, d2t, 0, no_scores, layout.topk, None, stride=1))
     else:
         candidates = with_edges(root, layout.steps, layout.topk, partial(sampler.next_depth, edges, d2t))
-    return Tree(*select_paths(root, candidates, layout.num_draft_tokens))
+    return select_paths(root, candidates, layout.num_draft_tokens)
 
 
 def without_edges(tokens: Tensor, scores: Tensor) -> Candidates:
