@@ -29,11 +29,6 @@ from espalier.models.loading import layer_specs_of
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB, DEEP_SPEC)
 SPECULATORS_TYPES = ("dflash", "dspark")
-# Block drafts, or parts of them, that are not supported, by architecture or speculators_model_type.
-NOT_BUILT = {
-    "xpress": "XPress",
-    "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
-}
 # Fields of dflash_config that are read.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
 # z-lab's tensor for a mask that is not a token of the vocabulary.
@@ -95,13 +90,6 @@ def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
         config = _read_z_lab(path, raw, target)
     refuse_misfit(config, target, path)
     return config
-
-
-def explain_not_built(raw: Raw, path: Path) -> str | None:
-    """Why this block draft is not supported; None if the config is not a block draft's."""
-    name = (raw.get("architectures") or [None])[0] or ""
-    title = NOT_BUILT.get(str(raw.get("speculators_model_type"))) or NOT_BUILT.get(name)
-    return None if title is None else f"{title} is not supported yet"
 
 
 def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:

@@ -104,22 +104,13 @@ def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str]
     }
 
 
-def explain_earlier(raw: Raw, path: Path) -> str | None:
-    """Why a draft is not supported, if it is an EAGLE-1/2 head; else None.
-
-    Raises EspalierError for an EAGLE-3 head that is declared as an EAGLE-1/2 head.
-    """
-    if raw.get("speculators_model_type") == "eagle":
-        return "speculators_model_type 'eagle' is an EAGLE-1/2 head, not supported yet"
-    name = (raw.get("architectures") or [raw.get("model_type")])[0]
-    if name in EAGLE_1_2:
-        if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
-            raise EspalierError(
-                f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has hidden_norm); set its "
-                f"architectures to [{ARCHITECTURES[0]!r}]"
-            )
-        return f"architecture {name!r} is an EAGLE-1/2 head, not supported yet"
-    return None
+def refuse_eagle3_called_eagle(name: str, path: Path) -> None:
+    """Raises EspalierError if the head at `path`, whose architecture `name` is an EAGLE-1/2 head's, is EAGLE-3."""
+    if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
+        raise EspalierError(
+            f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has hidden_norm); set its "
+            f"architectures to [{ARCHITECTURES[0]!r}]"
+        )
 
 
 def looks_like_eagle3(weights: Weights) -> bool:

@@ -23,15 +23,6 @@ from espalier.models.weights import Weights
 OWN = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
 HEADS = ("MTPDraftModel",)
 ARCHITECTURES = (*HEADS, *OWN)
-# Architectures of targets with MTP layers, or of their MTP layers alone, that are not built.
-NOT_BUILT = {
-    "MiMoV2FlashForCausalLM": "MiMo-V2",
-    "MiMoV2MTP": "MiMo-V2",
-    "Step3p5ForCausalLM": "Step-3.5",
-    "Step3p5MTP": "Step-3.5",
-    "Qwen3NextForCausalLM": "Qwen3-Next",
-    "Qwen3NextMTP": "Qwen3-Next",
-}
 COUNT, FORM = "num_nextn_predict_layers", "mtp_form"
 FORMS = ("chain", "target")
 # Per-layer fields of a config, which the MTP layers continue.
@@ -104,13 +95,6 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
     weights = Weights(path, torch.float32, "cpu")
     names = [f"{target.mtp.prefix_of(layer, target.num_layers)}{target.mtp.project}.weight" for layer in range(count)]
     return all(name in weights for name in names)
-
-
-def explain_not_built(raw: Raw, path: Path) -> str | None:
-    """Why MTP layers of a family that is not built are not supported; None for other configs."""
-    architecture = (raw.get("architectures") or [None])[0]
-    name = NOT_BUILT.get(architecture or "")
-    return None if name is None else f"the MTP layers of {name} ({architecture}) are not supported yet"
 
 
 def _family_of(base: Mapping[str, Any], path: Path) -> Family:

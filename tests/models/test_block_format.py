@@ -15,7 +15,7 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.block import BlockDraft
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.block import block_directories, make_block_draft
 from tests.oracles.dense import DenseAttend, attended
 
@@ -134,8 +134,8 @@ def of_dflash2(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "XPress": ("speculators", {"speculators_model_type": "xpress"}, "XPress is not supported yet"),
-    "Gemma 4": ("dspark", {"architectures": ["Gemma4DSparkModel"]}, "DSpark with Gemma 4's layers is not supported"),
+    "XPress": ("speculators", {"speculators_model_type": "xpress"}, "XPress. is not supported yet"),
+    "Gemma 4": ("dspark", {"architectures": ["Gemma4DSparkModel"]}, "DSpark with Gemma 4's layers. is not supported"),
     "gated edges": ("dspark", {"markov_head_type": "gated"}, "markov_head_type = 'gated' is not supported"),
     "edges of the whole path": ("speculators", {"markov_head_type": "rnn"}, "markov_head_type = 'rnn'"),
     "z-lab's window": (

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from espalier.models import load_target, read_config
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.train.__main__ import make_parser
 from espalier.train.block import (
     TREES,

@@ -84,14 +84,6 @@ class MakeDrafter(Protocol):
         ...
 
 
-def no_explanation(raw: Raw, path: Path) -> str | None:
-    return None
-
-
-def never(path: Path, target: ModelConfig) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class DraftFormat:
     """A checkpoint format of drafts: how to recognise it, read it, load it and run it.
@@ -105,9 +97,8 @@ class DraftFormat:
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
     make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
     drafter: makes the drafter that runs the model.
-    explain: (config.json, directory) -> why a draft of no known format is not supported, or None if this format does
-    not know either.
-    in_target: (directory of a target, its config) -> whether it holds a draft of this format beside the target.
+    in_target: (directory of a target, its config) -> whether it holds a draft of this format beside the target; None:
+    no target does.
     checks: what to check in the draft's config.json if almost none of its tokens is accepted.
     """
 
@@ -118,8 +109,7 @@ class DraftFormat:
     read: Callable[[Path, Raw, ModelConfig], DraftConfig]
     make: Callable[[Weights, Any, CausalLM, int], DraftModel]
     drafter: MakeDrafter
-    explain: Callable[[Raw, Path], str | None] = no_explanation
-    in_target: Callable[[Path, ModelConfig], bool] = never
+    in_target: Callable[[Path, ModelConfig], bool] | None = None
     checks: str = ""
     marked: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()

@@ -15,12 +15,11 @@ from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftOutput
-from espalier.models.peagle import PEagleDraft, make_peagle
-from espalier.models.peagle_config import ARCHITECTURES, EAGLE3_ARCHITECTURES, MASKS, read_peagle
+from espalier.models.peagle import PEagleDraft
 from espalier.slots import BatchState
-from espalier.speculate.drafters import eagle3, one_pass
+from espalier.speculate.drafters import one_pass
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter, rope_positions
-from espalier.speculate.drafters.base import DraftFormat, Grow
+from espalier.speculate.drafters.base import Grow
 from espalier.speculate.tree import root_only
 
 
@@ -56,17 +55,3 @@ class PEagleDrafter(AutoregressiveDrafter):
         plan = self._plan(Prefix(slots.page_table, slots.num_tokens, first=1), Nodes.chain(positions))
         attend = StagedPass(plan, self.staging, len(self.offsets), first_layer=self.first_layer)
         return self.draft.mask_rows(rope_positions(positions, 1), attend)
-
-
-FORMAT = DraftFormat(
-    algorithm="peagle",
-    title="P-EAGLE heads",
-    architectures=ARCHITECTURES,
-    marked=EAGLE3_ARCHITECTURES,
-    marks=MASKS,
-    speculators_types=("peagle",),
-    read=read_peagle,
-    make=make_peagle,
-    drafter=PEagleDrafter,
-    checks=f"{eagle3.FORMAT.checks} and the mask token ({', '.join(MASKS)})",
-)
