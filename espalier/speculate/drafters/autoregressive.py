@@ -6,21 +6,17 @@ true ancestors.  Module l proposes level l, so it runs over the beams of all lev
 not seen.  The last module also proposes the levels below; there a beam reads the module's own output at its parent.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
+from espalier.attention import CommittedLengths, Nodes, Prefix
 from espalier.attention.staged import Commit, StagedPass
-from espalier.cache.kv import PagedKV, StagedKV
-from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.state.batch_state import Chain, carry, chain
 from espalier.kernels.tree.select_beams import grow
-from espalier.layout import RoundLayout
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import Above
 from espalier.slots import BatchState
@@ -74,31 +70,22 @@ class TreeRows:
 
 
 class AutoregressiveDrafter(ModelDrafter[DraftModel]):
-    def __init__(
-        self,
-        draft: DraftModel,
-        layout: RoundLayout,
-        pages: PagedKV,
-        backend: GroupedBackend,
-        layer_specs: Sequence[LayerSpec],
-        staging: StagedKV | None = None,
-    ):
-        """As ModelDrafter."""
-        super().__init__(draft, layout, pages, backend, layer_specs, staging)
+    def allocate(self) -> None:
+        layout, device = self.layout, self.pages.device
         self.feeds = feeds_of(self.spec.form)
         # The depth of each draft row of a tree, and the bit of each among ancestor bits.
-        self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
-        self.own_bits = own_bits(0, layout.beam_rows, layout.beam_words, pages.device)
+        self.depths = torch.arange(layout.beam_rows, device=device) // layout.topk + 1
+        self.own_bits = own_bits(0, layout.beam_rows, layout.beam_words, device)
         # Entry d: the bits of all rows deeper than d.
         depths = range(self.spec.modules)
         self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in depths])
         # The path score of the root is log 1.
-        self.root_scores = torch.zeros(layout.max_batch, 1, device=pages.device)
+        self.root_scores = torch.zeros(layout.max_batch, 1, device=device)
 
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 cached rows more than module 1.
         more = self.spec.modules - 1
-        self.backend.prepare(replace(lengths.longer(more), exact=False) if more else lengths)
+        super().prepare(replace(lengths.longer(more), exact=False) if more else lengths)
 
     def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
@@ -162,7 +149,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         first = 0 if level <= self.spec.modules else self.layout.beams_above(level - 1)
         feed, bits = self._tree_feed(out, rows, level)
         nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], bits)
-        plan = self._plan(rows.prefixes[module - 1], nodes)
+        plan = self.plan(rows.prefixes[module - 1], nodes)
         attend = StagedPass(plan, self.staging, self.layout.beam_rows, first, self._first_layer(module))
         tokens = rows.tokens[:, first:end]
         if self.draft.has_experts:
@@ -217,7 +204,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         [prefix] = self._prefixes([rows], module)
         # Modules fill different rows, so each commits its own.
         commit = Commit(self.pages, page_rows.flatten(), by_layer=is_split or self.spec.modules > 1)
-        plan = self._plan(prefix, Nodes.chain(positions))
+        plan = self.plan(prefix, Nodes.chain(positions))
         attend = StagedPass(plan, self.staging, width, first_layer=self._first_layer(module), commit=commit)
         if self.draft.has_experts:
             tokens = tokens.masked_fill(positions > rows.slots.prefix_len[:, None] + length[:, None], VOID)
@@ -233,9 +220,6 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return [
             Prefix(own.slots.page_table, own.slots.num_tokens, module) for module, own in enumerate(rows, start=first)
         ]
-
-    def _plan(self, prefix: Prefix, nodes: Nodes) -> Attention:
-        return self.backend.plan(self.pages, self.layer_specs, prefix, nodes)
 
 
 def rope_positions(positions: Tensor, module: int) -> Tensor:

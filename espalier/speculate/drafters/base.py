@@ -76,12 +76,8 @@ class NoDrafter:
         pass
 
 
-class MakeDrafter(Protocol):
-    def __call__(
-        self, draft: Any, layout: RoundLayout, pages: PagedKV, backend: GroupedBackend, layer_specs: Sequence[LayerSpec]
-    ) -> Drafter:
-        """layer_specs: specs of all layers, the target's first, the draft's last."""
-        ...
+# (draft, layout, pages, backend, specs of all layers, the target's first, the draft's last) -> drafter.
+MakeDrafter = Callable[[Any, RoundLayout, PagedKV, GroupedBackend, Sequence[LayerSpec]], Drafter]
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,15 @@ A draft with edges scores a token given the one before it.  So depths are scored
 distinct tokens of the depth before (kernels/tree/edge_topk.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from espalier.attention import CommittedLengths, GroupedBackend, Nodes, Prefix
+from espalier.attention import Nodes, Prefix
 from espalier.attention.staged import Projections, StagedPass
-from espalier.cache.kv import PagedKV, StagedKV
-from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.state.batch_state import Chain, chain
 from espalier.kernels.tree.edge_topk import LowRankEdges, Rows
@@ -45,27 +43,15 @@ class BlockAttend:
 
 
 class OnePassDrafter(ModelDrafter[BlockModel]):
-    def __init__(
-        self,
-        draft: BlockModel,
-        layout: RoundLayout,
-        pages: PagedKV,
-        backend: GroupedBackend,
-        layer_specs: Sequence[LayerSpec],
-        staging: StagedKV | None = None,
-    ):
-        """As ModelDrafter."""
-        super().__init__(draft, layout, pages, backend, layer_specs, staging)
+    def allocate(self) -> None:
         # A row that is not causal sees the whole block, as trained, also rows beyond `steps`.
+        draft, layout, device = self.draft, self.layout, self.pages.device
         self.width = draft.first_proposing + layout.steps if all(draft.causal) else layout.block_rows
-        self.offsets = torch.arange(self.width, device=pages.device)
-        everything = torch.ones(self.width, self.width, dtype=torch.bool, device=pages.device)
+        self.offsets = torch.arange(self.width, device=device)
+        everything = torch.ones(self.width, self.width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
             is_causal: pack(everything.tril() if is_causal else everything) for is_causal in (False, True)
         }
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        self.backend.prepare(lengths)
 
     def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
@@ -91,7 +77,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         passes = {}
         for is_causal in sorted(set(self.draft.causal)):
             bits = self.ancestor_bits[is_causal].expand(slots.batch, -1, -1)
-            plan = self.backend.plan(self.pages, self.layer_specs, prefix, Nodes(at, at, bits))
+            plan = self.plan(prefix, Nodes(at, at, bits))
             passes[is_causal] = StagedPass(plan, self.staging, self.width, first_layer=self.first_layer)
         return BlockAttend(passes, self.draft.causal)
 
