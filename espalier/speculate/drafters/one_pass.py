@@ -45,8 +45,8 @@ class BlockAttend:
 class OnePassDrafter(ModelDrafter[BlockModel]):
     def allocate(self) -> None:
         # A row that is not causal sees the whole block, as trained, also rows beyond `steps`.
-        draft, layout, device = self.draft, self.layout, self.pages.device
-        self.width = draft.first_proposing + layout.steps if all(draft.causal) else layout.block_rows
+        spec, layout, device = self.spec, self.layout, self.pages.device
+        self.width = spec.first_proposing + layout.steps if all(spec.causal) else layout.block_rows
         self.offsets = torch.arange(self.width, device=device)
         everything = torch.ones(self.width, self.width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
@@ -63,23 +63,23 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 
     def _run_block(self, slots: BatchState) -> Tensor:
         """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
-        tokens = torch.full_like(self.offsets, self.draft.mask_token).repeat(slots.batch, 1)
+        tokens = torch.full_like(self.offsets, self.spec.mask_token).repeat(slots.batch, 1)
         tokens[:, 0] = slots.root
-        first = self.draft.first_proposing
+        first = self.spec.first_proposing
         hidden = self.draft(tokens, block_positions(slots, self.offsets), self._attend(slots))
         return hidden[:, first : first + self.layout.steps]
 
     def _attend(self, slots: BatchState) -> BlockAttend:
         prefix = Prefix(slots.page_table, slots.prefix_len)
-        offsets = torch.zeros_like(self.offsets) if self.draft.windows_from_root else self.offsets
+        offsets = torch.zeros_like(self.offsets) if self.spec.windows_from_root else self.offsets
         # Attention uses positions for windows only.
         at = slots.prefix_len[:, None] + offsets
         passes = {}
-        for is_causal in sorted(set(self.draft.causal)):
+        for is_causal in sorted(set(self.spec.causal)):
             bits = self.ancestor_bits[is_causal].expand(slots.batch, -1, -1)
             plan = self.plan(prefix, Nodes(at, at, bits))
             passes[is_causal] = StagedPass(plan, self.staging, self.width, first_layer=self.first_layer)
-        return BlockAttend(passes, self.draft.causal)
+        return BlockAttend(passes, self.spec.causal)
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
