@@ -86,10 +86,7 @@ def select_tree_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tens
     if batch:
         block, word_block = power_of_two(size), power_of_two(tree.num_words)
         _select_tree_kernel[(batch,)](
-            root.contiguous(),
-            tokens.contiguous(),
-            scores.contiguous(),
-            beams.contiguous(),
+            *(value.contiguous() for value in (root, tokens, scores, beams)),
             *tree,
             topk,
             SIZE=size,
