@@ -54,15 +54,15 @@ class Drafter(Protocol):
 
 
 class NoDrafter:
-    """Plain decoding: the tree is the root alone."""
+    """Plain decoding: the tree is the root alone.  The base of drafters without files."""
 
     spec = DraftSpec("none")
 
     def __init__(self, layout: RoundLayout):
-        """layout: not used.  All drafters without files have the same constructor."""
+        self.layout = layout
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        return self
+        return type(self)(layout)
 
     def prepare(self, lengths: CommittedLengths) -> None:
         pass

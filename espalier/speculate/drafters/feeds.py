@@ -19,6 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from espalier.attention import Prefix
 from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.slots import BatchState
 
@@ -30,11 +31,13 @@ Feed = tuple[Tensor, Tensor | None]
 class ModuleRows:
     """The rows of one module in a pass.
 
-    late: [B], rows at the start of the pass that the module cannot compute; None for module 1, which computes all.
     slots: advanced by `late`, so the module's first row is that of token prefix_len + 1.
+    prefix: the module's committed rows: of module k those of tokens k .. n, where token n is the root.
+    late: [B], rows at the start of the pass that the module cannot compute; None for module 1, which computes all.
     """
 
     slots: BatchState
+    prefix: Prefix
     late: Tensor | None = None
 
     def length(self, length: Tensor) -> Tensor:
@@ -44,14 +47,14 @@ class ModuleRows:
 
 def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
     """The rows of each module."""
-    rows = [ModuleRows(slots)]
+    rows = [ModuleRows(slots, Prefix(slots.page_table, slots.num_tokens, first=1))]
     if modules > 1:
         # Pages hold the rows below commit_from, and the target ran again from `modules` rows before, or earlier.
         ahead = (slots.commit_from - modules).clamp(min=0) - slots.prefix_len
     for most in range(1, modules):
         late = (ahead + most).clamp(min=0, max=most)
         moved = replace(slots, prefix_len=slots.prefix_len + late, num_tokens=slots.num_tokens + late)
-        rows.append(ModuleRows(moved, late))
+        rows.append(ModuleRows(moved, Prefix(moved.page_table, moved.num_tokens, first=most + 1), late))
     return rows
 
 
