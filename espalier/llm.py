@@ -22,7 +22,7 @@ from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
 from espalier.masking.compile import CompiledGrammar, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
-from espalier.speculate.drafters import what_to_check
+from espalier.speculate.drafters.registry import what_to_check
 from espalier.startup.generation_config import end_tokens, generation_config
 from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
 from espalier.stats import SpeculationStats

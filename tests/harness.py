@@ -16,7 +16,7 @@ from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
-from espalier.speculate.drafters import WITHOUT_FILES, load_draft, read_draft
+from espalier.speculate.drafters.registry import WITHOUT_FILES, load_draft, read_draft
 from espalier.startup.build import assemble, kv_dtypes_of
 from espalier.stats import SpeculationStats
 from tests.builders import add_kv_scales, make_eagle3, make_target

@@ -11,7 +11,7 @@ from espalier.errors import EspalierError
 from espalier.layout import max_draft_tokens
 from espalier.models import DraftSpec
 from espalier.models.weights import WeightCount
-from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.startup import load, resolve
 from espalier.startup.resolve import Facts, choose_algorithm, choose_device, layout_of
 from espalier.startup.threads import ThreadFacts

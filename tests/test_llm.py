@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from espalier import LLM, EspalierError, SamplingParams, SpeculationConfig
 from espalier.request import Output
-from espalier.speculate.drafters import what_to_check
+from espalier.speculate.drafters.registry import what_to_check
 from tests.harness import VOCAB, directories
 
 LETTERS = [*"abcdefghijklmno", "<s>"]

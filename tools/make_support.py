@@ -9,17 +9,16 @@ from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
 from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS, MAX_MULTIPLE, STRING_FORMATS
 from espalier.layout import MAX_PAGE_SIZE
-from espalier.models.block_config import NOT_BUILT as BLOCK_NOT_BUILT
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.loading import FAMILIES
-from espalier.models.mtp_config import NOT_BUILT
 from espalier.models.rope_config import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
 from espalier.models.weight_formats.kv_cache import STRATEGIES
 from espalier.models.weights import KV_SCALES
 from espalier.request import SamplingParams
-from espalier.speculate.drafters import DRAFT_FORMATS, WITHOUT_FILES, DraftFormat
+from espalier.speculate.drafters.base import DraftFormat
+from espalier.speculate.drafters.registry import DRAFT_FORMATS, MTP_NOT_BUILT, NOT_BUILT, WITHOUT_FILES
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BY_LIBRARIES = """\
@@ -112,11 +111,11 @@ def drafters() -> str:
 
 
 def drafts_not_built() -> str:
-    return ", ".join(sorted({*BLOCK_NOT_BUILT.values(), "EAGLE-1/2 heads"}))
+    return ", ".join(sorted({*NOT_BUILT.values()}))
 
 
 def not_built() -> str:
-    return ", ".join(sorted({*NOT_BUILT.values()}))
+    return ", ".join(sorted({*MTP_NOT_BUILT.values()}))
 
 
 def sampling() -> str:

@@ -18,7 +18,7 @@ from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
 from espalier.kernels.attention.latent_attention import MAX_ROW_SIZE, MAX_V_SIZE, latent_attention_triton
 from espalier.kernels.attention.merge_splits import PartialResults
-from espalier.kernels.attention.rows import Committed, Staged
+from espalier.kernels.attention.rows import Committed, Inputs, Staged
 from espalier.kernels.attention.tree_attention import (
     DTYPES,
     MAX_HEAD_SIZE,
@@ -46,21 +46,14 @@ class TritonAttention(Attention):
         scales, page_size = self.scales(layer), self.pages.page_size
         committed = Committed(k, v, prefix.page_table, prefix.length, page_size, prefix.first, scales)
         splits = self.splits(spec)
+        inputs = Inputs(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, spec.window, sink)
         if _is_wide_latent(spec):
             if sink is not None:
                 raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
             partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec)
-            return latent_attention_triton(
-                q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, partials
-            )
-        partials = self._partials(splits, spec)
-        contiguous = None
-        if uses_contiguous_blocks(q, committed, staged, splits, spec.window):
-            contiguous = self._contiguous_blocks(committed, splits)
-        return tree_attention_triton(
-            *(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, spec.window, sink, partials),
-            *(None, contiguous),
-        )
+            return latent_attention_triton(inputs, partials)
+        contiguous = self._contiguous_blocks(committed, splits) if uses_contiguous_blocks(inputs) else None
+        return tree_attention_triton(inputs, self._partials(splits, spec), contiguous=contiguous)
 
     def splits(self, spec: LayerSpec) -> KVSplits:
         """The splits for layers with this spec.

@@ -20,7 +20,7 @@ from espalier.kernels.runtime.launch import chip
 from espalier.llm import LLM, prepare
 from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount
-from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, layout_of, resolve
 from espalier.startup.threads import thread_facts
 from espalier.startup.tree_cost import mixture_weights

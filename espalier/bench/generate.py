@@ -27,7 +27,7 @@ from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
 from espalier.request import Output, SamplingParams
-from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.startup.resolve import layout_of
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
 from espalier.terminal.flags import prompt_group, refuse_tree_flags, require_at_least_one

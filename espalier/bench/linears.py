@@ -313,11 +313,12 @@ def module_sizes(config: MTPConfig) -> ModelShape:
 
 
 def with_draft(target: ModelShape, draft: DraftConfig) -> ModelShape:
+    spec = draft.spec
     if isinstance(draft, MTPConfig):
-        return replace(target, mtp=MTPSizes(draft.modules, module_sizes(draft)))
-    layer, spec = model_sizes(draft.layer), draft.spec
+        return replace(target, mtp=MTPSizes(spec.modules, module_sizes(draft)))
+    layer = model_sizes(draft.layer)
     if isinstance(draft, BlockConfig):
-        block = BlockSizes(layer, draft.block_size, draft.edge_rank)
+        block = BlockSizes(layer, spec.block_rows, draft.edge_rank)
         return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), block=block)
     return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), draft=layer)
 

@@ -21,7 +21,7 @@ from espalier.bench.instrument import record_launches
 from espalier.bench.roofline import Roofline
 from espalier.errors import EspalierError
 from espalier.request import Request, SamplingParams
-from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.terminal.console import print_table, stdout, write_json
 from espalier.terminal.flags import prompt_group, require_at_least_one
 

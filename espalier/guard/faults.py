@@ -42,7 +42,7 @@ def _sibling_committed(right):
     def commit(runner, slots, path, count_tokens):
         last = runner.layout.num_draft_tokens - 1
         siblings = torch.where(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
-        right(runner, slots, replace(path, rows=siblings), count_tokens)
+        right(runner, slots, path._replace(rows=siblings), count_tokens)
 
     return commit
 

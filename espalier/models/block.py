@@ -6,8 +6,9 @@ vector for each token, norm(fc(features of the target)); each layer has its own 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class MarkovEdges:
         return LowRankEdges(logits, self.before, self.after)
 
 
+@dataclass(eq=False)
 class BlockDraft:
     """A loaded block draft: a BlockModel (espalier/models/draft.py).
 
@@ -50,37 +52,22 @@ class BlockDraft:
     modules = ()
     has_experts = False
 
-    def __init__(
-        self,
-        config: BlockConfig,
-        rope: RopeTables,
-        embed: Embedding,
-        fc: Linear,
-        context_norm: RMSNorm,
-        layers: list[DecoderLayer],
-        norm: RMSNorm,
-        head: Linear,
-        d2t: Tensor | None,
-        edges: Edges | None,
-    ) -> None:
-        self.spec = config.spec
-        self.layer_specs = config.spec.layers
-        self.mask_token = config.mask_token
-        self.first_proposing = config.first_proposing
-        self.causal = config.causal
-        self.windows_from_root = config.windows_from_root
-        self.kv_heads = config.layer.kv_heads
-        self.rope = rope
-        self.embed = embed
-        self.fc = fc
-        self.context_norm = context_norm
-        self.layers = layers
-        q_rows = config.layer.heads * config.layer.head_size
-        self.context_kv = [_attention(layer).qkv.rows_from(q_rows) for layer in layers]
-        self.norm = norm
-        self.head = head
-        self.d2t = d2t
-        self.edges = edges
+    config: BlockConfig
+    rope: RopeTables
+    embed: Embedding
+    fc: Linear
+    context_norm: RMSNorm
+    layers: list[DecoderLayer]
+    norm: RMSNorm
+    head: Linear
+    d2t: Tensor | None
+    edges: Edges | None
+
+    def __post_init__(self) -> None:
+        self.spec = self.config.spec
+        self.layer_specs = self.spec.layers
+        q_rows = self.config.layer.heads * self.config.layer.head_size
+        self.context_kv = [_attention(layer).qkv.rows_from(q_rows) for layer in self.layers]
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         shape = (tokens.shape[0], tokens.shape[1])
@@ -100,7 +87,7 @@ class BlockDraft:
 
     def context(self, features: Tensor, positions: Tensor) -> Sequence[HeadProjections]:
         context = self.fuse(features)
-        at, shape = positions.flatten(), (*positions.shape, 2 * self.kv_heads, -1)
+        at, shape = positions.flatten(), (*positions.shape, 2 * self.config.layer.kv_heads, -1)
         cos, sin = self.rope.cos[at], self.rope.sin[at]
         return [
             HeadProjections(project(context).view(shape), _rope_and_k_norm(layer, cos, sin))
@@ -119,40 +106,36 @@ def _rope_and_k_norm(layer: DecoderLayer, cos: Tensor, sin: Tensor) -> RopeAndNo
     return RopeAndNorm(cos, sin, norm.weight, norm.weight, norm.eps)
 
 
-def make_block(
-    weights: Weights,
-    config: BlockConfig,
-    target: CausalLM,
-    position_rows: int,
-    kind: Callable[..., BlockDraft] = BlockDraft,
-) -> BlockDraft:
+def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> BlockDraft:
     """Build the draft from its weights.  Without an embedding or a head of its own, it shares the target's tensor.
 
-    kind: the class.  Arguments that it takes beyond BlockDraft's are already bound.
     Raises EspalierError naming what does not fit, and a weight that is not used.
     """
-    layer, eps = config.layer, config.layer.rms_norm_eps
-    hidden = layer.hidden_size
-    embed = draft_embedding(weights, layer, target)
-    draft = kind(
-        config=config,
-        rope=RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
-        embed=embed,
-        fc=weights.linear("", ("fc",), (hidden,), len(config.capture) * hidden, bias=False),
-        context_norm=weights.norm("hidden_norm", hidden, eps),
-        layers=[load_layer(weights, layer, f"layers.{i}.", i) for i in range(layer.num_layers)],
-        norm=weights.norm("norm", hidden, eps),
-        head=draft_head(weights, layer, config.draft_vocab, target, embed),
-        d2t=draft_to_target(weights, layer.vocab_size, config.draft_vocab),
-        edges=_edges(weights, config),
-    )
+    draft = BlockDraft(**block_parts(weights, config, target, position_rows), edges=_edges(weights, config))
+    weights.finish()
+    return draft
+
+
+def block_parts(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> dict[str, Any]:
+    """The fields of a BlockDraft without edges."""
+    layer, spec, eps = config.layer, config.spec, config.layer.rms_norm_eps
+    hidden, embed = layer.hidden_size, draft_embedding(weights, layer, target)
     if "confidence_head.proj.weight" in weights:
         # A tree ranks its paths by probability, so no threshold on confidence is needed.
         log.info("draft %s: its confidence head is not used", weights.path)
         weights.ignore_under(("confidence_head.",))
     weights.ignore(["t2d"])
-    weights.finish()
-    return draft
+    return {
+        "config": config,
+        "rope": RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
+        "embed": embed,
+        "fc": weights.linear("", ("fc",), (hidden,), len(spec.capture) * hidden, bias=False),
+        "context_norm": weights.norm("hidden_norm", hidden, eps),
+        "layers": [load_layer(weights, layer, f"layers.{i}.", i) for i in range(layer.num_layers)],
+        "norm": weights.norm("norm", hidden, eps),
+        "head": draft_head(weights, layer, spec.vocab_size, target, embed),
+        "d2t": draft_to_target(weights, layer.vocab_size, spec.vocab_size),
+    }
 
 
 def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
@@ -160,4 +143,4 @@ def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
     if not rank:
         return None
     before = weights.take("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
-    return MarkovEdges(before, weights.take_matrix("markov_head.markov_w2", config.draft_vocab, rank))
+    return MarkovEdges(before, weights.take_matrix("markov_head.markov_w2", config.spec.vocab_size, rank))

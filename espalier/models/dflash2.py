@@ -7,8 +7,7 @@ token before: logit(v) + sum over r of before[u, r] · project(hidden)[r] · aft
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from espalier.kernels.layers.block_conv_norm import block_conv_norm
 from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.kernels.tree.edge_topk import LowRankEdges
 from espalier.models.base import Attend, CausalLM
-from espalier.models.block import BlockDraft, make_block
+from espalier.models.block import BlockDraft, block_parts
 from espalier.models.dflash2_config import DFlash2Config
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
@@ -68,14 +67,12 @@ class Selector:
         return LowRankEdges(logits.gather(2, ids), self.before, after, ids)
 
 
+@dataclass(eq=False)
 class DFlash2Draft(BlockDraft):
     """A loaded DFlash 2 draft: a BlockModel (espalier/models/draft.py).  convs: of each layer."""
 
-    def __init__(self, *, config: DFlash2Config, convs: Sequence[LayerConvs], selector: Selector, **parts: Any) -> None:
-        super().__init__(config=config, **parts)
-        self.config = config
-        self.convs = convs
-        self.edges = selector
+    config: DFlash2Config
+    convs: Sequence[LayerConvs]
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         shape = (tokens.shape[0], tokens.shape[1])
@@ -115,6 +112,6 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
     )
     project = weights.linear("", ("candidate_selector.hidden_projection",), (rank,), hidden, bias=False)
     selector = Selector(before, after, project, config.selector_topk)
-    draft = make_block(weights, config, target, position_rows, partial(DFlash2Draft, convs=convs, selector=selector))
-    assert isinstance(draft, DFlash2Draft)
+    draft = DFlash2Draft(**block_parts(weights, config, target, position_rows), edges=selector, convs=convs)
+    weights.finish()
     return draft

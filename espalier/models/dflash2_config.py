@@ -10,23 +10,22 @@ The two forms differ as DFlash's two forms do, and also here:
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from espalier.errors import EspalierError
 from espalier.models.block_config import (
     BlockConfig,
-    count_of,
+    block_spec,
     ids_of,
     layer_of,
+    own_fields,
     read_speculators,
-    refuse_mask_embedding,
     refuse_misfit,
-    refuse_other_fields,
-    token_of,
 )
 from espalier.models.config import ModelConfig, Raw
+from espalier.models.draft import count_of
 
 ARCHITECTURES = ("DFlash2DraftModel",)
 SPECULATORS_TYPES = ("dflash2",)
@@ -45,8 +44,6 @@ class DFlash2Config(BlockConfig):
     selector_rank: of the codebooks; selector_topk: tokens of a depth that the selector scores.
     embedding_scale, logit_scale: 1 for none; logit_cap: tanh(logit / cap) · cap, None for none.
     """
-
-    algorithm: ClassVar[str] = "dflash2"
 
     conv_taps: int
     conv_group: int
@@ -74,28 +71,27 @@ def read_dflash2(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
 
 
 def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
-    own: Mapping[str, Any] = raw.get("dflash_config") or {}
-    refuse_other_fields(own, DFLASH_FIELDS, path)
-    refuse_mask_embedding(path)
-    given = {"block_size": DEFAULT_BLOCK_SIZE, **raw, **own}
+    given = {"block_size": DEFAULT_BLOCK_SIZE, **raw, **own_fields(raw, DFLASH_FIELDS, path)}
     layer, is_causal = layer_of(raw, target, path), raw.get("is_causal")
     causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
-    block_size, cap = count_of(given, "block_size", path), given.get("final_logit_softcapping") or 0
-    for window, in_order in zip(layer.windows, causal, strict=True):
-        if window is not None and window < block_size and not in_order:
-            raise EspalierError(
-                f"{path}: sliding_window = {window} is below block_size = {block_size} in a layer that is not causal, "
-                "which is not supported; use a draft with a wider window"
-            )
-    return DFlash2Config(
-        layer=layer,
-        draft_vocab=layer.vocab_size,
+    spec = block_spec(
+        *(given, layer, path),
         capture=tuple(k + 1 for k in ids_of(given, "target_layer_ids", path)),
-        block_size=block_size,
-        mask_token=token_of(given, layer, path),
         first_proposing=1,
         causal=causal,
+        algorithm="dflash2",
         windows_from_root=False,
+    )
+    for window, in_order in zip(layer.windows, causal, strict=True):
+        if window is not None and window < spec.block_rows and not in_order:
+            raise EspalierError(
+                f"{path}: sliding_window = {window} is below block_size = {spec.block_rows} in a layer that is not "
+                "causal, which is not supported; use a draft with a wider window"
+            )
+    cap = given.get("final_logit_softcapping") or 0
+    return DFlash2Config(
+        layer=layer,
+        spec=spec,
         embedding_scale=float(given.get("input_embedding_scale", 1.0)),
         logit_scale=float(given.get("output_multiplier", 1.0)),
         logit_cap=float(cap) if cap > 0 else None,
@@ -105,8 +101,9 @@ def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
 
 def _read_speculators(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
     base = read_speculators(path, {"sliding_window_non_causal": True, **raw}, target)
-    shared = {field.name: getattr(base, field.name) for field in fields(base)}
-    return DFlash2Config(**shared, **_sizes({**SIZES, **raw}, path))
+    return DFlash2Config(
+        layer=base.layer, spec=replace(base.spec, algorithm="dflash2"), **_sizes({**SIZES, **raw}, path)
+    )
 
 
 def _sizes(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -115,23 +112,18 @@ def _sizes(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _refuse_sizes(config: DFlash2Config, path: Path) -> None:
+    """Raises EspalierError for sizes that do not fit one another."""
     hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
-    if hidden % config.conv_group:
-        raise EspalierError(
-            f"{path}: conv_group_size = {config.conv_group} does not divide the hidden size {hidden}; correct the "
-            "config"
-        )
-    if config.conv_taps > config.block_size:
-        raise EspalierError(
-            f"{path}: conv_kernel_size = {config.conv_taps} is above block_size = {config.block_size}; correct the "
-            "config"
-        )
-    if config.selector_topk > vocab:
-        raise EspalierError(
-            f"{path}: selector_top_k = {config.selector_topk} is above the vocabulary of {vocab}; correct the config"
-        )
-    if config.draft_vocab != vocab:
-        raise EspalierError(
-            f"{path}: draft_vocab_size = {config.draft_vocab} is not the vocabulary of {vocab}, which a DFlash 2 draft "
-            "needs; use a draft with the whole vocabulary"
-        )
+    wrong = {
+        f"conv_group_size = {config.conv_group} does not divide the hidden size {hidden}": hidden % config.conv_group,
+        f"conv_kernel_size = {config.conv_taps} is above block_size = {config.spec.block_rows}": (
+            config.conv_taps > config.spec.block_rows
+        ),
+        f"selector_top_k = {config.selector_topk} is above the vocabulary of {vocab}": config.selector_topk > vocab,
+        f"draft_vocab_size = {config.spec.vocab_size} is not the vocabulary of {vocab}, which a DFlash 2 draft needs": (
+            config.spec.vocab_size != vocab
+        ),
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise EspalierError(f"{path}: {what}; correct the config, or use another draft")

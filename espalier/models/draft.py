@@ -34,6 +34,11 @@ class DraftSpec:
     block draft, whose layers all run in its one pass.  P-EAGLE's one module extends as EAGLE's and proposes in a pass.
     block_rows: the rows of that pass; 0 for drafts that propose one level a pass.
     max_steps: the depth that this pass proposes, which a tree must not exceed; None: no limit.
+    mask_token: the token of all rows of this pass but the root's.
+    first_proposing: the row of a block that proposes depth 1: 0, the root's, or 1, the first mask.
+    causal: for each layer of a block draft, whether a block row sees no later block row.
+    windows_from_root: whether a sliding window is the same for all rows of a block, counted from the root; if not, each
+    row counts from its own position.
     form: the hidden state that module k (from 1) reads at token q.  "chain": the output of module k - 1 at token q - 1,
     where module 0 is the target; "target": the target's at token q - k.  Both are the same for one module.
     reads: the field of the target's ModelOutput that the draft reads.  "captured": the inputs of the layers `capture`,
@@ -50,6 +55,10 @@ class DraftSpec:
     modules: int = 0
     block_rows: int = 0
     max_steps: int | None = None
+    mask_token: int = 0
+    first_proposing: int = 0
+    causal: tuple[bool, ...] = ()
+    windows_from_root: bool = True
     form: Literal["chain", "target"] = "chain"
     reads: Literal["captured", "hidden"] | None = None
     capture: tuple[int, ...] = ()
@@ -180,18 +189,9 @@ class BlockModel(DraftModel, Protocol):
     The rows are the root and mask tokens, at the positions from the root on.  They attend to context rows, one for each
     token before the root, and to one another.  Context rows are kept in pages; block rows are not.
 
-    mask_token: the token of all rows but the first.
-    first_proposing: the row that proposes depth 1: 0, the root's, or 1, the first mask.
-    causal: for each layer, whether a block row sees no later block row.
-    windows_from_root: whether a sliding window is the same for all rows of a block, counted from the root; if not, each
-    row counts from its own position.
     edges: None if a depth's scores do not depend on the token before.
     """
 
-    mask_token: int
-    first_proposing: int
-    causal: tuple[bool, ...]
-    windows_from_root: bool
     edges: Edges | None
 
     def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
@@ -208,6 +208,29 @@ class BlockModel(DraftModel, Protocol):
         features: [B, W, F], the target's (`spec.reads`) at tokens of these positions [B, W].
         """
         ...
+
+
+def count_of(raw: Mapping[str, Any], name: str, path: Path, least: int = 2, most: int | None = None) -> int:
+    """The integer `name` of a draft's config.json.  Raises EspalierError if it is none, or out of range."""
+    value = raw.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= (most or value):
+        needed = f"an integer of at least {least}" if most is None else f"{least} to {most}"
+        raise EspalierError(f"{path}: {name} = {value!r}; {needed} is needed; correct the config")
+    return value
+
+
+def token_of(raw: Mapping[str, Any], layer: ModelConfig, path: Path, names: Sequence[str] = ("mask_token_id",)) -> int:
+    """The mask token, which config.json may call by any of `names`.  Raises EspalierError if it is no token."""
+    given = {name: raw[name] for name in names if raw.get(name) is not None}
+    name, token = next(iter(given.items()), (names[0], None))
+    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < layer.vocab_size:
+        raise EspalierError(
+            f"{path}: {name} = {token!r}; a token of the vocabulary, 0 .. {layer.vocab_size - 1}, is needed as "
+            f"{' or '.join(names)}; correct the config"
+        )
+    if len(set(given.values())) > 1:
+        raise EspalierError(f"{path} names different masks: {given}; correct the config")
+    return token
 
 
 def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:

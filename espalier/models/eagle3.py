@@ -4,8 +4,8 @@ It is one decoder layer over cat(norm(embedding of token q), norm(hidden state a
 feature of the target, or, inside a tree, the draft's own output.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,43 +31,32 @@ from espalier.models.weights import Weights
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 
 
+@dataclass(eq=False)
 class Eagle3Draft:
-    """A loaded EAGLE-3 head: a DraftModel, and its only module (espalier/models/draft.py)."""
+    """A loaded EAGLE-3 head: a DraftModel, and its only module (espalier/models/draft.py).
+
+    rest: the layers behind the first, for a format that has any.
+    """
 
     has_experts = False
 
-    def __init__(
-        self,
-        config: Eagle3Config,
-        rope: RopeTables,
-        embed: Embedding,
-        fuser: "Fuser",
-        embed_norm: RMSNorm,
-        hidden_norm: RMSNorm,
-        attention: Attention | LatentAttention,
-        mlp_norm: RMSNorm,
-        mlp: GatedMLP,
-        rest: list[DecoderLayer],
-        norm: RMSNorm,
-        head: Linear,
-        d2t: Tensor | None,
-    ) -> None:
-        """rest: the layers behind the first, for a format that has any."""
-        self.config = config
-        self.spec = config.spec
-        self.layer_specs = config.spec.layers
-        self.d2t = d2t
-        self.rope = rope
-        self.embed = embed
-        self.fuse = fuser
-        self.embed_norm = embed_norm
-        self.hidden_norm = hidden_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.rest = rest
-        self.norm = norm
-        self.head = head
+    config: Eagle3Config
+    rope: RopeTables
+    embed: Embedding
+    fuse: "Fuser"
+    embed_norm: RMSNorm
+    hidden_norm: RMSNorm
+    attention: Attention | LatentAttention
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+    rest: list[DecoderLayer]
+    norm: RMSNorm
+    head: Linear
+    d2t: Tensor | None
+
+    def __post_init__(self) -> None:
+        self.spec = self.config.spec
+        self.layer_specs = self.spec.layers
 
     @property
     def modules(self) -> tuple["Eagle3Draft"]:
@@ -98,13 +87,13 @@ class Eagle3Draft:
         return self.head(out.normed)
 
 
+@dataclass(frozen=True)
 class Fuser:
     """captured [..., n·H_target] -> feature [..., H]: one norm over all, one for each part, or none; then fc."""
 
-    def __init__(self, fc: Linear, whole: RMSNorm | None, parts: list[RMSNorm]) -> None:
-        self.fc = fc
-        self.whole = whole
-        self.parts = parts
+    fc: Linear
+    whole: RMSNorm | None
+    parts: list[RMSNorm]
 
     def __call__(self, captured: Tensor) -> Tensor:
         if self.whole is not None:
@@ -115,41 +104,39 @@ class Fuser:
         return self.fc(captured)
 
 
-def make_eagle3(
-    weights: Weights,
-    config: Eagle3Config,
-    target: CausalLM,
-    position_rows: int,
-    kind: Callable[..., Eagle3Draft] = Eagle3Draft,
-) -> Eagle3Draft:
+def make_eagle3(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> Eagle3Draft:
     """Build the draft from its weights.  If they lack an embedding or a head, the target's tensor is used, not copied.
 
-    kind: the class, with the arguments bound that it takes more than Eagle3Draft does.
     Raises EspalierError naming what does not fit, and a weight that is not used.
     """
-    _refuse_other_heads(weights, config)
-    prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
-    hidden, eps = config.layer.hidden_size, config.layer.rms_norm_eps
-    layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
-    embed = draft_embedding(weights, config.layer, target)
-    draft = kind(
-        config=config,
-        rope=RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
-        embed=embed,
-        fuser=_fuser(weights, config),
-        embed_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
-        hidden_norm=weights.norm(f"{prefix}hidden_norm", hidden, eps),
-        attention=load_attention(weights, layer, f"{prefix}self_attn.", 2 * hidden),
-        mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
-        mlp=weights.mlp(f"{prefix}mlp.", layer.hidden_size, layer.intermediate_size, layer.mlp_bias),
-        rest=[load_layer(weights, layer, f"layers.{i}.", i) for i in range(1, layer.num_layers)],
-        norm=weights.norm("norm", hidden, eps),
-        head=draft_head(weights, config.layer, config.draft_vocab, target, embed),
-        d2t=draft_to_target(weights, config.layer.vocab_size, config.draft_vocab),
-    )
-    weights.ignore(["t2d"])
+    draft = Eagle3Draft(**head_parts(weights, config, target, position_rows))
     weights.finish()
     return draft
+
+
+def head_parts(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> dict[str, Any]:
+    """The fields of an Eagle3Draft."""
+    _refuse_other_heads(weights, config)
+    prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
+    spec, hidden, eps = config.spec, config.layer.hidden_size, config.layer.rms_norm_eps
+    layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
+    embed = draft_embedding(weights, config.layer, target)
+    weights.ignore(["t2d"])
+    return {
+        "config": config,
+        "rope": RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
+        "embed": embed,
+        "fuse": _fuser(weights, config),
+        "embed_norm": weights.norm(f"{prefix}input_layernorm", hidden, eps),
+        "hidden_norm": weights.norm(f"{prefix}hidden_norm", hidden, eps),
+        "attention": load_attention(weights, layer, f"{prefix}self_attn.", 2 * hidden),
+        "mlp_norm": weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
+        "mlp": weights.mlp(f"{prefix}mlp.", layer.hidden_size, layer.intermediate_size, layer.mlp_bias),
+        "rest": [load_layer(weights, layer, f"layers.{i}.", i) for i in range(1, layer.num_layers)],
+        "norm": weights.norm("norm", hidden, eps),
+        "head": draft_head(weights, config.layer, spec.vocab_size, target, embed),
+        "d2t": draft_to_target(weights, config.layer.vocab_size, spec.vocab_size),
+    }
 
 
 def _refuse_other_heads(weights: Weights, config: Eagle3Config) -> None:
@@ -165,7 +152,7 @@ def _refuse_other_heads(weights: Weights, config: Eagle3Config) -> None:
 
 
 def _fuser(weights: Weights, config: Eagle3Config) -> Fuser:
-    hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.capture)
+    hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.capture)
     wide = count * config.target_hidden
     _refuse_wrong_count(weights, config)
     fc = weights.linear("", ("fc",), (hidden,), wide, config.fc_bias)
@@ -181,8 +168,8 @@ def _refuse_wrong_count(weights: Weights, config: Eagle3Config) -> None:
     if "fc.weight" not in weights:
         return
     width = weights.shape("fc.weight")[-1]
-    if width != len(config.capture) * config.target_hidden and width % config.target_hidden == 0:
+    if width != len(config.spec.capture) * config.target_hidden and width % config.target_hidden == 0:
         raise EspalierError(
-            f"{weights.path}: fc.weight fuses {width // config.target_hidden} layers, {len(config.capture)} are "
-            f"captured {config.capture}; correct eagle_aux_hidden_state_layer_ids"
+            f"{weights.path}: fc.weight fuses {width // config.target_hidden} layers, {len(config.spec.capture)} are "
+            f"captured {config.spec.capture}; correct eagle_aux_hidden_state_layer_ids"
         )

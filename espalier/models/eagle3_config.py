@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -36,32 +35,16 @@ class Eagle3Config:
     """A draft's config.json, completed from its target's.
 
     layer: the config of the draft's decoder layer; its vocab_size is the target's.
-    capture: target layers whose inputs are fused, in concatenation order; num_layers means the last layer's output.
     """
 
     layer: ModelConfig
-    draft_vocab: int
+    spec: DraftSpec
     target_hidden: int
-    capture: tuple[int, ...]
     fc_bias: bool
     norm_before_residual: bool
     norm_output: bool
     norm_before_fc: bool
     fc_norm: bool
-
-    algorithm: ClassVar[str] = "eagle3"
-
-    @cached_property
-    def spec(self) -> DraftSpec:
-        return DraftSpec(
-            algorithm=self.algorithm,
-            layers=layer_specs_of(self.layer),
-            modules=1,
-            reads="captured",
-            capture=self.capture,
-            hidden_size=self.layer.hidden_size,
-            vocab_size=self.draft_vocab,
-        )
 
 
 def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
@@ -69,7 +52,7 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
 
     Raises EspalierError if the head does not fit this target.
     """
-    config = Eagle3Config(**read_head(path, raw, target, EAGLE3_IDS_BY_INPUT))
+    config = read_head(path, raw, target, EAGLE3_IDS_BY_INPUT)
     if config.layer.num_layers != 1:
         raise EspalierError(
             f"{path}: num_hidden_layers = {config.layer.num_layers}; only EAGLE-3 heads with one layer are supported; "
@@ -79,8 +62,8 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
     return config
 
 
-def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str] | None) -> dict[str, Any]:
-    """The fields of Eagle3Config, not yet checked against the target.
+def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str] | None) -> Eagle3Config:
+    """The config, not yet checked against the target.
 
     by_input: the target architectures for which ids in eagle_config name layers by their input; None: for all.
     """
@@ -90,36 +73,34 @@ def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str]
     family = _layer_family(flat, path)
     # The layer of a latent head is dense, even if its config repeats the target's experts.
     layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
-    draft_vocab = raw.get("draft_vocab_size") or layer.vocab_size
-    return {
-        "layer": layer,
-        "draft_vocab": draft_vocab,
-        "target_hidden": raw.get("target_hidden_size") or layer.hidden_size,
-        "capture": _captured_layers(raw, eagle, target, path, by_input),
-        "fc_bias": bool(raw.get("bias", False)),
-        "norm_before_residual": bool(raw.get("norm_before_residual", False)),
-        "norm_output": bool(raw.get("norm_output", False)),
-        "norm_before_fc": bool(raw.get("norm_before_fc", eagle.get("norm_before_fc", False))),
-        "fc_norm": bool(raw.get("fc_norm", False)),
-    }
+    spec = DraftSpec(
+        algorithm="eagle3",
+        layers=layer_specs_of(layer),
+        modules=1,
+        reads="captured",
+        capture=_captured_layers(raw, eagle, target, path, by_input),
+        hidden_size=layer.hidden_size,
+        vocab_size=raw.get("draft_vocab_size") or layer.vocab_size,
+    )
+    return Eagle3Config(
+        layer,
+        spec,
+        target_hidden=raw.get("target_hidden_size") or layer.hidden_size,
+        fc_bias=bool(raw.get("bias", False)),
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_output=bool(raw.get("norm_output", False)),
+        norm_before_fc=bool(raw.get("norm_before_fc", eagle.get("norm_before_fc", False))),
+        fc_norm=bool(raw.get("fc_norm", False)),
+    )
 
 
-def explain_earlier(raw: Raw, path: Path) -> str | None:
-    """Why a draft is not supported, if it is an EAGLE-1/2 head; else None.
-
-    Raises EspalierError for an EAGLE-3 head that is declared as an EAGLE-1/2 head.
-    """
-    if raw.get("speculators_model_type") == "eagle":
-        return "speculators_model_type 'eagle' is an EAGLE-1/2 head, not supported yet"
-    name = (raw.get("architectures") or [raw.get("model_type")])[0]
-    if name in EAGLE_1_2:
-        if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
-            raise EspalierError(
-                f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has hidden_norm); set its "
-                f"architectures to [{ARCHITECTURES[0]!r}]"
-            )
-        return f"architecture {name!r} is an EAGLE-1/2 head, not supported yet"
-    return None
+def refuse_eagle3_called_eagle(name: str, path: Path) -> None:
+    """Raises EspalierError if the head at `path`, whose architecture `name` is an EAGLE-1/2 head's, is EAGLE-3."""
+    if looks_like_eagle3(Weights(path, torch.float32, "cpu", allow_bin=True)):
+        raise EspalierError(
+            f"{path} is declared as EAGLE ({name}) but holds an EAGLE-3 head (it has hidden_norm); set its "
+            f"architectures to [{ARCHITECTURES[0]!r}]"
+        )
 
 
 def looks_like_eagle3(weights: Weights) -> bool:
@@ -192,7 +173,7 @@ def refuse_misfit(config: Eagle3Config, target: ModelConfig, path: Path) -> None
             f"{path}: a draft layer of {config.layer.architecture} has experts, which is not supported; use a draft "
             "with a dense MLP"
         )
-    refuse_sizes(path, target, config.target_hidden, config.layer.vocab_size, config.draft_vocab)
+    refuse_sizes(path, target, config.target_hidden, config.layer.vocab_size, config.spec.vocab_size)
     if config.norm_before_fc and config.fc_norm:
         raise EspalierError(
             f"{path}: norm_before_fc and fc_norm are both set, but they exclude each other; correct the config"

@@ -97,9 +97,9 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
     Raises EspalierError naming a weight that is missing, misshapen or, under the names of a layer, not used.
     """
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
-    modules = tuple(_load_module(weights, config, target, rope, module) for module in range(config.modules))
+    modules = tuple(_load_module(weights, config, target, rope, module) for module in range(config.spec.modules))
     if config.family is not SPECULATORS:
-        weights.ignore_outside(tuple(config.prefix(module) for module in range(config.modules)))
+        weights.ignore_outside(tuple(config.prefix(module) for module in range(config.spec.modules)))
     weights.finish()
     return MTPDraft(config, modules)
 

@@ -6,7 +6,6 @@ it, the form is that of DeepSeek-V3's paper, "chain".
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -14,7 +13,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, parse
-from espalier.models.draft import MAX_MODULES, DraftSpec, refuse_sizes
+from espalier.models.draft import MAX_MODULES, DraftSpec, count_of, refuse_sizes
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.weights import Weights
@@ -23,15 +22,6 @@ from espalier.models.weights import Weights
 OWN = tuple(family.architecture for family in FAMILIES.values() if family.mtp is not None)
 HEADS = ("MTPDraftModel",)
 ARCHITECTURES = (*HEADS, *OWN)
-# Architectures of targets with MTP layers, or of their MTP layers alone, that are not built.
-NOT_BUILT = {
-    "MiMoV2FlashForCausalLM": "MiMo-V2",
-    "MiMoV2MTP": "MiMo-V2",
-    "Step3p5ForCausalLM": "Step-3.5",
-    "Step3p5MTP": "Step-3.5",
-    "Qwen3NextForCausalLM": "Qwen3-Next",
-    "Qwen3NextMTP": "Qwen3-Next",
-}
 COUNT, FORM = "num_nextn_predict_layers", "mtp_form"
 FORMS = ("chain", "target")
 # Per-layer fields of a config, which the MTP layers continue.
@@ -42,30 +32,16 @@ BY_LAYER = ("layer_types", "mlp_layer_types")
 class MTPConfig:
     """The config of MTP layers, checked against their target's.
 
-    layer: of a target with num_layers layers and `modules` more, the MTP layers.
+    layer: of a target with num_layers layers and `spec.modules` more, the MTP layers.
     """
 
     layer: ModelConfig
     family: MTPFamily
-    modules: int
-    form: Literal["chain", "target"]
+    spec: DraftSpec
 
     @property
     def num_layers(self) -> int:
-        return self.layer.num_layers - self.modules
-
-    @cached_property
-    def spec(self) -> DraftSpec:
-        return DraftSpec(
-            algorithm="mtp",
-            layers=layer_specs_of(self.layer)[self.num_layers :],
-            modules=self.modules,
-            form=self.form,
-            reads="hidden" if self.family.reads_normed else "captured",
-            capture=() if self.family.reads_normed else (self.num_layers,),
-            hidden_size=self.layer.hidden_size,
-            vocab_size=self.layer.vocab_size,
-        )
+        return self.layer.num_layers - self.spec.modules
 
     def prefix(self, module: int) -> str:
         """Of the names of a module's weights.  module: from 0."""
@@ -88,12 +64,23 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
         family = FAMILIES[raw["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
-    modules, form = _modules({**base, **raw}, path), raw.get(FORM, FORMS[0])
+    modules, form = count_of({**base, **raw}, COUNT, path, 1, MAX_MODULES), raw.get(FORM, FORMS[0])
     if form not in FORMS:
         raise EspalierError(f"{path}: {FORM} = {form!r} is not supported; use {' or '.join(map(repr, FORMS))}")
     layer = parse(_continued(base, modules), family, path)
     refuse_sizes(path, target, layer.hidden_size, layer.vocab_size)
-    return MTPConfig(layer, mtp, modules, cast(Literal["chain", "target"], form))
+    num_layers = layer.num_layers - modules
+    spec = DraftSpec(
+        algorithm="mtp",
+        layers=layer_specs_of(layer)[num_layers:],
+        modules=modules,
+        form=cast(Literal["chain", "target"], form),
+        reads="hidden" if mtp.reads_normed else "captured",
+        capture=() if mtp.reads_normed else (num_layers,),
+        hidden_size=layer.hidden_size,
+        vocab_size=layer.vocab_size,
+    )
+    return MTPConfig(layer, mtp, spec)
 
 
 def stores_mtp(path: Path, target: ModelConfig) -> bool:
@@ -106,13 +93,6 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
     return all(name in weights for name in names)
 
 
-def explain_not_built(raw: Raw, path: Path) -> str | None:
-    """Why MTP layers of a family that is not built are not supported; None for other configs."""
-    architecture = (raw.get("architectures") or [None])[0]
-    name = NOT_BUILT.get(architecture or "")
-    return None if name is None else f"the MTP layers of {name} ({architecture}) are not supported yet"
-
-
 def _family_of(base: Mapping[str, Any], path: Path) -> Family:
     """The family of a head's layers, by model_type."""
     by_type = {family.model_type: family for family in FAMILIES.values()}
@@ -123,13 +103,6 @@ def _family_of(base: Mapping[str, Any], path: Path) -> Family:
             f"supported: {', '.join(by_type)}"
         )
     return by_type[declared]
-
-
-def _modules(raw: Mapping[str, Any], path: Path) -> int:
-    count = raw.get(COUNT)
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_MODULES:
-        raise EspalierError(f"{path}: {COUNT} = {count!r}; 1 to {MAX_MODULES} is needed; use a draft with MTP layers")
-    return count
 
 
 def _continued(base: Mapping[str, Any], modules: int) -> Raw:

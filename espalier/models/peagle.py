@@ -6,8 +6,7 @@ rows before it and is never kept.
 """
 
 import math
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,37 +14,39 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.models.base import Attend, CausalLM
 from espalier.models.draft import DraftOutput
-from espalier.models.eagle3 import Eagle3Draft, make_eagle3
-from espalier.models.peagle_config import PEagleConfig
+from espalier.models.eagle3 import Eagle3Draft, head_parts
+from espalier.models.eagle3_config import Eagle3Config
 from espalier.models.weights import Weights
 
 
+@dataclass(eq=False)
 class PEagleDraft(Eagle3Draft):
     """A loaded P-EAGLE head.  mask_features: [1, 1, F], what mask rows read in place of the target's features."""
 
-    def __init__(self, *, config: PEagleConfig, mask_features: Tensor, **parts: Any) -> None:
-        super().__init__(config=config, **parts)
-        self.mask_token = config.mask_token
-        self.mask_hidden = self.fuse(mask_features)
+    mask_features: Tensor
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mask_hidden = self.fuse(self.mask_features)
 
     def mask_rows(self, positions: Tensor, attend: Attend) -> DraftOutput:
         """Run over mask rows at RoPE positions [B, Q]."""
-        tokens, parents = torch.full_like(positions, self.mask_token), torch.zeros_like(positions)
+        tokens, parents = torch.full_like(positions, self.spec.mask_token), torch.zeros_like(positions)
         return self(tokens, self.mask_hidden.expand(len(positions), -1, -1), positions, attend, parents)
 
 
-def make_peagle(weights: Weights, config: PEagleConfig, target: CausalLM, position_rows: int) -> PEagleDraft:
+def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> PEagleDraft:
     """As make_eagle3."""
-    name, size = "mask_hidden", len(config.capture) * config.target_hidden
+    name, size = "mask_hidden", len(config.spec.capture) * config.target_hidden
     if name not in weights:
         raise EspalierError(f"{weights.path} has no {name!r}, which a P-EAGLE head needs; use a whole checkpoint")
     shape = weights.shape(name)
     if math.prod(shape) != size:
         raise EspalierError(
-            f"{weights.path}: {name} has {math.prod(shape)} values, but {len(config.capture)} layers of "
-            f"{config.target_hidden} are captured {config.capture}; correct eagle_aux_hidden_state_layer_ids"
+            f"{weights.path}: {name} has {math.prod(shape)} values, but {len(config.spec.capture)} layers of "
+            f"{config.target_hidden} are captured {config.spec.capture}; correct eagle_aux_hidden_state_layer_ids"
         )
     features = weights.take(name, *shape).view(1, 1, size)
-    draft = make_eagle3(weights, config, target, position_rows, partial(PEagleDraft, mask_features=features))
-    assert isinstance(draft, PEagleDraft)
+    draft = PEagleDraft(**head_parts(weights, config, target, position_rows), mask_features=features)
+    weights.finish()
     return draft

@@ -1,7 +1,7 @@
 """Changes to logits before a token is drawn: bias, bans and penalties."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,8 +28,7 @@ class SamplingNeeds:
         return self.sampled or self.filtered or self.penalised or self.biased
 
 
-@dataclass(frozen=True)
-class Above:
+class Above(NamedTuple):
     """Drafted tokens between the root and the rows of a batch.
 
     tokens: [B, E], -1 for none; ancestor_bits: [B, Q, W] int64, the bits of each row's ancestors and of itself.

@@ -21,6 +21,7 @@ from espalier.attention.staged import Commit, StagedPass
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.kernels.state.advance import NodeRows, advance
 from espalier.kernels.state.batch_state import chain, gather
+from espalier.kernels.tree.accept import Path, accept
 from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.layout import RoundLayout, logit_rows, node_pieces
 from espalier.models.base import CausalLM, ModelOutput
@@ -29,7 +30,6 @@ from espalier.sampling.mask import DraftGuide
 from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, SlotTable
-from espalier.speculate.accept import Path, accept
 from espalier.speculate.drafters.base import Drafter, Grow
 from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler
@@ -175,7 +175,7 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     proposed, out = verified.proposed, verified.out
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
-    path = accept(tree, sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
+    path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised)
     runner.drafter.extend(slots, rows_of_path(draft_features(runner.drafter, out), path), path.length)
     if verified.logits is not None:

@@ -76,7 +76,7 @@ class Sampler:
         mask = None if mask is None else mask[:, nodes]
         if self.slot_rows is not None:
             # For penalties, the slot has counted the root (node 0) already.
-            above, rows = (tree.tokens, ancestors), self.slot_rows
+            above, rows = Above(tree.tokens, ancestors), self.slot_rows
             return SampledTokens(*pick_triton(logits, rows, self.first, offsets, above, first_above=1, mask=mask))
         drafted = tree.tokens.masked_fill(tree.depths == 0, VOID)
         counted = Above(drafted, ancestors) if self.needs.penalised else None
@@ -108,15 +108,21 @@ class Sampler:
         offset + row · stride: position of a row's children, from `first`; scores: [B, Q], path scores of the rows;
         above: drafted tokens between the root and each row.
         """
-        if self.guide is None:
-            return self._drafted_children(logits, d2t, offset, stride, scores, topk, above, None)
-        drafted = (None, None) if above is None else (above.tokens, above.ancestor_bits)
-        if stride:
-            only, mask = self.guide.of_levels(offset + 1, logits.shape[1])
+        only, mask = None, None
+        if self.guide is not None:
+            levels = self.guide.of_levels(offset + 1, logits.shape[1]) if stride else None
+            only, mask = levels or self.guide.of_rows(offset + 1, *(above or (None, None)))
+            mask = mask.expand(-1, logits.shape[1], -1)
+        if self.slot_rows is not None:
+            found = draft_topk_triton(
+                *(logits, d2t, self.slot_rows, self.first, offset, scores, topk, above, self.coupled, mask, stride)
+            )
         else:
-            only, mask = self.guide.of_rows(offset + 1, *drafted)
-        mask = mask.expand(-1, logits.shape[1], -1)
-        return force(only, *self._drafted_children(logits, d2t, offset, stride, scores, topk, above, mask), scores)
+            offsets = (offset + stride * torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
+            logp, ids = self._child_scores(logits, d2t, offsets, above, mask)
+            best, index = ordered_topk(logp.float(), topk)
+            found = (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
+        return found if only is None else force(only, *found, scores)
 
     def next_depth(self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: Rows, out: Candidates) -> Rows:
         """Write the best children of each row of a block draft with edges to `out`, [B, R, K] each.
@@ -130,39 +136,14 @@ class Sampler:
         only, mask = (None, None) if self.guide is None else self.guide.of_rows(depth + 1, None, None)
         return edge_topk_triton(edges, depth, rows, d2t, self.slot_rows, self.first, out, self.coupled, mask, only)
 
-    def _drafted_children(
-        self,
-        logits: Tensor,
-        d2t: Tensor | None,
-        offset: int,
-        stride: int,
-        scores: Tensor,
-        topk: int,
-        above: Above | None,
-        mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """As `children`.  mask: [B, Q, words], the target ids that may be drafted."""
-        if self.slot_rows is not None:
-            drafted = None if above is None else (above.tokens, above.ancestor_bits)
-            rows, first, coupled = self.slot_rows, self.first, self.coupled
-            return draft_topk_triton(
-                *(logits, d2t, rows, first, offset, scores, topk, drafted),
-                coupled=coupled,
-                mask=mask,
-                stride=stride,
-            )
-        offsets = (offset + stride * torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
-        logp, ids = self._child_scores(logits, d2t, offsets, above, mask)
-        best, index = ordered_topk(logp.float(), topk)
-        return (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
-
     def _child_scores(
         self, logits: Tensor, d2t: Tensor | None, offsets: Tensor, above: Above | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Scores of all children, and the target id of each column.
 
-        offsets: [B, Q], position of each row's children, from `first`.  With sampling parameters the columns are the
-        target's vocabulary and ids are None: the column is the id.
+        offsets: [B, Q], position of each row's children, from `first`; mask: [B, Q, words], the target ids that may be
+        drafted.  With sampling parameters the columns are the target's vocabulary and ids are None: the column is the
+        id.
         """
         precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if mask is not None:

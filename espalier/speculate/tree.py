@@ -6,42 +6,13 @@ there are fewer candidates than nodes, the rest are void nodes: token -1, no anc
 committed.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import unpack
 from espalier.kernels.tree.select_beams import ordered_topk
-from espalier.kernels.tree.select_tree import VOID, select
+from espalier.kernels.tree.select_tree import VOID, Tree, select
 
 __all__ = ["VOID", "Pool", "Tree", "ordered_topk", "root_only"]
-
-
-@dataclass(frozen=True)
-class Tree:
-    """The trees of a batch.
-
-    tokens: [B, D]; -1 for void nodes.
-    parents: [B, D], index of the parent node; the root is its own parent.
-    depths: [B, D], distance from the root; 1 for void nodes.
-    scores: [B, D] float32, log-probability of the path; 0 for the root, -inf for void nodes.
-    ancestors: [B, D, W] int64, bit j of a node: node j is its ancestor, or the node itself.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    scores: Tensor
-    ancestors: Tensor
-
-    def mask(self) -> Tensor:
-        """[B, D, D] bool: node j is an ancestor of node i, or i itself."""
-        return unpack(self.ancestors, self.tokens.shape[1])
-
-    def positions(self, prefix_len: Tensor) -> Tensor:
-        """[B, D]: position of each node in the target."""
-        return prefix_len[:, None] + self.depths
 
 
 def root_only(root: Tensor) -> Tree:
@@ -75,4 +46,4 @@ class Pool:
         """The tree of the root [B] and the best nodes - 1 candidates, sorted by (score, level, index in the level)."""
         beams = torch.cat(self.beams, 1) if self.beams else root.new_empty(root.shape[0], 0)
         tokens, scores = torch.cat(self.tokens, 1), torch.cat(self.scores, 1)
-        return Tree(*select(root, tokens, scores, beams, self.topk, nodes))
+        return select(root, tokens, scores, beams, self.topk, nodes)

@@ -19,7 +19,7 @@ from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftModel
 from espalier.slots import SlotTable
-from espalier.speculate.drafters import make_drafter
+from espalier.speculate.drafters.registry import make_drafter
 from espalier.speculate.round import ModelRunner
 
 

@@ -25,7 +25,7 @@ from espalier.models import (
 )
 from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount, stored_weights
-from espalier.speculate.drafters import WITHOUT_FILES, draft_algorithm, load_draft, own_draft, read_draft
+from espalier.speculate.drafters.registry import WITHOUT_FILES, draft_algorithm, load_draft, own_draft, read_draft
 from espalier.speculate.round import ModelRunner
 from espalier.startup.build import assemble, cache_size, cache_specs, kv_dtypes_of, make_runner
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target

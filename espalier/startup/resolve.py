@@ -18,7 +18,7 @@ from espalier.kernels.runtime.launch import Chip, require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
 from espalier.models.weights import WeightCount
-from espalier.speculate.drafters import WITHOUT_FILES, algorithms
+from espalier.speculate.drafters.registry import WITHOUT_FILES, algorithms
 from espalier.startup.build import cache_specs, kv_dtypes_of, require_reentry
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import MixtureWeights

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.tree.accept import accept
 from espalier.kernels.tree.edge_topk import Rows, fill_depth
 from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.sampling.pick import SampledTokens
-from espalier.speculate.accept import accept
 from espalier.speculate.drafters.one_pass import with_edges
 from espalier.speculate.tree import Pool, Tree, ordered_topk
 from espalier.synthetic.fading import Fading, fading_of
@@ -270,7 +270,7 @@ def predicted_accept_length(
         chosen = torch.randint(0, NUM_SUCCESSORS, tree.tokens.shape, generator=generator)
     picks = (tree.tokens + chain.shifts[chosen]) % chain.size
     picked = SampledTokens(picks, torch.ones_like(picks, dtype=torch.bool))
-    path = accept(tree, picked, torch.full_like(roots, steps), torch.ones_like(roots, dtype=torch.bool), steps)
+    path = accept(tree, *picked, torch.full_like(roots, steps), torch.ones_like(roots, dtype=torch.bool), steps)
     return float(path.length.double().mean())
 
 
@@ -301,4 +301,4 @@ def _grow_paths(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_to
         return fill_depth(children, best, places, out)
 
     candidates = with_edges(roots, steps, topk, next_depth)
-    return Tree(*select_paths(roots, candidates, num_draft_tokens))
+    return select_paths(roots, candidates, num_draft_tokens)

@@ -22,7 +22,8 @@ from espalier.models.draft import DraftConfig
 from espalier.models.loading import make_target
 from espalier.models.weight_formats import all_dense
 from espalier.models.weights import INDEX, Weights, write_weights
-from espalier.speculate.drafters import DraftFormat, format_of
+from espalier.speculate.drafters.base import DraftFormat
+from espalier.speculate.drafters.registry import format_of
 from espalier.synthetic.block import BlockTensors
 from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
 from espalier.synthetic.draft import DraftTensors

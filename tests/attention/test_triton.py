@@ -184,9 +184,9 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
     table = 1 + torch.arange(4 * pages.layout.table_width, device=kernel_device, dtype=torch.int32).view(4, -1)
     given = []
 
-    def seen(*args, **config):
-        given.append((args[4], args[10]))
-        return tree_attention_triton(*args, **config)
+    def seen(inputs, partials, contiguous):
+        given.append((inputs.splits, contiguous))
+        return tree_attention_triton(inputs, partials, contiguous=contiguous)
 
     monkeypatch.setattr(triton, "uses_contiguous_blocks", lambda *_: True)
     monkeypatch.setattr(triton, "tree_attention_triton", seen)

@@ -27,7 +27,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import dequantise
 from espalier.models import read_config
 from espalier.request import SamplingParams
-from espalier.speculate.drafters import read_draft
+from espalier.speculate.drafters.registry import read_draft
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import SHAPES, find_shape
 from tests.harness import prompts

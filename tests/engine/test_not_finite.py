@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import assemble
 from tests.builders import make_eagle3, make_target
 from tests.engine.alone import replace_request

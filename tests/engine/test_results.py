@@ -5,10 +5,10 @@ import torch
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
 from espalier.engine.results import Reported, Results, read
 from espalier.kernels.sampling.logprobs import rows_of as logprob_rows
+from espalier.kernels.tree.accept import Path
 from espalier.logprobs import TokenLogprob, TokenLogprobs
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
-from espalier.speculate.accept import Path
 from espalier.speculate.round import RoundOutput
 from espalier.speculate.tree import Tree
 from tests.harness import Setup

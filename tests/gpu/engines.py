@@ -16,7 +16,7 @@ from espalier.config import FP8_KV
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
-from espalier.speculate.drafters import WITHOUT_FILES, load_draft, read_draft
+from espalier.speculate.drafters.registry import WITHOUT_FILES, load_draft, read_draft
 from espalier.startup.build import assemble, kv_dtypes_of
 from tests.harness import MAX_POSITIONS, Setup, directories
 from tests.oracles.fp8_cache import ones

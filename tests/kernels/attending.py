@@ -9,6 +9,7 @@ from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
 from espalier.kernels.attention.rows import Committed, Staged
+from espalier.kernels.attention.rows import Inputs as KernelInputs
 from espalier.kernels.attention.tree_attention import tree_attention_reference, tree_attention_triton
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.state.kv_scales import KVScales
@@ -57,6 +58,10 @@ class Inputs:
         return kv_splits_triton(
             self.committed.length, self.first, KVSplitPolicy(max_splits, max_splits), self.positions, self.window or 0
         )
+
+    def of_kernel(self, max_splits: int, staged: Staged | None) -> KernelInputs:
+        parts = (self.q, self.committed, staged, self.positions, self.splits(max_splits))
+        return KernelInputs(*parts, self.scale, self.window, self.sink)
 
     def only(self, requests: list[int]) -> "Inputs":
         """The given requests, in the given order, over the same pages."""
@@ -144,9 +149,7 @@ def expected(inputs: Inputs, staged: bool = True) -> tuple[Tensor, Tensor]:
     c, s = inputs.committed, inputs.staged
     exact = replace(c, k=c.k.double(), v=c.v.double())
     exact_staged = Staged(s.k.double(), s.v.double(), s.row_positions, s.ancestor_bits) if staged else None
-    return tree_attention_reference(
-        inputs.q.double(), exact, exact_staged, inputs.positions, None, inputs.scale, inputs.window, inputs.sink
-    )
+    return tree_attention_reference(inputs.of_kernel(1, exact_staged)._replace(q=inputs.q.double(), committed=exact))
 
 
 def run(
@@ -154,12 +157,10 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """contiguous: give the launch the counts of contiguous blocks."""
     staged_rows, c = inputs.staged if staged else None, inputs.committed
-    splits = inputs.splits(max_splits)
+    of_kernel = inputs.of_kernel(max_splits, staged_rows)
     if contiguous:
-        arguments["contiguous"] = contiguous_blocks_triton(splits, c.page_table, c.page_size, c.first)
-    return tree_attention_triton(
-        inputs.q, c, staged_rows, inputs.positions, splits, inputs.scale, inputs.window, inputs.sink, **arguments
-    )
+        arguments["contiguous"] = contiguous_blocks_triton(of_kernel.splits, c.page_table, c.page_size, c.first)
+    return tree_attention_triton(of_kernel, **arguments)
 
 
 def poison_empty(monkeypatch) -> None:

@@ -6,7 +6,8 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.kernels.tree.accept import accept, accept_reference, accept_triton
-from espalier.kernels.tree.select_tree import VOID, select_tree_reference
+from espalier.kernels.tree.select_tree import VOID, Tree, select_tree_reference
+from espalier.speculate.tree import root_only
 from tests.kernels.treeing import poisoned, random, random_pool, same
 
 TOKENS = 3
@@ -30,14 +31,20 @@ def random_inputs(batch, topk, steps, nodes, seed, limited=True):
     limit = torch.randint(0, steps + 2, (batch,), generator=generator) if limited else torch.full((batch,), steps)
     real = torch.rand(batch, generator=generator) < 0.75
     finite = torch.rand(batch, nodes, generator=generator) < 0.8
-    return *tree[:3], tree.ancestor_bits, picks, finite, limit, real, steps
+    return tree, picks, finite, limit, real, steps
+
+
+def on(device, inputs):
+    """accept's tensors on a device."""
+    tree, *rest = inputs
+    return Tree(*(value.to(device) for value in tree)), *(value.to(device) for value in rest)
 
 
 def check(device, batch, topk, steps, nodes):
     for seed in range(4):
         inputs = random_inputs(batch, topk, steps, nodes, seed, limited=seed > 1)
         with poisoned():
-            path = accept_triton(*(value.to(device) for value in inputs[:-1]), steps)
+            path = accept_triton(*on(device, inputs[:-1]), steps)
         same(path, accept_reference(*inputs))
 
 
@@ -60,42 +67,34 @@ def chain(nodes):
     line = torch.arange(nodes)[None]
     parents = (line - 1).clamp(min=0)
     ancestor_bits = pack(ancestor_mask(parents, torch.zeros(1, nodes).bool(), nodes))
-    return line % TOKENS, parents, line, ancestor_bits
+    return Tree(line % TOKENS, parents, line, torch.zeros(1, nodes), ancestor_bits)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 62, 63, 64, 65, 128])
 def test_paths_longer_than_64_nodes(kernel_device, depth):
     picks = (torch.arange(129)[None] + 1) % TOKENS
     picks[0, depth:] = 9
-    inputs = (*chain(129), picks, picks != 5, torch.tensor([128]), torch.tensor([True]))
-    path = accept_triton(*(value.to(kernel_device) for value in inputs), 128)
+    inputs = (chain(129), picks, picks != 5, torch.tensor([128]), torch.tensor([True]))
+    path = accept_triton(*on(kernel_device, inputs), 128)
     assert path.length.tolist() == [depth + 1] and path.tokens[0, depth].item() == 9
     same(path, accept_reference(*inputs, 128))
 
 
 def test_plain_decoding_and_padding(kernel_device):
-    zero, one = torch.zeros(2, 1).long(), torch.ones(2, 1, 1).long()
-    inputs = (
-        torch.tensor([[5], [6]]),
-        zero,
-        zero,
-        one,
-        torch.tensor([[1], [2]]),
-        zero == 0,
-        zero[:, 0],
-        torch.tensor([True, False]),
-    )
-    path = accept_triton(*(value.to(kernel_device) for value in inputs), 0)
+    tree = root_only(torch.tensor([5, 6]))
+    zero = torch.zeros(2, 1).long()
+    inputs = (tree, torch.tensor([[1], [2]]), zero == 0, zero[:, 0], torch.tensor([True, False]))
+    path = accept_triton(*on(kernel_device, inputs), 0)
     assert (path.tokens.tolist(), path.length.tolist(), path.rows.tolist()) == ([[1], [2]], [1, 0], [[0], [0]])
 
 
 def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
     *inputs, steps = random_inputs(2, 2, 3, 7, 1)
-    inputs = [value.to(kernel_device) for value in inputs]
+    tree, picks, *rest = on(kernel_device, inputs)
     with pytest.raises(EspalierError, match="accept: picks"):
-        accept_triton(*inputs[:4], inputs[4][:, 1:], *inputs[5:], steps)
+        accept_triton(tree, picks[:, 1:], *rest, steps)
     with pytest.raises(EspalierError, match="accept: real"):
-        accept_triton(*inputs[:7], inputs[7].long(), steps)
+        accept_triton(tree, picks, *rest[:2], rest[2].long(), steps)
 
 
 def test_cpu_tensors_use_the_reference():

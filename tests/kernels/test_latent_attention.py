@@ -33,9 +33,7 @@ def drawn(case: Case, device: torch.device) -> Inputs:
 
 def run(inputs: Inputs, max_splits: int, staged: bool = True, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
     staged_rows = inputs.staged if staged else None
-    return latent_attention_triton(
-        inputs.q, inputs.committed, staged_rows, inputs.positions, inputs.splits(max_splits), inputs.scale, **arguments
-    )
+    return latent_attention_triton(inputs.of_kernel(max_splits, staged_rows), **arguments)
 
 
 def check(case: Case, device: torch.device, staged: bool = True, **arguments) -> None:

@@ -13,7 +13,7 @@ import espalier.kernels.runtime.pdl as pdl
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
-from espalier.kernels.attention.rows import Committed, Staged
+from espalier.kernels.attention.rows import Committed, Inputs, Staged
 from espalier.kernels.attention.tree_attention import tree_attention_triton
 from espalier.kernels.layers.linear import TritonPlan, linear_gated, linear_parts_triton
 from espalier.kernels.layers.norm import add_rms_norm_triton, rms_norm_triton
@@ -97,8 +97,8 @@ class Attended:
         if self.page_size % 64:
             contiguous = contiguous_blocks_triton(self.splits, c.page_table, self.page_size, 0)
         self._stored(1, self.page_size + self.rows, c.k, c.v)
-        committed_and_staged = (c, self.staged, self.positions, self.splits)
-        return list(tree_attention_triton(q[None], *committed_and_staged, SIZE**-0.5, contiguous=contiguous))
+        inputs = Inputs(q[None], c, self.staged, self.positions, self.splits, SIZE**-0.5)
+        return list(tree_attention_triton(inputs, contiguous=contiguous))
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         qkv = linear_parts_triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))

@@ -82,7 +82,7 @@ def test_reference_is_all_paths_sorted(steps, rows, topk, nodes):
     for seed in range(6):
         root, candidates = random_candidates(2, steps, rows, topk, seed)
         tree = select_paths_reference(root, candidates, nodes)
-        masks = unpack(tree.ancestor_bits, nodes)
+        masks = unpack(tree.ancestors, nodes)
         for b in range(2):
             expected = by_sorting(int(root[b]), *(value[b] for value in candidates), nodes)
             ancestors = [set(row.nonzero().flatten().tolist()) for row in masks[b]]
@@ -129,7 +129,7 @@ def test_without_candidates_only_the_root_is_left(kernel_device):
         void.scores.fill_(nothing)
         tree = select_paths_triton(root.to(kernel_device), void, 4)
         assert tree.tokens.tolist() == [[70, -1, -1, -1], [71, -1, -1, -1]]
-        assert tree.ancestor_bits.flatten(1).tolist() == [[1, 2, 4, 8]] * 2
+        assert tree.ancestors.flatten(1).tolist() == [[1, 2, 4, 8]] * 2
 
 
 def test_sizes_beyond_a_key_are_refused():

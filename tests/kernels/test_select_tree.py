@@ -44,7 +44,7 @@ def test_reference_equals_sorting_and_walking(topk, steps):
     for seed, nodes in enumerate((1, 2, size // 2 + 1, size, size + 1)):
         inputs = random_inputs(2, topk, steps, seed)
         tree = select_tree_reference(*inputs, topk, nodes)
-        masks = unpack(tree.ancestor_bits, nodes)
+        masks = unpack(tree.ancestors, nodes)
         for b in range(2):
             expected = selected_by_lists(*(value[b].tolist() for value in inputs), topk, nodes)
             ancestors = [set(row.nonzero().flatten().tolist()) for row in masks[b]]
@@ -90,7 +90,7 @@ def test_without_candidates_only_the_root_is_left(kernel_device):
     inputs[2].fill_(-torch.inf)
     tree = select_tree_triton(*(value.to(kernel_device) for value in inputs), 2, 4)
     assert tree.tokens.tolist() == [[70, -1, -1, -1], [71, -1, -1, -1]]
-    assert tree.ancestor_bits.flatten(1).tolist() == [[1, 2, 4, 8]] * 2
+    assert tree.ancestors.flatten(1).tolist() == [[1, 2, 4, 8]] * 2
     same(tree, select_tree_reference(*inputs, 2, 4))
 
 

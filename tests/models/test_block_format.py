@@ -15,7 +15,7 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.block import BlockDraft
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.block import block_directories, make_block_draft
 from tests.oracles.dense import DenseAttend, attended
 
@@ -73,11 +73,11 @@ def two_rounds(draft: BlockDraft, expected: dict[str, Tensor]) -> dict[str, Tens
             tuple(torch.cat(pair) for pair in zip(old, new, strict=True))  # type: ignore[misc]
             for old, new in zip(context or [(k[:0], v[:0]) for k, v in added], added, strict=True)
         ]
-        block = torch.full((1, draft.spec.block_rows), draft.mask_token)
+        block = torch.full((1, draft.spec.block_rows), draft.spec.mask_token)
         block[0, 0] = tokens[0, anchor]
         positions = anchor + torch.arange(draft.spec.block_rows)[None]
-        attend = OverContext(draft.layer_specs, context, draft.causal, draft.windows_from_root)
-        hidden = draft(block, positions, attend)[:, draft.first_proposing :]
+        attend = OverContext(draft.layer_specs, context, draft.spec.causal, draft.spec.windows_from_root)
+        hidden = draft(block, positions, attend)[:, draft.spec.first_proposing :]
         logits = draft.block_logits(hidden)
         made[f"logits.{number}"] = logits[0]
         if draft.edges is not None:
@@ -134,8 +134,8 @@ def of_dflash2(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "XPress": ("speculators", {"speculators_model_type": "xpress"}, "XPress is not supported yet"),
-    "Gemma 4": ("dspark", {"architectures": ["Gemma4DSparkModel"]}, "DSpark with Gemma 4's layers is not supported"),
+    "XPress": ("speculators", {"speculators_model_type": "xpress"}, "XPress. is not supported yet"),
+    "Gemma 4": ("dspark", {"architectures": ["Gemma4DSparkModel"]}, "DSpark with Gemma 4's layers. is not supported"),
     "gated edges": ("dspark", {"markov_head_type": "gated"}, "markov_head_type = 'gated' is not supported"),
     "edges of the whole path": ("speculators", {"markov_head_type": "rnn"}, "markov_head_type = 'rnn'"),
     "z-lab's window": (
@@ -203,8 +203,8 @@ def test_dflash2_of_speculators_has_defaults_and_no_reduced_vocabulary(tmp_path)
     """Sliding layers are not causal, where DFlash's are; sizes are the package's."""
     unsaid = dict.fromkeys(("sliding_window_non_causal", "conv_group_size", "selector_top_k"))
     config = read_changed("speculators_dflash2_slides", tmp_path, **unsaid)
-    assert (config.causal, config.conv_group, config.selector_topk) == ((False, False), 16, 16)
-    assert read_changed("speculators_slides", tmp_path, sliding_window_non_causal=None).causal == (True, False)
+    assert (config.spec.causal, config.conv_group, config.selector_topk) == ((False, False), 16, 16)
+    assert read_changed("speculators_slides", tmp_path, sliding_window_non_causal=None).spec.causal == (True, False)
     with pytest.raises(EspalierError, match="draft_vocab_size = 10 is not the vocabulary of 24"):
         read_changed("speculators_dflash2", tmp_path, draft_vocab_size=10)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.models import DraftModel, load_target, read_config
 from espalier.models.draft import DraftOutput
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.oracles.dense import DenseAttend
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle3"

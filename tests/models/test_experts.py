@@ -26,7 +26,7 @@ from espalier.models.loading import FAMILIES
 from espalier.models.weight_formats import WeightFormat, all_dense
 from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weights import Weights, stored_weights
-from espalier.speculate.drafters import read_draft
+from espalier.speculate.drafters.registry import read_draft
 from tests.builders import make_eagle3, make_target
 
 EXPERTS, HIDDEN = 16, 12

@@ -18,7 +18,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 from espalier.attention import BACKENDS, default_backend
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.speculate.drafters import draft_algorithm, load_draft, read_draft
+from espalier.speculate.drafters.registry import draft_algorithm, load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 from tests.harness import LATENT_HEAD
 from tests.models.reference import _norm_float64, _rotary_float64

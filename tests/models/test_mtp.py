@@ -15,7 +15,7 @@ from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.models import ModelConfig, load_target, read_config
 from espalier.models.mtp import MTPDraft
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup import load
 from tests.builders import make_target
 from tests.models.reference import load_reference
@@ -125,7 +125,7 @@ def test_weights_that_do_not_fit_are_refused(family: str, name: str, tmp_path: P
         ({"transformer_layer_config": {"model_type": "qwen3_next"}}, "model_type 'qwen3_next'"),
         (
             {"speculators_model_type": None, "architectures": ["Step3p5ForCausalLM"]},
-            "MTP layers of Step-3.5 .Step3p5ForCausalLM. are not supported yet; supported are",
+            "Step3p5ForCausalLM. .the MTP layers of Step-3.5. is not supported yet; supported are",
         ),
     ],
     ids=str,

@@ -17,7 +17,7 @@ from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.draft import DraftOutput
 from espalier.models.peagle import PEagleDraft
-from espalier.speculate.drafters import draft_algorithm, load_draft, read_draft
+from espalier.speculate.drafters.registry import draft_algorithm, load_draft, read_draft
 from tests.oracles.dense import DenseAttend, attended
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "peagle"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 
 LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": 8}
@@ -199,7 +199,7 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
             {"architectures": ["LlamaForCausalLM"]},
             ["'LlamaForCausalLM' is not a known draft", "pass it as model=", "supported are EAGLE-3 heads"],
         ),
-        ({"speculators_model_type": "eagle"}, ["'eagle' is an EAGLE-1/2 head, not supported yet"]),
+        ({"speculators_model_type": "eagle"}, ["'eagle' .EAGLE-1/2 heads. is not supported yet"]),
         (
             {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "pard_token": 3},
             ["P-EAGLE heads with latent attention are not supported"],
@@ -223,7 +223,7 @@ def test_earlier_heads(draft: Path, target: Path) -> None:
     edit_weights(draft, lambda weights: (weights.pop("fc"), weights.update({"fc.weight": torch.zeros(32, 64)})))
     refused(lambda: load_both(draft, target), "declared as EAGLE-3", "EAGLE-1/2 head")
     edit_config(draft, architectures=["LlamaForCausalLMEagle"])
-    refused(lambda: load_both(draft, target), "'LlamaForCausalLMEagle' is an EAGLE-1/2 head, not supported yet")
+    refused(lambda: load_both(draft, target), "'LlamaForCausalLMEagle' .EAGLE-1/2 heads. is not supported yet")
 
 
 def test_vocabulary_maps(draft: Path, target: Path) -> None:

@@ -19,7 +19,7 @@ from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config, weight_formats
 from espalier.models.weight_formats import Shard, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weights import Weights, stored_weights
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import assemble
 from tests.builders import make_eagle3, make_target
 from tests.harness import request, run

@@ -6,7 +6,7 @@ from typing import Any
 
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel, load_target, read_config
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.block import block_directories
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup
 from tests.oracles.plain_block import BlockReference, PlainBlock

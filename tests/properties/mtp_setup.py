@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from espalier.models import CausalLM, DraftModel, load_target, read_config
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup
 from tests.mtp import mtp_directories
 from tests.oracles.plain_mtp import plain_modules

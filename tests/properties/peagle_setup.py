@@ -13,7 +13,7 @@ from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.models.draft import DraftOutput
 from espalier.models.peagle import PEagleDraft
 from espalier.request import Request
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup
 from tests.oracles.dense import DenseAttend
 from tests.oracles.plain_block import best_paths

@@ -17,7 +17,7 @@ from espalier.kernels.layers import quantised as kernels
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.models.weight_formats import quantised
 from espalier.request import Request, SamplingParams
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Ran, Setup, prompts, request, run
 from tests.quantised import KINDS, WEIGHTS_ONLY, quantise

@@ -31,8 +31,9 @@ from espalier.models.loading import FAMILIES, layer_specs_of, load_layer
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 from espalier.request import Request, SamplingParams
-from espalier.speculate.drafters import DRAFT_FORMATS, DraftFormat, load_draft, read_draft
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
+from espalier.speculate.drafters.base import DraftFormat
+from espalier.speculate.drafters.registry import DRAFT_FORMATS, load_draft, read_draft
 from espalier.startup import load
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, directories, prompts, request, run
 from tests.oracles.reference_round import Reference

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.tree.accept import accept
 from espalier.sampling.pick import SampledTokens
-from espalier.speculate.accept import accept
 from espalier.speculate.tree import VOID, Tree, root_only
 
 STEPS = 4
@@ -64,7 +64,7 @@ def test_the_kept_path_is_what_walking_finds(data, nodes, batch):
     limits = data.draw(st.lists(st.integers(0, STEPS), min_size=batch, max_size=batch))
     real = data.draw(st.lists(st.booleans(), min_size=batch, max_size=batch))
     finite = [data.draw(st.lists(st.booleans(), min_size=nodes, max_size=nodes)) for _ in rows]
-    path = accept(tree_of(rows), num_finite(picks, finite), torch.tensor(limits), torch.tensor(real), STEPS)
+    path = accept(tree_of(rows), *num_finite(picks, finite), torch.tensor(limits), torch.tensor(real), STEPS)
     for b, (row, picked, limit) in enumerate(zip(rows, picks, limits, strict=True)):
         nodes_kept, emitted = walk(*row, picked, limit)
         assert int(path.length[b]) == (len(emitted) if real[b] else 0)
@@ -85,20 +85,20 @@ def test_paths_go_on_beyond_a_word_of_ancestors(depth):
     picks = (torch.arange(129)[None] + 1) % TOKENS
     picks[0, depth:] = 9
     everything = torch.tensor([128])
-    path = accept(chain(129), num_finite(picks), everything, torch.tensor([True]), steps=128)
+    path = accept(chain(129), *num_finite(picks), everything, torch.tensor([True]), steps=128)
     assert path.length.tolist() == [depth + 1] and path.rows[0, : depth + 1].tolist() == list(range(depth + 1))
     assert path.tokens[0, depth].item() == 9
 
 
 def test_plain_decoding_emits_the_pick_of_the_root():
     root = root_only(torch.tensor([5, 6]))
-    path = accept(root, num_finite([[1], [2]]), torch.tensor([0, 0]), torch.tensor([True, False]), steps=0)
+    path = accept(root, *num_finite([[1], [2]]), torch.tensor([0, 0]), torch.tensor([True, False]), steps=0)
     assert path.tokens.tolist() == [[1], [2]] and path.length.tolist() == [1, 0] and path.rows.tolist() == [[0], [0]]
 
 
 def test_no_requests_have_no_paths():
-    path = accept(tree_of([([0], [0], [0])]), num_finite([[0]]), torch.ones(1), torch.tensor([True]), STEPS)
+    path = accept(tree_of([([0], [0], [0])]), *num_finite([[0]]), torch.ones(1), torch.tensor([True]), STEPS)
     assert path.rows.shape == (1, STEPS + 1)
     empty = root_only(torch.zeros(0, dtype=torch.int64))
-    path = accept(empty, num_finite(empty.tokens), empty.tokens[:, 0], empty.tokens[:, 0] > 0, STEPS)
+    path = accept(empty, *num_finite(empty.tokens), empty.tokens[:, 0], empty.tokens[:, 0] > 0, STEPS)
     assert path.rows.shape == (0, STEPS + 1) and path.length.shape == (0,)

@@ -19,8 +19,9 @@ from espalier.kernels.tree.select_paths import select_paths_triton
 from espalier.layout import RoundLayout
 from espalier.models import dflash2, load_target, read_config
 from espalier.models.layers import embedding
-from espalier.speculate.drafters import load_draft, one_pass, read_draft
+from espalier.speculate.drafters import one_pass
 from espalier.speculate.drafters.one_pass import OnePassDrafter
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree
 from tests.block import FORMS, block_directories

@@ -11,9 +11,9 @@ from espalier.engine.results import Reported, Results, read
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts import grouped_experts
 from espalier.kernels.state.batch_state import gather
+from espalier.kernels.tree.accept import Path
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
-from espalier.speculate.accept import Path
 from espalier.speculate.round import ModelRunner, commit, decode_round, prefill
 from tests.harness import Setup, prompts, request
 from tests.properties.layouts import reference_of

@@ -37,7 +37,7 @@ def tree_of(batch: int, seed: int = 0) -> Tree:
 
 
 def moved(tree: Tree, device: torch.device) -> Tree:
-    return Tree(*(value.to(device) for value in vars(tree).values()))
+    return Tree(*(value.to(device) for value in tree))
 
 
 def test_the_nodes_of_a_tree(kernel_device):

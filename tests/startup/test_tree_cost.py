@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from espalier.layout import PLAIN, TreeShape
 from espalier.models import read_config
-from espalier.speculate.drafters import read_draft
+from espalier.speculate.drafters.registry import read_draft
 from espalier.startup import tree_policy
 from espalier.startup.tree_cost import MixtureWeights, accept_length, mixture_weights, trees_by_cost
 from espalier.startup.tree_policy import Machine, chip_figures, choose_trees

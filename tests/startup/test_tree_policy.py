@@ -10,7 +10,7 @@ from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import Chip
 from espalier.layout import PLAIN, TreeShape
-from espalier.speculate.drafters import WITHOUT_FILES
+from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.startup import resolve
 from espalier.startup import tree_policy as trees
 from espalier.startup.resolve import layout_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from espalier.models import load_target, read_config
-from espalier.speculate.drafters import load_draft, read_draft
+from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.train.__main__ import make_parser
 from espalier.train.block import (
     TREES,
@@ -120,7 +120,7 @@ def test_the_module_computes_what_the_engine_computes(ring_target, trained):
     for block, anchor in enumerate(anchors.tolist()):
         context = context_planes(draft, features[:, :anchor], 0)
         ids = torch.tensor([[int(tokens[0, anchor]), *[head.shape.mask_token_id] * 2]])
-        attend = OverContext(draft.layer_specs, context, draft.causal)
+        attend = OverContext(draft.layer_specs, context, draft.spec.causal)
         torch.testing.assert_close(
             draft(ids, anchor + torch.arange(3)[None], attend)[0], outputs[0, block], rtol=1e-4, atol=1e-4
         )

@@ -118,18 +118,6 @@ class KVSplits:
     policy: KVSplitPolicy
 
 
-def kv_splits(
-    length: Tensor, first: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
-) -> KVSplits:
-    """Split the committed rows [first, length) of each request.
-
-    length: [B] int64.  positions: [B, Q] int64, of the queries: rows that no query's window reaches are left out.
-    window: 0 for no window; then positions may be None.
-    """
-    make = kv_splits_triton if length.is_cuda else kv_splits_reference
-    return make(length, first, policy, positions, window)
-
-
 @kernel
 def _kv_splits_kernel(
     length_ptr,
@@ -189,6 +177,11 @@ def _kv_splits_kernel(
 def kv_splits_triton(
     length: Tensor, first: int, policy: KVSplitPolicy, positions: Tensor | None = None, window: int = 0
 ) -> KVSplits:
+    """Split the committed rows [first, length) of each request.
+
+    length: [B] int64.  positions: [B, Q] int64, of the queries: rows that no query's window reaches are left out.
+    window: 0 for no window; then positions may be None.
+    """
     batch = length.shape[0]
     require("splits' length", length, (-1,), torch.int64, length)
     table = torch.empty(batch * policy.max_splits, COLUMNS, dtype=torch.int32, device=length.device)
@@ -200,18 +193,8 @@ def kv_splits_triton(
     if batch:
         queries, position_b, position_q = (0, 0, 0) if positions is None else (positions.shape[1], *positions.stride())
         _kv_splits_kernel[(1,)](
-            length,
-            length if positions is None else positions,
-            table,
-            starts,
-            batch,
-            queries,
-            first,
-            policy.num_splits,
-            policy.max_splits,
-            length.stride(0),
-            position_b,
-            position_q,
+            *(length, length if positions is None else positions, table, starts, batch, queries, first),
+            *(policy.num_splits, policy.max_splits, length.stride(0), position_b, position_q),
             WINDOW=window,
             STEP=SPLIT_STEP,
             MIN_ROWS=policy.min_split_rows,

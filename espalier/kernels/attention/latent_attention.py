@@ -31,10 +31,9 @@ from espalier.kernels.attention.hopper_latent import (
     fits_hopper_latent,
     hopper_latent_arguments,
 )
-from espalier.kernels.attention.kv_splits import KVSplits
 from espalier.kernels.attention.merge_splits import PartialResults, merge_splits_triton
-from espalier.kernels.attention.rows import Committed, Staged, check_shapes, shared_arguments, strides
-from espalier.kernels.attention.tree_attention import DTYPES, tree_attention_reference
+from espalier.kernels.attention.rows import Inputs, check_shapes, shared_arguments, strides
+from espalier.kernels.attention.tree_attention import DTYPES
 from espalier.kernels.attention.triton_config import TritonConfig, choose_latent_config
 from espalier.kernels.attention.work_items import (
     Plan,
@@ -52,24 +51,6 @@ if TYPE_CHECKING:
 # The output of a tile stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
 MAX_V_SIZE = 512
 MAX_ROW_SIZE = 576
-
-
-def latent_attention(
-    q: Tensor,
-    committed: Committed,
-    staged: Staged | None,
-    positions: Tensor,
-    splits: KVSplits,
-    scale: float,
-    partials: PartialResults | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As kernels/attention/tree_attention.py:tree_attention, for one KV head whose V is the first part of K.
-
-    committed.v and staged.v are views of committed.k and staged.k.  Windows and sinks are not supported.
-    """
-    if q.is_cuda:
-        return latent_attention_triton(q, committed, staged, positions, splits, scale, partials)
-    return tree_attention_reference(q, committed, staged, positions, splits, scale)
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
@@ -140,73 +121,66 @@ def _latent_attention_kernel(
 
 
 def latent_attention_triton(
-    q: Tensor,
-    committed: Committed,
-    staged: Staged | None,
-    positions: Tensor,
-    splits: KVSplits,
-    scale: float,
+    inputs: Inputs,
     partials: PartialResults | None = None,
     config: TritonConfig | HopperLatentConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """config: overrides the launch configuration, for tests and benchmarks."""
-    q = q if q.stride(3) == 1 else q.contiguous()
-    _check(q, committed, staged, positions, splits)
-    (batch, queries, heads, _), v_size = q.shape, committed.v.shape[2]
-    out = torch.empty(batch, queries, heads, v_size, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, queries, heads, dtype=torch.float32, device=q.device)
+    """As tree_attention_triton, for one KV head whose V is the first part of K.
+
+    committed.v and staged.v are views of committed.k and staged.k.  Windows and sinks are not supported.
+    """
+    inputs = _checked(inputs)
+    splits = inputs.splits
+    out, lse = inputs.buffers()
     if not out.numel():
         return out, lse
     is_split = splits.policy.max_splits > 1
     if partials is None:
         # Without splits there are no partial results, so no buffer: it would need 256 KB per query with 128 heads.
-        partials = PartialResults.of(splits, queries, heads, v_size) if is_split else PartialResults(out, lse)
+        partials = PartialResults.of(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
-        config = _choose(q, committed, staged)
+        config = _choose(inputs)
     elif isinstance(config, HopperLatentConfig) and not (
-        _fits_hopper(q, committed, staged) and (committed.scales is not None) == (config.raw_stages > 0)
+        _fits_hopper(inputs) and (inputs.committed.scales is not None) == (config.raw_stages > 0)
     ):
         raise EspalierError(
             "the Hopper kernel for latent rows needs bfloat16 or float16, rows of 512 + 64 values, addresses and "
             "strides divisible by 16, and raw_stages for FP8 rows: use config=None"
         )
-    _launch(q, committed, staged, positions, splits, scale, partials, config, out, lse)
+    _launch(inputs, partials, config, out, lse)
     if is_split:
         merge_splits_triton(partials, splits, out, lse)
     return out, lse
 
 
-def _choose(q: Tensor, committed: Committed, staged: Staged | None) -> TritonConfig | HopperLatentConfig:
+def _choose(inputs: Inputs) -> TritonConfig | HopperLatentConfig:
     """The launch configuration.  It does not depend on the batch."""
+    q, committed, staged = inputs[:3]
     queries, heads, size = q.shape[1:]
-    if _fits_hopper(q, committed, staged):
+    if _fits_hopper(inputs):
         config = choose_hopper_latent_config(chip(q), committed.scales is not None)
         if config is not None:
             return config
-    row_bytes = sum(_block_sizes(size, committed.v.shape[2])) * q.dtype.itemsize
+    row_bytes = sum(_block_sizes(size, inputs.v_size)) * q.dtype.itemsize
     rows = 0 if staged is None else staged.k.shape[1]
     return choose_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
 
 
-def _fits_hopper(q: Tensor, committed: Committed, staged: Staged | None) -> bool:
+def _fits_hopper(inputs: Inputs) -> bool:
     """Whether the Hopper kernel takes these tensors."""
-    rows = [committed.k, *(() if staged is None else (staged.k,))]
-    return fits_hopper_latent(q, rows, committed.v.shape[2])
+    rows = [inputs.committed.k, *(() if inputs.staged is None else (inputs.staged.k,))]
+    return fits_hopper_latent(inputs.q, rows, inputs.v_size)
 
 
 def _launch(
-    q: Tensor,
-    committed: Committed,
-    staged: Staged | None,
-    positions: Tensor,
-    splits: KVSplits,
-    scale: float,
+    inputs: Inputs,
     partials: PartialResults,
     config: TritonConfig | HopperLatentConfig,
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    (_, queries, heads, size), v_size = q.shape, committed.v.shape[2]
+    q, committed, staged, _, splits = inputs[:5]
+    (_, queries, heads, size), v_size = q.shape, inputs.v_size
     # Without staged rows the kernel gets another pointer, which it does not read.
     new = q if staged is None else staged.k
     attention_kernel: Kernel
@@ -218,7 +192,7 @@ def _launch(
     num_tiles = -(-queries * heads // config.block_m)
     grid = min(splits.table.shape[0] * num_tiles, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
-        **shared_arguments(q, committed, staged, positions, splits, scale, partials, out, lse, num_tiles),
+        **shared_arguments(inputs, partials, out, lse, num_tiles),
         row_ptr=committed.k,
         staged_ptr=new,
         row_scale_ptr=None if committed.scales is None else committed.scales.k,
@@ -250,16 +224,19 @@ def _block_sizes(size: int, v_size: int) -> tuple[int, int]:
     return max(16, power_of_two(v_size)), max(16, power_of_two(size - v_size))
 
 
-def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Tensor, splits: KVSplits) -> None:
-    size, v_size = q.shape[3], committed.v.shape[2]
+def _checked(inputs: Inputs) -> Inputs:
+    """The inputs with values of q side by side.  Raises EspalierError if they do not agree, or are not supported."""
+    q, committed, staged = inputs[:3]
+    size, v_size = q.shape[3], inputs.v_size
     if q.dtype not in DTYPES or not v_size < size <= MAX_ROW_SIZE or v_size > MAX_V_SIZE:
         raise EspalierError(
             f"latent attention supports {', '.join(map(str, DTYPES))}, rows of up to {MAX_ROW_SIZE} values and V of up "
             f"to {MAX_V_SIZE} of them, but got {q.dtype}, rows of {size} and V of {v_size}: use attention='reference'"
         )
-    check_shapes("latent attention", q, committed, staged, positions, splits, 1)
+    check_shapes("latent attention", inputs, 1)
     keys_and_values = [(committed.k, committed.v)]
     if staged is not None:
         keys_and_values.append((staged.k, staged.v))
     if any(k.data_ptr() != v.data_ptr() or k.stride() != v.stride() for k, v in keys_and_values):
         raise EspalierError("latent attention needs V to be the first part of K, as a view of the same tensor")
+    return inputs if q.stride(3) == 1 else inputs._replace(q=q.contiguous())

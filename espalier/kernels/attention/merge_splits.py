@@ -48,17 +48,6 @@ class PartialResults:
         return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
 
 
-def merge_splits(
-    partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
-) -> None:
-    """Write out [B, Q, heads, v_size] and lse [B, Q, heads] (float32, natural log) of requests with several splits.
-
-    sink: [heads], one extra logit per head, with weight but without a value; lse is without it.  A query that sees no
-    rows gets zeros and lse -inf.
-    """
-    (merge_splits_triton if out.is_cuda else merge_splits_reference)(partials, splits, out, lse, sink)
-
-
 @kernel
 def _load_partials(
     partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request, V_SIZE: tl.constexpr,
@@ -159,6 +148,11 @@ def _merge_splits_kernel(
 def merge_splits_triton(
     partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
+    """Write out [B, Q, heads, v_size] and lse [B, Q, heads] (float32, natural log) of requests with several splits.
+
+    sink: [heads], one extra logit per head, with weight but without a value; lse is without it.  A query that sees no
+    rows gets zeros and lse -inf.
+    """
     batch, queries, heads, v_size = out.shape
     capacity = splits.table.shape[0]
     require("merge_splits' partial out", partials.out, (capacity, queries, heads, v_size), torch.float32, out)
@@ -173,14 +167,7 @@ def merge_splits_triton(
     block_splits, num_parts = power_of_two(splits.policy.max_splits), -(-v_size // block_v)
     num_programs = min(batch * pairs_per_request, chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts)
     _merge_splits_kernel[(num_programs, num_parts)](
-        partials.out,
-        partials.lse,
-        splits.starts,
-        out if sink is None else sink,
-        out,
-        lse,
-        batch,
-        pairs_per_request,
+        *(partials.out, partials.lse, splits.starts, out if sink is None else sink, out, lse, batch, pairs_per_request),
         HEADS=heads,
         V_SIZE=v_size,
         SINK=sink is not None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,20 +45,40 @@ class Staged:
     ancestor_bits: Tensor | None
 
 
-def check_shapes(
-    name: str,
-    q: Tensor,
-    committed: Committed,
-    staged: Staged | None,
-    positions: Tensor,
-    splits: KVSplits,
-    kv_heads: int,
-) -> None:
+class Inputs(NamedTuple):
+    """What one launch of an attention kernel attends with, and to what.
+
+    q: [B, Q, heads, k_size]; positions: [B, Q] int64; splits: of committed.length and this window; scale: of scores.
+    staged: None for committed rows alone.  sink: [heads], one extra logit per head, without a value.
+    """
+
+    q: Tensor
+    committed: Committed
+    staged: Staged | None
+    positions: Tensor
+    splits: KVSplits
+    scale: float
+    window: int | None = None
+    sink: Tensor | None = None
+
+    @property
+    def v_size(self) -> int:
+        return self.committed.v.shape[2]
+
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, for a kernel to write."""
+        rows = self.q.shape[:3]
+        out = torch.empty(*rows, self.v_size, dtype=self.q.dtype, device=self.q.device)
+        return out, torch.empty(*rows, dtype=torch.float32, device=self.q.device)
+
+
+def check_shapes(name: str, inputs: Inputs, kv_heads: int) -> None:
     """Check the shapes, dtypes and strides that every attention kernel needs.
 
     name: of the kernel in the error text.  Raises EspalierError.
     """
-    (batch, queries, _, k_size), v_size, scales = q.shape, committed.v.shape[2], committed.scales
+    q, committed, staged, positions, splits = inputs[:5]
+    (batch, queries, _, k_size), v_size, scales = q.shape, inputs.v_size, committed.scales
     require_rows(f"{name}'s k pages", committed.k, (-1, kv_heads, k_size), scales, q)
     require_rows(f"{name}'s v pages", committed.v, (committed.k.shape[0], kv_heads, v_size), scales, q)
     require(f"{name}'s page table", committed.page_table, (batch, -1), torch.int32, q)
@@ -81,18 +101,10 @@ def check_shapes(
 
 
 def shared_arguments(
-    q: Tensor,
-    committed: Committed,
-    staged: Staged | None,
-    positions: Tensor,
-    splits: KVSplits,
-    scale: float,
-    partials: PartialResults,
-    out: Tensor,
-    lse: Tensor,
-    num_tiles: int,
+    inputs: Inputs, partials: PartialResults, out: Tensor, lse: Tensor, num_tiles: int
 ) -> dict[str, Any]:
     """Launch arguments that every attention kernel takes.  num_tiles: of queries."""
+    q, committed, staged, positions, splits, scale = inputs[:6]
     ancestor_bits = None if staged is None else staged.ancestor_bits
     staged_kind = NO_STAGED if staged is None else CHAIN if ancestor_bits is None else TREE
     return {

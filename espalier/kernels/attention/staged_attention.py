@@ -11,7 +11,7 @@ from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.kv_splits import COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.attention.latent_attention import MAX_ROW_SIZE, MAX_V_SIZE, latent_attention_triton
 from espalier.kernels.attention.masked_attention import masked_attention
-from espalier.kernels.attention.rows import Committed, Staged
+from espalier.kernels.attention.rows import Committed, Inputs, Staged
 from espalier.kernels.attention.tree_attention import DTYPES, MAX_HEAD_SIZE, tree_attention_triton
 from espalier.kernels.state.kv_scales import KVScales
 
@@ -78,9 +78,8 @@ def staged_attention_triton(
     # The kernel needs a pool to check shapes, but reads nothing from it: one staged row serves.
     pool = (staged.k[:1, 0], staged.v[:1, 0])
     committed = Committed(*pool, no_prefix.page_table, no_prefix.length, page_size=1, scales=scales)
-    if _is_wide_latent(staged):
-        return latent_attention_triton(q, committed, staged, positions, no_prefix.splits, scale)
-    return tree_attention_triton(q, committed, staged, positions, no_prefix.splits, scale, window)
+    inputs = Inputs(q, committed, staged, positions, no_prefix.splits, scale, window)
+    return (latent_attention_triton if _is_wide_latent(staged) else tree_attention_triton)(inputs)
 
 
 def staged_attention_reference(

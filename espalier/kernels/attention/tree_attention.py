@@ -36,10 +36,10 @@ from espalier.kernels.attention.hopper import (
     needs_counting,
     tma_arguments,
 )
-from espalier.kernels.attention.kv_splits import PROGRAMS, KVSplits
+from espalier.kernels.attention.kv_splits import PROGRAMS
 from espalier.kernels.attention.masked_attention import masked_attention, with_sink
 from espalier.kernels.attention.merge_splits import PartialResults, merge_splits_triton
-from espalier.kernels.attention.rows import Committed, Staged, check_shapes, shared_arguments, strides
+from espalier.kernels.attention.rows import Inputs, Staged, check_shapes, shared_arguments, strides
 from espalier.kernels.attention.triton_config import TritonConfig, choose_config
 from espalier.kernels.attention.work_items import (
     load_split,
@@ -58,28 +58,6 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_SIZE = 256
-
-
-def tree_attention(
-    q: Tensor,
-    committed: Committed,
-    staged: Staged | None,
-    positions: Tensor,
-    splits: KVSplits,
-    scale: float,
-    window: int | None = None,
-    sink: Tensor | None = None,
-    partials: PartialResults | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Q, heads, k_size] at positions [B, Q] over committed and staged rows.
-
-    splits: of committed.length and this window; sink: [heads], one extra logit per head, without a value; partials: a
-    buffer to reuse (`PartialResults.of`).  Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads]
-    float32, natural log, of the rows without the sink.  A query that sees no rows gets zeros and lse -inf.  float32
-    products are IEEE, not TF32.
-    """
-    make = tree_attention_triton if q.is_cuda else tree_attention_reference
-    return make(q, committed, staged, positions, splits, scale, window, sink, partials)
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
@@ -158,64 +136,60 @@ def _tree_attention_kernel(
 
 
 def tree_attention_triton(
-    q: Tensor,
-    committed: Committed,
-    staged: Staged | None,
-    positions: Tensor,
-    splits: KVSplits,
-    scale: float,
-    window: int | None = None,
-    sink: Tensor | None = None,
+    inputs: Inputs,
     partials: PartialResults | None = None,
     config: TritonConfig | HopperConfig | None = None,
     contiguous: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """config: overrides the launch configuration, for tests and benchmarks.  contiguous: counts of
-    kernels/attention/contiguous_blocks.py for these splits; without them the result is the same, but slower."""
-    q = q if q.stride(3) == 1 else q.contiguous()
-    _check(q, committed, staged, positions, splits)
+    """Attention of queries over committed and staged rows.
+
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, natural log, of the rows without the
+    sink.  A query that sees no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
+
+    partials: a buffer to reuse (`PartialResults.of`).  config: overrides the launch configuration, for tests and
+    benchmarks.  contiguous: counts of kernels/attention/contiguous_blocks.py for these splits; without them the result
+    is the same, but slower.
+    """
+    inputs = _checked(inputs)
+    q, splits, sink = inputs.q, inputs.splits, inputs.sink
     if contiguous is not None:
         require("tree attention's contiguous blocks", contiguous, (splits.table.shape[0],), torch.int32, q)
-    batch, queries, heads, _ = q.shape
-    v_size = committed.v.shape[2]
-    out = torch.empty(batch, queries, heads, v_size, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, queries, heads, dtype=torch.float32, device=q.device)
+    out, lse = inputs.buffers()
     if not out.numel():
         return out, lse
     if sink is not None:
-        require("tree attention's sink", sink, (heads,), None, q)
+        require("tree attention's sink", sink, (q.shape[2],), None, q)
     if partials is None:
-        partials = PartialResults.of(splits, queries, heads, v_size)
+        partials = PartialResults.of(splits, *out.shape[1:])
     if config is None:
-        config = _choose(q, committed, staged, splits)
+        config = _choose(inputs)
     elif isinstance(config, HopperConfig) and not (
-        _fits_hopper(q, committed, staged) and (committed.scales is not None) == (config.raw_stages > 0)
+        _fits_hopper(inputs) and (inputs.committed.scales is not None) == (config.raw_stages > 0)
     ):
         raise EspalierError(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
             "16, staged rows if `staged` is given, and raw_stages for FP8 rows: use config=None"
         )
-    _launch(q, committed, staged, positions, splits, scale, window or 0, sink, partials, config, contiguous, out, lse)
+    _launch(inputs, partials, config, contiguous, out, lse)
     if splits.policy.max_splits > 1:
         merge_splits_triton(partials, splits, out, lse, sink)
     return out, lse
 
 
-def uses_contiguous_blocks(
-    q: Tensor, committed: Committed, staged: Staged | None, splits: KVSplits, window: int | None
-) -> bool:
+def uses_contiguous_blocks(inputs: Inputs) -> bool:
     """Whether tree_attention_triton is faster with `contiguous`."""
-    if not needs_counting(committed.page_size, window or 0):
+    if not needs_counting(inputs.committed.page_size, inputs.window or 0):
         return False
-    config = _choose(q, committed, staged, splits)
+    config = _choose(inputs)
     return isinstance(config, HopperConfig) and copies_by_tma(config)
 
 
-def _choose(q: Tensor, committed: Committed, staged: Staged | None, splits: KVSplits) -> TritonConfig | HopperConfig:
+def _choose(inputs: Inputs) -> TritonConfig | HopperConfig:
     """The launch configuration.  The Hopper kernel and the Triton kernel give the same bits."""
+    q, committed, staged, _, splits = inputs[:5]
     (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
     packed_queries, fp8 = queries * heads // kv_heads, committed.scales is not None
-    if _fits_hopper(q, committed, staged):
+    if _fits_hopper(inputs):
         work_items = splits.table.shape[0] * kv_heads * -(-packed_queries // (2 * WARPGROUP_QUERIES))
         config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, committed.page_size, fp8)
         if config is not None:
@@ -226,29 +200,25 @@ def _choose(q: Tensor, committed: Committed, staged: Staged | None, splits: KVSp
     return choose_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
 
 
-def _fits_hopper(q: Tensor, committed: Committed, staged: Staged | None) -> bool:
+def _fits_hopper(inputs: Inputs) -> bool:
     """Whether the Hopper kernel takes these types, sizes and strides."""
-    sizes = (q.shape[3], committed.v.shape[2])
+    q, committed, staged = inputs[:3]
+    sizes = (q.shape[3], inputs.v_size)
     read = [q, committed.k, committed.v, *(() if staged is None else (staged.k, staged.v))]
     fits = q.dtype in HOPPER_DTYPES and sizes[0] == sizes[1] in HEAD_SIZES and all(map(aligned_for_copies, read))
     return fits and (staged is None or staged.k.shape[1] > 0)
 
 
 def _launch(
-    q: Tensor,
-    committed: Committed,
-    staged: Staged | None,
-    positions: Tensor,
-    splits: KVSplits,
-    scale: float,
-    window: int,
-    sink: Tensor | None,
+    inputs: Inputs,
     partials: PartialResults,
     config: TritonConfig | HopperConfig,
     contiguous: Tensor | None,
     out: Tensor,
     lse: Tensor,
 ) -> None:
+    q, committed, staged, positions, splits, _, _, sink = inputs
+    window = inputs.window or 0
     (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
     num_tiles = -(-queries * (heads // kv_heads) // config.block_m)
     # Without staged rows the kernel gets other pointers, which it does not read.
@@ -262,7 +232,7 @@ def _launch(
         attention_kernel, constants = _tree_attention_kernel, _constants(config, k_size, v_size, q.dtype)
     grid = min(splits.table.shape[0] * num_tiles * kv_heads, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
-        **shared_arguments(q, committed, staged, positions, splits, scale, partials, out, lse, num_tiles),
+        **shared_arguments(inputs, partials, out, lse, num_tiles),
         k_ptr=committed.k,
         v_ptr=committed.v,
         staged_k_ptr=new.k,
@@ -301,30 +271,23 @@ def _constants(config: TritonConfig, k_size: int, v_size: int, dtype: torch.dtyp
     }
 
 
-def _check(q: Tensor, committed: Committed, staged: Staged | None, positions: Tensor, splits: KVSplits) -> None:
-    heads, k_size = q.shape[2:]
-    kv_heads, v_size = committed.v.shape[1:]
+def _checked(inputs: Inputs) -> Inputs:
+    """The inputs with values of q side by side.  Raises EspalierError if they do not agree, or are not supported."""
+    q = inputs.q
+    (heads, k_size), (kv_heads, v_size) = q.shape[2:], inputs.committed.v.shape[1:]
     if q.dtype not in DTYPES or heads % kv_heads or max(k_size, v_size) > MAX_HEAD_SIZE:
         raise EspalierError(
             f"tree attention supports {', '.join(map(str, DTYPES))}, a multiple of the KV heads, and head sizes up to "
             f"{MAX_HEAD_SIZE}, but got {q.dtype}, {heads} heads, {kv_heads} KV heads, and head sizes {k_size} (k) and "
             f"{v_size} (v): use attention='reference'"
         )
-    check_shapes("tree attention", q, committed, staged, positions, splits, kv_heads)
+    check_shapes("tree attention", inputs, kv_heads)
+    return inputs if q.stride(3) == 1 else inputs._replace(q=q.contiguous())
 
 
-def tree_attention_reference(
-    q: Tensor,
-    committed: Committed,
-    staged: Staged | None,
-    positions: Tensor,
-    splits: KVSplits | None,
-    scale: float,
-    window: int | None = None,
-    sink: Tensor | None = None,
-    partials: PartialResults | None = None,
-) -> tuple[Tensor, Tensor]:
+def tree_attention_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """In plain torch: one masked attention over all rows.  Rows that do not exist are read as zeros."""
+    q, committed, staged, positions, _, scale, window, sink = inputs
     batch, queries = positions.shape
     row_positions = torch.arange(committed.page_table.shape[1] * committed.page_size, device=q.device).expand(batch, -1)
     exists = (row_positions >= committed.first) & (row_positions < committed.length[:, None])

@@ -14,15 +14,21 @@ from torch import Tensor
 from espalier.kernels.attention.ancestor_bits import every_ancestor, unpack
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.tree.select_tree import Tree
 from espalier.layout import ANCESTOR_BITS
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
-class Accepted(NamedTuple):
-    """The fields of speculate/accept.py:Path, in the same order: rows [B, S+1], length [B], tokens [B, S+1],
-    num_finite [B], all int64."""
+class Path(NamedTuple):
+    """An accepted path, all int64.
+
+    rows: [B, S+1], its nodes from the root down; zeros past length.
+    length: [B], tokens emitted (the accept length); 0 for padding.
+    tokens: [B, S+1], the emitted tokens: the accepted draft tokens, then one token of the target; zeros past length.
+    num_finite: [B], how many of these tokens, from the first, were sampled from finite logits.
+    """
 
     rows: Tensor
     length: Tensor
@@ -30,52 +36,32 @@ class Accepted(NamedTuple):
     num_finite: Tensor
 
 
-def accept(
-    tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    ancestor_bits: Tensor,
-    picks: Tensor,
-    finite: Tensor,
-    depth_limit: Tensor,
-    real: Tensor,
-    steps: int,
-) -> Accepted:
-    """The longest path that the target model would have generated itself.
+def accept(tree: Tree, picks: Tensor, finite: Tensor, depth_limit: Tensor, real: Tensor, steps: int) -> Path:
+    """Keep the longest path that the target would have produced itself, for greedy and for sampled requests.
 
-    tokens, parents, depths: [B, D] int64, the tree; depths are at most steps.  ancestor_bits: [B, D, W] int64.
-    picks: [B, D] int64, the target's token after each node; finite: [B, D] bool, whether the logits of the pick were
-    finite.  depth_limit: [B] int64, deeper nodes are never accepted.  real: [B] bool; padding (False) gets length 0.
-    Among equally deep nodes the one with the lowest index wins.  num_finite: the number of leading finite picks on the
-    path.  Raises EspalierError if sizes do not agree.  Exact.
+    tree: depths are at most steps.  picks: [B, D] int64, the target's token after each node; finite: [B, D] bool,
+    whether the logits of the pick were finite.  depth_limit: [B] int64, deeper nodes never match; real: [B] bool, False
+    for padding.  Siblings have distinct tokens, so at most one child of a node matches; should two paths be equally
+    deep, the one with the lowest node index wins.  Raises EspalierError if sizes do not agree.  Exact.
     """
-    implementation = accept_triton if tokens.is_cuda else accept_reference
-    return implementation(tokens, parents, depths, ancestor_bits, picks, finite, depth_limit, real, steps)
+    implementation = accept_triton if picks.is_cuda else accept_reference
+    return implementation(tree, picks, finite, depth_limit, real, steps)
 
 
-def accept_triton(
-    tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    ancestor_bits: Tensor,
-    picks: Tensor,
-    finite: Tensor,
-    depth_limit: Tensor,
-    real: Tensor,
-    steps: int,
-) -> Accepted:
+def accept_triton(tree: Tree, picks: Tensor, finite: Tensor, depth_limit: Tensor, real: Tensor, steps: int) -> Path:
+    tokens, parents, depths, _, ancestors = tree
     batch, nodes = tokens.shape
     num_words = -(-nodes // ANCESTOR_BITS)
     for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("picks", picks)):
         require(f"accept: {name}", value, (batch, nodes), torch.int64, tokens)
-    require("accept: ancestor_bits", ancestor_bits, (batch, nodes, num_words), torch.int64, tokens)
+    require("accept: ancestors", ancestors, (batch, nodes, num_words), torch.int64, tokens)
     require("accept: finite", finite, (batch, nodes), torch.bool, tokens)
     require("accept: depth_limit", depth_limit, (batch,), torch.int64, tokens)
     require("accept: real", real, (batch,), torch.bool, tokens)
     sizes = ((batch, steps + 1), (batch,), (batch, steps + 1), (batch,))
-    path = Accepted(*(tokens.new_empty(size) for size in sizes))
+    path = Path(*(tokens.new_empty(size) for size in sizes))
     if batch:
-        inputs = (tokens, parents, depths, ancestor_bits, picks, finite, depth_limit, real)
+        inputs = (tokens, parents, depths, ancestors, picks, finite, depth_limit, real)
         _accept_kernel[(batch,)](
             *(value.contiguous() for value in inputs),
             *path,
@@ -90,20 +76,11 @@ def accept_triton(
     return path
 
 
-def accept_reference(
-    tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    ancestor_bits: Tensor,
-    picks: Tensor,
-    finite: Tensor,
-    depth_limit: Tensor,
-    real: Tensor,
-    steps: int,
-) -> Accepted:
+def accept_reference(tree: Tree, picks: Tensor, finite: Tensor, depth_limit: Tensor, real: Tensor, steps: int) -> Path:
+    tokens, parents, depths, _, ancestors = tree
     match = (tokens == picks.gather(1, parents)) & (depths <= depth_limit[:, None]) | (depths == 0)
-    last = deepest(every_ancestor(ancestor_bits, match), depths)
-    rows = path_rows(ancestor_bits, depths, last, steps)
+    last = deepest(every_ancestor(ancestors, match), depths)
+    rows = path_rows(ancestors, depths, last, steps)
     depth = depths.gather(1, last[:, None])
     bonus = picks.gather(1, last[:, None])
     level = torch.arange(steps + 1, device=rows.device)
@@ -111,7 +88,7 @@ def accept_reference(
     emitted = torch.where(level < depth, drafted, torch.where(level == depth, bonus, 0))
     length = torch.where(real, depth[:, 0] + 1, 0)
     num_finite = (finite.gather(1, rows) & (level < length[:, None])).cumprod(1).sum(1)
-    return Accepted(rows, length, emitted, num_finite)
+    return Path(rows, length, emitted, num_finite)
 
 
 def deepest(kept: Tensor, depths: Tensor) -> Tensor:
@@ -121,10 +98,10 @@ def deepest(kept: Tensor, depths: Tensor) -> Tensor:
     return torch.where(kept, depths * nodes + rank, -1).argmax(1)
 
 
-def path_rows(ancestor_bits: Tensor, depths: Tensor, last: Tensor, steps: int) -> Tensor:
+def path_rows(ancestors: Tensor, depths: Tensor, last: Tensor, steps: int) -> Tensor:
     """[B, S+1]: the nodes from the root to `last`, indexed by depth; zeros at greater depths."""
     batch, nodes = depths.shape
-    path = ancestor_bits.gather(1, last[:, None, None].expand(-1, 1, ancestor_bits.shape[2]))[:, 0]
+    path = ancestors.gather(1, last[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
     # Nodes that are not on the path are written to one extra column, which is dropped.
     dropped = steps + 1
     depth = torch.where(unpack(path, nodes), depths, dropped)
@@ -134,25 +111,11 @@ def path_rows(ancestor_bits: Tensor, depths: Tensor, last: Tensor, steps: int) -
 
 @kernel
 def _accept_kernel(
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    words_ptr,
-    picks_ptr,
-    finite_ptr,
-    limit_ptr,
-    real_ptr,
-    rows_ptr,
-    length_ptr,
-    emitted_ptr,
-    num_finite_ptr,
-    NODES: tl.constexpr,
-    WORDS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    BLOCK_LEVELS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    tokens_ptr, parents_ptr, depths_ptr, words_ptr, picks_ptr, finite_ptr, limit_ptr, real_ptr,
+    rows_ptr, length_ptr, emitted_ptr, num_finite_ptr,
+    NODES: tl.constexpr, WORDS: tl.constexpr, LEVELS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, BLOCK_LEVELS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """WORDS: int64 words of ancestor bits per node; LEVELS: steps + 1.  The block sizes are their powers of two."""
     pdl_wait_if(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)

@@ -119,25 +119,10 @@ def merge_warps(heads: int) -> int:
 
 @kernel
 def _block_topk_kernel(
-    values_ptr,
-    indices_ptr,
-    sums_ptr,
-    draft_vocab,
-    d2t_ptr,
-    offset,
-    stride,
-    logits,
-    slots,
-    above,
-    queries,
-    splits,
-    COLUMNS: tl.constexpr,
-    COUPLED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    HAS_D2T: tl.constexpr,
-    TOPK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    values_ptr, indices_ptr, sums_ptr, draft_vocab, d2t_ptr, offset, stride, logits, slots, above, queries, splits,
+    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """One split: its TOPK best (value, draft index), best first, and the sum of exp(value - best value)."""
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
@@ -184,23 +169,10 @@ def shaped_with_noise(
 
 @kernel
 def _merge_topk_kernel(
-    ids_ptr,
-    best_ptr,
-    values_ptr,
-    indices_ptr,
-    sums_ptr,
-    d2t_ptr,
-    scores_ptr,
-    scores_batch_stride,
-    scores_query_stride,
-    queries,
-    splits,
-    SPLITS: tl.constexpr,
-    CHILDREN: tl.constexpr,
-    HAS_D2T: tl.constexpr,
-    TOPK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    ids_ptr, best_ptr, values_ptr, indices_ptr, sums_ptr, d2t_ptr,
+    scores_ptr, scores_batch_stride, scores_query_stride, queries, splits,
+    SPLITS: tl.constexpr, CHILDREN: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     row = out + tl.arange(0, 1)

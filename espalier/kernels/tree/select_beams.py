@@ -75,14 +75,7 @@ def select_beams_triton(
     if batch:
         block = power_of_two(rows * topk)
         _select_beams_kernel[(batch,)](
-            tokens.contiguous(),
-            scores.contiguous(),
-            ancestor_bits,
-            path,
-            *beams,
-            path.stride(0),
-            first,
-            topk,
+            *(tokens.contiguous(), scores.contiguous(), ancestor_bits, path, *beams, path.stride(0), first, topk),
             ROWS=rows,
             TOPK=topk,
             WORDS=num_words,
@@ -150,25 +143,11 @@ def order_of(score):
 
 @kernel
 def _select_beams_kernel(
-    tokens_ptr,
-    scores_ptr,
-    words_ptr,
-    path_ptr,
-    out_scores_ptr,
-    out_index_ptr,
-    out_parents_ptr,
-    out_words_ptr,
-    path_stride,
-    first,
-    topk,
-    ROWS: tl.constexpr,
-    TOPK: tl.constexpr,
-    WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_WORDS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    tokens_ptr, scores_ptr, words_ptr, path_ptr, out_scores_ptr, out_index_ptr, out_parents_ptr, out_words_ptr,
+    path_stride, first, topk,
+    ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """A candidate's rank is the number of better candidates.  Ranks below TOPK are beams, stored at their rank."""
     pdl_wait_if(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)

@@ -23,7 +23,7 @@ from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.tree.select_beams import order_of, usable, usable_score
-from espalier.kernels.tree.select_tree import VOID, Selected
+from espalier.kernels.tree.select_tree import VOID, Tree
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -59,7 +59,7 @@ class Candidates(NamedTuple):
         return Candidates(*(value[:, depth, :rows] for value in self))
 
 
-def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Selected:
+def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
     """The tree of the root [B] int64 and the best nodes - 1 paths, best first.
 
     Equal scores: the path of lower depth first, then the one whose parent was selected first, then the candidate that
@@ -69,9 +69,9 @@ def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Selected:
     return (select_paths_triton if root.is_cuda else select_paths_reference)(root, candidates, nodes)
 
 
-def select_paths_triton(root: Tensor, candidates: Candidates, nodes: int) -> Selected:
+def select_paths_triton(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
     batch, steps, rows, topk = _require(root, candidates, nodes)
-    tree = Selected.empty(root, nodes)
+    tree = Tree.empty(root, nodes)
     if batch:
         block = power_of_two(nodes)
         _select_paths_kernel[(batch,)](
@@ -90,7 +90,7 @@ def select_paths_triton(root: Tensor, candidates: Candidates, nodes: int) -> Sel
     return tree
 
 
-def select_paths_reference(root: Tensor, candidates: Candidates, nodes: int) -> Selected:
+def select_paths_reference(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
     _, steps, _, _ = _require(root, candidates, nodes)
     tokens, next_rows = candidates.tokens.tolist(), candidates.next_rows.tolist()
     scores = usable(candidates.scores).tolist()
@@ -99,7 +99,7 @@ def select_paths_reference(root: Tensor, candidates: Candidates, nodes: int) -> 
     made[:, 0, 0] = root
     path_scores = torch.tensor([scored for _, scored in trees], dtype=torch.float32).view(len(trees), nodes)
     drafted, parents, depths = made.unbind(-1)
-    return Selected(drafted, parents, depths, path_scores, pack(ancestor_mask(parents, drafted == VOID, steps)))
+    return Tree(drafted, parents, depths, path_scores, pack(ancestor_mask(parents, drafted == VOID, steps)))
 
 
 def _best_paths(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack, unpack
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.tree.select_beams import order_of, usable, usable_score
@@ -27,17 +27,24 @@ if TYPE_CHECKING:
 VOID = -1
 
 
-class Selected(NamedTuple):
-    """A tree [B, D] and its ancestor_bits [B, D, W]: the fields of speculate/tree.py:Tree, in the same order."""
+class Tree(NamedTuple):
+    """The trees of a batch.
+
+    tokens: [B, D] int64; -1 for void nodes.
+    parents: [B, D] int64, index of the parent node; the root is its own parent.
+    depths: [B, D] int64, distance from the root; 1 for void nodes.
+    scores: [B, D] float32, log-probability of the path; 0 for the root, -inf for void nodes.
+    ancestors: [B, D, W] int64, bit j of a node: node j is its ancestor, or the node itself.
+    """
 
     tokens: Tensor
     parents: Tensor
     depths: Tensor
     scores: Tensor
-    ancestor_bits: Tensor
+    ancestors: Tensor
 
     @classmethod
-    def empty(cls, root: Tensor, nodes: int) -> Selected:
+    def empty(cls, root: Tensor, nodes: int) -> Tree:
         """Trees of the roots [B] int64, for a kernel to write."""
         batch, num_words = root.shape[0], -(-nodes // ANCESTOR_BITS)
         tokens, parents, depths = (root.new_empty(batch, nodes) for _ in range(3))
@@ -46,10 +53,18 @@ class Selected(NamedTuple):
 
     @property
     def num_words(self) -> int:
-        return self.ancestor_bits.shape[2]
+        return self.ancestors.shape[2]
+
+    def mask(self) -> Tensor:
+        """[B, D, D] bool: node j is an ancestor of node i, or i itself."""
+        return unpack(self.ancestors, self.tokens.shape[1])
+
+    def positions(self, prefix_len: Tensor) -> Tensor:
+        """[B, D]: position of each node in the target."""
+        return prefix_len[:, None] + self.depths
 
 
-def select(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Selected:
+def select(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Tree:
     """The root and the best nodes - 1 of n candidates, by descending score, then by index in the pool.
 
     root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool: topk candidates of
@@ -64,17 +79,14 @@ def select(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: in
     return (select_tree_triton if tokens.is_cuda else select_tree_reference)(root, tokens, scores, beams, topk, nodes)
 
 
-def select_tree_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Selected:
+def select_tree_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Tree:
     batch, size = tokens.shape
     steps = _require(root, tokens, scores, beams, topk, nodes)
-    tree = Selected.empty(root, nodes)
+    tree = Tree.empty(root, nodes)
     if batch:
         block, word_block = power_of_two(size), power_of_two(tree.num_words)
         _select_tree_kernel[(batch,)](
-            root.contiguous(),
-            tokens.contiguous(),
-            scores.contiguous(),
-            beams.contiguous(),
+            *(value.contiguous() for value in (root, tokens, scores, beams)),
             *tree,
             topk,
             SIZE=size,
@@ -91,9 +103,7 @@ def select_tree_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tens
     return tree
 
 
-def select_tree_reference(
-    root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int
-) -> Selected:
+def select_tree_reference(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Tree:
     steps = _require(root, tokens, scores, beams, topk, nodes)
     scores = usable(scores)
     best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(1).values
@@ -111,7 +121,7 @@ def select_tree_reference(
     )
     drafted = torch.cat((root[:, None], tokens.gather(1, best)), 1).masked_fill(void, VOID)
     ancestor_bits = pack(ancestor_mask(parents, void, steps))
-    return Selected(drafted, parents, depths, torch.nn.functional.pad(scores.gather(1, best), (1, 0)), ancestor_bits)
+    return Tree(drafted, parents, depths, torch.nn.functional.pad(scores.gather(1, best), (1, 0)), ancestor_bits)
 
 
 def _level_starts(count: int, topk: int, like: Tensor) -> Tensor:

@@ -6,21 +6,17 @@ true ancestors.  Module l proposes level l, so it runs over the beams of all lev
 not seen.  The last module also proposes the levels below; there a beam reads the module's own output at its parent.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
+from espalier.attention import CommittedLengths, Nodes
 from espalier.attention.staged import Commit, StagedPass
-from espalier.cache.kv import PagedKV, StagedKV
-from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.state.batch_state import Chain, carry, chain
-from espalier.kernels.tree.select_beams import grow
-from espalier.layout import RoundLayout
+from espalier.kernels.tree.select_beams import SelectedBeams, grow
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import Above
 from espalier.slots import BatchState
@@ -32,33 +28,18 @@ from espalier.speculate.tree import VOID, Pool, Tree, root_only
 
 
 @dataclass(frozen=True)
-class Beams:
-    """The beams of one level.
-
-    scores: [B, K], path scores; parents: [B, K], index of each beam's parent among the beams of the level before.
-    above: the tokens of all draft rows so far, this level's at the end, and for each beam the ancestor bits over these
-    rows, its own bit included.
-    """
-
-    scores: Tensor
-    parents: Tensor
-    above: Above
-
-
-@dataclass(frozen=True)
 class TreeRows:
     """All draft rows of a tree, level after level.
 
     slots: the batch; positions: [B, beam_rows], page positions; tokens: [B, beam_rows], written when beams are chosen.
-    modules, prefixes: each module's rows and its committed rows; levels: the beams of each level.
+    modules: each module's rows; levels: the beams of each level.
     """
 
     slots: BatchState
     positions: Tensor
     tokens: Tensor
     modules: list[ModuleRows]
-    prefixes: list[Prefix]
-    levels: list[Beams] = field(default_factory=list)
+    levels: list[SelectedBeams] = field(default_factory=list)
 
     @property
     def parents(self) -> Tensor:
@@ -70,52 +51,49 @@ class TreeRows:
     @property
     def ancestor_bits(self) -> Tensor:
         """[B, rows so far, words]."""
-        return torch.cat([beams.above.ancestor_bits for beams in self.levels], 1)
+        return torch.cat([beams.ancestor_bits for beams in self.levels], 1)
 
 
 class AutoregressiveDrafter(ModelDrafter[DraftModel]):
-    def __init__(
-        self,
-        draft: DraftModel,
-        layout: RoundLayout,
-        pages: PagedKV,
-        backend: GroupedBackend,
-        layer_specs: Sequence[LayerSpec],
-        staging: StagedKV | None = None,
-    ):
-        """As ModelDrafter."""
-        super().__init__(draft, layout, pages, backend, layer_specs, staging)
+    def allocate(self) -> None:
+        layout, device = self.layout, self.pages.device
         self.feeds = feeds_of(self.spec.form)
         # The depth of each draft row of a tree, and the bit of each among ancestor bits.
-        self.depths = torch.arange(layout.beam_rows, device=pages.device) // layout.topk + 1
-        self.own_bits = own_bits(0, layout.beam_rows, layout.beam_words, pages.device)
+        self.depths = torch.arange(layout.beam_rows, device=device) // layout.topk + 1
+        self.own_bits = own_bits(0, layout.beam_rows, layout.beam_words, device)
         # Entry d: the bits of all rows deeper than d.
         depths = range(self.spec.modules)
         self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in depths])
         # The path score of the root is log 1.
-        self.root_scores = torch.zeros(layout.max_batch, 1, device=pages.device)
+        self.root_scores = torch.zeros(layout.max_batch, 1, device=device)
 
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 cached rows more than module 1.
         more = self.spec.modules - 1
-        self.backend.prepare(replace(lengths.longer(more), exact=False) if more else lengths)
+        super().prepare(replace(lengths.longer(more), exact=False) if more else lengths)
 
     def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
             return lambda sampler: root_only(slots.root)
-        rows = self._tree_rows(slots)
+        positions = slots.prefix_len[:, None] + self.depths
+        rows = TreeRows(slots, positions, torch.empty_like(positions), module_rows(slots, self.spec.modules))
         out = self._module(1).output_of(slots.carried("hidden")[:, None])
         return partial(self._grow, rows, out, self._logits(out, 1))
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
         """out, logits: of level 1."""
-        pool, beams = Pool(self.layout.topk), None
+        pool, path_scores = Pool(self.layout.topk), self.root_scores[: logits.shape[0]]
+        above: Above | None = None
         for level in range(1, self.layout.steps + 1):
-            tokens, scores = self._children(logits, sampler, level, beams)
+            tokens, scores = sampler.children(logits, self.draft.d2t, level - 1, path_scores, self.layout.topk, above)
             pool.add(tokens, scores)
             if level < self.layout.steps:
-                places, beams = self._next_beams(tokens, scores, rows, beams, level)
-                pool.keep(places)
+                first, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
+                bits = None if above is None else above.ancestor_bits
+                beams = grow(tokens, scores, bits, rows.tokens, first, self.layout.beam_words)
+                pool.keep(beams.places)
+                rows.levels.append(beams)
+                path_scores, above = beams.scores, Above(rows.tokens[:, :end], beams.ancestor_bits)
                 out = self._forward(out, rows, level + 1)
                 logits = self._logits(out, level + 1)
         return pool.select(rows.slots.root, self.layout.num_draft_tokens)
@@ -127,31 +105,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def _index(self, level: int) -> int:
         return min(level, self.spec.modules)
 
-    def _tree_rows(self, slots: BatchState) -> TreeRows:
-        modules = module_rows(slots, self.spec.modules)
-        positions = slots.prefix_len[:, None] + self.depths
-        return TreeRows(slots, positions, torch.empty_like(positions), modules, self._prefixes(modules))
-
     def _logits(self, out: DraftOutput, level: int) -> Tensor:
         """[B, Q, draft vocabulary]: the logits of a level's children, from the last rows of `out`."""
         return self._module(level).logits(out.last(self.layout.topk))
-
-    def _children(self, logits: Tensor, sampler: Sampler, level: int, beams: Beams | None) -> tuple[Tensor, Tensor]:
-        """The topk best children of each row [B, Q]: target token ids and path scores, [B, Q, K] each."""
-        above = None if beams is None else beams.above
-        scores = self.root_scores[: logits.shape[0]] if beams is None else beams.scores
-        return sampler.children(logits, self.draft.d2t, level - 1, scores, self.layout.topk, above)
-
-    def _next_beams(
-        self, tokens: Tensor, scores: Tensor, rows: TreeRows, beams: Beams | None, level: int
-    ) -> tuple[Tensor, Beams]:
-        """Select the topk best candidates of a level.  Returns their indices [B, K] in the level, and the new beams."""
-        ancestor_bits = None if beams is None else beams.above.ancestor_bits
-        first, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
-        selected = grow(tokens, scores, ancestor_bits, rows.tokens, first, self.layout.beam_words)
-        above = Above(rows.tokens[:, :end], selected.ancestor_bits)
-        rows.levels.append(Beams(selected.scores, selected.parents, above))
-        return selected.places, rows.levels[-1]
 
     def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
         """One forward pass, for the children at `level`, over the beams above it that the module has not seen.
@@ -162,7 +118,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         first = 0 if level <= self.spec.modules else self.layout.beams_above(level - 1)
         feed, bits = self._tree_feed(out, rows, level)
         nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], bits)
-        plan = self._plan(rows.prefixes[module - 1], nodes)
+        plan = self.plan(rows.modules[module - 1].prefix, nodes)
         attend = StagedPass(plan, self.staging, self.layout.beam_rows, first, self._first_layer(module))
         tokens = rows.tokens[:, first:end]
         if self.draft.has_experts:
@@ -173,7 +129,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         """What feeds the beams of a pass, and their ancestor bits."""
         beams, module, topk = rows.levels[-1], self._index(level), self.layout.topk
         feed: Feed = out.last(topk).hidden, beams.parents
-        bits, end = beams.above.ancestor_bits, self.layout.beams_above(level)
+        bits, end = beams.ancestor_bits, self.layout.beams_above(level)
         if level <= self.spec.modules:
             feed = self.feeds.of_tree(rows.slots, self.spec.modules, level, out.hidden, rows.parents, topk)
             bits = rows.ancestor_bits
@@ -214,10 +170,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         width = hidden.shape[1] if parents is None else parents.shape[1]
         length = rows.length(length)
         positions, tokens, page_rows = extend_rows(rows.slots, length, width)
-        [prefix] = self._prefixes([rows], module)
         # Modules fill different rows, so each commits its own.
         commit = Commit(self.pages, page_rows.flatten(), by_layer=is_split or self.spec.modules > 1)
-        plan = self._plan(prefix, Nodes.chain(positions))
+        plan = self.plan(rows.prefix, Nodes.chain(positions))
         attend = StagedPass(plan, self.staging, width, first_layer=self._first_layer(module), commit=commit)
         if self.draft.has_experts:
             tokens = tokens.masked_fill(positions > rows.slots.prefix_len[:, None] + length[:, None], VOID)
@@ -227,15 +182,6 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
 
     def _first_layer(self, module: int) -> int:
         return self.first_layer + (module - 1) * self.spec.layers_per_module
-
-    def _prefixes(self, rows: list[ModuleRows], first: int = 1) -> list[Prefix]:
-        """The committed rows of modules `first`, `first` + 1, ...: of tokens k .. n, where token n is the root."""
-        return [
-            Prefix(own.slots.page_table, own.slots.num_tokens, module) for module, own in enumerate(rows, start=first)
-        ]
-
-    def _plan(self, prefix: Prefix, nodes: Nodes) -> Attention:
-        return self.backend.plan(self.pages, self.layer_specs, prefix, nodes)
 
 
 def rope_positions(positions: Tensor, module: int) -> Tensor:

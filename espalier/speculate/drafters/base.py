@@ -54,15 +54,15 @@ class Drafter(Protocol):
 
 
 class NoDrafter:
-    """Plain decoding: the tree is the root alone."""
+    """Plain decoding: the tree is the root alone.  The base of drafters without files."""
 
     spec = DraftSpec("none")
 
     def __init__(self, layout: RoundLayout):
-        """layout: not used.  All drafters without files have the same constructor."""
+        self.layout = layout
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        return self
+        return type(self)(layout)
 
     def prepare(self, lengths: CommittedLengths) -> None:
         pass
@@ -76,20 +76,8 @@ class NoDrafter:
         pass
 
 
-class MakeDrafter(Protocol):
-    def __call__(
-        self, draft: Any, layout: RoundLayout, pages: PagedKV, backend: GroupedBackend, layer_specs: Sequence[LayerSpec]
-    ) -> Drafter:
-        """layer_specs: specs of all layers, the target's first, the draft's last."""
-        ...
-
-
-def no_explanation(raw: Raw, path: Path) -> str | None:
-    return None
-
-
-def never(path: Path, target: ModelConfig) -> bool:
-    return False
+# (draft, layout, pages, backend, specs of all layers, the target's first, the draft's last) -> drafter.
+MakeDrafter = Callable[[Any, RoundLayout, PagedKV, GroupedBackend, Sequence[LayerSpec]], Drafter]
 
 
 @dataclass(frozen=True)
@@ -105,9 +93,8 @@ class DraftFormat:
     read: (directory, config.json, the target's config) -> a config that fits this target.  Raises EspalierError.
     make: (weights, config, the target, rows of position tables) -> a DraftModel that uses every weight.
     drafter: makes the drafter that runs the model.
-    explain: (config.json, directory) -> why a draft of no known format is not supported, or None if this format does
-    not know either.
-    in_target: (directory of a target, its config) -> whether it holds a draft of this format beside the target.
+    in_target: (directory of a target, its config) -> whether it holds a draft of this format beside the target; None:
+    no target does.
     checks: what to check in the draft's config.json if almost none of its tokens is accepted.
     """
 
@@ -118,8 +105,7 @@ class DraftFormat:
     read: Callable[[Path, Raw, ModelConfig], DraftConfig]
     make: Callable[[Weights, Any, CausalLM, int], DraftModel]
     drafter: MakeDrafter
-    explain: Callable[[Raw, Path], str | None] = no_explanation
-    in_target: Callable[[Path, ModelConfig], bool] = never
+    in_target: Callable[[Path, ModelConfig], bool] | None = None
     checks: str = ""
     marked: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()

@@ -11,13 +11,15 @@ After a prefix hit, and at the start of a text, the first rows of module k canno
 rows behind module 1 (`module_rows`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from espalier.attention import Prefix
 from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.slots import BatchState
 
@@ -29,11 +31,13 @@ Feed = tuple[Tensor, Tensor | None]
 class ModuleRows:
     """The rows of one module in a pass.
 
-    late: [B], rows at the start of the pass that the module cannot compute; None for module 1, which computes all.
     slots: advanced by `late`, so the module's first row is that of token prefix_len + 1.
+    prefix: the module's committed rows: of module k those of tokens k .. n, where token n is the root.
+    late: [B], rows at the start of the pass that the module cannot compute; None for module 1, which computes all.
     """
 
     slots: BatchState
+    prefix: Prefix
     late: Tensor | None = None
 
     def length(self, length: Tensor) -> Tensor:
@@ -43,21 +47,19 @@ class ModuleRows:
 
 def module_rows(slots: BatchState, modules: int) -> list[ModuleRows]:
     """The rows of each module."""
-    rows = [ModuleRows(slots)]
+    rows = [ModuleRows(slots, Prefix(slots.page_table, slots.num_tokens, first=1))]
     if modules > 1:
         # Pages hold the rows below commit_from, and the target ran again from `modules` rows before, or earlier.
         ahead = (slots.commit_from - modules).clamp(min=0) - slots.prefix_len
     for most in range(1, modules):
         late = (ahead + most).clamp(min=0, max=most)
         moved = replace(slots, prefix_len=slots.prefix_len + late, num_tokens=slots.num_tokens + late)
-        rows.append(ModuleRows(moved, late))
+        rows.append(ModuleRows(moved, Prefix(moved.page_table, moved.num_tokens, first=most + 1), late))
     return rows
 
 
-class Feeds(Protocol):
+class Feeds(ABC):
     """The feeds of one extend.  Modules run in order, and each one's output [B, W, H] is added to `outputs`."""
-
-    outputs: list[Tensor]
 
     def __init__(
         self, slots: BatchState, rows: Sequence[ModuleRows], features: Tensor, length: Tensor, is_split: bool
@@ -66,17 +68,22 @@ class Feeds(Protocol):
 
         is_split: a request may have several rows of the batch, one after another (speculate/pieces.py).
         """
-        ...
+        self.outputs: list[Tensor] = []
+        self.slots, self.rows, self.features, self.length, self.is_split = slots, rows, features, length, is_split
+        self.offsets = torch.arange(features.shape[1], device=features.device)
 
+    @abstractmethod
     def of(self, module: int) -> Feed:
         """The feed of module 2 to N in this pass."""
         ...
 
+    @abstractmethod
     def kept(self, module: int) -> tuple[Tensor, Tensor]:
         """values [B, R, H] and count [B]: row count - 1 of values is the next launch's feed of module 2 to N."""
         ...
 
     @staticmethod
+    @abstractmethod
     def of_tree(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
         """The feed of module 2 to N over the beams [B, (module-1)·topk] of all levels so far.
 
@@ -86,14 +93,7 @@ class Feeds(Protocol):
         ...
 
 
-class ChainFeeds:
-    def __init__(
-        self, slots: BatchState, rows: Sequence[ModuleRows], features: Tensor, length: Tensor, is_split: bool
-    ) -> None:
-        self.outputs: list[Tensor] = []
-        self.slots, self.rows, self.length, self.is_split = slots, rows, length, is_split
-        self.offsets = torch.arange(features.shape[1], device=features.device)
-
+class ChainFeeds(Feeds):
     def of(self, module: int) -> Feed:
         before, own = self.rows[module - 2], self.rows[module - 1]
         above = self.outputs[module - 2]
@@ -114,25 +114,22 @@ class ChainFeeds:
         return first if module == 2 else torch.cat((first, above), 1), parents
 
 
-class TargetFeeds:
-    def __init__(
-        self, slots: BatchState, rows: Sequence[ModuleRows], features: Tensor, length: Tensor, is_split: bool
-    ) -> None:
-        self.outputs: list[Tensor] = []
-        self.rows, self.length, self.modules = rows, length, len(rows)
-        self.offsets = torch.arange(features.shape[1], device=features.device)
-        first = _carried_features(slots, self.modules)
-        if is_split:
-            first = _from_piece_before(slots, first, features[:, features.shape[1] - first.shape[1] :])
-        self.hidden = torch.cat((first, features), 1)
+class TargetFeeds(Feeds):
+    @cached_property
+    def hidden(self) -> Tensor:
+        """What the slots carry, then the features."""
+        first = _carried_features(self.slots, len(self.rows))
+        if self.is_split:
+            first = _from_piece_before(self.slots, first, self.features[:, self.features.shape[1] - first.shape[1] :])
+        return torch.cat((first, self.features), 1)
 
     def of(self, module: int) -> Feed:
         late = self.rows[module - 1].late
         assert late is not None
-        return self.hidden, self.offsets + (late + self.modules - module)[:, None]
+        return self.hidden, self.offsets + (late + len(self.rows) - module)[:, None]
 
     def kept(self, module: int) -> tuple[Tensor, Tensor]:
-        return self.hidden, self.length + (self.modules - module + 1)
+        return self.hidden, self.length + (len(self.rows) - module + 1)
 
     @staticmethod
     def of_tree(slots: BatchState, modules: int, module: int, above: Tensor, parents: Tensor, topk: int) -> Feed:
@@ -141,12 +138,9 @@ class TargetFeeds:
         return _carried_features(slots, modules), (depths + (modules - module)).expand_as(parents)
 
 
-FEEDS: dict[str, type[ChainFeeds] | type[TargetFeeds]] = {"chain": ChainFeeds, "target": TargetFeeds}
-
-
-def feeds_of(form: str) -> type[ChainFeeds] | type[TargetFeeds]:
+def feeds_of(form: str) -> type[Feeds]:
     """The feeds of a form (DraftSpec.form)."""
-    return FEEDS[form]
+    return {"chain": ChainFeeds, "target": TargetFeeds}[form]
 
 
 def feed_name(module: int) -> str:

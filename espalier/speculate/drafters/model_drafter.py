@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Generic, Self, TypeVar
 
-from espalier.attention import GroupedBackend
+from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.layout import RoundLayout
@@ -36,6 +36,10 @@ class ModelDrafter(Generic[Model]):
         layers = range(self.first_layer, len(layer_specs))
         self.staging = staging or StagedKV(layer_specs, layers, layout.draft_rows, pages.dtype, pages.device)
         self.by_layout: dict[RoundLayout, Self] = {}
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Make the tensors that follow from the layout alone."""
 
     def for_layout(self, layout: RoundLayout) -> Self:
         """As Drafter.for_layout."""
@@ -44,3 +48,10 @@ class ModelDrafter(Generic[Model]):
             drafter = type(self)(self.draft, layout, self.pages, self.backend, self.layer_specs, self.staging)
             self.by_layout[layout] = drafter
         return self.by_layout[layout]
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        """As Drafter.prepare."""
+        self.backend.prepare(lengths)
+
+    def plan(self, prefix: Prefix, nodes: Nodes) -> Attention:
+        return self.backend.plan(self.pages, self.layer_specs, prefix, nodes)

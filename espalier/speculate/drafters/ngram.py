@@ -5,33 +5,21 @@ the branches, longest first, then latest first.  Branches start with distinct to
 """
 
 from functools import partial
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from espalier.attention import CommittedLengths
 from espalier.kernels.tree.ngram import find_matches
-from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
 from espalier.sampling.mask import DraftGuide, allows, force
 from espalier.slots import BatchState
-from espalier.speculate.drafters.base import Grow
+from espalier.speculate.drafters.base import Grow, NoDrafter
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Pool, Tree, root_only
 
 
-class NgramDrafter:
+class NgramDrafter(NoDrafter):
     spec = DraftSpec("ngram")
-
-    def __init__(self, layout: RoundLayout):
-        self.layout = layout
-
-    def for_layout(self, layout: RoundLayout) -> Self:
-        return type(self)(layout)
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        pass
 
     def begin(self, slots: BatchState) -> Grow:
         # The text that is looked up ends with the forced tokens, so nothing is done before they are known.
@@ -87,11 +75,6 @@ class NgramDrafter:
             sure[:, 0] = 0
             pool.add(*force(forced[:, level - 1, None], tokens, scores, sure))
         return pool.select(slots.root, self.layout.num_draft_tokens)
-
-    def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
-    ) -> None:
-        pass
 
 
 def log_probability(length: Tensor) -> Tensor:

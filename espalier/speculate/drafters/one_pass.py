@@ -9,17 +9,15 @@ A draft with edges scores a token given the one before it.  So depths are scored
 distinct tokens of the depth before (kernels/tree/edge_topk.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from espalier.attention import CommittedLengths, GroupedBackend, Nodes, Prefix
+from espalier.attention import Nodes, Prefix
 from espalier.attention.staged import Projections, StagedPass
-from espalier.cache.kv import PagedKV, StagedKV
-from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.state.batch_state import Chain, chain
 from espalier.kernels.tree.edge_topk import LowRankEdges, Rows
@@ -45,27 +43,15 @@ class BlockAttend:
 
 
 class OnePassDrafter(ModelDrafter[BlockModel]):
-    def __init__(
-        self,
-        draft: BlockModel,
-        layout: RoundLayout,
-        pages: PagedKV,
-        backend: GroupedBackend,
-        layer_specs: Sequence[LayerSpec],
-        staging: StagedKV | None = None,
-    ):
-        """As ModelDrafter."""
-        super().__init__(draft, layout, pages, backend, layer_specs, staging)
+    def allocate(self) -> None:
         # A row that is not causal sees the whole block, as trained, also rows beyond `steps`.
-        self.width = draft.first_proposing + layout.steps if all(draft.causal) else layout.block_rows
-        self.offsets = torch.arange(self.width, device=pages.device)
-        everything = torch.ones(self.width, self.width, dtype=torch.bool, device=pages.device)
+        spec, layout, device = self.spec, self.layout, self.pages.device
+        self.width = spec.first_proposing + layout.steps if all(spec.causal) else layout.block_rows
+        self.offsets = torch.arange(self.width, device=device)
+        everything = torch.ones(self.width, self.width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
             is_causal: pack(everything.tril() if is_causal else everything) for is_causal in (False, True)
         }
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        self.backend.prepare(lengths)
 
     def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
@@ -77,23 +63,23 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 
     def _run_block(self, slots: BatchState) -> Tensor:
         """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
-        tokens = torch.full_like(self.offsets, self.draft.mask_token).repeat(slots.batch, 1)
+        tokens = torch.full_like(self.offsets, self.spec.mask_token).repeat(slots.batch, 1)
         tokens[:, 0] = slots.root
-        first = self.draft.first_proposing
+        first = self.spec.first_proposing
         hidden = self.draft(tokens, block_positions(slots, self.offsets), self._attend(slots))
         return hidden[:, first : first + self.layout.steps]
 
     def _attend(self, slots: BatchState) -> BlockAttend:
         prefix = Prefix(slots.page_table, slots.prefix_len)
-        offsets = torch.zeros_like(self.offsets) if self.draft.windows_from_root else self.offsets
+        offsets = torch.zeros_like(self.offsets) if self.spec.windows_from_root else self.offsets
         # Attention uses positions for windows only.
         at = slots.prefix_len[:, None] + offsets
         passes = {}
-        for is_causal in sorted(set(self.draft.causal)):
+        for is_causal in sorted(set(self.spec.causal)):
             bits = self.ancestor_bits[is_causal].expand(slots.batch, -1, -1)
-            plan = self.backend.plan(self.pages, self.layer_specs, prefix, Nodes(at, at, bits))
+            plan = self.plan(prefix, Nodes(at, at, bits))
             passes[is_causal] = StagedPass(plan, self.staging, self.width, first_layer=self.first_layer)
-        return BlockAttend(passes, self.draft.causal)
+        return BlockAttend(passes, self.spec.causal)
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
@@ -117,7 +103,7 @@ def best_paths(
         candidates = without_edges(*sampler.children(logits, d2t, 0, no_scores, layout.topk, None, stride=1))
     else:
         candidates = with_edges(root, layout.steps, layout.topk, partial(sampler.next_depth, edges, d2t))
-    return Tree(*select_paths(root, candidates, layout.num_draft_tokens))
+    return select_paths(root, candidates, layout.num_draft_tokens)
 
 
 def without_edges(tokens: Tensor, scores: Tensor) -> Candidates:

@@ -11,20 +11,105 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
+from espalier.models import (
+    block,
+    block_config,
+    dflash2,
+    dflash2_config,
+    eagle3,
+    eagle3_config,
+    mtp,
+    mtp_config,
+    peagle,
+    peagle_config,
+)
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, read_json
 from espalier.models.draft import DraftConfig, DraftModel
 from espalier.models.loading import FAMILIES
 from espalier.models.weights import Weights
-from espalier.speculate.drafters import block, dflash2, eagle3, mtp, peagle
+from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
 from espalier.speculate.drafters.ngram import NgramDrafter
+from espalier.speculate.drafters.one_pass import OnePassDrafter
+from espalier.speculate.drafters.peagle import PEagleDrafter
 
+CAPTURED = "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
+# Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
+BLOCK_CHECKS = (
+    "the target layers that it reads (target_layer_ids name their outputs, aux_hidden_state_layer_ids their "
+    "inputs), mask_token_id and sample_from_anchor"
+)
+FORMATS = (
+    DraftFormat(
+        algorithm="eagle3",
+        title="EAGLE-3 heads",
+        architectures=eagle3_config.ARCHITECTURES,
+        unmarked=peagle_config.MASKS,
+        speculators_types=("eagle3",),
+        read=eagle3_config.read_eagle3,
+        make=eagle3.make_eagle3,
+        drafter=AutoregressiveDrafter,
+        checks=CAPTURED,
+    ),
+    DraftFormat(
+        algorithm="peagle",
+        title="P-EAGLE heads",
+        architectures=peagle_config.ARCHITECTURES,
+        marked=peagle_config.EAGLE3_ARCHITECTURES,
+        marks=peagle_config.MASKS,
+        speculators_types=("peagle",),
+        read=peagle_config.read_peagle,
+        make=peagle.make_peagle,
+        drafter=PEagleDrafter,
+        checks=f"{CAPTURED} and the mask token ({', '.join(peagle_config.MASKS)})",
+    ),
+    DraftFormat(
+        algorithm="mtp",
+        title="multi-token prediction layers",
+        architectures=mtp_config.ARCHITECTURES,
+        speculators_types=("mtp",),
+        read=mtp_config.read_mtp,
+        make=mtp.make_mtp,
+        drafter=AutoregressiveDrafter,
+        in_target=mtp_config.stores_mtp,
+        checks="mtp_form and num_nextn_predict_layers",
+    ),
+    DraftFormat(
+        algorithm="block",
+        title="block drafts",
+        architectures=block_config.ARCHITECTURES,
+        speculators_types=block_config.SPECULATORS_TYPES,
+        read=block_config.read_block,
+        make=block.make_block,
+        drafter=OnePassDrafter,
+        checks=BLOCK_CHECKS,
+    ),
+    DraftFormat(
+        algorithm="dflash2",
+        title="DFlash 2 drafts",
+        architectures=dflash2_config.ARCHITECTURES,
+        speculators_types=dflash2_config.SPECULATORS_TYPES,
+        read=dflash2_config.read_dflash2,
+        make=dflash2.make_dflash2,
+        drafter=OnePassDrafter,
+        checks=BLOCK_CHECKS,
+    ),
+)
 # By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
-DRAFT_FORMATS: dict[str, DraftFormat] = {
-    module.FORMAT.algorithm: module.FORMAT for module in (eagle3, peagle, mtp, block, dflash2)
+DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FORMATS}
+# What is not built, by architecture or speculators_model_type: drafts, and models or their MTP layers alone.
+NOT_BUILT = {
+    "xpress": "XPress",
+    "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
+    **dict.fromkeys(("eagle", *eagle3_config.EAGLE_1_2), "EAGLE-1/2 heads"),
 }
-WITHOUT_FILES: Mapping[str, type[NgramDrafter] | type[NoDrafter]] = MappingProxyType(
+MTP_NOT_BUILT = {
+    **dict.fromkeys(("MiMoV2FlashForCausalLM", "MiMoV2MTP"), "MiMo-V2"),
+    **dict.fromkeys(("Step3p5ForCausalLM", "Step3p5MTP"), "Step-3.5"),
+    **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3NextMTP"), "Qwen3-Next"),
+}
+WITHOUT_FILES: Mapping[str, type[NoDrafter]] = MappingProxyType(
     {drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)}
 )
 
@@ -57,15 +142,17 @@ def format_of(raw: Raw, path: Path) -> DraftFormat:
 
 def _why_unknown(raw: Raw, path: Path) -> str:
     declared = raw.get("speculators_model_type")
-    asked = raw if declared is None else {"speculators_model_type": declared}
-    for known in DRAFT_FORMATS.values():
-        if (reason := known.explain(asked, path)) is not None:
-            return reason
+    name = architecture_of(raw) if declared is None else declared
+    if name in eagle3_config.EAGLE_1_2:
+        eagle3_config.refuse_eagle3_called_eagle(name, path)
+    if name in NOT_BUILT:
+        return f"{name!r} ({NOT_BUILT[name]}) is not supported yet"
+    if name in MTP_NOT_BUILT:
+        return f"{name!r} (the MTP layers of {MTP_NOT_BUILT[name]}) is not supported yet"
     if declared is not None:
         return f"speculators_model_type {declared!r} is not supported"
-    architecture = architecture_of(raw)
-    remedy = " (it is a whole model: pass it as model=)" if architecture in FAMILIES else ""
-    return f"architecture {architecture!r} is not a known draft{remedy}"
+    remedy = " (it is a whole model: pass it as model=)" if name in FAMILIES else ""
+    return f"architecture {name!r} is not a known draft{remedy}"
 
 
 def draft_algorithm(path: Path) -> str:
@@ -79,7 +166,7 @@ def own_draft(path: Path, target: ModelConfig, algorithm: str) -> Path | None:
     algorithm: the one that the draft must run under, or "auto".
     """
     formats = (known for known in DRAFT_FORMATS.values() if algorithm in ("auto", known.algorithm))
-    return path if any(known.in_target(path, target) for known in formats) else None
+    return path if any(known.in_target and known.in_target(path, target) for known in formats) else None
 
 
 def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
