@@ -93,6 +93,12 @@ RUNS = {
     },
     "drafts": Run(200, f"{DRAFTS} --draft plain --draft eagle3 --draft block --draft ngram"),
     # Quantised weights.
+    **{
+        f"tune-{weights}": Run(
+            90, f"espalier doctor --tune --shapes llama-3.1-8b --weights {weights} --seconds 60 --choices choices.json"
+        )
+        for weights in ("fp8", "fp8-block", "int4", "mxfp4")
+    },
     "linears": Run(120, "espalier bench linears --rows 1,4,16,64,2048"),
     **{
         f"{command}-{weights}": Run(seconds, f"{line} --weights {weights}")

@@ -20,6 +20,7 @@ from tests.synthetic.mixtures import mixture
 TINY = ModelShape(hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96, vocab=72, draft_vocab=40)
 LATENT = recipe_sizes(Recipe(mixture("v3-dense")))
 WIDE = ModelShape(hidden=256, layers=2, heads=4, kv_heads=4, head_size=64, intermediate=1024, vocab=320, draft_vocab=40)
+NAMES = {"fp8": "fp8", "fp8-block": "fp8-128x128", "int4": "int4-1x128", "mxfp4": "mxfp4-1x32"}
 FIRST, SECOND = TritonPlan(64, 64, 1, 4, 2), TritonPlan(64, 128, 1, 4, 2)
 
 
@@ -97,7 +98,7 @@ def test_every_shape_of_a_model_is_settled_once(tuner, model):
     assert set(found.values()) == {LinearPlans((FIRST,) * len(ROWS_BUCKETS))}
 
 
-@pytest.mark.parametrize(("weights", "format"), [("fp8", "fp8"), ("fp8-block", "fp8-128x128"), ("int4", "int4-1x128")])
+@pytest.mark.parametrize(("weights", "format"), [*NAMES.items()])
 def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, monkeypatch, tmp_path, weights, format):
     """Head and draft stay dense: they are neither measured nor in the table."""
     monkeypatch.setattr(tune, "shape_named", lambda name, weights: replace(WIDE, weights=weights))
