@@ -1,8 +1,8 @@
 """The GPU measurements behind docs/log.md, each with a time limit: `python -m tools.gpu_runs NAME... --out FOLDER`.
 
-A GPU may be there for minutes only.  So each run states the seconds that it needs, GPUs take runs from one list in its
-order, and a run that does not fit the time left is not started.  FOLDER/NAME.log has a run's command and all that it
-printed.  Two GPUs share the CPU: do not time small models on one while tests run on the other.
+A GPU may be available for minutes only.  So each run states the seconds that it needs, and a run that does not fit the
+time left is not started.  The GPUs take runs from one list, in its order.  FOLDER/NAME.log has a run's command and all
+that it printed.  Two GPUs share the CPU: do not time small models on one while tests run on the other.
 """
 
 import argparse
@@ -25,7 +25,7 @@ LAST_LINES = 30
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: what it needs on one H200, of which a first start that compiles kernels takes 60; command: no shell."""
+    """seconds: time limit on one H200, 60 of them for a start that compiles kernels; command: run without a shell."""
 
     seconds: int
     command: str
@@ -40,7 +40,7 @@ class Run:
 
 
 SHAPE = "--shape llama-3.1-8b --page-size 64"
-DEFAULT = f"espalier bench generate {SHAPE} --max-context 33792"
+GENERATE = f"espalier bench generate {SHAPE} --max-context 33792"
 ROUND = "espalier bench round --rounds 20 --page-size 64"
 CELLS = "1x1024:3,4,16 8x1024:3,4,16 32x1024:3,2,8 1x32768:3,4,16"
 TESTS = "python -m pytest -q -m gpu -n 20 --ignore tests/gpu/test_memory.py --ignore tests/gpu/test_first_start.py"
@@ -49,10 +49,10 @@ RUNS = {
     "tests": Run(300, f"{TESTS} tests/gpu"),
     "kernel-tests": Run(300, f"{TESTS} tests/kernels tests/attention"),
     # The default engine, as LLM.generate users have it.
-    "generate-plain": Run(120, f"{DEFAULT} --tree plain --prompts 1x1024 8x1024 32x1024 64x1024 1x32768"),
-    "generate-d64": Run(120, f"{DEFAULT} --tree 5,8,64 --prompts 1x1024 8x1024 1x32768"),
-    "generate-d16": Run(100, f"{DEFAULT} --tree 5,4,16 --prompts 1x1024 8x1024 1x32768"),
-    "generate-d8": Run(100, f"{DEFAULT} --tree 3,2,8 --prompts 32x1024 64x1024"),
+    "generate-plain": Run(120, f"{GENERATE} --tree plain --prompts 1x1024 8x1024 32x1024 64x1024 1x32768"),
+    "generate-d64": Run(120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 8x1024 1x32768"),
+    "generate-d16": Run(100, f"{GENERATE} --tree 5,4,16 --prompts 1x1024 8x1024 1x32768"),
+    "generate-d8": Run(100, f"{GENERATE} --tree 3,2,8 --prompts 32x1024 64x1024"),
     "prefill": Run(100, f"espalier bench prefill {SHAPE} --prompts 1x8192 32x1024"),
     "latency": Run(120, f"espalier bench latency {SHAPE} --rate 8 --requests 64"),
     "serve": Run(150, f"espalier bench serve {SHAPE} --concurrency 1,8,64"),
@@ -105,14 +105,14 @@ RUNS = {
         for weights in ("fp8", "fp8-block", "int4", "mxfp4")
         for command, seconds, line in (
             ("prefill", 100, f"espalier bench prefill {SHAPE} --prompts 1x8192"),
-            ("plain", 120, f"{DEFAULT} --tree plain --prompts 1x1024 1x32768"),
-            ("d64", 120, f"{DEFAULT} --tree 5,8,64 --prompts 1x1024 1x32768"),
-            ("d16", 100, f"{DEFAULT} --tree 5,4,16 --prompts 8x1024"),
-            ("d8", 100, f"{DEFAULT} --tree 3,2,8 --prompts 32x1024"),
+            ("plain", 120, f"{GENERATE} --tree plain --prompts 1x1024 1x32768"),
+            ("d64", 120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 1x32768"),
+            ("d16", 100, f"{GENERATE} --tree 5,4,16 --prompts 8x1024"),
+            ("d8", 100, f"{GENERATE} --tree 3,2,8 --prompts 32x1024"),
         )
     },
-    "plain-fp8-kv8": Run(120, f"{DEFAULT} --tree plain --prompts 1x1024 1x32768 --weights fp8 --kv-dtype fp8_e4m3"),
-    "d64-fp8-kv8": Run(120, f"{DEFAULT} --tree 5,8,64 --prompts 1x1024 1x32768 --weights fp8 --kv-dtype fp8_e4m3"),
+    "plain-fp8-kv8": Run(120, f"{GENERATE} --tree plain --prompts 1x1024 1x32768 --weights fp8 --kv-dtype fp8_e4m3"),
+    "d64-fp8-kv8": Run(120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 1x32768 --weights fp8 --kv-dtype fp8_e4m3"),
     "gpt-oss-mxfp4": Run(
         150, f"{ROUND} --shape gpt-oss-20b --own-size --weights mxfp4 --cells 1x1024:3,4,16 8x1024:3,4,16"
     ),
@@ -122,8 +122,8 @@ RUNS = {
 }
 
 
-def take(runs: "queue.Queue[str]", gpu: str, out: Path, deadline: float) -> None:
-    """Run what fits until the list is empty."""
+def run_what_fits(runs: "queue.Queue[str]", gpu: str, out: Path, deadline: float) -> None:
+    """Take runs on one GPU until the list is empty.  deadline: time.monotonic() at which every run must have ended."""
     while True:
         try:
             name = runs.get_nowait()
@@ -137,7 +137,7 @@ def take(runs: "queue.Queue[str]", gpu: str, out: Path, deadline: float) -> None
 
 
 def measure(run: Run, gpu: str, log: Path) -> str:
-    """Run the command on one GPU; what it printed goes to the log, and its last lines are returned."""
+    """Run the command on one GPU and write its output to `log`.  Returns its status and the last lines of the log."""
     start = time.monotonic()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
     with log.open("w", encoding="utf-8") as file:
@@ -180,7 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.names:
         runs.put(name)
     deadline = time.monotonic() + given.seconds
-    threads = [threading.Thread(target=take, args=(runs, gpu, given.out, deadline)) for gpu in given.gpus.split(",")]
+    threads = [
+        threading.Thread(target=run_what_fits, args=(runs, gpu, given.out, deadline)) for gpu in given.gpus.split(",")
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -16,7 +16,7 @@ DIGEST_CHARS = 16
 
 @dataclass(frozen=True)
 class InputScan:
-    """digest: of the lines; num_lines: lines that are not blank; last: the number of the last of them, from 1."""
+    """digest: hex digits, of the lines; num_lines: lines that are not blank; last: the number of the last, from 1."""
 
     path: Path
     digest: str
@@ -55,7 +55,9 @@ def _hash(custom_id: str) -> int:
 
 def _refuse_equal_ids(path: Path, hashes: array) -> None:
     """Raises EspalierError with the line numbers of the first custom_id that comes twice."""
-    order = np.sort(np.frombuffer(hashes, dtype=np.uint64))
+    # Sorted in place: a copy would double the memory.
+    order = np.frombuffer(hashes, dtype=np.uint64)
+    order.sort()
     repeated = set(order[1:][order[1:] == order[:-1]].tolist())
     if repeated:
         _compare(path, repeated)

@@ -58,7 +58,9 @@ MODEL_MODES = MappingProxyType(
 def add_flags(parser: ArgumentParser) -> None:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--acceptance", action="store_true", help="accept length on held-out text, several ways to draft")
-    mode.add_argument("--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8")
+    mode.add_argument(
+        "--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8; minutes on a CPU"
+    )
     choose.add_flags(parser, mode)
     parser.add_argument("--batch", type=whole_numbers, metavar="N,N", help="batch sizes (1)")
     parser.add_argument("--context", type=whole_numbers, metavar="N,N", help="prompt lengths (128)")

@@ -145,7 +145,7 @@ def _add_replica_flags(parser: ArgumentParser) -> None:
         "--tokens-per-replica",
         type=int,
         metavar="N",
-        help="with MIN:MAX, tokens left to compute for which one engine is enough (16384)",
+        help="with MIN:MAX, open tokens (not computed yet) for which one engine is enough (16384)",
     )
     ray.add_argument("--fronts", type=int, metavar="N", help="replicas of the front (1)")
 

@@ -4,7 +4,7 @@ The propose stage is split into one graph for each level of the tree, because be
 host which tokens can follow.  Without a grammar nothing is captured here.  A bucket whose graphs do not fit into memory
 runs its stages eagerly.
 
-What grammars say goes to the device as one copy for each run of adjacent rows (`OwnRows`).
+What grammars say goes to the device as one copy for each run of adjacent rows (`GrammarRows`).
 """
 
 import gc
@@ -27,13 +27,13 @@ from espalier.sampling.mask import ALL_ALLOWED, DraftGuide, mask_words
 from espalier.speculate.round import ModelRunner
 
 
-class OwnRows:
-    """A tensor on the device of which some rows hold what a grammar says, and the others `free`, which says nothing.
+class GrammarRows:
+    """A tensor on the device.  Rows of requests with a grammar hold what it says; the others hold `free`: no limits.
 
-    values: [B, ...]; free: one row, or a number; rows: those that hold something else than `free`.
+    values: [B, ...]; free: one row, or a number; rows: those with a grammar, ascending.
 
-    NumPy fills one pinned buffer again and again: a new one each time would have to be found or allocated, and PyTorch
-    fills it with a team of threads, which waits for each other on a busy host.
+    One pinned buffer is filled again and again, because a new one would have to be found or allocated each time.  NumPy
+    fills it: PyTorch does so with several threads, which wait for one another on a busy host.
     """
 
     def __init__(self, values: Tensor, free: Tensor | int):
@@ -50,7 +50,9 @@ class OwnRows:
             self.values.copy_(self.free.expand_as(self.values))
 
     def set(self, rows: tuple[int, ...], own: np.ndarray | None) -> None:
-        """Set these rows to `own`, on the current stream, and all others free.  own: None where there are no rows.
+        """Set these rows to `own` and all others to `free`, on the current stream.
+
+        own: [len(rows), ...]; None without rows.
 
         The copies of the call before must have ended.  They have: since then the host has waited for the trees or the
         results of their round.
@@ -73,7 +75,7 @@ def adjacent(rows: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def packed_words(words: int) -> int:
-    """int64 values that hold so many int32 words."""
+    """The number of int64 values that hold `words` int32 words."""
     return -(-words // 2)
 
 
@@ -101,14 +103,14 @@ class Question:
     packed: Tensor
     num_tokens: int
     num_words: int
-    answer: OwnRows
+    answer: GrammarRows
 
     @classmethod
     def of(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int) -> "Question":
-        """No row is answered yet: every token may follow."""
-        # -1 is both no only token and a mask that allows all.
+        """A question without an answer: every token may follow."""
+        # -1 in an answer says both: several tokens may follow, and the mask allows all.
         values = packed.new_empty(len(packed), beams, 1 + packed_words(num_words))
-        return cls(packed, num_tokens, num_words, OwnRows(values, ALL_ALLOWED))
+        return cls(packed, num_tokens, num_words, GrammarRows(values, ALL_ALLOWED))
 
     @property
     def told(self) -> tuple[Tensor, Tensor]:
@@ -116,8 +118,8 @@ class Question:
         only, masks = unpack(self.answer.values, 1, self.num_words)
         return only[..., 0], masks
 
-    def put(self, ask: AskRows | None) -> None:
-        """Wait for the device, and ask the host.  None: every token may follow."""
+    def ask_host(self, ask: AskRows | None) -> None:
+        """Wait for the device, ask the host, and write its answer to the device.  ask None: every token may follow."""
         if ask is None:
             self.answer.set((), None)
             return
@@ -130,8 +132,11 @@ def packed_question(tokens: Tensor, ancestor_bits: Tensor) -> Tensor:
     return torch.cat((tokens, ancestor_bits.flatten(1)), 1)
 
 
-class DraftBreaks:
-    """Graphs of a propose stage, and what the draft asks between them."""
+class ProposeGraphs:
+    """The CUDA graphs of a propose stage, with a question to the host between each two.
+
+    graphs: one more than questions.
+    """
 
     def __init__(self, pool: Any, num_words: int):
         self.pool = pool
@@ -147,7 +152,7 @@ class DraftBreaks:
         self.graphs[-1].capture_end()
 
     def split(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        """End a graph and begin the next, which reads the answer."""
+        """End this graph and begin the next, which reads the answer.  As sampling.mask.AskHost."""
         packed = packed_question(tokens, ancestor_bits)
         self.end()
         question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words)
@@ -158,38 +163,39 @@ class DraftBreaks:
     def replay(self, ask: AskRows | None) -> None:
         for graph, question in zip(self.graphs, self.questions, strict=False):
             graph.replay()
-            question.put(ask)
+            question.ask_host(ask)
         self.graphs[-1].replay()
 
 
 class DeviceAsk:
-    """The `ask` of a guide on a GPU.  host: answers in an eager run; breaks: of the capture that is under way."""
+    """The `ask` of a guide on a GPU.  host: answers in an eager run; capture: the graphs that are being captured."""
 
     def __init__(self, num_words: int):
         self.num_words = num_words
         self.host: AskRows | None = None
-        self.breaks: DraftBreaks | None = None
+        self.capture: ProposeGraphs | None = None
 
     def __call__(self, tokens: Tensor, ancestor_bits: Tensor) -> tuple[Tensor, Tensor]:
-        if self.breaks is not None:
-            return self.breaks.split(tokens, ancestor_bits)
+        if self.capture is not None:
+            return self.capture.split(tokens, ancestor_bits)
         packed = packed_question(tokens, ancestor_bits)
         question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words)
-        question.put(self.host)
+        question.ask_host(self.host)
         return question.told
 
 
 @dataclass
 class Stages:
-    """The stages of one batch size.  A run of all four leaves nothing for the next.
+    """The four stages of a round, for one batch size.  A round leaves nothing here for the next.
 
-    On the device, what the stages read.  launch_input: [n] int64; guide: [batch, S + 1 + packed_words(words)] int64,
-    the forced tokens, the level and the mask of a DraftGuide (`pack`); masks: [batch, D, words] int32.
+    The tensors that the stages read are on the device.  launch_input: [n] int64; guide: [batch, S + 1 +
+    packed_words(words)] int64, the forced tokens, the level and the mask of a DraftGuide (`pack`); masks: [batch, D,
+    words] int32.
     """
 
     launch_input: Tensor
-    guide: OwnRows
-    masks: OwnRows
+    guide: GrammarRows
+    masks: GrammarRows
     begin: Callable[[], None]
     propose: Callable[[AskRows | None], None]
     verify: Callable[[], None]
@@ -224,12 +230,14 @@ class EagerStages:
         nothing = torch.full((steps + 1 + packed_words(words),), ALL_ALLOWED, dtype=torch.int64)
         # Of a level that is not known.
         nothing[steps] = 0
-        guide = OwnRows(launch_input.new_empty(batch, len(nothing)), nothing.pin_memory().to(device, non_blocking=True))
+        guide = GrammarRows(
+            launch_input.new_empty(batch, len(nothing)), nothing.pin_memory().to(device, non_blocking=True)
+        )
         told, mask = unpack(guide.values, steps + 1, words)
         self.guide = DraftGuide(told[:, :steps], mask, told[:, steps], self.ask)
         nodes = runner.layout.at(batch).num_draft_tokens
         masks = torch.empty(batch, nodes, words, dtype=torch.int32, device=device)
-        self.masks = OwnRows(masks, ALL_ALLOWED)
+        self.masks = GrammarRows(masks, ALL_ALLOWED)
         self.staged = StagedRound(runner, results, packed.on(launch_input), needs)
         buffers = launch_input, guide, self.masks
         self.stages = Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
@@ -242,7 +250,7 @@ class EagerStages:
         self.staged.settle(self.masks.values)
 
     def run(self) -> None:
-        """Run all four for dummies."""
+        """Run all four stages.  The launch input must be of dummies."""
         self.stages.begin()
         self.stages.propose(None)
         self.stages.verify()
@@ -262,21 +270,21 @@ class EagerStages:
         verify, settle = (_captured(stage, pool, stream) for stage in (self.stages.verify, self.stages.settle))
         return replace(self.stages, begin=begin, propose=propose, verify=verify, settle=settle)
 
-    def _captured_propose(self, pool: Any) -> DraftBreaks:
+    def _captured_propose(self, pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()
         gc.collect()
-        self.ask.breaks = breaks = DraftBreaks(pool, self.ask.num_words)
-        breaks.begin()
+        self.ask.capture = graphs = ProposeGraphs(pool, self.ask.num_words)
+        graphs.begin()
         try:
             self.staged.propose(self.guide)
         except BaseException:
             with suppress(RuntimeError):
-                breaks.end()
+                graphs.end()
             raise
         finally:
-            self.ask.breaks = None
-        breaks.end()
-        return breaks
+            self.ask.capture = None
+        graphs.end()
+        return graphs
 
 
 def _captured(stage: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:

@@ -63,7 +63,7 @@ class GrammarMasker:
         return token_id >= 0 and token_id not in self.special_tokens and self.matcher.accept_token(token_id)
 
     def _read(self, tail: bytes, token_id: int) -> bytes | None:
-        """The last bytes after a token; None if the marker is complete."""
+        """The last bytes of the output after a token, given those before it; None if the marker is complete."""
         assert self.marker is not None
         text = tail + self.bytes_of(token_id).bytes
         return None if self.marker in text else text[max(0, len(text) - len(self.marker) + 1) :]
@@ -147,24 +147,25 @@ class GrammarMasker:
     def _walk_free(self, tokens: Sequence[int], parents: Sequence[int], out: np.ndarray) -> None:
         """Masks where the marker has not come yet.  Below a node that completes it, the grammar begins."""
         tails: list[bytes | None] = [self.tail]
-        starts: dict[int, list[int]] = {}
-        owner: dict[int, int] = {}
+        # The nodes that complete the marker, each with itself and the nodes below it; and the same by node.
+        nodes_from: dict[int, list[int]] = {}
+        completed_at: dict[int, int] = {}
         out[:] = self.free_mask
         for node in range(1, len(tokens)):
             above = tails[parents[node]]
             tails.append(above)
             if tokens[node] < 0:
                 continue
-            if parents[node] in owner:
-                owner[node] = owner[parents[node]]
-                starts[owner[node]].append(node)
+            if parents[node] in completed_at:
+                completed_at[node] = completed_at[parents[node]]
+                nodes_from[completed_at[node]].append(node)
                 continue
             assert above is not None
             tails[node] = self._read(above, tokens[node])
             if tails[node] is None:
-                owner[node] = node
-                starts[node] = [node]
-        for nodes in starts.values():
+                completed_at[node] = node
+                nodes_from[node] = [node]
+        for nodes in nodes_from.values():
             self._walk(nodes, tokens, parents, out)
 
 

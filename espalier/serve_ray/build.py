@@ -14,11 +14,11 @@ from espalier.serve_ray.settings import ServedModel, Service, service_of
 RAY_VERSION = "2.60"
 # Above any queue: the front limits open requests, not Ray Serve.
 MAX_ONGOING = 65536
-# Health checks find a replica that hangs.  One whose engine ended exits by itself.
+# Health checks find a replica that hangs.  A replica whose engine ended exits by itself.
 HEALTH_PERIOD_S = 5.0
-# The front logs each request, with its id.
-QUIET = MappingProxyType({"enable_access_log": False})
 HEALTH_TIMEOUT_S = 30.0
+# Ray Serve writes no line for each request, because the front does, with its id.
+NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 
 
 def require_ray() -> Any:
@@ -52,7 +52,7 @@ def application(service: Service) -> Any:
         graceful_shutdown_timeout_s=service.drain_timeout_s,
         # A new front starts before the old one ends.
         max_surge_percent=100,
-        logging_config=dict(QUIET),
+        logging_config=dict(NO_ACCESS_LOG),
     )
     names = [_deployment_name(model, len(service.models)) for model in service.models]
     engines = [_engines(serve, model, service, name) for model, name in zip(service.models, names, strict=True)]
@@ -76,7 +76,7 @@ def _engines(serve: Any, model: ServedModel, service: Service, name: str) -> Any
         request_router_config=RequestRouterConfig(request_router_class=model.replicas.router),
         # A configuration that a replica refuses is refused again at every try.
         max_constructor_retry_count=1,
-        logging_config=dict(QUIET),
+        logging_config=dict(NO_ACCESS_LOG),
     )
     return deployment.bind(model.settings, model.client)
 
@@ -88,7 +88,7 @@ def _scaling(model: ServedModel) -> dict[str, Any]:
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     policy = AutoscalingPolicy(
-        policy_function="espalier.serve_ray.policy:QueuedTokens",
+        policy_function="espalier.serve_ray.policy:OpenTokens",
         policy_kwargs={"tokens_per_replica": replicas.tokens_per_replica},
     )
     return {

@@ -31,7 +31,7 @@ OWN_CLUSTER_ENV = MappingProxyType(
     }
 )
 CONNECT_S = 10.0
-# The time that Ray Serve gets, after drain_timeout, to kill the replicas that are left.
+# After drain_timeout, Ray Serve has this long to kill the replicas that still run.
 KILL_S = 20.0
 # The reason in a replica's traceback, as Ray Serve reports it.
 REFUSED = re.compile(r"EspalierError: (.+)")
@@ -112,11 +112,11 @@ def _no_cluster(address: str, error: Exception) -> EspalierError:
 def _require_gpus(ray: Any, service: Service) -> None:
     """Raises EspalierError if the cluster has too few GPUs for the replicas."""
     wanted = sum(model.replicas.high for model in service.models if uses_gpu(model.settings))
-    there = int(ray.cluster_resources().get("GPU", 0))
-    if wanted > there:
+    available = int(ray.cluster_resources().get("GPU", 0))
+    if wanted > available:
         raise EspalierError(
-            f"--replicas {wanted} needs {wanted} GPUs and the Ray cluster has {there}; "
-            + (f"use --replicas {there}" if there else "use --device cpu")
+            f"--replicas {wanted} needs {wanted} GPUs and the Ray cluster has {available}; "
+            + (f"use --replicas {available}" if available else "use --device cpu")
             + ", or add nodes with GPUs"
         )
 

@@ -60,8 +60,7 @@ class Ingress:
 
 def _options(model: ServedModel, num_fronts: int) -> FrontOptions:
     """The options of one front of several: each gets an equal part of the queue."""
-    places = -(-model.front.max_queue // num_fronts)
-    return replace(model.front, max_queue=places)
+    return replace(model.front, max_queue=-(-model.front.max_queue // num_fronts))
 
 
 def is_lost(error: BaseException) -> bool:
@@ -84,7 +83,7 @@ class BehindProxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
-            await _live(receive, send)
+            await _answer_lifespan(receive, send)
         elif scope["type"] == "http":
             await self._answer(scope, receive, send)
         else:
@@ -101,7 +100,7 @@ class BehindProxy:
         await self.app(below, receive, send_without_id)
 
 
-async def _live(receive: Receive, send: Send) -> None:
+async def _answer_lifespan(receive: Receive, send: Send) -> None:
     while True:
         kind = (await receive())["type"]
         await send({"type": f"{kind}.complete"})

@@ -162,20 +162,20 @@ class EnginePool:
     async def _try_replicas(self, prompt: "Prompt") -> None:
         submit = prompt.submit
         message = msgspec.msgpack.encode(submit)
-        route = RoutingHint(prefix_hashes(submit.prompt, int(self.config["page_size"])), submit.params.n)
+        hint = RoutingHint(prefix_hashes(submit.prompt, int(self.config["page_size"])), submit.params.n)
         for num_tries in range(1, MAX_TRIES + 1):
-            lost = await self._stream_from_replica(prompt, message, route)
+            lost = await self._stream_from_replica(prompt, message, hint)
             if lost is None:
                 return
             if num_tries == MAX_TRIES or prompt.has_begun:
                 raise EngineGone(lost)
             log.warning("%s before the first token: trying another replica", lost)
 
-    async def _stream_from_replica(self, prompt: "Prompt", message: bytes, route: RoutingHint) -> str | None:
+    async def _stream_from_replica(self, prompt: "Prompt", message: bytes, hint: RoutingHint) -> str | None:
         """Send a prompt to a replica and hand out its output.  Returns why the replica is lost, None at the end."""
         # Serve's router identifies a call by the HTTP request of its context.  An empty context makes each prompt a
         # request of its own.
-        stream = Context().run(self.streams.remote, message, route)
+        stream = Context().run(self.streams.remote, message, hint)
         try:
             async for data in stream:
                 sent = protocol.decode_from_engine(data)

@@ -21,9 +21,9 @@ from espalier.server.engines import EngineGone
 from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
 
 log = logging.getLogger("espalier.server")
-# The time to send the last messages of a replica whose engine is gone.
+# Time for a replica whose engine is gone to send its last messages.
 FLUSH_S = 0.5
-BROKEN = 1
+EXIT_CODE = 1
 
 
 class ReplicaFigures(msgspec.Struct):
@@ -37,14 +37,14 @@ class ReplicaFigures(msgspec.Struct):
 
 @dataclass
 class OpenPrompt:
-    """Tokens that are left to compute for one prompt.  prompt: 0 once there is an output token; output: at most."""
+    """Open tokens of one prompt.  prompt_tokens: 0 once there is an output token; output_tokens: the most to come."""
 
-    prompt: int
-    output: int
+    prompt_tokens: int
+    output_tokens: int
 
     def take(self, part: Part) -> None:
-        self.prompt = 0
-        self.output -= len(part.piece.token_ids)
+        self.prompt_tokens = 0
+        self.output_tokens -= len(part.piece.token_ids)
 
 
 class EngineReplica:
@@ -67,10 +67,10 @@ class EngineReplica:
         assert self.client.facts is not None
         return protocol.encode(Ready(self.client.facts, self.client.config))
 
-    async def generate(self, message: bytes, _route: Any = None) -> AsyncIterator[bytes]:
+    async def generate(self, message: bytes, _hint: Any = None) -> AsyncIterator[bytes]:
         """Run a Submit.  Yields messages of the engine's protocol: Harvest; Refused or Failed if the request fails.
 
-        _route: read by the router, not here.  Closing the iterator early aborts the request.
+        _hint: read by the router, not here.  Closing the iterator early aborts the request.
         """
         submit = msgspec.msgpack.decode(message, type=Submit)
         try:
@@ -79,13 +79,13 @@ class EngineReplica:
         except EngineGone as error:
             yield protocol.encode(Failed(str(error), refused=False))
             return
-        log.debug("%s takes it", self.name, extra=logs.about(submit.name))
+        log.debug("%s has the prompt", self.name, extra=logs.about(submit.name))
         try:
-            with self._tracked(submit) as work:
+            with self._tracked(submit) as open_prompt:
                 async for parts in generation.parts(None):
                     for part in parts:
                         part.name = submit.name
-                        work.take(part)
+                        open_prompt.take(part)
                     yield protocol.encode(Harvest(parts))
         except EngineGone as error:
             yield protocol.encode(Failed(str(error), refused=False))
@@ -98,17 +98,18 @@ class EngineReplica:
     def _tracked(self, submit: Submit) -> Iterator[OpenPrompt]:
         """Add the prompt to the open ones, and remove it at the end."""
         assert self.client.facts is not None
-        room = self.client.facts.max_context - len(submit.prompt)
-        limit = room if submit.params.max_tokens is None else min(room, submit.params.max_tokens)
-        work = self._open[submit.name] = OpenPrompt(len(submit.prompt), limit * submit.params.n)
+        left_in_context = self.client.facts.max_context - len(submit.prompt)
+        most = submit.params.max_tokens
+        limit = left_in_context if most is None else min(left_in_context, most)
+        open_prompt = self._open[submit.name] = OpenPrompt(len(submit.prompt), limit * submit.params.n)
         try:
-            yield work
+            yield open_prompt
         finally:
             self._open.pop(submit.name, None)
 
-    def queued_tokens(self) -> int:
+    def open_tokens(self) -> int:
         """Open tokens: prompts that have no output token yet, and outputs up to their limit."""
-        return sum(work.prompt + max(work.output, 0) for work in self._open.values())
+        return sum(each.prompt_tokens + max(each.output_tokens, 0) for each in self._open.values())
 
     async def figures(self) -> bytes:
         client = self.client
@@ -119,7 +120,7 @@ class EngineReplica:
     # Ray Serve's hooks
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return {"queued_tokens": self.queued_tokens()}
+        return {"open_tokens": self.open_tokens()}
 
     async def check_health(self) -> None:
         """Raises if the engine is gone."""
@@ -134,7 +135,7 @@ class EngineReplica:
             log.error("replica %s ends with its engine: %s", self.name, why)
             await asyncio.sleep(FLUSH_S)
             await self.client.close()
-            self.leave(BROKEN)
+            self.leave(EXIT_CODE)
 
 
 def _name_in_serve() -> str:

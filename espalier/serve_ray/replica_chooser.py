@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 # Pages of a prompt that are hashed, from its start.
 MAX_PAGES = 512
-# Pages that are remembered.
-MAX_KEYS = 2**18
+# Prefixes that are remembered, one for each whole page of a prompt.
+MAX_PREFIXES = 2**18
 
 
 class RoutingHint(NamedTuple):
@@ -35,12 +35,12 @@ def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
 class ReplicaChooser:
     """imbalance: a replica with over `imbalance` open samples more than the least busy one is not chosen for its pages.
 
-    max_keys: prefixes that are remembered; the least recently used are forgotten first.
+    max_prefixes: prefixes that are remembered; the least recently used are forgotten first.
     """
 
-    def __init__(self, imbalance: int = 8, max_keys: int = MAX_KEYS):
+    def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
         self.imbalance = imbalance
-        self.max_keys = max_keys
+        self.max_prefixes = max_prefixes
         # The replica that last got a prompt with this prefix, by the prefix's hash.
         self._replica_of_prefix: OrderedDict[int, str] = OrderedDict()
         # Open samples by replica, and by (replica, request).
@@ -48,7 +48,7 @@ class ReplicaChooser:
         self._open_samples: dict[tuple[str, str], list[int]] = {}
 
     def ranked(self, keys: Sequence[int], replicas: Collection[str]) -> list[str]:
-        """The replicas, best first."""
+        """The replicas, best first.  keys: the prompt's prefix_hashes."""
         if not replicas:
             return []
         fewest = min(self.load[each] for each in replicas)
@@ -58,8 +58,8 @@ class ReplicaChooser:
             is_free = self.load[replica] - fewest <= self.imbalance
             pages = held.get(replica, 0) if is_free else 0
             # Equal in every front: for a new prefix, all fronts choose the same one of equally busy replicas.
-            first = hash((keys[0], *replica.encode())) if keys else 0
-            return -pages, self.load[replica], first, replica
+            tie_break = hash((keys[0], *replica.encode())) if keys else 0
+            return -pages, self.load[replica], tie_break, replica
 
         return sorted(replicas, key=rank)
 
@@ -75,13 +75,16 @@ class ReplicaChooser:
         return held
 
     def record_sent(self, keys: Sequence[int], samples: int, replica: str, request: str) -> None:
-        """Record a prompt that was sent to a replica.  request: the name of the call, as record_ended gets it."""
+        """Record a prompt that was sent to a replica.
+
+        samples: its outputs; request: the name of the call, as record_ended gets it.
+        """
         self._open_samples.setdefault((replica, request), []).append(samples)
         self.load[replica] += samples
         for key in keys:
             self._replica_of_prefix[key] = replica
             self._replica_of_prefix.move_to_end(key)
-        while len(self._replica_of_prefix) > self.max_keys:
+        while len(self._replica_of_prefix) > self.max_prefixes:
             self._replica_of_prefix.popitem(last=False)
 
     def record_ended(self, replica: str, request: str) -> None:

@@ -23,11 +23,11 @@ class PrefixRouter(RequestRouter):
         # If no replica accepts the request, Serve waits before it calls this again.
         pending_request.routing_context.should_backoff = True
         by_name = {each.replica_id.unique_id: each for each in candidate_replicas}
-        return [[by_name[name]] for name in self.chooser.ranked(_route(pending_request).keys, by_name)]
+        return [[by_name[name]] for name in self.chooser.ranked(_hint_of(pending_request).keys, by_name)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
-        route, request = _route(pending_request), pending_request.metadata.internal_request_id
-        self.chooser.record_sent(route.keys, route.samples, replica_id.unique_id, request)
+        hint, request = _hint_of(pending_request), pending_request.metadata.internal_request_id
+        self.chooser.record_sent(hint.keys, hint.samples, replica_id.unique_id, request)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         self.chooser.record_ended(replica_id.unique_id, internal_request_id)
@@ -37,6 +37,6 @@ class PrefixRouter(RequestRouter):
         self.chooser.forget_all_but({each.replica_id.unique_id for each in replicas})
 
 
-def _route(request: PendingRequest) -> RoutingHint:
+def _hint_of(request: PendingRequest) -> RoutingHint:
     """The hint among the call's arguments.  Calls of other methods have none: an empty one."""
     return next((each for each in request.args if isinstance(each, RoutingHint)), RoutingHint((), 0))

@@ -17,7 +17,7 @@ from espalier.server.front import FrontOptions
 from espalier.server.logs import LEVELS
 from espalier.tools.formats import find_formats
 
-# Open tokens (replica.queued_tokens) that one replica is enough for, on average.
+# Open tokens (replica.open_tokens) for which one replica is enough, on average.
 TOKENS_PER_REPLICA = 16384
 ROUTER = "espalier.serve_ray.router.PrefixRouter"
 # A name in `args`, and the field of the options.
@@ -42,7 +42,7 @@ OF_SERVICE = (*OF_API, "cors_origin", "fronts", "drain_timeout", "log_level", "l
 class Replicas:
     """From `low` to `high` engines.
 
-    tokens_per_replica: open tokens that one replica is enough for, on average.
+    tokens_per_replica: open tokens for which one replica is enough, on average.
     resources: what Ray reserves for a replica (ray_actor_options); None: one GPU, or nothing on a CPU.
     autoscaling: further fields of Ray Serve's AutoscalingConfig, such as its delays.
     router: a subclass of Ray Serve's RequestRouter, by its path.

@@ -288,7 +288,7 @@ class EngineClient:
             if isinstance(message, Harvest):
                 if message.report is not None:
                     self.report = message.report
-                    self.abort_steps.update(message.report.aborts)
+                    self.abort_steps.update(message.report.abort_steps)
                 for part in message.parts:
                     self._hand_out(part)
             elif isinstance(message, Refused):

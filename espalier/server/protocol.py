@@ -1,8 +1,8 @@
 """Messages between the front and the engine process: typed structs, encoded with msgpack, one per ZeroMQ frame.
 
-ResolvedParams, OutputChunk, Usage and SpeculationStats are sent as they are, so no field is declared twice;
-log-probabilities as their rows (espalier/logprobs.py).  The front
-binds a PAIR socket and starts the engine process, which connects to it.
+ResolvedParams, OutputChunk, Usage and SpeculationStats are sent as they are, so no field is declared twice.
+Log-probabilities are sent as rows of numbers (espalier/logprobs.py).  The front binds a PAIR socket and starts the
+engine process, which connects to it.
 """
 
 from typing import Any
@@ -19,12 +19,12 @@ from espalier.stats import SpeculationStats
 class Start(msgspec.Struct, tag=True):
     """The first message.
 
-    settings: what the worker loads, for a model the keywords of EngineConfig; front: pid of the front, the engine
-    process ends when that process does; heartbeat_s: seconds between messages of an idle engine.
+    settings: what the worker loads, for a model the keywords of EngineConfig; front_pid: the front, with which
+    the engine process ends; heartbeat_s: seconds between messages of an idle engine.
     """
 
     settings: dict[str, Any]
-    front: int
+    front_pid: int
     heartbeat_s: float
     log_level: str
     log_json: bool
@@ -53,7 +53,7 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class Shutdown(msgspec.Struct, tag=True):
-    """Leave at once."""
+    """End at once: the front has drained already, or does not wait."""
 
 
 ToEngine = Start | Submits | Abort | Shutdown
@@ -86,8 +86,8 @@ class Report(msgspec.Struct):
     """The engine's state.
 
     harvests: engine steps so far; pages_owned: pages of running requests that are not in the prefix cache; rounds:
-    (bucket, whether a CUDA graph ran them, number of rounds); aborts: for each abort that was completed since the last
-    report, the engine steps from its arrival to the release of its pages.
+    (bucket, whether a CUDA graph ran them, number of rounds); abort_steps: for each abort that was completed since the
+    last report, the engine steps from its arrival to the release of its pages.
     """
 
     harvests: int = 0
@@ -100,7 +100,7 @@ class Report(msgspec.Struct):
     rounds: list[tuple[int, bool, int]] = []
     totals: SpeculationStats = msgspec.field(default_factory=SpeculationStats)
     low_acceptance: bool = False
-    aborts: list[int] = []
+    abort_steps: list[int] = []
 
 
 class Harvest(msgspec.Struct, tag=True):

@@ -33,15 +33,17 @@ log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
 # Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
 REPORT_S = 0.1
-# Wait between looks at grammars that compile, while nothing runs.
+# While nothing runs, how often grammars that compile are looked at.
 COMPILING_MS = 5
 DONE, REFUSED, BROKEN = 0, 2, 1
 
 
 @dataclass
 class Running:
-    """The samples of one submitted name.  num_left: those that still run; aborted_at: the step before which an abort
-    arrived, None if none did."""
+    """The samples of one submitted prompt.
+
+    num_left: those that still run; aborted_at: the number of engine steps when an abort arrived, None if none did.
+    """
 
     requests: list[Request]
     num_left: int = field(init=False)
@@ -52,24 +54,24 @@ class Running:
 
 
 class Worker:
-    """socket: a connected PAIR."""
+    """socket: a connected PAIR.  start: the front's first message."""
 
     def __init__(self, socket: zmq.Socket, llm: LLM, start: Start):
         self.socket = socket
         self.llm = llm
         self.heartbeat_ms = int(1000 * start.heartbeat_s)
-        self.front = start.front
+        self.front_pid = start.front_pid
         self.running: dict[str, Running] = {}
-        # Their grammars compile in threads.
+        # Prompts that wait for their grammars, which compile in threads.
         self.compiling: dict[str, tuple[Submit, Future[CompiledGrammar]]] = {}
         self.steps = 0
-        self.aborts: list[int] = []
+        self.abort_steps: list[int] = []
         self.next_report_at = 0.0
         self.buckets = llm.engine.layout.batch_buckets(llm.config.graph_batch)
 
     def run(self) -> None:
         """Serve until Shutdown.  If the engine raises, sends each request's last part and raises the same."""
-        while os.getppid() == self.front and self._take_in():
+        while os.getppid() == self.front_pid and self._take_in():
             pieces: list[OutputChunk] = []
             if self.llm.engine.has_work:
                 try:
@@ -145,7 +147,7 @@ class Worker:
         self.socket.send(protocol.encode(Harvest(parts, self._report() if self._is_report_due() else None)))
 
     def _is_report_due(self) -> bool:
-        return bool(self.aborts) or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
+        return bool(self.abort_steps) or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
 
     def _part(self, piece: OutputChunk) -> Part:
         name = piece.request_id.rpartition(".")[0]
@@ -159,14 +161,14 @@ class Worker:
         if not entry.num_left:
             del self.running[name]
             if entry.aborted_at is not None:
-                self.aborts.append(self.steps - entry.aborted_at)
+                self.abort_steps.append(self.steps - entry.aborted_at)
         return Part(name, piece, request.usage, request.stats)
 
     def _report(self) -> Report:
         self.next_report_at = time.monotonic() + REPORT_S
         engine = self.llm.engine
         scheduler, pool = engine.scheduler, engine.pool
-        aborts, self.aborts = self.aborts, []
+        abort_steps, self.abort_steps = self.abort_steps, []
         cached = 0 if engine.prefixes is None else len(engine.prefixes)
         return Report(
             harvests=self.steps,
@@ -179,7 +181,7 @@ class Worker:
             rounds=self._rounds(),
             totals=engine.totals,
             low_acceptance=low_acceptance(engine.totals),
-            aborts=aborts,
+            abort_steps=abort_steps,
         )
 
     def _rounds(self) -> list[tuple[int, bool, int]]:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.engine.cuda_stages import OwnRows, adjacent, pack, unpack
+from espalier.engine.cuda_stages import GrammarRows, adjacent, pack, unpack
 from espalier.kernels.tree import ngram
 from espalier.request import Request
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
@@ -73,7 +73,7 @@ def test_values_and_words_of_a_row_are_one_copy(words):
 @pytest.mark.parametrize("free", [-1, torch.tensor([5, 6])])
 def test_rows_that_are_not_named_are_free(free, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    rows = OwnRows(torch.zeros(4, 2, dtype=torch.int64), free)
+    rows = GrammarRows(torch.zeros(4, 2, dtype=torch.int64), free)
     nothing = [-1, -1] if isinstance(free, int) else free.tolist()
     assert rows.values.tolist() == [nothing] * 4
     rows.set((0, 2, 3), np.array([[1, 2], [3, 4], [5, 6]]))

@@ -94,8 +94,8 @@ def test_the_engine_of_a_replica_dies(llm):
             await anext(parts)
             name = group.handle.calls[0][0]
             replica = group.replicas[name]
-            assert 0 < replica.queued_tokens() < 400
-            assert replica.record_autoscaling_stats() == {"queued_tokens": replica.queued_tokens()}
+            assert 0 < replica.open_tokens() < 400
+            assert replica.record_autoscaling_stats() == {"open_tokens": replica.open_tokens()}
             os.kill(replica.client.process.pid, signal.SIGKILL)
             with pytest.raises(EngineGone, match="killed by signal 9"):
                 async for _ in parts:
@@ -110,7 +110,7 @@ def test_the_engine_of_a_replica_dies(llm):
             ]
             await asyncio.sleep(0.6)
             assert not replica.client._folder.exists()
-            return tokens, group.left, replica.queued_tokens()
+            return tokens, group.left, replica.open_tokens()
 
     tokens, left, queued = asyncio.run(run())
     assert tokens == llm.generate(["def f(x):\n"], max_tokens(4))[0].token_ids

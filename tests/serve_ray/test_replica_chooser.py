@@ -75,7 +75,7 @@ def test_fronts_that_know_nothing_agree_and_spread():
 
 
 def test_only_the_pages_used_last_are_remembered():
-    chooser = ReplicaChooser(max_keys=5)
+    chooser = ReplicaChooser(max_prefixes=5)
     chooser.record_sent(KEYS, 1, "a", "r")
     chooser.record_sent(prefix_hashes([0] * 16, 16), 1, "b", "s")
     assert chooser.ranked(KEYS, ("a", "b")) == chooser.ranked((), ("a", "b")), "its first page is forgotten"

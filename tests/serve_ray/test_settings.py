@@ -6,7 +6,7 @@ import pytest
 
 from espalier.errors import EspalierError
 from espalier.serve_ray.build import _deployment_name
-from espalier.serve_ray.policy import QueuedTokens
+from espalier.serve_ray.policy import OpenTokens
 from espalier.serve_ray.settings import Replicas, replicas_of, service_of
 
 
@@ -77,9 +77,9 @@ def test_a_number_of_replicas():
 
 def test_replicas_follow_the_open_tokens():
     def context(**queued):
-        return SimpleNamespace(target_num_replicas=3, aggregated_metrics={"queued_tokens": queued} if queued else {})
+        return SimpleNamespace(target_num_replicas=3, aggregated_metrics={"open_tokens": queued} if queued else {})
 
-    policy = QueuedTokens(tokens_per_replica=200)
+    policy = OpenTokens(tokens_per_replica=200)
     assert policy(context(a=100.0, b=300.0)) == (2.0, {})
     assert policy(context(a=0.0)) == (0.0, {})
     # Nothing is known yet: stay.

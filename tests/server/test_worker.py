@@ -102,7 +102,7 @@ def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
     worker.steps += 1
     worker._send(worker.llm.step())
     reports = [message.report for message in said(front)]
-    assert [report.aborts for report in reports] == [[], [1]]
+    assert [report.abort_steps for report in reports] == [[], [1]]
     assert (reports[-1].running, reports[-1].waiting, reports[-1].pages_owned) == (0, 0, 0)
     worker.llm.engine.check_pages()
 
@@ -116,7 +116,7 @@ def test_a_launch_that_fails_tells_every_request_before_it_is_raised(engine, mon
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(worker.llm.engine.executor, "launch", launch)
-    worker.front = os.getppid()
+    worker.front_pid = os.getppid()
     with pytest.raises(RuntimeError, match="the device is lost"):
         worker.run()
     found = parts(said(front))
@@ -126,7 +126,7 @@ def test_a_launch_that_fails_tells_every_request_before_it_is_raised(engine, mon
 
 def test_a_worker_whose_front_is_gone_leaves(engine):
     worker, _ = engine
-    worker.front = -1
+    worker.front_pid = -1
     worker.run()
 
 
