@@ -44,6 +44,7 @@ TABLE = MappingProxyType(
         "serve.api_key": "admin_api_key",
         "serve.tool_format": "tool_call_parser",
         "serve.reasoning_format": "reasoning_parser",
+        "serve.replicas": "data_parallel_size dp_size dp",
     }
 )
 # The reason why Espalier has no such setting: the other engines' names for it.
@@ -52,7 +53,7 @@ NONE = MappingProxyType(
         "the KV cache takes a share of the free memory, or as many pages as num_pages says": "gpu_memory_utilization "
         "mem_fraction_static kv_cache_memory_bytes",
         "one engine runs on one GPU": "tensor_parallel_size tp_size tp pipeline_parallel_size pp_size pp "
-        "data_parallel_size dp_size dp expert_parallel_size ep_size enable_expert_parallel nnodes node_rank",
+        "expert_parallel_size ep_size enable_expert_parallel nnodes node_rank",
         "a checkpoint says how its weights are quantized": "quantization load_in_8bit load_in_4bit",
         "adapters are not supported": "enable_lora lora_modules lora_paths max_loras",
         "Espalier never runs a checkpoint's code": "trust_remote_code",
@@ -80,24 +81,32 @@ def keyword(name: str, known: Collection[str]) -> str | None:
         return f"{_REASONS[name]}; leave it out"
     # Or the name is Espalier's, but of another class.
     ours = _OURS.get(name) or next((each for each in TABLE if each.partition(".")[2] == name), None)
-    if ours is None or ours.startswith("serve."):
+    if ours is None:
         return None
     owner, _, setting = ours.partition(".")
+    if owner == "serve":
+        return f"use espalier serve --{setting.replace('_', '-')}"
     if setting.partition("=")[0] in known:
         return f"use {setting}"
     return f"use {owner}({setting if '=' in setting else f'{setting}=...'})"
 
 
-def flag(name: str, flags: Collection[str]) -> str | None:
-    """The advice for an unknown flag, among a command's `flags`.  name: with underscores, without leading dashes."""
+def flag(name: str, flags: Collection[str], arguments: Collection[str] = ()) -> str | None:
+    """The advice for an unknown flag, among a command's `flags` and its `arguments`, which have no flag.
+
+    name: with underscores, without leading dashes; arguments: names such as "model".
+    """
     if name in _REASONS:
         return f"{_REASONS[name]}; leave it out"
-    ours, _, value = _OURS.get(name, "").partition(".")[2].partition("=")
+    owner, _, setting = _OURS.get(name, "").partition(".")
+    ours, _, value = setting.partition("=")
     if name == "speculative_config":
         return "use --draft, --steps, --topk and --num-draft-tokens"
+    if (ours or name) in arguments:
+        return f"write the {ours or name} after the command, without a flag"
     written = "--" + ours.replace("_", "-")
     if not ours or written not in flags:
-        return None
+        return f"use espalier serve {written}" if owner == "serve" else None
     if value == "False":
         return f"use --no-{written[2:]}"
     return f"use {written} {value}".rstrip()

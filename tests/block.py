@@ -1,11 +1,8 @@
 """Random checkpoints of block drafts in their publishers' forms, each for a random target."""
 
-import atexit
 import json
 from functools import lru_cache
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -13,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.builders import make_target
+from tests.folders import new_folder
 
 # The target's layers are 0 to 2; the drafts read the inputs of layers 1 and 2.
 LAYERS, CAPTURE = 2, (1, 2)
@@ -24,8 +22,7 @@ FORMS = ("dflash", "jetspec", "dspark", "speculators", "dflash2")
 @lru_cache
 def block_directories(family: str, form: str, block_size: int, vocab: int = 16) -> tuple[Path, Path]:
     """(target, draft), made once a process.  family: as make_target takes it."""
-    root = Path(mkdtemp(prefix="espalier-block-"))
-    atexit.register(rmtree, root, ignore_errors=True)
+    root = new_folder("block-")
     target = make_target(root / "target", family, seed=60, vocab=vocab)
     return target, make_block_draft(root / "draft", target, form, block_size)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.folders import under
 from tests.interpreter import adapt_interpreter
 from tests.kernels.bounds import checked
 
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         elif not HAS_GPU and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folders_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with under(tmp_path_factory.mktemp("run")):
+        yield
 
 
 @pytest.fixture

@@ -1,13 +1,10 @@
 """Tiny engines for properties: random float64 models with a vocabulary of 16, so that random drafts are accepted
 often."""
 
-import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -20,6 +17,7 @@ from espalier.speculate.drafters.registry import WITHOUT_FILES, load_draft, read
 from espalier.startup.build import assemble, kv_dtypes_of
 from espalier.stats import SpeculationStats
 from tests.builders import add_kv_scales, make_eagle3, make_target
+from tests.folders import new_folder
 from tests.latent import make_latent
 
 VOCAB = 16
@@ -57,8 +55,7 @@ def directories(
     window: of the attention of every layer (mistral, qwen3_moe) or of every second one (gpt_oss).  The drafts of some
     latent families are latent too.  kv_scales: whether the target has scales of K and V.
     """
-    root = Path(mkdtemp(prefix="espalier-tiny-"))
-    atexit.register(rmtree, root, ignore_errors=True)
+    root = new_folder("tiny-")
     slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB, **slides)
     if kv_scales:

@@ -1,11 +1,8 @@
 """Random checkpoints with multi-token prediction layers: of a target itself, and heads in the speculators format."""
 
-import atexit
 import json
 from functools import lru_cache
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -13,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.builders import make_target
+from tests.folders import new_folder
 
 LAYERS = 3
 # The last part of a layer's names, in the two ways of storing them.
@@ -32,8 +30,7 @@ def mtp_directories(
 ) -> tuple[Path, Path]:
     """(target, draft), made once a process: the same directory for a family whose checkpoints have MTP layers, else a
     head.  family: as make_target takes it, or "mimo"."""
-    root = Path(mkdtemp(prefix="espalier-mtp-"))
-    atexit.register(rmtree, root, ignore_errors=True)
+    root = new_folder("mtp-")
     slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     fields: dict[str, Any] = {"layers": LAYERS + modules, "seed": 40, "vocab": vocab, **slides}
     target = make_target(root / "target", "qwen2" if family == "mimo" else family, **fields)

@@ -1,16 +1,14 @@
 """Random checkpoints of P-EAGLE heads in vLLM's form, each for a random target."""
 
-import atexit
 from functools import lru_cache
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.builders import make_eagle3, make_target
+from tests.folders import new_folder
 
 LAYERS, MASK = 2, 3
 
@@ -18,8 +16,7 @@ LAYERS, MASK = 2, 3
 @lru_cache
 def peagle_directories(family: str, vocab: int = 16, draft_vocab: int | None = 13) -> tuple[Path, Path]:
     """(target, draft), made once a process.  family: as make_target takes it."""
-    root = Path(mkdtemp(prefix="espalier-peagle-"))
-    atexit.register(rmtree, root, ignore_errors=True)
+    root = new_folder("peagle-")
     target = make_target(root / "target", family, seed=70, vocab=vocab)
     draft = make_eagle3(
         root / "draft", target, seed=71, draft_vocab=draft_vocab, num_hidden_layers=LAYERS, pard_token=MASK

@@ -1,4 +1,6 @@
-"""Compares a quantised target with its original on held-out text, both in the engine.
+"""Compares a quantised target with its original, both in the engine, on held-out text.
+
+A model without a tokenizer cannot read that: the text is what the original itself continues random tokens with.
 
 Both read the same tokens and report the 20 likeliest tokens at each position.  Agreement is the share of positions with
 the same likeliest token.  KL is computed over the tokens that both report, and all others count as one token.  This is
@@ -19,18 +21,26 @@ from espalier.request import SamplingParams
 
 # Lower probabilities count as this one.
 MIN_PROBABILITY = 1e-12
+# Tokens of a text of the original's own.
+OWN_TOKENS = 256
+
+# (prompt, text after it), as token ids.
+Texts = list[tuple[list[int], list[int]]]
 
 
 @dataclass(frozen=True)
 class Accuracy:
     """agreement: share of positions with the same likeliest token.  kl: mean, in nats.  perplexity: of the text, by the
-    model and by its quantised copy.  accept_length: with the draft, of both; None without a draft."""
+    model and by its quantised copy.  accept_length: with the draft, of both; None without a draft.
+    is_own_text: whether the original wrote the text.
+    """
 
     positions: int
     agreement: float
     kl: float
     perplexity: tuple[float, float]
     accept_length: tuple[float, float] | None
+    is_own_text: bool
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -40,6 +50,8 @@ class Accuracy:
 class ModelReports:
     """What one model reports of each text, and its accept length."""
 
+    texts: Texts
+    is_own_text: bool
     reports: list[list[TokenLogprob]]
     accept_length: float | None
 
@@ -53,11 +65,10 @@ def compare(
     advance: Callable[[], None],
 ) -> Accuracy:
     """settings: of both engines, with the draft.  num_tokens: generated from each prompt for the accept length."""
-    runs = []
-    for name in (model, quantised):
-        runs.append(_run(name, settings, num_texts, num_tokens))
-        advance()
-    first, second = runs
+    first = _run(model, settings, num_texts, num_tokens, None)
+    advance()
+    second = _run(quantised, settings, num_texts, num_tokens, first.texts)
+    advance()
     texts_of_both = zip(first.reports, second.reports, strict=True)
     pairs = [pair for ours, theirs in texts_of_both for pair in zip(ours, theirs, strict=True)]
     lengths = None
@@ -69,26 +80,37 @@ def compare(
         kl=sum(kl_divergence(one.top, other.top) for one, other in pairs) / len(pairs),
         perplexity=(_perplexity([one for one, _ in pairs]), _perplexity([other for _, other in pairs])),
         accept_length=lengths,
+        is_own_text=first.is_own_text,
     )
 
 
-def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: int) -> ModelReports:
+def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: int, given: Texts | None) -> ModelReports:
     with LLM(model, **settings) as llm:
-        pairs = texts(llm, num_texts)
+        is_own_text = llm.tokenizer is None
+        pairs = given or (_own_texts if is_own_text else texts)(llm, num_texts)
         limit = llm.config.max_context - 1
         whole = [(prompt + reference)[:limit] for prompt, reference in pairs]
         params = SamplingParams(max_tokens=0, prompt_logprobs=MAX_LOGPROBS)
         outputs = llm.generate(whole, params)
         reports = []
-        for output in outputs:
+        for output, (prompt, _) in zip(outputs, pairs, strict=True):
             if output.error is not None or output.prompt_logprobs is None:
-                raise EspalierError(f"{model}: a held-out text failed ({output.error})")
-            reports.append([entry for entry in output.prompt_logprobs if entry is not None])
+                raise EspalierError(f"{model}: a text failed ({output.error})")
+            # Random tokens are no text.
+            counted = output.prompt_logprobs[len(prompt) if is_own_text else 0 :]
+            reports.append([entry for entry in counted if entry is not None])
         if not llm.config.steps or llm.config.draft is None:
-            return ModelReports(reports, None)
+            return ModelReports(pairs, is_own_text, reports, None)
         greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, top_k=0, top_p=1.0)
         prompts = [prompt[: limit - num_tokens] for prompt, _ in pairs]
-        return ModelReports(reports, drive(llm.engine, prompts, greedy).stats.accept_length)
+        accept_length = drive(llm.engine, prompts, greedy).stats.accept_length
+        return ModelReports(pairs, is_own_text, reports, accept_length)
+
+
+def _own_texts(llm: LLM, count: int) -> Texts:
+    prompts = [prompt for prompt, _ in texts(llm, count)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=OWN_TOKENS, top_k=0, top_p=1.0)
+    return [(prompt, output.token_ids) for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True)]
 
 
 def kl_divergence(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> float:

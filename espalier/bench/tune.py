@@ -6,12 +6,16 @@ are those of quantised matrices, and the rule of kernels/layers/linear_quantised
 First each shape is measured alone: a chain of it over so many weights that none is still in the L2 cache, replayed as a
 CUDA graph.  Then the best of each among its neighbours, in the passes of a model: a kernel with programmatic dependent
 launch gains from the kernel before it, and F.linear keeps the next kernel from starting early (docs/log.md).
+
+With --seconds only the first candidates are measured, buckets of few rows first, until the time is over.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from rich.text import Text
@@ -34,7 +38,7 @@ from espalier.bench.timing import Stopwatch
 from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
-from espalier.kernels.layers import experts_tuning, linear_quantised
+from espalier.kernels.layers import experts_tuning, linear_quantised, quantised_candidates
 from espalier.kernels.layers.linear import (
     LibraryPlan,
     LinearPlan,
@@ -44,10 +48,19 @@ from espalier.kernels.layers.linear import (
     linear_gated,
     linear_parts,
 )
-from espalier.kernels.layers.linear_tuning import DENSE, ROWS_BUCKETS, LinearPlans, Table, own_file, read, write
+from espalier.kernels.layers.linear_tuning import (
+    DENSE,
+    ROWS_BUCKETS,
+    LinearPlans,
+    Table,
+    measured_plans,
+    own_file,
+    read,
+    write,
+)
 from espalier.kernels.layers.norm import add_rms_norm
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.runtime.launch import Chip, chip
+from espalier.kernels.runtime.launch import chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.models.quantisers import QUANTISERS
 from espalier.startup.load import Checkpoint, find
@@ -67,6 +80,9 @@ LAYERS = 8
 SWEEPS = 2
 # A smaller relative gain is noise.
 LEAST_GAIN = 0.002
+# With a limit: candidates of a shape and bucket, the share of the time in which shapes are measured alone, and seconds
+# that drawing the weights of a pass takes.
+FEW_CANDIDATES, SHARE_ALONE, SECONDS_TO_DRAW = 24, 0.75, 5
 # The first bucket spans the most rows, so both of its ends are measured.
 FEWEST_ROWS = 1
 
@@ -77,7 +93,6 @@ IN_PARTS, GATED = ("qkv", "o", "down"), ("gate_up",)
 OTHER = {True: "F.linear", False: "by rule"}
 # Sides of the smallest matrix that every format takes.
 LEAST_SIDE = 256
-LINEAR_WEIGHTS = tuple(name for name, quantiser in QUANTISERS.items() if not quantiser.experts)
 
 # Values of --tune.
 LINEARS, EXPERTS = "linears", "experts"
@@ -85,8 +100,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The engine flags that --tune --shapes uses, and those that --tune of a model uses besides.
 FLAGS_OF_SHAPES, FLAGS_OF_MODEL = ("device", "dtype"), ("model", "draft", "model_overrides")
 
-# By shape and bucket of rows.
-PlanTable = dict[tuple[Shape, int], LinearPlan]
+# A shape and a bucket of rows.
+Cell = tuple[Shape, int]
+PlanTable = dict[Cell, LinearPlan]
 
 
 @dataclass(frozen=True)
@@ -115,7 +131,13 @@ def add_flags(parser: ArgumentParser) -> None:
         help="measure those of the given model, or of --shapes, on this GPU (linears)",
     )
     tuning.add_argument("--shapes", metavar="X,X", help="named sizes instead of a model, such as llama-3.1-8b")
-    tuning.add_argument("--weights", choices=LINEAR_WEIGHTS, help="of --tune --shapes: quantised matrices (dense)")
+    tuning.add_argument("--weights", choices=list(QUANTISERS), help="of --tune --shapes: quantised matrices (dense)")
+    tuning.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="of --tune: measure for about so long, the likely best first, and keep the best found (until all are)",
+    )
     tuning.add_argument("--choices", type=Path, metavar="FILE", help="write what is fastest there (your own file)")
 
 
@@ -131,6 +153,8 @@ def run(args: Namespace, config: EngineConfig) -> int:
         # They raise if `write` could not add to the file.
         read(path)
         experts_tuning.read(path)
+    if args.seconds is not None and not args.seconds > 0:
+        raise EspalierError(f"--seconds={args.seconds:g} is not supported; use a number above 0")
     require_gpu("--tune")
     device = choose_device(config)
     if device.type != "cuda":
@@ -153,25 +177,45 @@ def _run(args: Namespace, config: EngineConfig) -> int:
             raise EspalierError("--weights is not for --tune experts: their plans serve all formats; leave it out")
         tune_experts.run(models, DTYPES[dtype], path)
         return 0
-    shapes = tuple(dict.fromkeys(shape for model in models for shape in model.shapes(weights)))
-    tuner = Tuner(DTYPES[dtype], weights)
+    shapes = tuple(dict.fromkeys(shape for model in models for shape in _shapes(model, weights)))
+    tuner = Tuner(DTYPES[dtype], weights, inf if args.seconds is None else args.seconds)
     print_header()
-    alone: dict[Shape, list[Measured]] = {}
+    alone: dict[Cell, Measured] = {}
     table: PlanTable = {}
-    with progress("measuring", len(shapes) + len(models)) as advance:
-        for shape in shapes:
-            alone[shape] = tuner.alone(shape)
+
+    def keep(found: PlanTable) -> None:
+        write(path, Table(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format))
+
+    # Of buckets that are not measured.
+    kept = dict(measured_plans(tuner.chip, tuner.format, DTYPES[dtype]))
+    for known in read(path) if path.exists() else ():
+        kept |= known.shapes if known.key == (tuner.chip, dtype, tuner.format) else {}
+    with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
+        for rows in ROWS_BUCKETS:
+            alone |= tuner.alone(shapes, rows)
             # Kept if the tuning is broken off; what is found among neighbours takes its place.
-            fastest = LinearPlans(tuple(bucket.fastest for bucket in alone[shape]))
-            write(path, Table(tuner.chip, dtype, {shape: fastest}, versions(), tuner.format))
+            keep({cell: measured.fastest for cell, measured in alone.items()})
             advance()
         for model in models:
             tuner.among_neighbours(model, alone, table)
             advance()
-    write(path, Table(tuner.chip, dtype, plans_by_shape(table), versions(), tuner.format))
-    print_table(_rows([bucket for buckets in alone.values() for bucket in buckets], table, OTHER[weights == DENSE]))
+    # Shapes of no pass, as of matrices that only experts are stored in.
+    table = {cell: measured.fastest for cell, measured in alone.items()} | table
+    keep(table)
+    print_table(_rows(alone.values(), table, OTHER[weights == DENSE]))
+    if left_out := len(shapes) * len(ROWS_BUCKETS) - len(alone):
+        stdout().print(Text(f"the time was over: {left_out} shapes and numbers of rows are as they were"))
     stdout().print(Text(f"written to {path}"))
     return 0
+
+
+def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:
+    """Of a format for stacked experts: those of dense layers, as `espalier bench linears` multiplies them."""
+    if weights == DENSE or not QUANTISERS[weights].experts:
+        return model.shapes(weights)
+    columns = QUANTISERS[weights].columns
+    runs = (run for run in model.target_pass(1)[:-1] if run.heads == 1 and run.shape[1] % columns == 0)
+    return tuple(dict.fromkeys(run.shape for run in runs))
 
 
 def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
@@ -197,14 +241,21 @@ def _shape_of(checkpoint: Checkpoint, weights: str | None) -> ModelShape:
 
 
 class Tuner:
-    """Measures on the GPU of this machine, in one dtype and one format of weights (as of a Run)."""
+    """Measures on the GPU of this machine, in one dtype and one format of weights (as of a Run).
 
-    def __init__(self, dtype: torch.dtype, weights: str = DENSE) -> None:
+    It starts no measurement after `seconds`.
+    """
+
+    def __init__(self, dtype: torch.dtype, weights: str = DENSE, seconds: float = inf) -> None:
+        begun = perf_counter()
         self.of_format = weights
         self.device = require_gpu("--tune")
         self.weights = Weights(dtype, self.device)
         self.stopwatch = Stopwatch()
         self.chip = chip(torch.empty(0, device=self.device))
+        self.is_limited = seconds < inf
+        self.end, self.end_alone = begun + seconds, begun + SHARE_ALONE * seconds
+        self._copies: dict[Shape, list[Matrix]] = {}
 
     @property
     def format(self) -> str:
@@ -215,27 +266,58 @@ class Tuner:
         assert isinstance(any_matrix, QuantisedMatrix)
         return linear_quantised.tuning_name(any_matrix)
 
-    def alone(self, shape: Shape) -> list[Measured]:
-        """Measure a shape in every bucket."""
-        one = self.weights.drawn(shape, self.of_format)
-        more = max(2, -(-COPIES_BYTES // one.nbytes)) - 1
-        weights = [one, *(self.weights.drawn(shape, self.of_format) for _ in range(more))]
-        return [self._bucket(shape, rows, weights) for rows in ROWS_BUCKETS]
-
-    def _bucket(self, shape: Shape, rows: int, weights: Sequence[Matrix]) -> Measured:
-        x = torch.randn(rows, shape[1], dtype=self.weights.dtype, device=self.device)
-        ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
-        plans = _candidates(rows, weights[0], self.chip)
-        if x.is_cuda:
+    def alone(self, shapes: Sequence[Shape], rows: int) -> dict[Cell, Measured]:
+        """Measure every shape in a bucket; none of those for which no time is left."""
+        if perf_counter() > self.end_alone:
+            return {}
+        plans = {shape: self._candidates(shape, rows) for shape in shapes}
+        inputs = {shape: torch.randn(rows, shape[1], dtype=self.weights.dtype, device=self.device) for shape in shapes}
+        if self.device.type == "cuda":
             with precompile():
-                for plan in plans:
-                    _chain(x, weights, plan, 1)()
-        first = {plan: self._us(x, weights, [plan], 3)[0] for plan in plans}
+                for shape, x in inputs.items():
+                    for plan in (None, *plans[shape]):
+                        _chain(x, self.copies(shape), plan, 1)()
+        found: dict[Cell, Measured] = {}
+        buckets = len(ROWS_BUCKETS) - ROWS_BUCKETS.index(rows)
+        for i, (shape, x) in enumerate(inputs.items()):
+            now = perf_counter()
+            if now > self.end_alone:
+                break
+            # Later buckets take what is left: fewer rows matter more, and compile more.
+            share = (self.end_alone - now) / (len(shapes) - i) / (1 if buckets == 1 else 2)
+            found[shape, rows] = self._bucket(shape, x, plans[shape], now + share)
+        return found
+
+    def copies(self, shape: Shape) -> list[Matrix]:
+        """Different weights of a shape, more than the L2 cache holds."""
+        if shape not in self._copies:
+            one = self.weights.drawn(shape, self.of_format)
+            more = max(2, -(-COPIES_BYTES // one.nbytes)) - 1
+            self._copies[shape] = [one, *(self.weights.drawn(shape, self.of_format) for _ in range(more))]
+        return self._copies[shape]
+
+    def _candidates(self, shape: Shape, rows: int) -> Sequence[TritonPlan | LibraryPlan]:
+        weight = self.copies(shape)[0]
+        if isinstance(weight, QuantisedMatrix):
+            plans: Sequence[TritonPlan | LibraryPlan] = quantised_candidates.candidates(rows, weight, self.chip)
+        else:
+            plans = candidates(rows, *shape, self.chip)
+        return plans[:FEW_CANDIDATES] if self.is_limited else plans
+
+    def _bucket(self, shape: Shape, x: Tensor, plans: Sequence[TritonPlan | LibraryPlan], end: float = inf) -> Measured:
+        """Measure the plans until `end`, and then the fastest of them again."""
+        weights, rows = self.copies(shape), len(x)
+        ends = (x[:FEWEST_ROWS], x) if rows == ROWS_BUCKETS[0] else (x,)
+        first: dict[TritonPlan | LibraryPlan, float] = {}
+        for plan in plans:
+            first[plan] = self._us(x, weights, [plan], 3)[0]
+            if perf_counter() > end:
+                break
         finalists = sorted(first, key=lambda plan: first[plan])[:FINALISTS]
-        times = [self._us(end, weights, [None, *finalists], 12) for end in ends]
+        times = [self._us(few, weights, [None, *finalists], 12) for few in ends]
         cublas, *ours = (sum(each) / len(ends) for each in zip(*times, strict=True))
         order = sorted(range(len(ours)), key=lambda i: ours[i])
-        return Measured(shape, rows, cublas, min(ours, default=torch.inf), tuple(finalists[i] for i in order))
+        return Measured(shape, rows, cublas, min(ours, default=inf), tuple(finalists[i] for i in order))
 
     def _us(self, x: Tensor, weights: Sequence[Matrix], contenders: Sequence[LinearPlan], turns: int) -> list[float]:
         """µs a call of each contender, taking turns."""
@@ -243,33 +325,40 @@ class Tuner:
         bodies = [_chain(x, weights, plan, calls) for plan in contenders]
         return [1e3 * ms / calls for ms in self.stopwatch.ms(bodies, turns)]
 
-    def among_neighbours(self, model: ModelShape, alone: Mapping[Shape, Sequence[Measured]], table: PlanTable) -> None:
+    def among_neighbours(self, model: ModelShape, alone: Mapping[Cell, Measured], table: PlanTable) -> None:
         """Add to `table`, shape by shape, the plans that make the model's passes fastest.  Plans already there stay."""
         model = replace(model, layers=min(model.layers, LAYERS))
         weights = Weights(self.weights.dtype, self.device)
-        for bucket, rows in enumerate(ROWS_BUCKETS):
+        for rows in ROWS_BUCKETS:
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):
-                tuned = [run.shape for run in runs if run.heads == 1 and run.weights == self.of_format]
-                undecided = {shape: alone[shape][bucket] for shape in tuned if (shape, rows) not in table}
-                table |= {(shape, rows): measured.fastest for shape, measured in undecided.items()}
-                for _ in range(SWEEPS):
-                    for measured in undecided.values():
-                        table[measured.shape, rows] = self._fastest_among(runs, weights, measured, table)
+                cells = dict.fromkeys((r.shape, rows) for r in runs if r.heads == 1 and r.weights == self.of_format)
+                undecided = {cell: alone[cell] for cell in cells if cell in alone and cell not in table}
+                table |= {cell: measured.fastest for cell, measured in undecided.items()}
+                if not undecided or perf_counter() > self.end - SECONDS_TO_DRAW:
+                    continue
+                if self.device.type == "cuda":
+                    with precompile():
+                        for measured in undecided.values():
+                            for plan in (None, *measured.ours[:CONTENDERS]):
+                                self._pass(runs, weights, measured, plan, table)()
+                for measured in SWEEPS * [*undecided.values()]:
+                    if perf_counter() > self.end:
+                        break
+                    table[measured.shape, rows] = self._fastest_among(runs, weights, measured, table)
+
+    def _pass(
+        self, runs: Sequence[Run], weights: Weights, measured: Measured, plan: LinearPlan, table: PlanTable
+    ) -> Callable[[], None]:
+        return weights.chain(runs, _by_table(runs, {**table, (measured.shape, measured.rows): plan}, measured.rows))
 
     def _fastest_among(self, runs: Sequence[Run], weights: Weights, measured: Measured, table: PlanTable) -> LinearPlan:
         key = (measured.shape, measured.rows)
         others = [plan for plan in (None, *measured.ours[:CONTENDERS]) if plan != table[key]]
         contenders = [table[key], *others]
-        bodies = [weights.chain(runs, _by_table(runs, {**table, key: plan}, measured.rows)) for plan in contenders]
+        bodies = [self._pass(runs, weights, measured, plan, table) for plan in contenders]
         times = self.stopwatch.ms(bodies, 12)
         best = min(range(len(times)), key=lambda i: times[i])
         return contenders[best if times[best] < times[0] * (1 - LEAST_GAIN) else 0]
-
-
-def _candidates(rows: int, weight: Matrix, gpu: Chip) -> Sequence[TritonPlan | LibraryPlan]:
-    if isinstance(weight, QuantisedMatrix):
-        return linear_quantised.candidates(rows, weight, gpu)
-    return candidates(rows, weight.shape[0], weight.shape[1], gpu)
 
 
 def _product(x: Tensor, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
@@ -317,15 +406,21 @@ def _by_table(runs: Sequence[Run], table: PlanTable, rows: int) -> Multiply:
     return multiply
 
 
-def plans_by_shape(table: PlanTable) -> dict[Shape, LinearPlans]:
+def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[Shape, LinearPlans]:
+    """kept: the plans of buckets that are not in the table."""
     shapes = dict.fromkeys(shape for shape, _ in table)
-    return {shape: LinearPlans(tuple(table[shape, rows] for rows in ROWS_BUCKETS)) for shape in shapes}
+    return {
+        shape: LinearPlans(
+            tuple(table.get((shape, rows), kept.get(shape, LinearPlans()).at(rows)) for rows in ROWS_BUCKETS)
+        )
+        for shape in shapes
+    }
 
 
-def _rows(measured: Sequence[Measured], table: PlanTable, other: str) -> list[list[str]]:
+def _rows(measured: Iterable[Measured], table: PlanTable, other: str) -> list[list[str]]:
     """other: what stands in the place of a plan."""
     rows = [["weight", "rows", f"{other}, µs", "ours, µs", "taken among its neighbours"]]
-    for bucket in measured:
+    for bucket in sorted(measured, key=lambda each: (each.shape, each.rows)):
         shape = f"{bucket.shape[0]} x {bucket.shape[1]}"
         taken = _name_of(table[bucket.shape, bucket.rows], other)
         rows.append([shape, f"{bucket.rows}", f"{bucket.other_us:.1f}", f"{bucket.ours_us:.1f}", taken])

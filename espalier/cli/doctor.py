@@ -34,7 +34,7 @@ def run(args: Namespace) -> int:
         return _matrix()
     if args.tune:
         return tune.run(args, EngineConfig(**engine_settings(args)))
-    for name in ("shapes", "weights", "choices"):
+    for name in ("shapes", "weights", "seconds", "choices"):
         if getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} is for --tune; add that, or leave {flag_of(name)} out")
     config = EngineConfig(**engine_settings(args))

@@ -75,7 +75,8 @@ class Parser(ArgumentParser):
     def _unknown(self, given: str, parser: "Parser") -> str:
         flag = given.partition("=")[0]
         flags = parser.all_flags()
-        advice = counterparts.flag(flag.lstrip("-").replace("-", "_"), flags)
+        arguments = [action.dest for action in parser._actions if not action.option_strings]
+        advice = counterparts.flag(flag.lstrip("-").replace("-", "_"), flags, arguments)
         near = difflib.get_close_matches(flag, parser.all_flags(hidden=False), n=1)
         if advice is None and (others := [each.prog for each in _all(self) if flag in each.all_flags()]):
             advice = f"it is a flag of {' and '.join(others[:2])}"

@@ -20,6 +20,7 @@ from espalier.terminal.console import print_table, progress, require_writable, w
 
 # Tokens generated from each prompt for the accept length.
 GENERATED = 64
+OWN_TEXT = ", of the original's own text: it has no tokenizer"
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -33,7 +34,7 @@ def add_flags(parser: ArgumentParser) -> None:
         type=int,
         default=32,
         metavar="N",
-        help="compare with the original on N held-out texts; 0: do not compare (32)",
+        help="compare with the original on N held-out texts, or on its own if it has no tokenizer; 0: do not (32)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
 
@@ -48,8 +49,8 @@ def run(args: Namespace) -> int:
     path = find_target(args.model)
     settings = {"device": device.type} | ({} if args.draft is None else {"draft": args.draft})
     # The copy may take an hour: what the comparison would refuse is refused now.
-    if args.texts and prepare(EngineConfig(model=args.model, **settings)).inputs.tokenizer is None:
-        raise EspalierError(f"{args.model} has no tokenizer, which held-out text needs; add it, or pass --texts 0")
+    if args.texts:
+        prepare(EngineConfig(model=args.model, **settings))
     begin = perf_counter()
     with progress("quantising", len(shards_of(path))) as advance:
         written = quantise(path, args.out, args.to, device, advance)
@@ -81,7 +82,7 @@ def _rows_of(written: QuantiseReport, seconds: float) -> list[list[str]]:
 def _rows_of_accuracy(accuracy: quantised.Accuracy) -> list[list[str]]:
     before, after = accuracy.perplexity
     rows = [
-        ["positions compared", str(accuracy.positions)],
+        ["positions compared", f"{accuracy.positions}{OWN_TEXT if accuracy.is_own_text else ''}"],
         ["same likeliest token", f"{accuracy.agreement:.2%}"],
         ["KL, nats", f"{accuracy.kl:.5f}"],
         ["perplexity", f"{before:.3f} -> {after:.3f}"],

@@ -16,6 +16,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import own_bits
+from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS
 
 WRONG_OUTPUT = "The output of this process is WRONG BY INTENT.  For right output, start it without --plant-fault."
 BANNER = "!" * 80
@@ -157,6 +158,18 @@ def _rope_left_out(right):
 
 def _padding_routed(right):
     return lambda runner, tokens, num_rows: tokens
+
+
+def _shared_twice(right):
+    """Only where the shared expert runs in the launches of the others."""
+
+    def mixed(mlp, x, logits, live):
+        parts = right(mlp, x, logits, live)
+        if mlp.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
+            parts[mlp.routing.top_k :] *= 2
+        return parts
+
+    return mixed
 
 
 def _mask_row_kept(right):
@@ -301,6 +314,12 @@ FAULTS = {
             "rows that pad a request are routed to experts",
             "espalier.speculate.round:void_padding",
             _padding_routed,
+        ),
+        Fault(
+            "shared-expert-twice",
+            "the shared expert is added twice where it runs beside the routed ones",
+            "espalier.models.layers.experts:MixtureMLP._mixed",
+            _shared_twice,
         ),
         Fault(
             "mask-row-kept",

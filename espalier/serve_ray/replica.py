@@ -133,6 +133,7 @@ class EngineReplica:
         if why is not None:
             log.error("replica %s ends with its engine: %s", self.name, why)
             await asyncio.sleep(FLUSH_S)
+            await self.client.close()
             self.leave(BROKEN)
 
 

@@ -72,8 +72,11 @@ def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> 
 
 
 def _parsed(content_type: str, data: bytes) -> Any:
-    if not data or not _is_json(content_type):
+    if not data:
         raise _no_object()
+    if not _is_json(content_type):
+        why = f"content-type {content_type} is not supported" if content_type else "the body has no content-type"
+        raise ApiError(400, f"{why}; send a JSON object with content-type application/json")
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:

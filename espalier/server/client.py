@@ -87,7 +87,8 @@ class EngineClient:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
         self._outbox = Outbox(lambda prompts: self._send(Submits(prompts)))
-        self._folder = Path(tempfile.mkdtemp(prefix="espalier-"))  # readable by this user alone
+        # Of the sockets, readable by this user alone.  None before `start`.
+        self._folder: Path | None = None
         self._heard = 0.0
         self._num_starts = 0
         self._num_submitted = 0
@@ -115,12 +116,15 @@ class EngineClient:
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded.  Raises EspalierError if that fails."""
+        self._folder = Path(tempfile.mkdtemp(prefix="espalier-"))
         try:
             await self._start()
         except BaseException:
-            await self._end_process()
-            self._close_socket()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            try:
+                await self._end_process()
+            finally:
+                self._close_socket()
+                self._remove_folder()
             raise
         self._supervisor = asyncio.create_task(self._supervise())
 
@@ -171,6 +175,10 @@ class EngineClient:
         finally:
             self._close_socket()
             self._context.term()
+            self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     # The process

@@ -7,6 +7,7 @@ front handles them and drains first.
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import zmq
@@ -228,6 +230,10 @@ def main(address: str, load: Load = load_model) -> int:
                 log.exception("the engine stopped")
             socket.send(protocol.encode(Failed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused)))
             return REFUSED if refused else BROKEN
+        finally:
+            if os.getppid() != start.front:
+                # It was killed, and cannot remove the folder of its sockets.
+                shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
     return DONE
 
 

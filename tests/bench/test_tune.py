@@ -13,7 +13,7 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import LibraryPlan, TritonPlan
 from espalier.kernels.layers.linear_quantised import max_block_in
-from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans, read
+from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans, Table, read, write
 from espalier.synthetic.checkpoint import Recipe
 from tests.synthetic.mixtures import mixture
 
@@ -44,7 +44,7 @@ def tuner(monkeypatch):
 def test_every_bucket_is_measured_and_the_fastest_is_first(tuner):
     # Of a bucket's last measurement, F.linear comes first and takes longest.
     tuner.stopwatch = Told(5.0, 4.0, 3.0)
-    found = tuner.alone((4096, 64))
+    found = [tuner.alone([(4096, 64)], rows)[(4096, 64), rows] for rows in ROWS_BUCKETS]
     assert [each.rows for each in found] == list(ROWS_BUCKETS)
     assert all(each.fastest is not None and each.fastest == each.ours[0] for each in found if len(each.ours) > 1)
     assert all(each.ours_us < each.other_us for each in found if each.ours)
@@ -88,10 +88,10 @@ def test_a_gate_belongs_to_the_time_of_what_is_in_front_of_it(tuner, monkeypatch
 @pytest.mark.parametrize("model", [TINY, LATENT], ids=["heads", "latent"])
 def test_every_shape_of_a_model_is_settled_once(tuner, model):
     tuner.stopwatch = Told(1.0)
-    alone = {s: [Measured(s, rows, 2.0, 1.0, (FIRST,)) for rows in ROWS_BUCKETS] for s in model.shapes()}
+    alone = {(s, rows): Measured(s, rows, 2.0, 1.0, (FIRST,)) for s in model.shapes() for rows in ROWS_BUCKETS}
     table = {(model.shapes()[0], rows): SECOND for rows in ROWS_BUCKETS}
     tuner.among_neighbours(model, alone, table)
-    found = plans_by_shape(table)
+    found = plans_by_shape(table, {})
     assert set(found) == set(model.shapes())
     assert found.pop(model.shapes()[0]) == LinearPlans((SECOND,) * len(ROWS_BUCKETS))
     assert set(found.values()) == {LinearPlans((FIRST,) * len(ROWS_BUCKETS))}
@@ -106,7 +106,7 @@ def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, mon
     monkeypatch.setattr(Tuner, "among_neighbours", kept := Kept())
     monkeypatch.setattr(tune, "Stopwatch", lambda: Told(5.0, 4.0, 3.0))
     path = tmp_path / "choices.json"
-    args = Namespace(shapes="wide", choices=path, tune="linears", weights=weights)
+    args = Namespace(shapes="wide", choices=path, tune="linears", weights=weights, seconds=None)
     tune._run(args, EngineConfig(dtype="bfloat16"))
     [table] = read(path)
     assert (table.format, set(table.shapes)) == (format, {(768, 256), (256, 256), (2048, 256), (256, 1024)})
@@ -119,11 +119,47 @@ class Kept:
     """Instead of measuring among neighbours: takes what is fastest alone, and keeps the tuner."""
 
     def __call__(self, model, alone, table):
-        table |= {(shape, each.rows): each.fastest for shape, buckets in alone.items() for each in buckets}
+        table |= {cell: each.fastest for cell, each in alone.items()}
 
     def __get__(self, tuner, owner):
         self.tuner = tuner
         return self
+
+
+class Clock:
+    """A second passes with every look."""
+
+    def __init__(self):
+        self.now = 0
+
+    def __call__(self):
+        self.now += 1
+        return self.now
+
+
+def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatch, tmp_path, capsys):
+    """Few rows are measured, with few candidates; other buckets keep the plans of the file."""
+    monkeypatch.setattr(tune, "shape_named", lambda name, weights: replace(WIDE, weights=weights))
+    monkeypatch.setattr(tune, "print_header", lambda: None)
+    monkeypatch.setattr(tune, "versions", dict)
+    monkeypatch.setattr(tune, "Stopwatch", lambda: Told(5.0, 4.0, 3.0))
+    monkeypatch.setattr(tune, "perf_counter", Clock())
+    monkeypatch.setattr(tune, "FEW_CANDIDATES", 2)
+    asked, us = [], Tuner._us
+    monkeypatch.setattr(
+        Tuner, "_us", lambda self, x, w, plans, turns: asked.append(len(plans)) or us(self, x, w, plans, 1)
+    )
+    path, known = tmp_path / "choices.json", LinearPlans((None, None, None, None, FIRST))
+    write(path, Table(tuner.chip, "bfloat16", {(768, 256): known}, {}, "int4-1x128"))
+    args = Namespace(shapes="wide", choices=path, tune="linears", weights="int4", seconds=40.0)
+    tune._run(args, EngineConfig(dtype="bfloat16"))
+    [table] = read(path)
+    first, *_, last = table.shapes[768, 256].by_bucket
+    assert first is not None and last == FIRST
+    plans = [plan for plans in table.shapes.values() for plan in plans.by_bucket]
+    assert None in plans and "the time was over" in capsys.readouterr().out
+    # Alone plans are measured one by one; then the best of them together.
+    assert asked.count(1) <= 2 * sum(plan is not None for plan in plans)
 
 
 @pytest.mark.parametrize("weights", ["fp8", "int4"])
@@ -139,6 +175,6 @@ def test_in_a_pass_only_quantised_matrices_take_plans(tuner, monkeypatch, weight
 
 
 def test_what_is_not_tuned_is_refused(tuner):
-    args = Namespace(shapes="gpt-oss-20b", choices=None, tune="experts", weights="fp8")
+    args = Namespace(shapes="gpt-oss-20b", choices=None, tune="experts", weights="fp8", seconds=None)
     with pytest.raises(EspalierError, match="--weights is not for --tune experts"):
         tune._run(args, EngineConfig(dtype="bfloat16"))

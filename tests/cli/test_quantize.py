@@ -4,12 +4,15 @@ import json
 from math import log
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
-from espalier.bench.quantised import kl_divergence
+from espalier.bench.quantised import OWN_TOKENS, kl_divergence
 from espalier.cli.main import main
 from espalier.llm import LLM
 from espalier.request import SamplingParams
+from espalier.synthetic.checkpoint import Recipe, write
+from tests.synthetic.test_checkpoint import tiny
 
 
 def test_divergence():
@@ -36,6 +39,22 @@ def test_a_copy_of_the_bundled_model(tmp_path, capsys):
         params = [SamplingParams(**style, max_tokens=24, speculation=on) for on in (True, False) for style in both]
         tokens = [output.token_ids for output in llm.generate(["def main():\n"] * 4, params)]
     assert tokens[:2] == tokens[2:]
+
+
+def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsys):
+    """A synthetic chain, which FP8 keeps: both agree everywhere, and accept as many tokens."""
+    recipe = Recipe(tiny(), skill=0.8)
+    target, draft = write(recipe, tmp_path / "made", torch.bfloat16)
+    report = tmp_path / "report.json"
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "2", "--draft", str(draft)]
+    assert main(["quantize", str(target), *flags, "--device", "cpu", "--json", str(report)]) == 0
+    assert "of the original's own text" in capsys.readouterr().out
+    accuracy = json.loads(report.read_text())["accuracy"]
+    # The first token after a prompt is the chain's too.
+    assert accuracy["positions"] == 2 * OWN_TOKENS and accuracy["is_own_text"]
+    assert accuracy["agreement"] > 0.98 and min(accuracy["accept_length"]) > 1.5
+    before, after = accuracy["perplexity"]
+    assert 1 < before < 5 and after < 1.2 * before
 
 
 def test_a_write_that_fails_is_one_line_and_leaves_no_half_copy(tmp_path, capsys, monkeypatch):

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import assemble
 from tests.builders import make_eagle3, make_target
 from tests.engine.alone import replace_request
+from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, prompts, request
 from tests.pairwise import pairwise_params
 
@@ -26,7 +26,7 @@ each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "
 @cache
 def directories(drafts_it: bool) -> tuple[Path, Path]:
     """A target whose embedding of one token is NaN, and a draft that knows that token or does not."""
-    root = Path(mkdtemp(prefix="espalier-nan-"))
+    root = new_folder("nan-")
     target = make_target(root / "target", vocab=16)
     weights = load_file(target / "model.safetensors")
     weights["model.embed_tokens.weight"][BROKEN] = torch.nan

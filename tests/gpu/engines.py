@@ -1,12 +1,10 @@
 """Tiny engines on the GPU, in any dtype: their weights are numbers that bfloat16 holds, so that every dtype runs one
 model, and the oracle, in float64 on the CPU, runs it too."""
 
-import atexit
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from shutil import copytree, rmtree
-from tempfile import mkdtemp
+from shutil import copytree
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +16,7 @@ from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.speculate.drafters.registry import WITHOUT_FILES, load_draft, read_draft
 from espalier.startup.build import assemble, kv_dtypes_of
+from tests.folders import new_folder
 from tests.harness import MAX_POSITIONS, Setup, directories
 from tests.oracles.fp8_cache import ones
 from tests.oracles.reference_round import Reference
@@ -44,8 +43,7 @@ def files(family: str, seed: int, window: int | None, draft_vocab: int | None, t
 
 def rounded(sources: tuple[Path, Path], tied: bool = False) -> tuple[Path, Path]:
     """Copies of a target and a draft with every weight rounded to bfloat16."""
-    root = Path(mkdtemp(prefix="espalier-gpu-"))
-    atexit.register(rmtree, root, ignore_errors=True)
+    root = new_folder("gpu-")
     copies = []
     for source, name in zip(sources, ("target", "draft"), strict=True):
         copies.append(Path(copytree(source, root / name)))

@@ -4,13 +4,10 @@ A library that is not installed, or not made for this GPU, skips its tests.  Eve
 the libraries have.
 """
 
-import atexit
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -22,6 +19,7 @@ from espalier.request import Request, SamplingParams
 from tests.attention.cells import CELLS, NODES, PAGE_SIZES, Cell, lengths_around, pages_of, pass_of
 from tests.attention.fake_libraries import NAMES
 from tests.builders import make_eagle3, make_target
+from tests.folders import new_folder
 from tests.gpu.conftest import EQUALITIES, FIGURES, NEAR_TIES
 from tests.gpu.engines import DeviceSetup, rounded
 from tests.gpu.near_ties import judged, oracle, report
@@ -146,8 +144,7 @@ def test_a_replay_equals_the_eager_pass(name, kind, exact, first, page_size):
 @lru_cache
 def heads_of_64(kv_heads: int) -> tuple[Path, Path]:
     """A tiny target and its EAGLE-3 draft with heads that the libraries take."""
-    root = Path(mkdtemp(prefix="espalier-heads-"))
-    atexit.register(rmtree, root, ignore_errors=True)
+    root = new_folder("heads-")
     target = make_target(root / "target", vocab=VOCAB, head_dim=64, kv_heads=kv_heads)
     return rounded((target, make_eagle3(root / "draft", target, seed=1)))
 

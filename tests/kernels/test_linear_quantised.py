@@ -10,7 +10,6 @@ from espalier.kernels.layers import linear_quantised
 from espalier.kernels.layers.linear import TritonPlan, sum_parts_reference
 from espalier.kernels.layers.linear_quantised import (
     _launch,
-    candidates,
     linear_quantised_gated_triton,
     linear_quantised_triton,
     max_block_in,
@@ -22,6 +21,8 @@ from espalier.kernels.layers.linear_quantised import (
 from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans
 from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import (
+    FP8,
+    SPREAD,
     InputScales,
     QuantisedMatrix,
     dequantise,
@@ -32,6 +33,7 @@ from espalier.kernels.layers.quantised import (
     pack_nibbles,
     quantise_inputs,
 )
+from espalier.kernels.layers.quantised_candidates import candidates
 from espalier.kernels.layers.silu import silu_mul_triton
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, inputs_of
@@ -150,6 +152,21 @@ def test_the_place_of_each_nibble():
     assert torch.equal(in_order_of_columns(codes), pack_nibbles(nibbles))
 
 
+def test_the_place_of_each_bit_of_mxfp4():
+    """As interleave_nibbles says: a rotation brings the bits of a pair to the places of bfloat16's."""
+    nibbles = torch.randint(0, 16, (5, 64), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    matrix = nibble_matrix("mxfp4", pack_nibbles(nibbles), torch.full((5, 2), 127, dtype=torch.uint8), 32)
+    words = matrix.codes.view(torch.int32).long() & 0xFFFFFFFF
+    for column in range(64):
+        block, p, t, h = column // 32, column % 32 // 8, column % 8 // 2, column % 2
+        word = words[:, 4 * block + t]
+        turns = (0, 4, 10, 14)[p]
+        places = {15: turns, 8: turns, 7: turns, 6: 6 if p == 3 else turns}
+        sign, high, low, mantissa = (word >> (bit + 16 * h - down) % 32 & 1 for bit, down in places.items())
+        assert torch.equal(sign << 3 | high << 2 | low << 1 | mantissa, nibbles[:, column].long()), column
+    assert torch.equal(in_order_of_columns(matrix.codes, SPREAD), pack_nibbles(nibbles))
+
+
 @pytest.mark.parametrize("rows", [0, 1, 5])
 @pytest.mark.parametrize(
     ("num_in", "group", "static"), [(64, None, None), (200, None, 0.02), (200, 128, None), (96, 32, None)]
@@ -194,6 +211,16 @@ def test_candidates_fit_the_chip_and_one_gives_the_product(kernel_device, kind, 
     assert all(plan.splits * 96 // plan.block_out <= 4 * H200.processors for plan in found)
     x = x_of(3, 1024, kernel_device)
     assert_is_the_product(linear_quantised_triton(x, matrix, None, found[0]), x, matrix, None)
+
+
+def test_the_first_candidates_keep_memory_busy_with_every_tile():
+    """Gate and up of 8 billion parameters in FP8: 448 programs of 64 rows are at once where four share a processor."""
+    codes = torch.empty(28672, 4096, dtype=FP8, device="meta")
+    matrix = QuantisedMatrix("fp8", codes, torch.empty(28672, 1, device="meta"), 4096, inputs=InputScales())
+    found = candidates(16, matrix, H200)
+    assert len({(plan.block_out, plan.block_in, plan.warps) for plan in found[:10]}) == 10
+    of_one = [plan for plan in found if (plan.block_out, plan.block_in, plan.splits) == (64, 128, 1)]
+    assert of_one[0].stages in (4, 5) and of_one[-1].stages in (2, 8)
 
 
 def test_blocks_of_fewer_columns_than_a_table_takes_are_no_candidates():

@@ -4,6 +4,8 @@ Each kernel has a predecessor that runs for tens of microseconds, much longer th
 All kernels are in one CUDA graph, whose buffers still hold the values of the last replay: a missing wait reads those.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -18,7 +20,10 @@ from espalier.kernels.layers.norm import add_rms_norm_triton, rms_norm_triton
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store_triton
 from espalier.kernels.layers.routing import Routing
 from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.weight_formats.dense import dense_weight
 
 pytestmark = pytest.mark.gpu
 HIDDEN, HEADS, KV_HEADS, SIZE = 4096, 32, 8, 128
@@ -107,6 +112,8 @@ class AttendedOnSmallPages(Attended):
 class Mixture:
     """Two mixture-of-experts blocks: norm and router, routing, expert product, the norm that adds the parts."""
 
+    num_shared = 0
+
     def __init__(self, rows: int, device: torch.device) -> None:
         def random_normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
             return scale * torch.randn(*shape, device=device, dtype=torch.bfloat16)
@@ -119,9 +126,15 @@ class Mixture:
                 None,
                 random_normal(64, 2 * 1408, 2048, scale=2048**-0.5),
                 random_normal(64, 2048, 1408, scale=1408**-0.5),
+                self._shared(random_normal) if self.num_shared else None,
             )
             for _ in range(2)
         ]
+
+    def _shared(self, random_normal: Callable[..., torch.Tensor]) -> GatedMLP:
+        wide = self.num_shared * 1408
+        gate_up, down = random_normal(2 * wide, 2048, scale=2048**-0.5), random_normal(2048, wide, scale=wide**-0.5)
+        return GatedMLP(Linear(dense_weight(gate_up)), Linear(dense_weight(down)))
 
     def __call__(self) -> list[torch.Tensor]:
         x, delta = self.x, self.norm(self.x)
@@ -130,7 +143,11 @@ class Mixture:
         return list(self.norm.after(delta, x))
 
 
-@pytest.mark.parametrize("layers", [Chain, Attended, AttendedOnSmallPages, Mixture])
+class MixtureWithShared(Mixture):
+    num_shared = 2
+
+
+@pytest.mark.parametrize("layers", [Chain, Attended, AttendedOnSmallPages, Mixture, MixtureWithShared])
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_a_replay_equals_launches_without_pdl(layers, rows, kernel_device, monkeypatch):
     torch.manual_seed(rows)

@@ -105,6 +105,15 @@ def test_choices_fit_the_chip(shared_memory):
         assert 128 % config.block_n == 0 and 64 % config.block_r == 0
 
 
+def test_fp8_rows_take_a_stage_more_and_as_many_programs():
+    """Two stages have no copy in flight while a step computes; three of FP8 rows fit four times."""
+    on = Chip(227 * 1024, 132, (9, 0))
+    found = [choose_config(on, 4, 1, 128, 128, torch.bfloat16, one_wave=True, fp8=fp8) for fp8 in (False, True)]
+    assert [(config.stages, config.programs_per_processor) for config in found] == [(2, 4), (3, 4)]
+    # Of a block of 64 rows: queries in bfloat16, weights, and two steps of K and V.
+    assert found[1].shared_bytes(on, 128, 128, 256) == 16 * (256 + 2 * 64) + 2 * 64 * 256
+
+
 GRID = [
     Case(lengths, queries, rows, page_size, 32, 8, 128, 128, dtype=dtype, max_splits=32)
     for lengths, page_size, (queries, rows), dtype in product(

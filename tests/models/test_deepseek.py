@@ -11,11 +11,16 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.experts import ExpertBiases
+from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS
 from espalier.kernels.layers.routing import Routing, route
 from espalier.models import ModelConfig, load_target, read_config
 from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.mlp import GatedMLP
 from espalier.models.loading import layer_specs_of
+from espalier.models.weight_formats.dense import DenseWeight
 from tests.builders import make_target
 
 LOADING: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu", "position_rows": 8}
@@ -207,19 +212,49 @@ def test_weights_are_all_needed_and_used(family: str, tmp_path: Path) -> None:
         assert torch.equal(mlp.bias, stored.float()) and not torch.equal(mlp.bias, stored.bfloat16().float())
 
 
+@pytest.mark.parametrize("rows", [16, 17])
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_shared_expert_is_the_last_part(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """For rows that go to no routed expert too."""
+def test_the_shared_expert_comes_last(family: str, dtype: torch.dtype, rows: int, tmp_path: Path) -> None:
+    """In one part, or in pieces that sum to it for few rows; for rows that go to no routed expert too."""
     target = load_target(make_target(tmp_path, family), **{**LOADING, "dtype": dtype})
     mlp = target.layers[2].mlp  # type: ignore[attr-defined]
-    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
-    live = torch.tensor([True, False, True, True, False])
-    parts = mlp(x, live)
+    x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(0)).to(dtype)
+    live = torch.arange(rows) % 3 != 1
+    parts, top_k = mlp(x, live), mlp.routing.top_k
     exact = torch.promote_types(dtype, torch.float32)
     shared = mlp.shared(x).to(exact)
     if mlp.shared_gate is not None:
         shared = shared * F.sigmoid(mlp.shared_gate(x).to(exact))
-    assert parts.dtype == exact and parts.shape == (mlp.routing.top_k + 1, 5, 32)
-    assert torch.equal(parts[-1], shared)
-    assert not parts[:-1, ~live].any() and parts[:-1, live].any(-1).all()
+    in_tiles = rows <= MAX_SHARED_ROWS and mlp.shared_tiles is not None
+    # Packed for the CPU in float32, the shared expert is no plain tensor; a gate scales it in qwen2_moe.
+    assert (mlp.shared_tiles is not None) == (family == "deepseek_v3" and dtype != torch.float32)
+    assert parts.dtype == exact and parts.shape == (top_k + (2 if in_tiles else 1), rows, 32)
+    rounding = {torch.bfloat16: 2e-2, torch.float64: 1e-14}
+    if in_tiles:
+        assert (parts[top_k:].sum(0) - shared).abs().max() <= rounding[dtype] * shared.abs().max()
+    else:
+        assert torch.equal(parts[-1], shared)
+    assert not parts[:top_k, ~live].any() and parts[:top_k, live].any(-1).all()
+
+
+def test_shared_tiles_take_no_memory(tmp_path: Path) -> None:
+    """Both forms of the shared expert are the same tensors."""
+    mlp = load_target(make_target(tmp_path, "deepseek_v3"), **LOADING).layers[2].mlp  # type: ignore[attr-defined]
+    assert mlp.shared_tiles.gate_up is mlp.shared.gate_up.weight.tensor
+    assert mlp.shared_tiles.down is mlp.shared.down.weight.tensor
+
+
+@pytest.mark.parametrize("what", ["fits", "bias", "reduced", "another dtype", "half an expert", "biases of experts"])
+def test_what_does_not_fit_tiles_runs_apart(what: str) -> None:
+    """The routed experts are 8 wide."""
+    wide = 12 if what == "half an expert" else 16
+    dtype = torch.bfloat16 if what == "another dtype" else torch.float64
+    gate_up = Linear(
+        DenseWeight(torch.zeros(2 * wide, 4, dtype=dtype)), torch.zeros(2 * wide) if what == "bias" else None
+    )
+    down = Linear(DenseWeight(torch.zeros(4, wide, dtype=dtype)), None, torch.neg if what == "reduced" else None)
+    routed = torch.zeros(6, 16, 4, dtype=torch.float64), torch.zeros(6, 4, 8, dtype=torch.float64)
+    biases = ExpertBiases(torch.zeros(6, 16), torch.zeros(6, 4)) if what == "biases of experts" else None
+    mlp = MixtureMLP(Routing(6, 2), torch.zeros(6, 4), None, *routed, GatedMLP(gate_up, down), biases=biases)
+    assert (mlp.shared_tiles is None) == (what != "fits")

@@ -93,6 +93,7 @@ CATCHES = {
     "page-freed-twice": held.CONSERVED,
     "rope-left-out": held.INCREMENTAL,
     "padding-routed": held.ROUTED,
+    "shared-expert-twice": held.INCREMENTAL,
     "mask-row-kept": held.INCREMENTAL,
     "features-of-wrong-layer": held.INCREMENTAL,
     "anchor-late": held.PROPOSAL,
@@ -104,6 +105,7 @@ CATCHES = {
 SHOWN_BY = {
     "rope-left-out": LATENT,
     "padding-routed": LATENT,
+    "shared-expert-twice": LATENT,
     "stale-feed": CHAIN,
     "chain-reads-target": CHAIN,
     "target-reads-chain": READS_TARGET,
@@ -168,6 +170,7 @@ HARMLESS: dict[str, dict] = {
     "table-column-off": {"page_size": 64},
     "rope-left-out": {"family": "llama"},
     "padding-routed": {"family": "llama"},
+    "shared-expert-twice": {"family": "llama"},
     # Without edges.
     "edge-of-wrong-parent": {"form": "jetspec"},
     # Without FP8, and where the checkpoint has no scales, so that all are 1.

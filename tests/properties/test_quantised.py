@@ -1,12 +1,9 @@
 """Quantised targets are lossless against themselves: speculation, batch, pages and trees change no request's tokens."""
 
-import atexit
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from espalier.models.weight_formats import quantised
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
+from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Ran, Setup, prompts, request, run
 from tests.quantised import KINDS, WEIGHTS_ONLY, quantise
 
@@ -45,8 +43,7 @@ def rounded_inputs_on_a_cpu(monkeypatch):
 @cache
 def quantised_directories(kind: str, family: str, is_dense: bool) -> tuple[Path, Path]:
     """A quantised target, or the dense weights that it means, and a draft."""
-    root = Path(mkdtemp(prefix="espalier-quantised-"))
-    atexit.register(rmtree, root, ignore_errors=True)
+    root = new_folder("quantised-")
     target = make_target(root / "target", family, layers=4, **FAMILY_FIELDS.get(family, {}))
     draft = make_eagle3(root / "draft", target, seed=1)
     unquantised = (target / "config.json").read_bytes()

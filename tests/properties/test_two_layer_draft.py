@@ -3,14 +3,11 @@
 Nothing of the package names it, so what sizes its rows, feeds it and runs it are its declaration alone.
 """
 
-import atexit
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -35,6 +32,7 @@ from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import DRAFT_FORMATS, load_draft, read_draft
 from espalier.startup import load
+from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup, directories, prompts, request, run
 from tests.oracles.reference_round import Reference
 from tests.pairwise import pairwise
@@ -178,8 +176,7 @@ def drawn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 @lru_cache
 def paths(family: str, window: int | None, draft_vocab: int | None, reads: str) -> tuple[Path, Path]:
-    root = Path(mkdtemp(prefix="espalier-toy-"))
-    atexit.register(rmtree, root, ignore_errors=True)
+    root = new_folder("toy-")
     target, _ = directories(family, window=window)
     return target, write(root / "draft", target, reads, draft_vocab)
 

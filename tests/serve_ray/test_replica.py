@@ -109,6 +109,7 @@ def test_the_engine_of_a_replica_dies(llm):
                 t for parts in [p async for p in waiting.parts(None)] for part in parts for t in part.piece.token_ids
             ]
             await asyncio.sleep(0.6)
+            assert not replica.client._folder.exists()
             return tokens, group.left, replica.queued_tokens()
 
     tokens, left, queued = asyncio.run(run())

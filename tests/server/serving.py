@@ -125,7 +125,9 @@ def serving(folder: Path, *flags: str, model: str = "bundled") -> Iterator[Serve
         port = probe.getsockname()[1]
     log = folder / f"server-{port}.log"
     command = [sys.executable, "-m", "espalier", "serve", model, "--port", str(port), *FLAGS, *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    temporary = folder / f"tmp-{port}"
+    temporary.mkdir()
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     with log.open("w") as lines:
         process = subprocess.Popen(command, stderr=lines, stdout=lines, text=True, env=environment, cwd=ROOT)
     served = Served(process, port, log)
@@ -140,6 +142,8 @@ def serving(folder: Path, *flags: str, model: str = "bundled") -> Iterator[Serve
         except subprocess.TimeoutExpired:
             process.kill()
             raise
+    # Its engine ends a little later than a server that was killed.
+    served.until(lambda: not list(temporary.iterdir()))
 
 
 def _answers(served: Served) -> bool:

@@ -20,6 +20,7 @@ from espalier.server.engines import EngineGone
 from espalier.server.errors import ApiError
 from espalier.server.front import Front
 from espalier.server.gate import Gate
+from tests.folders import new_folder
 
 
 class Process:
@@ -58,6 +59,7 @@ class Socket:
 def ready(restart, *messages):
     client = EngineClient({}, ClientOptions(restart=restart))
     client.process, client._socket, client.state = Process(), Socket(*messages), "ready"
+    client._folder = new_folder("sockets-")
     return client
 
 

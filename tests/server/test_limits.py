@@ -272,7 +272,7 @@ def started(tmp_path, *flags):
     """A server that has just been started: (process, its log)."""
     log = tmp_path / "log"
     command = [sys.executable, "-m", "espalier", "serve", "bundled", "--port", "0", *FLAGS, *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     with log.open("w") as lines:
         return subprocess.Popen(command, stderr=lines, stdout=lines, env=environment, cwd=ROOT), log
 
@@ -294,6 +294,7 @@ def test_a_load_that_takes_too_long_ends_the_command_with_an_error(tmp_path):
     process, log = started(tmp_path, "--load-timeout", "0.05")
     assert process.wait(60) == 2
     assert "raise --load-timeout" in log.read_text() and "Traceback" not in log.read_text()
+    assert list(tmp_path.iterdir()) == [log]
 
 
 def command(pid: int) -> bytes:
@@ -308,7 +309,7 @@ def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
     os.kill(engine, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
-    assert not exists(engine)
+    assert not exists(engine) and list(tmp_path.iterdir()) == [log]
     assert "serving" not in log.read_text() and "Traceback" not in log.read_text()
 
 

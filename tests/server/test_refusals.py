@@ -22,6 +22,8 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from espalier.server.bodies import BodyLimits, read_body
+from espalier.server.errors import ApiError
 from espalier.server.http1 import Connection
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, field_rows
 from espalier.server.responses import ResponsesRequest
@@ -271,6 +273,20 @@ def test_the_answer_to_a_large_and_wrong_body_is_small(served, fields):
 def test_a_body_that_is_no_object_is_told_what_to_send(served, kind, body):
     status, _, answer = served.request("/v1/completions", body, method="POST", content_type=kind)
     assert status == 400 and answer["error"]["message"].endswith("with content-type application/json")
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("application/x-www-form-urlencoded", "content-type application/x-www-form-urlencoded is not supported; "),
+        ("text/plain; charset=utf-8", "content-type text/plain; charset=utf-8 is not supported; "),
+        ("", "the body has no content-type; "),
+    ],
+)
+def test_json_of_another_content_type_is_told_so(kind, said):
+    with pytest.raises(ApiError) as refused:
+        read_body("TokenizeRequest", kind, b'{"prompt": "x"}', BodyLimits(16, 64, 1, 64))
+    assert refused.value.detail == f"{said}send a JSON object with content-type application/json"
 
 
 def test_a_body_nested_too_deep_is_refused():

@@ -188,17 +188,16 @@ def _choose(inputs: Inputs) -> TritonConfig | HopperConfig:
     """The launch configuration.  The Hopper kernel and the Triton kernel give the same bits."""
     q, committed, staged, _, splits = inputs[:5]
     (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
-    packed_queries = queries * heads // kv_heads
+    packed_queries, fp8 = queries * heads // kv_heads, committed.scales is not None
     if _fits_hopper(inputs):
         work_items = splits.table.shape[0] * kv_heads * -(-packed_queries // (2 * WARPGROUP_QUERIES))
-        fp8 = committed.scales is not None
         config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, committed.page_size, fp8)
         if config is not None:
             return config
     rows = queries if staged is None else staged.k.shape[1]
     # By the bucket, as the policy: a padded graph and an eager launch have the same blocks, and so the same bits.
     one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= PROGRAMS
-    return choose_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave)
+    return choose_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
 
 
 def _fits_hopper(inputs: Inputs) -> bool:

@@ -21,34 +21,45 @@ class TritonConfig:
     stages: int
     programs_per_processor: int = 1
 
-    def shared_bytes(self, on: Chip, k_bytes: int, v_bytes: int) -> int:
+    def shared_bytes(self, on: Chip, k_bytes: int, v_bytes: int, q_bytes: int | None = None) -> int:
         """Estimated shared memory in bytes: queries, the rows of the stages, and weights.
 
-        k_bytes, v_bytes: of a row.  A latent row is loaded as K, and V takes nothing.
+        k_bytes, v_bytes: of a row.  A latent row is loaded as K, and V takes nothing.  q_bytes: of a query, None: those
+        of K.
         From Hopper on, a product reads its weights from registers, and each stage needs a buffer of its own.
         """
-        step = self.block_n * (k_bytes + v_bytes)
+        step, q_bytes = self.block_n * (k_bytes + v_bytes), k_bytes if q_bytes is None else q_bytes
         if self.block_m >= 64 and on.capability >= (9, 0):
-            return self.block_m * k_bytes + self.stages * step
-        return self.block_m * (k_bytes + 2 * self.block_n) + max(self.stages - 1, 1) * step
+            return self.block_m * q_bytes + self.stages * step
+        return self.block_m * (q_bytes + 2 * self.block_n) + max(self.stages - 1, 1) * step
 
 
 def choose_config(
-    on: Chip, packed_queries: int, rows: int, k_size: int, v_size: int, dtype: torch.dtype, one_wave: bool = False
+    on: Chip,
+    packed_queries: int,
+    rows: int,
+    k_size: int,
+    v_size: int,
+    dtype: torch.dtype,
+    one_wave: bool = False,
+    fp8: bool = False,
 ) -> TritonConfig:
     """The configuration that was fastest on an H200 (docs/log.md); fewer stages, then fewer rows, on a smaller chip.
 
     packed_queries: queries times heads of one KV head; rows: staged rows.  one_wave: all splits run at the same time
-    (small batch), so the latency of one split counts more than how many fit on a multiprocessor.
+    (small batch), so the latency of one split counts more than how many fit on a multiprocessor.  fp8: whether the rows
+    of K and V are FP8.
     """
     k_bytes, v_bytes = (max(16, power_of_two(size)) * dtype.itemsize for size in (k_size, v_size))
-    large = k_bytes + v_bytes > 512
+    q_bytes, large = k_bytes, k_bytes + v_bytes > 512
     if dtype == torch.float32:
         # IEEE float32 runs without tensor cores: larger tiles would spill registers.
         n = 16 if k_bytes + v_bytes > 1024 else 32
         return TritonConfig(16, n, n, 4, 1, 2) if packed_queries <= 16 else TritonConfig(32, n, n, 8, 1, 2)
     if packed_queries <= 16 and not large:
-        config = TritonConfig(16, 64, 64, 4, 2, 4) if one_wave else TritonConfig(16, 32, 32, 2, 4, 4)
+        config = TritonConfig(16, 64, 64, 4, 3 if fp8 else 2, 4) if one_wave else TritonConfig(16, 32, 32, 2, 4, 4)
+        if fp8:
+            k_bytes, v_bytes = k_bytes // dtype.itemsize, v_bytes // dtype.itemsize
     elif packed_queries <= 64 or large:
         # From Hopper on, a product with 64 queries needs no exchange between warps: it is faster than one with 32.
         block_m = 64 if on.capability >= (9, 0) else min(64, max(16, power_of_two(packed_queries)))
@@ -56,11 +67,12 @@ def choose_config(
     else:
         config = TritonConfig(128, 64, 64, 8, 4, 1)
     for min_stages, min_rows in ((3, 32), (2, 16)):
-        while config.stages > min_stages and config.shared_bytes(on, k_bytes, v_bytes) > on.shared_memory:
+        while config.stages > min_stages and config.shared_bytes(on, k_bytes, v_bytes, q_bytes) > on.shared_memory:
             config = replace(config, stages=config.stages - 1)
-        while config.block_n > min_rows and config.shared_bytes(on, k_bytes, v_bytes) > on.shared_memory:
+        while config.block_n > min_rows and config.shared_bytes(on, k_bytes, v_bytes, q_bytes) > on.shared_memory:
             config = replace(config, block_n=config.block_n // 2)
-    programs = min(config.programs_per_processor, max(1, on.shared_memory // config.shared_bytes(on, k_bytes, v_bytes)))
+    fitting = on.shared_memory // config.shared_bytes(on, k_bytes, v_bytes, q_bytes)
+    programs = min(config.programs_per_processor, max(1, fitting))
     block_r = min(config.block_n, max(16, power_of_two(rows)))
     return replace(config, block_r=block_r, programs_per_processor=programs)
 

@@ -7,8 +7,11 @@ number of experts, so the launches can be captured; programs without a tile retu
 differ, so for a single row each pair is a tile, and nothing is sorted.  `_down_kernel` prefetches its first weights
 while `_gated_kernel` runs.
 
-The K results of a row are not summed here.  The next norm adds them in order of choice, which is the same in every
-batch.  Below, the place of a pair is its index in the sorted order; without a sort, it is the pair itself.
+For few rows the tiles of shared experts run in the same two launches (experts_shared.py).
+
+The K results of a row are not summed here.  The next norm adds them in float32, in order of choice and then the shared
+experts' pieces in order of their columns: the same order in every batch.  Below, the place of a pair is its index in
+the sorted order; without a sort, it is the pair itself.
 """
 
 from __future__ import annotations
@@ -22,8 +25,17 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.activation import SILU, Activation, apply_activation, apply_activation_reference
+from espalier.kernels.layers.experts_dense import dense_gate_up, dense_product
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
-from espalier.kernels.layers.experts_tiles import Tiles, expert_of_tile, pairs_of_tile, tiles_of
+from espalier.kernels.layers.experts_shared import (
+    PREFETCHED_STEPS,
+    SharedExperts,
+    prefetch_piece,
+    require_shared,
+    rows_of_tile,
+    tile_and_expert,
+)
+from espalier.kernels.layers.experts_tiles import Tiles, tiles_of
 from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.linear import block_rows
 from espalier.kernels.layers.linear_quantised import (
@@ -65,67 +77,62 @@ def grouped_experts(
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
     extra: int = 0,
+    shared: SharedExperts | None = None,
 ) -> Tensor:
-    """The weighted results of each row's experts, in order of choice: parts [K + extra, N, H].
+    """The weighted results of each row's experts, in order of choice: parts [K + S + extra, N, H].
 
     x: [N, H].  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].  ids: [N, K] int64, different experts for a row.
     weights: [N, K], float32 (float64 for float64); parts have its dtype.  The bias of `down` is weighted too.
     live: [N] bool; other rows go to no expert, and their parts are 0; None: all rows are live.
     extra: the number of further parts at the end.  They are allocated here, and the caller writes them.
+    shared: of S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of its pieces are the parts
+    behind the first K, of rows that are not live too; its activation is SILU, as that of the others must be.
     """
     implementation = grouped_experts_triton if x.is_cuda else grouped_experts_reference
-    return implementation(x, gate_up, down, ids, weights, live, biases, activation, extra)
+    return implementation(x, gate_up, down, ids, weights, live, biases, activation, extra, shared)
 
 
 @kernel
 def _gated_kernel(
-    x_ptr, x_scales_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr,
+    x_ptr, x_scales_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, shared_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
-    num_out, num_in, x_stride, top_k, num_experts,
+    num_out, num_in, x_stride, num_rows, top_k, num_experts,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
-    ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
     SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
     EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the activations of all pairs, in order of place, to out [N · K, num_out].
+    """Write the activations of all pairs and pieces, in order of place, to out [(K + SHARED) · N, num_out].
 
     w: [E, 2 · num_out, num_in]; bias: [E, 2 · num_out].  EVEN_IN: BLOCK_IN divides num_in.
+    shared: [2 · SHARED · num_out, num_in], whose tiles prefetch AHEAD columns; None: SHARED is 0.
     CODE: None for dense experts, without scales and zeros; else it and what follows are quantised_dot's.
     """
+    column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
+    if SHARED > 0 and DEPENDENT:
+        prefetch_piece(shared_ptr, column, num_out, num_in, SHARED, BLOCK_OUT, AHEAD)
     # Triggers only when the routing is complete: _down_kernel reads the experts before it waits.
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
-    tile = tl.program_id(1)
-    expert = expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
+    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
     if (expert < 0) | (expert == num_experts):
         return
-    place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS)
-    row = (pair // top_k).to(tl.int64)
-    column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
+    place, inside, row, _ = rows_of_tile(
+        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, num_rows, top_k, SHARED, SORTED, ROWS
+    )
+    row = row.to(tl.int64)
     # Columns past the end read the last one instead; their results are not stored.
     w_row = expert * 2 * num_out + tl.minimum(column, num_out - 1)
     if CODE is None:
+        up_at = num_out.to(tl.int64) * num_in
+        if SHARED > 0:
+            piece_at = (tile + SHARED).to(tl.int64) * num_out * num_in
+            w_ptr = tl.where(tile < 0, shared_ptr + piece_at, w_ptr)
+            up_at = tl.where(tile < 0, up_at * SHARED, up_at)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
-        up_ptrs = gate_ptrs + num_out.to(tl.int64) * num_in
+        up_ptrs = gate_ptrs + up_at
         x_ptrs = x_ptr + row[None, :] * x_stride + ks[:, None]
-        gate = tl.zeros((BLOCK_OUT, ROWS), EXACT)
-        up = tl.zeros((BLOCK_OUT, ROWS), EXACT)
-        for k in range(0, num_in, BLOCK_IN):
-            # Weights are loaded first: their addresses do not depend on `pair`, which is still being loaded.
-            if EVEN_IN:
-                w_gate = tl.load(gate_ptrs)
-                w_up = tl.load(up_ptrs)
-                x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
-            else:
-                left = num_in - k
-                w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
-                w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
-                x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
-            gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=EXACT)
-            up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=EXACT)
-            gate_ptrs += BLOCK_IN
-            up_ptrs += BLOCK_IN
-            x_ptrs += BLOCK_IN
+        gate, up = dense_gate_up(x_ptrs, gate_ptrs, up_ptrs, inside, num_in, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
     else:
         x_scale_ptrs = None
         if x_scales_ptr is not None:
@@ -151,47 +158,43 @@ def _gated_kernel(
 
 @kernel
 def _down_kernel(
-    x_ptr, x_scales_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, weights_ptr,
+    x_ptr, x_scales_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, shared_ptr, weights_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, num_rows, top_k, num_experts,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
-    SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K, N, num_out], and 0 for rows without expert.
+    """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + SHARED, N, num_out], and 0 for rows without expert.
 
-    x: [N · K, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
+    x: [(K + SHARED) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
+    shared: [num_out, SHARED · num_in].  The weight of its pieces is 1.
     """
     pdl_trigger(DEPENDENT)
-    tile = tl.program_id(1)
-    expert = expert_of_tile(tile_experts_ptr, live_ptr, tile, top_k, num_experts, SORTED, LIVE)
+    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     w_row = tl.maximum(tl.minimum(expert, num_experts - 1), 0) * num_out + tl.minimum(column, num_out - 1)
+    w_stride = num_in
+    if SHARED > 0:
+        w_ptr = tl.where(tile < 0, shared_ptr + (tile + SHARED).to(tl.int64) * num_in, w_ptr)
+        w_stride = tl.where(tile < 0, num_in * SHARED, num_in)
     if CODE is None and (DEPENDENT and BLOCK_IN >= 64):
         # An L2 line of 128 bytes holds 64 numbers of two bytes: one prefetch each.
         lines = tl.arange(0, BLOCK_IN // 64) * 64
-        ask_for(w_ptr + w_row[:, None] * num_in + tl.minimum(lines, num_in - 1)[None, :])
+        ask_for(w_ptr + w_row[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
     pdl_wait(DEPENDENT)
     if expert < 0:
         return
-    place, inside, pair = pairs_of_tile(order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS)
+    place, inside, row, part = rows_of_tile(
+        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, num_rows, top_k, SHARED, SORTED, ROWS
+    )
     # No steps for rows without expert: _gated_kernel writes nothing to their x.
     k_end = tl.where(expert == num_experts, 0, num_in)
     if CODE is None:
-        w_ptrs = w_ptr + w_row[:, None] * num_in + ks[None, :]
+        w_ptrs = w_ptr + w_row[:, None] * w_stride + ks[None, :]
         x_ptrs = x_ptr + place.to(tl.int64)[None, :] * num_in + ks[:, None]
-        acc = tl.zeros((BLOCK_OUT, ROWS), EXACT)
-        for k in range(0, k_end, BLOCK_IN):
-            if EVEN_IN:
-                w = tl.load(w_ptrs)
-                x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
-            else:
-                left = num_in - k
-                w = tl.load(w_ptrs, mask=ks[None, :] < left, other=0.0)
-                x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
-            acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=EXACT)
-            w_ptrs += BLOCK_IN
-            x_ptrs += BLOCK_IN
+        acc = dense_product(x_ptrs, w_ptrs, inside, num_in, k_end, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN, EXACT)
     else:
         x_row = place.to(tl.int64)
         x_scale_ptrs = None
@@ -203,10 +206,10 @@ def _down_kernel(
         )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
-    weight = tl.load(weights_ptr + pair, mask=inside, other=0.0)
+    weight = tl.load(weights_ptr + row * top_k + part, mask=inside & (part < top_k), other=1.0)
     # tl.where and not a product by 0: the weight of a row without expert may be NaN.
     acc = tl.where(expert == num_experts, 0.0, acc * weight[None, :])
-    out_row = (pair % top_k).to(tl.int64) * num_rows + pair // top_k
+    out_row = part.to(tl.int64) * num_rows + row
     out_ptrs = out_ptr + out_row[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(acc), mask=inside[:, None] & (column[None, :] < num_out))
 
@@ -221,6 +224,7 @@ def grouped_experts_triton(
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
     extra: int = 0,
+    shared: SharedExperts | None = None,
     *,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
@@ -234,13 +238,16 @@ def grouped_experts_triton(
     _require(x, gate_up, down, ids, weights, biases)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
+    if shared is not None:
+        require_shared(shared, x, inner, is_plain=isinstance(gate_up, Tensor) and biases is None and activation == SILU)
     if weights.numel() * hidden == 0:
-        return weights.new_empty(top_k + extra, num_rows, hidden)
+        pieces = 0 if shared is None else shared.pieces(inner)
+        return weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     if plan is None:
         plan = plan_for(ExpertsShape(num_experts, top_k, hidden, inner), num_rows, x.dtype, chip(x))
     tiles = tiles_of(ids, live, num_experts, plan.rows)
-    gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation)
-    return down_triton(gated, down, weights, tiles, plan.down, down_bias, extra)
+    gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared)
+    return down_triton(gated, down, weights, tiles, plan.down, down_bias, extra, shared)
 
 
 def gated_triton(
@@ -251,21 +258,26 @@ def gated_triton(
     plan: ProductPlan,
     bias: Tensor | None = None,
     activation: Activation = SILU,
+    shared: SharedExperts | None = None,
 ) -> Tensor:
-    """The activation of each pair, in order of place: [N·K, I]."""
+    """The activation of each pair and piece, in order of place: [N·(K + S), I]."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    num_experts, inner, hidden = gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
+    num_rows, num_experts, inner, hidden = len(x), gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
     plan = _plan_of(gate_up, inner, plan, tiles, x)
     operands, constants = _operands(x, gate_up)
-    out = x.new_empty(len(x) * top_k, inner)
-    _gated_kernel[-(-inner // plan.block_out), len(tiles.experts)](
-        *(*operands, bias, *tiles.pointers, out, inner, hidden, operands[0].stride(0), top_k, num_experts),
+    pieces = 0 if shared is None else shared.pieces(inner)
+    out = x.new_empty(num_rows * (top_k + pieces), inner)
+    grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
+    _gated_kernel[grid](
+        *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
+        *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
         **constants,
         # constexpr: as run-time arguments they would be rounded to float32.
         ALPHA=activation.alpha,
         UP_OFFSET=activation.up_offset,
         LIMIT=activation.limit,
-        **_options(x, gate_up, tiles, plan, 2),
+        AHEAD=PREFETCHED_STEPS * max(plan.block_in, 64),
+        **_options(x, gate_up, tiles, plan, 2, pieces, grid),
     )
     return out
 
@@ -278,18 +290,21 @@ def down_triton(
     plan: ProductPlan,
     bias: Tensor | None = None,
     extra: int = 0,
+    shared: SharedExperts | None = None,
 ) -> Tensor:
-    """gated: as gated_triton returns it.  Returns parts [K + extra, N, H]; the last `extra` are not written."""
+    """gated: as gated_triton returns it.  Returns parts [K + S + extra, N, H]; the last `extra` are not written."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = weights.shape
     plan = _plan_of(down, hidden, plan, tiles, gated)
-    parts = weights.new_empty(top_k + extra, num_rows, hidden)
+    pieces = 0 if shared is None else shared.pieces(inner)
+    parts = weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     operands, constants = _operands(gated, down)
-    _down_kernel[-(-hidden // plan.block_out), len(tiles.experts)](
-        *(*operands, bias, weights.contiguous(), *tiles.pointers),
+    grid = -(-hidden // plan.block_out), pieces + len(tiles.experts)
+    _down_kernel[grid](
+        *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),
         **constants,
-        **_options(gated, down, tiles, plan, 1),
+        **_options(gated, down, tiles, plan, 1, pieces, grid),
     )
     return parts
 
@@ -313,13 +328,19 @@ def _plan_of(weight: ExpertMatrix, num_out: int, plan: ProductPlan, tiles: Tiles
     return ProductPlan(own.block_out, own.block_in, own.warps, own.stages)
 
 
-def _options(x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int) -> dict[str, Any]:
+def _options(
+    x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
+) -> dict[str, Any]:
     """Constants and launch options.  matrices: that a program reads: 2 for gate and up, 1 for down."""
     gpu, num_in = chip(x), weight.shape[2]
     # A tile must not span two groups of columns.
     block_in = plan.block_in if isinstance(weight, Tensor) else min(plan.block_in, max_block_in(weight))
     own_stages = not isinstance(weight, Tensor) and weight.code != "fp8"
+    stages = plan.stages if own_stages else plan.stages_on(gpu, matrices, tiles.rows, x.itemsize)
+    if pieces:
+        stages = plan.stages_together(gpu, stages, matrices, tiles.rows, x.itemsize, grid[0] * grid[1])
     return {
+        "SHARED": pieces,
         "SORTED": tiles.rows > 1,
         "LIVE": tiles.live is not None,
         "ROWS": block_rows(tiles.rows),
@@ -328,7 +349,7 @@ def _options(x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, m
         "EVEN_IN": num_in % block_in == 0,
         "EXACT": exact_type(x.dtype),
         "num_warps": plan.warps,
-        "num_stages": plan.stages if own_stages else plan.stages_on(gpu, matrices, tiles.rows, x.itemsize),
+        "num_stages": stages,
         **early(gpu),
     }
 
@@ -374,11 +395,17 @@ def grouped_experts_reference(
     biases: ExpertBiases | None = None,
     activation: Activation = SILU,
     extra: int = 0,
+    shared: SharedExperts | None = None,
 ) -> Tensor:
     """A loop over the experts that have rows.  It reads their number on the host."""
-    top_k = ids.shape[1]
+    top_k, inner = ids.shape[1], down.shape[2]
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
-    parts = x.new_zeros(top_k + extra, len(x), down.shape[1], dtype=weights.dtype)
+    pieces = 0 if shared is None else shared.pieces(inner)
+    parts = x.new_zeros(top_k + pieces + extra, len(x), down.shape[1], dtype=weights.dtype)
+    if shared is not None:
+        gated = apply_activation_reference(F.linear(x, shared.gate_up), activation)
+        for piece, columns in enumerate(gated.split(inner, dim=1)):
+            parts[top_k + piece] = F.linear(columns, shared.down[:, piece * inner : (piece + 1) * inner])
     if live is not None:
         ids = ids.masked_fill(~live[:, None], len(gate_up))
     counts = ids.flatten().bincount(minlength=len(gate_up) + 1).tolist()

@@ -43,6 +43,8 @@ TILES = (
     (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8)), (3, 4)),
     (128, ((64, 64, 4), (64, 64, 8), (128, 64, 4), (128, 64, 8), (128, 128, 8)), (2, 3, 4)),
 )
+# The fewest stages that keep the memory busy.
+MIN_STAGES = 3
 # Programs per multiprocessor that keep the memory busy.  Where there would be fewer, the rule takes smaller tiles.
 MIN_PROGRAMS = 2
 
@@ -108,6 +110,12 @@ class ProductPlan:
         """The stages that fit the chip.  Their number does not change the result."""
         fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
         return max(min(self.stages, fitting), 1)
+
+    def stages_together(self, gpu: Chip, most: int, matrices: int, rows: int, itemsize: int, programs: int) -> int:
+        """At most `most` stages, so few that all programs run at once if MIN_STAGES allow it; else `most`."""
+        sharing = -(-programs // gpu.processors)
+        fitting = (gpu.shared_memory // sharing - RESERVED_SHARED_MEMORY) // self.stage_bytes(matrices, rows, itemsize)
+        return most if fitting < MIN_STAGES else min(most, fitting)
 
 
 @dataclass(frozen=True)

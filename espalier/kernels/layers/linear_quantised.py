@@ -24,14 +24,14 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import (
     DTYPES,
-    RESERVED_SHARED_MEMORY,
+    MIN_BLOCK_ROWS,
     TritonPlan,
     block_rows,
     store_tile,
     summed,
     weight_rows,
 )
-from espalier.kernels.layers.linear_tuning import MIN_BLOCK_IN, LinearPlans, measured_plans
+from espalier.kernels.layers.linear_tuning import LinearPlans, measured_plans
 from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import (
     E8M0_BIAS,
@@ -57,6 +57,9 @@ MAX_EXPONENT = E8M0_BIAS + 65
 FP8_CAPABILITY = (8, 9)
 # Rows up to which the rule streams.
 STREAMED_ROWS = 64
+# Steps whose codes a program prefetches while it waits for the kernel before it.  Memory has little else to do while
+# inputs are rounded or parts are added up: in these 2 or 3 microseconds it delivers some 100 kB for a multiprocessor.
+STEPS_AHEAD = 4
 # Programs per multiprocessor that the rule's split-K aims at.
 PROGRAMS_PER_PROCESSOR = 2
 MAX_SPLITS = 8
@@ -66,18 +69,13 @@ MAX_SPLITS = 8
 # of MXFP4, or they are not copied ahead.
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
-    "mxfp4": ((16, (64, 256, 4), 2), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
+    "mxfp4": ((16, (64, 256, 4), 4), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
 }
 MAX_STAGES = 6
 # From this number of columns on, the last step may be partly empty.
 RAGGED_IN = 1024
 # Bytes that the driver keeps of a multiprocessor's shared memory, for each program.
 KEPT_SHARED_MEMORY = 1024
-# Worth measuring where weights are streamed, and where rows are many: (block_out, warps), stages, split-K.
-STREAMED = (((32, 4), (64, 4), (128, 4), (128, 8)), (3, 6), (1, 2, 4))
-MULTIPLIED = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1,))
-# The most weights of a step that a thread can have in registers.
-NIBBLES_PER_THREAD, WARP = 128, 32
 
 
 def linear_quantised(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
@@ -131,9 +129,12 @@ def _linear_quantised_kernel(
     x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
-    EVEN_IN: tl.constexpr, GATED: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_IN: tl.constexpr, GATED: tl.constexpr, STEPS_AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (blocks of weight rows, splits, tiles of rows).  Arguments as _linear_kernel and quantised_dot."""
+    """Grid: (blocks of weight rows, splits, tiles of rows).  Arguments as _linear_kernel and quantised_dot.
+
+    STEPS_AHEAD: steps whose codes are prefetched before the wait.
+    """
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, GATED).to(tl.int64)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     steps = tl.cdiv(num_in, BLOCK_IN)
@@ -142,7 +143,7 @@ def _linear_quantised_kernel(
     x_rows = rows.to(tl.int64)
     pdl_trigger(DEPENDENT)
     if DEPENDENT:
-        prefetch_codes(codes_ptr, w_rows, k_begin, num_in, CODE, BLOCK_IN)
+        prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE, BLOCK_IN * STEPS_AHEAD)
         if CODE == 1:
             prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP)
     pdl_wait(DEPENDENT)
@@ -182,6 +183,7 @@ def _launch(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: Trito
         EVEN_OUT=num_out % block_written == 0,
         EVEN_IN=num_in % plan.block_in == 0,
         GATED=gated,
+        STEPS_AHEAD=STEPS_AHEAD,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **early(gpu),
@@ -221,7 +223,8 @@ def plan_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
 def rule_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
     """The plan of `rule`."""
     (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
-    return rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, chip(x))
+    input_bytes = 1 if weight.inputs is not None else x.itemsize
+    return rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, chip(x), input_bytes)
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
@@ -242,8 +245,13 @@ def max_block_in(weight: QuantisedMatrix) -> int:
 
 
 @cache
-def rule(rows: int, num_out: int, num_in: int, code: str, max_block: int, grouped: bool, gpu: Chip) -> TritonPlan:
-    """The plan where nothing is measured.  grouped: whether groups of columns have scales of their own."""
+def rule(
+    rows: int, num_out: int, num_in: int, code: str, max_block: int, grouped: bool, gpu: Chip, input_bytes: int = 2
+) -> TritonPlan:
+    """The plan where nothing is measured.
+
+    grouped: whether groups of columns have scales of their own.  input_bytes: of an input, as FP8 weights meet it.
+    """
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     streams = rows <= STREAMED_ROWS
     if code != "fp8":
@@ -251,15 +259,17 @@ def rule(rows: int, num_out: int, num_in: int, code: str, max_block: int, groupe
     block_in = min(max_block, 128)
     # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
     block_out, warps = (64, 4) if streams or grouped else (128, 8)
-    splits = 1
+    splits, sharing, most = 1, 1, 4
     if streams:
-        wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // block_out)
-        splits = max(min(wanted, MAX_SPLITS, num_in // block_in // 4), 1)
+        blocks = -(-num_out // block_out)
+        splits = max(min(PROGRAMS_PER_PROCESSOR * gpu.processors // blocks, MAX_SPLITS, num_in // block_in // 4), 1)
+        # All programs at once, if registers allow: a second wave would be mostly empty.
+        sharing = min(-(-blocks * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
+        most = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
+    shared = (gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY
     # Where products bind, one program with deep stages is faster than two on a multiprocessor.
-    sharing, most = (PROGRAMS_PER_PROCESSOR, 6) if streams else (1, 4)
-    fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // (sharing * _stage_bytes(plan, tile, code))
-    return replace(plan, stages=max(min(fitting, most), 1))
+    return replace(plan, stages=max(min(shared // (block_in * (block_out + tile * input_bytes)), most), 1))
 
 
 @cache
@@ -278,43 +288,19 @@ def nibble_rule(
     shared = (gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     # One stage less for the codes: the step that runs has them in registers.
-    codes, inputs = _codes_bytes(plan, code), _input_bytes(plan, tile)
+    codes, inputs = codes_bytes(plan, code), tile * plan.block_in * 2
     return replace(plan, stages=max(min((shared + codes) // (codes + inputs), MAX_STAGES), 2))
 
 
-def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan]:
-    """The plans worth measuring against the rule's.  None for groups of less than MIN_BLOCK_IN columns."""
-    (num_out, num_in), most = weight.shape, max_block_in(weight)
-    tile = min(block_rows(rows), MAX_BLOCK_ROWS)
-    tiles, all_stages, all_splits = STREAMED if rows <= STREAMED_ROWS else MULTIPLIED
-    return [
-        plan
-        for block_in in ((128, 64) if weight.code == "fp8" else (256, 128, 64))
-        if most % block_in == 0 and block_in >= MIN_BLOCK_IN
-        for block_out, warps in tiles
-        if weight.code == "fp8" or (block_out >= 64 and block_out * block_in <= NIBBLES_PER_THREAD * WARP * warps)
-        for stages in all_stages
-        for splits in all_splits
-        if num_in // block_in >= stages * splits
-        for plan in [TritonPlan(block_out, block_in, splits, warps, stages)]
-        if _stage_bytes(plan, tile, weight.code) * stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory
-        and (splits == 1 or gpu.processors // 2 <= -(-num_out // block_out) * splits <= 4 * gpu.processors)
-    ]
+def stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix) -> int:
+    """Bytes of shared memory of a pipeline stage, with `tile` rows of inputs."""
+    return codes_bytes(plan, weight.code) + tile * plan.block_in * (1 if weight.inputs is not None else 2)
 
 
-def _stage_bytes(plan: TritonPlan, tile: int, code: str) -> int:
-    """Bytes of shared memory of a pipeline stage: codes, and inputs at two bytes."""
-    return _codes_bytes(plan, code) + _input_bytes(plan, tile)
-
-
-def _codes_bytes(plan: TritonPlan, code: str) -> int:
+def codes_bytes(plan: TritonPlan, code: str) -> int:
     """With the exponents of MXFP4, which are loaded with them."""
     values = plan.block_out * plan.block_in
     return values if code == "fp8" else values // 2 + (values // 32 if code == "mxfp4" else 0)
-
-
-def _input_bytes(plan: TritonPlan, tile: int) -> int:
-    return tile * plan.block_in * 2
 
 
 def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:

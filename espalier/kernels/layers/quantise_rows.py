@@ -17,8 +17,10 @@ from espalier.kernels.runtime.pdl import early, pdl_wait_if
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Values that a warp loads.
-VALUES_PER_WARP = 1024
+# Values that a warp loads: where programs are many, and where each has a multiprocessor to itself.  There the divisions
+# of a thread, one after another, would be most of the time.
+VALUES_PER_WARP, VALUES_PER_WARP_ALONE = 1024, 256
+MAX_WARPS, MAX_WARPS_ALONE = 16, 32
 
 
 def quantise_rows(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
@@ -59,10 +61,12 @@ def quantise_rows_triton(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor
     values = torch.empty(rows, num_in, dtype=FP8, device=x.device)
     scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
     if values.numel():
-        block = power_of_two(group)
+        block, gpu = power_of_two(group), chip(x)
+        is_alone = rows * groups <= gpu.processors
+        warps = block // (VALUES_PER_WARP_ALONE if is_alone else VALUES_PER_WARP)
         _quantise_rows_kernel[rows, groups](
             *(x, inputs.static, values, scales, num_in, x.stride(0)),
-            GROUP=group, BLOCK=block, MOST=FP8_MAX, num_warps=min(max(block // VALUES_PER_WARP, 1), 16),
-            **early(chip(x)),
+            GROUP=group, BLOCK=block, MOST=FP8_MAX, **early(gpu),
+            num_warps=min(max(warps, 1), MAX_WARPS_ALONE if is_alone else MAX_WARPS),
         )  # fmt: skip
     return values, scales

@@ -7,6 +7,7 @@ Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpo
 on the other rows of a batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -26,10 +27,17 @@ EXPONENTS = 8
 # Columns whose nibbles are interleaved, and their bytes.
 INTERLEAVED = 32
 INTERLEAVED_BYTES = INTERLEAVED // 2
+# How E2M1's bits are moved in int32 words of `interleave_nibbles`: (bits, by how many places to the left).
+SPREAD = (
+    *((0x00000700, 20), (0x00086008, 12), (0x00070007, 6), (0x00800080, 4), (0x00700070, -2), (0x08000800, -6)),
+    *((0x17001000, -12), (0x80008000, -14), (0x60000000, -20)),
+)
 # Values that the reference dequantises at once: 16 MiB of float32.
 BLOCK_VALUES = 2**22
 
 Code = Literal["fp8", "int4", "mxfp4"]
+# Bits of a word, and by how many places they move to the left.
+Moves = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class QuantisedMatrix:
     """A matrix [out, in] or a stack of experts [E, out, in].  Its values are (codes - zeros) · scales.
 
     codes: "fp8": float8_e4m3fn [..., out, in].  "int4", "mxfp4": uint8 [..., out, in / 2], two columns a byte, in the
-    order of `interleave_nibbles`.
+    order of `interleave_nibbles`; the bits of "mxfp4" as SPREAD moves them.
     scales: [..., ceil(out / row_block), ceil(in / group)], floating point; for "mxfp4" uint8 exponents, padded to a
     multiple of EXPONENTS.
     zeros: "int4": uint8 [..., out, in / group]; None: 8 everywhere.
@@ -125,7 +133,8 @@ def nibble_matrix(
     """The matrix of nibbles in the order of the columns: packed uint8 [..., out, in / 2], low nibbles first."""
     if code == "mxfp4":
         scales = F.pad(scales, (0, -scales.shape[-1] % EXPONENTS))
-    return QuantisedMatrix(code, interleave_nibbles(packed), scales, group, zeros=zeros, order=order)
+    codes = interleave_nibbles(packed, SPREAD if code == "mxfp4" else ())
+    return QuantisedMatrix(code, codes, scales, group, zeros=zeros, order=order)
 
 
 def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
@@ -169,7 +178,7 @@ def _fp8_pairs(dtype: torch.dtype) -> Tensor:
 
 
 def _nibble_values(matrix: QuantisedMatrix, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    packed = in_order_of_columns(codes)
+    packed = in_order_of_columns(codes, SPREAD if matrix.code == "mxfp4" else ())
     if matrix.code == "int4":
         return unpack_nibbles(packed, dtype)
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=dtype, device=packed.device)
@@ -188,12 +197,17 @@ def pack_nibbles(nibbles: Tensor) -> Tensor:
     return nibbles[..., ::2] | nibbles[..., 1::2] << 4
 
 
-def interleave_nibbles(packed: Tensor) -> Tensor:
+def interleave_nibbles(packed: Tensor, moves: Moves = ()) -> Tensor:
     """Nibbles in the order of the columns -> in the order in which a kernel unpacks them; uint8 [..., in / 2] both.
 
     Of 32 columns, column 8·p + 2·t + h is nibble p + 4·h of the t-th int32 (counted from the low bits).  So one shift
     and one mask give the neighbours h = 0 and 1 in the halves of a word, and a thread t of the four that
     share a row in a tensor core finds all of its columns in its own words.  The last in % 32 columns stay in order.
+
+    moves: of bits in these words.  SPREAD brings each pair of E2M1's nibbles where one mask, after one shift or none,
+    leaves the bits of two bfloat16 numbers: the sign in bit 15, exponent and mantissa in bits 8 to 6.  Of the first
+    pair these bits are in place; of the second 4 places lower; of the third 10 places lower, of the fourth 14 but for
+    the mantissa's 6, where what is below bit 0 of the word is at its upper end.
     """
     codes = packed.clone(memory_format=torch.contiguous_format)
     rows = codes.view(-1, packed.shape[-1])
@@ -204,17 +218,36 @@ def interleave_nibbles(packed: Tensor) -> Tensor:
         pairs = whole.unflatten(1, (-1, 2, 2, 4))
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         halves = torch.stack([first & 15 | second << 4, first >> 4 | second & 0xF0], -1)
-        whole.copy_(halves.transpose(-3, -2).transpose(-2, -1).flatten(1))
+        whole.copy_(_moved(halves.transpose(-3, -2).transpose(-2, -1).flatten(1), moves))
     return codes
 
 
-def in_order_of_columns(codes: Tensor) -> Tensor:
+def in_order_of_columns(codes: Tensor, moves: Moves = ()) -> Tensor:
     """The inverse of interleave_nibbles."""
     end = _whole(codes)
-    halves = codes[..., :end].unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
+    back = [(bits << places if places > 0 else bits >> -places, -places) for bits, places in moves]
+    halves = _moved(codes[..., :end], back).unflatten(-1, (-1, 4, 2, 2)).transpose(-2, -1).transpose(-3, -2)
     low, high = halves[..., 0], halves[..., 1]
     pairs = torch.stack([low & 15 | high << 4, low >> 4 | high & 0xF0], -2)
     return torch.cat([pairs.flatten(-4), codes[..., end:]], -1)
+
+
+def _moved(codes: Tensor, moves: Moves) -> Tensor:
+    """codes with the bits of their int32 words moved; codes themselves if there are no moves."""
+    if not moves:
+        return codes
+    words = codes.contiguous().view(torch.int32)
+    moved = torch.zeros_like(words)
+    for bits, places in moves:
+        # A shift to the right repeats the highest bit; the mask comes after it.
+        shifted = words << places if places > 0 else words >> -places
+        moved |= shifted.bitwise_and_(_signed(bits << places if places > 0 else bits >> -places))
+    return moved.view(torch.uint8)
+
+
+def _signed(bits: int) -> int:
+    """The int32 of 32 bits."""
+    return bits - (bits >> 31 << 32)
 
 
 def _whole(packed: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 A weight takes two instructions or so, since memory delivers some 25 weights a cycle to each multiprocessor
 (docs/log.md).  So nothing is done to a single nibble: a mask leaves two of them in the halves of a word, as the bits of
-subnormal numbers, and one multiply-add of pairs makes the values of both.  The order of interleave_nibbles
+small floating-point numbers, and one multiply-add of pairs makes the values of both.  The order of interleave_nibbles
 (quantised.py) puts every pair where the tensor cores take it: no value moves between threads, and none goes through
 shared memory, where the inputs lie in the order of their columns.
 """
@@ -45,9 +45,14 @@ def nibble_dot(
     num_groups = _num_groups(num_in, CODE, GROUP)
     scale_ptrs = scales_ptr + w_rows * num_groups
     acc = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    # Scales are loaded a step ahead, so that no step waits for its own.
+    if CODE == 1:
+        scale = tl.load(scale_ptrs + _group_of(k_begin, num_groups, GROUP))
     for k in range(k_begin, k_end, BLOCK_IN):
         for step in tl.static_range(BLOCK_IN // STEP):
             first = k + step * STEP
+            if CODE == 1:
+                next_scale = tl.load(scale_ptrs + _group_of(first + STEP, num_groups, GROUP))
             if EVEN_IN:
                 w = tl.load(w_ptrs)
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None], other=0.0)
@@ -60,8 +65,9 @@ def nibble_dot(
                     # -8 · 2^-6 (2^-9) twice.
                     offset = tl.full((BLOCK_OUT, WORDS), 0xBE00BE00 if IS_BFLOAT16 else 0xA400A400, tl.uint32)
                 else:
-                    offset = _offset(zeros_ptr, w_rows * num_groups, first, num_in, DTYPE, GROUP, EVEN_IN)
-                    offset = tl.broadcast_to(offset[:, None], (BLOCK_OUT, WORDS))
+                    # Not ahead: its registers would be another thread's than those of the words.
+                    zero = tl.load(zeros_ptr + w_rows * num_groups + _group_of(first, num_groups, GROUP))
+                    offset = tl.broadcast_to(_offset(zero, DTYPE)[:, None], (BLOCK_OUT, WORDS))
                 part = tl.dot(_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
                 exponents = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
@@ -69,19 +75,23 @@ def nibble_dot(
                 factor = tl.reshape(factor, (BLOCK_OUT, WORDS))
                 part = tl.dot(_e2m1(w, factor, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             if CODE == 1 and GROUP > 0:
-                if EVEN_IN:
-                    scale = tl.load(scale_ptrs + first // GROUP)
-                else:
-                    scale = tl.load(scale_ptrs + first // GROUP, mask=first < num_in, other=0.0)
                 acc += part * (scale.to(tl.float32) * UNIT)[:, None]
             else:
                 acc += part * UNIT
+            if CODE == 1:
+                scale = next_scale
             w_ptrs += WORDS
             words += WORDS
             ks += STEP
     if CODE == 1 and GROUP == 0:
-        acc *= tl.load(scale_ptrs).to(tl.float32)[:, None]
+        acc *= scale.to(tl.float32)[:, None]
     return acc
+
+
+@kernel
+def _group_of(k, num_groups, GROUP: tl.constexpr):
+    """The group of column k; the last one if k is past it."""
+    return tl.minimum(k // GROUP, num_groups - 1) if GROUP > 0 else 0
 
 
 @kernel
@@ -109,16 +119,9 @@ def _num_groups(num_in, CODE: tl.constexpr, GROUP: tl.constexpr):
 
 
 @kernel
-def _offset(
-    zeros_ptr, row_groups, k, num_in, DTYPE: tl.constexpr, GROUP: tl.constexpr, EVEN_IN: tl.constexpr
-):  # fmt: skip
+def _offset(zero, DTYPE: tl.constexpr):
     """What _int4 adds: minus the zero points of a group, for each row, in both halves of a uint32."""
     STEP: tl.constexpr = 2.0**-6 if tl.bfloat16 == DTYPE else 2.0**-9
-    group = k // GROUP if GROUP > 0 else 0
-    if EVEN_IN:
-        zero = tl.load(zeros_ptr + row_groups + group)
-    else:
-        zero = tl.load(zeros_ptr + row_groups + group, mask=k < num_in, other=0)
     offset = (zero.to(tl.float32) * -STEP).to(DTYPE)
     return offset.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001
 
@@ -128,14 +131,19 @@ def _int4(w, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.con
     """(nibbles - zero points) · 2^-6 in bfloat16, · 2^-9 in float16: [BLOCK_OUT, 8 · WORDS].
 
     A nibble n as bits is the subnormal number n · 2^-133 (n · 2^-24).  Times 2^127 (2^15), the most that the dtype has,
-    it is n · 2^-6 (n · 2^-9).  Values, products and sums are exact.
+    it is n · 2^-6 (n · 2^-9).  One that lies four bits higher is 16 times as much, also in bfloat16, where its highest
+    bit is the exponent's lowest: numbers with that exponent are spaced as subnormal ones are.  So only half of the
+    nibbles need a shift.  Values, products and sums are exact.
     """
-    MASK: tl.constexpr = 0x000F000F
+    LOW: tl.constexpr = 0x000F000F
+    HIGH: tl.constexpr = 0x00F000F0
     FACTOR: tl.constexpr = 0x7F007F00 if tl.bfloat16 == DTYPE else 0x78007800
-    factor = tl.full((BLOCK_OUT, WORDS), FACTOR, tl.uint32)
-    return _in_columns(
-        w & MASK, (w >> 4) & MASK, (w >> 8) & MASK, (w >> 12) & MASK, factor, offset, DTYPE, BLOCK_OUT, WORDS
-    )  # fmt: skip
+    SIXTEENTH: tl.constexpr = 0x7D007D00 if tl.bfloat16 == DTYPE else 0x68006800
+    of_low, of_high = tl.full((BLOCK_OUT, WORDS), FACTOR, tl.uint32), tl.full((BLOCK_OUT, WORDS), SIXTEENTH, tl.uint32)
+    shifted = w >> 8
+    first, second = _pair(w & LOW, of_low, offset, DTYPE), _pair(w & HIGH, of_high, offset, DTYPE)
+    third, fourth = _pair(shifted & LOW, of_low, offset, DTYPE), _pair(shifted & HIGH, of_high, offset, DTYPE)
+    return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
 @kernel
@@ -154,32 +162,33 @@ def _factor(exponents, DTYPE: tl.constexpr):
 
 @kernel
 def _e2m1(w, factor, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
-    """E2M1 nibbles · 2^-126 (2^-14) · factor: [BLOCK_OUT, 8 · WORDS].
+    """E2M1 numbers · 2^-126 (2^-14) · factor: [BLOCK_OUT, 8 · WORDS].
 
-    The sign, two exponent bits and one mantissa bit are put where the dtype has its sign and the lowest and highest of
-    these.  So an exponent of 0 means a subnormal number in both.  The product is exact.
+    Their bits lie as SPREAD (quantised.py) moves them.  The sign, two exponent bits and one mantissa bit come where the
+    dtype has its sign and the lowest and highest of these.  So an exponent of 0 means a subnormal number in both.  The
+    product is exact.
     """
-    SIGN: tl.constexpr = 0x80008000
-    BITS: tl.constexpr = 0x01C001C0 if tl.bfloat16 == DTYPE else 0x0E000E00
-    # Where the lowest bit of BITS is.
-    AT: tl.constexpr = 6 if tl.bfloat16 == DTYPE else 9
-    zero = tl.full((BLOCK_OUT, WORDS), SIGN, tl.uint32)
-    first = ((w << 12) & SIGN) | ((w << AT) & BITS)
-    second = ((w << 8) & SIGN) | ((w << (AT - 4)) & BITS)
-    third = ((w << 4) & SIGN) | (((w >> (8 - AT)) if AT < 8 else (w << (AT - 8))) & BITS)
-    fourth = (w & SIGN) | ((w >> (12 - AT)) & BITS)
-    return _in_columns(first, second, third, fourth, factor, zero, DTYPE, BLOCK_OUT, WORDS)
+    BITS: tl.constexpr = 0x81C081C0
+    # Rotations: some bits lie in the other half.
+    third, fourth = (w << 10) | (w >> 22), (w << 14) | (w >> 18)
+    first = _e2m1_pair(w & BITS, factor, DTYPE)
+    second = _e2m1_pair((w << 4) & BITS, factor, DTYPE)
+    third = _e2m1_pair(third & BITS, factor, DTYPE)
+    fourth = _e2m1_pair((fourth & 0x81808180) | ((w << 6) & 0x00400040), factor, DTYPE)
+    return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
 @kernel
-def _in_columns(
-    first, second, third, fourth, factor, offset, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr
-):  # fmt: skip
-    """The pairs p of each word, times factor plus offset, in the order of the columns (interleave_nibbles)."""
-    first = _pair(first, factor, offset, DTYPE)
-    second = _pair(second, factor, offset, DTYPE)
-    third = _pair(third, factor, offset, DTYPE)
-    fourth = _pair(fourth, factor, offset, DTYPE)
+def _e2m1_pair(bits, factor, DTYPE: tl.constexpr):
+    """bits: of bfloat16."""
+    if tl.bfloat16 != DTYPE:
+        bits = (bits & 0x80008000) | ((bits & 0x01C001C0) << 3)
+    return _pair(bits, factor, bits & 0 | 0x80008000, DTYPE)
+
+
+@kernel
+def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """The pairs p of each word in the order of the columns (interleave_nibbles)."""
     pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
     # [rows, blocks of 32, t, h, p // 2, p % 2] -> [rows, blocks of 32, p // 2, p % 2, t, h]
     pairs = tl.reshape(pairs, (BLOCK_OUT, WORDS // 4, 4, 2, 2, 2)).permute(0, 1, 4, 5, 2, 3)

@@ -88,12 +88,13 @@ def _fp8_dot(
 
 
 @kernel
-def prefetch_codes(codes_ptr, w_rows, k_begin, num_in, CODE: tl.constexpr, BLOCK_IN: tl.constexpr):
-    """Prefetch the first tile of the codes into the L2: an address for each line of 128 bytes."""
+def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Prefetch the codes of COLUMNS columns, at most up to k_end, into the L2: an address for each 128 bytes."""
     # Elements of codes_ptr are bytes of FP8, or words of 8 nibbles.
-    BLOCK: tl.constexpr = BLOCK_IN // 8 if CODE > 0 else BLOCK_IN
+    VALUES: tl.constexpr = 8 if CODE > 0 else 1
     LINE: tl.constexpr = 32 if CODE > 0 else 128
-    LINES: tl.constexpr = BLOCK // LINE if BLOCK > LINE else 1
-    row = num_in // 8 if CODE > 0 else num_in
-    lines = (k_begin // 8 if CODE > 0 else k_begin) + tl.arange(0, LINES) * LINE
-    ask_for(codes_ptr + w_rows[:, None] * row + tl.minimum(lines, row - 1)[None, :])
+    LINES: tl.constexpr = COLUMNS // VALUES // LINE if COLUMNS // VALUES > LINE else 1
+    row = num_in // VALUES
+    last = tl.maximum(tl.minimum(k_end // VALUES, row) - 1, 0)
+    lines = tl.minimum(k_begin // VALUES + tl.arange(0, LINES) * LINE, last)
+    ask_for(codes_ptr + w_rows[:, None] * row + lines[None, :])

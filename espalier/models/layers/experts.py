@@ -11,6 +11,7 @@ from torch import Tensor
 from espalier.kernels.layers import norm_router
 from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix, grouped_experts
+from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS, SharedExperts
 from espalier.kernels.layers.linear import TritonPlan, linear_parts_triton
 from espalier.kernels.layers.routing import Routing, route
 from espalier.models.layers.linear import Linear
@@ -29,9 +30,14 @@ class MixtureMLP:
     Both are dense or quantised.
     shared: an MLP that every row goes through.  shared_gate: [1, H]; the sigmoid of its product scales `shared`.
     biases, activation: of the routed experts.
+    shared_tiles: `shared` in the form in which few rows take it in the launches of the routed experts; None: it runs
+    apart for any number of rows.  It has the memory of `shared`.
     """
 
-    __slots__ = ("routing", "router", "bias", "gate_up", "down", "shared", "shared_gate", "biases", "activation")
+    __slots__ = (
+        *("routing", "router", "bias", "gate_up", "down", "shared", "shared_gate", "biases", "activation"),
+        "shared_tiles",
+    )
 
     def __init__(
         self,
@@ -54,6 +60,9 @@ class MixtureMLP:
         self.shared_gate = shared_gate
         self.biases = biases
         self.activation = activation
+        self.shared_tiles = None
+        if shared is not None and shared_gate is None and biases is None and activation == SILU:
+            self.shared_tiles = _as_tiles(shared, gate_up, down)
 
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
         """[N, hidden] -> [parts, N, hidden], float32 at least, as RMSNorm.after takes them.
@@ -77,6 +86,8 @@ class MixtureMLP:
 
     def _mixed(self, x: Tensor, logits: Tensor, live: Tensor | None) -> Tensor:
         ids, weights = route(logits, self.bias, self.routing)
+        if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
+            return grouped_experts(x, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles)
         extra = 0 if self.shared is None else 1 if self.shared_gate is not None else self.shared.num_parts(len(x))
         experts = (x, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
@@ -86,6 +97,18 @@ class MixtureMLP:
         elif self.shared is not None:
             self.shared.write_parts(x, parts[-extra:])
         return parts
+
+
+def _as_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
+    """None if the two are not dense and without biases, or the shared MLP is no whole number of experts wide."""
+    layers = (shared.gate_up, shared.down)
+    wide, narrow = (layer.weight.dense_tensor() for layer in layers)
+    if wide is None or narrow is None or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
+        return None
+    is_plain = all(layer.bias is None and layer.reduce is None for layer in layers)
+    if not is_plain or wide.dtype != gate_up.dtype or narrow.shape[1] % down.shape[2]:
+        return None
+    return SharedExperts(wide, narrow) if wide.is_contiguous() and narrow.is_contiguous() else None
 
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:

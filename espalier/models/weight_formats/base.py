@@ -36,6 +36,10 @@ class Weight(ABC):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [rows, in] -> x · weightᵀ + bias, a new tensor [rows, out] in x's dtype."""
 
+    def dense_tensor(self) -> Tensor | None:
+        """The matrix [out, in] itself, if it is kept as one dense tensor."""
+        return None
+
     def require_kernels(self, dtype: torch.dtype) -> None:  # noqa: B027
         """Raises EspalierError if no kernel multiplies inputs of this dtype on the weight's device."""
 

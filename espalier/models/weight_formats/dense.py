@@ -32,6 +32,9 @@ class DenseWeight(Weight):
         super().__init__((tensor.shape[0], tensor.shape[1]), tensor.nbytes)
         self.tensor = tensor
 
+    def dense_tensor(self) -> Tensor | None:
+        return self.tensor
+
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.tensor, bias)
 
