@@ -119,7 +119,8 @@ def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position
 def block_parts(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> dict[str, Any]:
     """The fields of a BlockDraft without edges."""
     layer, spec, eps = config.layer, config.spec, config.layer.rms_norm_eps
-    hidden, embed = layer.hidden_size, draft_embedding(weights, layer, target)
+    hidden = layer.hidden_size
+    embed = draft_embedding(weights, (layer.vocab_size, hidden), target)
     if "confidence_head.proj.weight" in weights:
         # A tree ranks its paths by probability, so no threshold on confidence is needed.
         log.info("draft %s: its confidence head is not used", weights.path)

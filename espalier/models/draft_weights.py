@@ -1,6 +1,7 @@
 """Weights that drafts of several formats have or borrow: the embedding, the head, the map of a reduced vocabulary."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,13 +17,13 @@ from espalier.models.weights import Weights
 log = logging.getLogger(__name__)
 
 
-def draft_embedding(weights: Weights, layer: ModelConfig, target: CausalLM) -> Embedding:
+def draft_embedding(
+    weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens.weight"
+) -> Embedding:
     """The draft's embedding, or the target's.  Raises EspalierError if the target's does not fit."""
-    name, shape = "embed_tokens.weight", (layer.vocab_size, layer.hidden_size)
-    if name in weights:
-        return Embedding(weights.take(name, *shape))
-    _note_borrowed(name, shape, tuple(target.embed.weight.shape), weights)
-    return target.embed
+    if is_borrowed(weights, name, "model.embed_tokens.weight", shape, target.embed.weight.shape):
+        return target.embed
+    return Embedding(weights.take(name, *shape))
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
@@ -36,18 +37,27 @@ def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: C
     if layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
         log.info("draft %s: %s is the draft's embedding (tie_word_embeddings)", weights.path, name)
         return Linear(dense_weight(embed.weight))
-    _note_borrowed(name, shape, target.head.shape, weights)
+    is_borrowed(weights, name, name, shape, target.head.shape)
     return target.head
 
 
-def _note_borrowed(name: str, shape: tuple[int, int], target_shape: tuple[int, ...], weights: Weights) -> None:
-    """Log that the target's weight is used.  Raises EspalierError if its shape does not fit."""
-    if target_shape != shape:
+def is_borrowed(weights: Weights, name: str, original: str, shape: Sequence[int], target_shape: Sequence[int]) -> bool:
+    """Whether the draft has no matrix `name`, or `weights` holds a copy of the target's, `original`, under that name.
+
+    Raises EspalierError if the target's shape does not fit.
+    """
+    if name in weights:
+        if name == original or original not in weights or weights.shape(name) != weights.shape(original):
+            return False
+        stored = weights.shape(name)
+        return torch.equal(weights.take_raw(name, *stored), weights.take_raw(original, *stored))
+    if tuple(target_shape) != tuple(shape):
         raise EspalierError(
             f"{weights.path} has no {name!r} and cannot use the target's: it needs {list(shape)}, the target's is "
             f"{list(target_shape)}; use a draft with its own"
         )
     log.info("draft %s: %s is the target's (shared, not copied)", weights.path, name)
+    return True
 
 
 def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | None:

@@ -120,7 +120,7 @@ def head_parts(weights: Weights, config: Eagle3Config, target: CausalLM, positio
     prefix = "midlayer." if "midlayer.hidden_norm.weight" in weights else "layers.0."
     spec, hidden, eps = config.spec, config.layer.hidden_size, config.layer.rms_norm_eps
     layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
-    embed = draft_embedding(weights, config.layer, target)
+    embed = draft_embedding(weights, (layer.vocab_size, hidden), target)
     weights.ignore(["t2d"])
     return {
         "config": config,

@@ -8,17 +8,16 @@ needed by MTP": in the unshifted order that is token 0, which has no row here.  
 of token 1, whose embedding every trainer reads.
 """
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from espalier.kernels.layers.embed_rows import DraftHidden
 from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models.base import Attend, CausalLM
 from espalier.models.draft import DraftOutput
+from espalier.models.draft_weights import draft_embedding, is_borrowed
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
@@ -29,8 +28,6 @@ from espalier.models.mtp_config import MTPConfig
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def _load_module(weights: Weights, config: MTPConfig, target: CausalLM, rope: Ro
     hidden, eps, index = layer.hidden_size, layer.rms_norm_eps, config.num_layers + module
     own = family.index(module, config.num_layers)
     return MTPModule(
-        embed=_embedding(weights, f"{family.embed.format(own)}.weight", target),
+        embed=draft_embedding(weights, target.embed.weight.shape, target, f"{family.embed.format(own)}.weight"),
         rope=rope,
         embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, eps),
         hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, eps),
@@ -130,24 +127,7 @@ def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> 
     return Linear(dense_weight(weights.take_matrix(name, hidden, 2 * hidden).roll(hidden, 1).contiguous()))
 
 
-def _embedding(weights: Weights, name: str, target: CausalLM) -> Embedding:
-    if _is_shared(weights, name, "model.embed_tokens.weight"):
-        return target.embed
-    return Embedding(weights.take(name, *target.embed.weight.shape))
-
-
 def _head(weights: Weights, name: str, target: CausalLM) -> Linear:
-    if _is_shared(weights, name, "lm_head.weight"):
+    if is_borrowed(weights, name, "lm_head.weight", target.head.shape, target.head.shape):
         return target.head
     return Linear(dense_weight(weights.take_matrix(name.removesuffix(".weight"), *target.head.shape)))
-
-
-def _is_shared(weights: Weights, name: str, original: str) -> bool:
-    """Whether a layer has no matrix of its own, or stores a copy of the target's, `original`, in the target's files."""
-    if name not in weights:
-        log.info("draft %s: %s is the target's (shared, not copied)", weights.path, name)
-        return True
-    if name == original or original not in weights or weights.shape(name) != weights.shape(original):
-        return False
-    shape = weights.shape(name)
-    return torch.equal(weights.take_raw(name, *shape), weights.take_raw(original, *shape))

@@ -140,11 +140,11 @@ def test_what_the_draft_is_told_changes_no_output(algorithm, topk, page):
 def test_a_forced_token_that_is_emitted_unverified_is_seen(monkeypatch):
     accept = rounds.accept
 
-    def planted(tree, picked, *rest):
-        tokens = picked.tokens.clone()
+    def planted(tree, picks, *rest):
+        tokens = picks.clone()
         # The first child of the root counts as what the target picked.
         tokens[:, 0] = tree.tokens[:, 1]
-        return accept(tree, picked._replace(tokens=tokens), *rest)
+        return accept(tree, tokens, *rest)
 
     monkeypatch.setattr(rounds, "accept", planted)
     with pytest.raises(AssertionError):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from espalier.engine.engine import Engine
 from espalier.models.draft import DraftOutput
+from espalier.sampling.logit_processors import Above
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from tests.oracles.reference_round import Reference
 
@@ -35,34 +36,30 @@ def agree(engine: Engine, reference: Reference) -> None:
     drafter = engine.executor.runner.drafter
     assert isinstance(drafter, AutoregressiveDrafter)
     draft = AgreeingDraft(drafter.draft)
-    begin, next_beams = drafter.begin, drafter._next_beams
+    begin, forward = drafter.begin, drafter._forward
     under: list[list[int]] = []
 
-    def answer(rows: int, beams: Any) -> None:
-        draft.answer = torch.stack([target_logits(reference, known, b, rows, beams) for b, known in enumerate(under)])
+    def answer(above: Above | None) -> None:
+        draft.answer = torch.stack([target_logits(reference, known, b, above) for b, known in enumerate(under)])
 
     def beginning(slots):
         under[:] = [
             slots.table.history[i, : n + 1].tolist() for i, n in zip(slots.index, slots.prefix_len, strict=True)
         ]
-        answer(1, None)
+        answer(None)
         return begin(slots)
 
-    def agreeing(*args):
-        places, beams = next_beams(*args)
-        answer(beams.scores.shape[1], beams)
-        return places, beams
+    def agreeing(out, rows, level):
+        answer(Above(rows.tokens[:, : drafter.layout.beams_above(level)], rows.levels[-1].ancestor_bits))
+        return forward(out, rows, level)
 
     drafter.draft = draft  # type: ignore[assignment]
     drafter.begin = beginning  # type: ignore[method-assign]
-    drafter._next_beams = agreeing  # type: ignore[method-assign]
+    drafter._forward = agreeing  # type: ignore[method-assign]
 
 
-def target_logits(reference: Reference, known: list[int], b: int, rows: int, beams: Any) -> Tensor:
-    """[rows, V] after `known` and each beam's own path."""
-    if beams is None:
-        paths: list[list[int]] = [[]]
-    else:
-        paths = [beams.above.tokens[b][beams.above.mask()[b, beam]].tolist() for beam in range(rows)]
+def target_logits(reference: Reference, known: list[int], b: int, above: Above | None) -> Tensor:
+    """[rows, V] after `known` and each beam's own path; `above` is None at the root."""
+    paths = [[]] if above is None else [above.tokens[b][path].tolist() for path in above.mask()[b]]
     tokens = [[*known, *path] for path in paths]
     return torch.stack([reference.scratch(row).logits[len(row) - 1] for row in tokens])

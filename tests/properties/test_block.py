@@ -3,19 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
 from espalier.config import EngineConfig
 from espalier.layout import TreeShape, max_draft_tokens
-from espalier.request import Request, SamplingParams
+from espalier.request import Request
 from espalier.startup import load
 from tests.block import FORMS, block_directories
 from tests.harness import Ran, prompts, request, run
 from tests.pairwise import pairwise, rows_of
+from tests.properties import scenarios
 from tests.properties.block_setup import BlockSetup, block_reference_of
-from tests.properties.watch import INCREMENTAL, PROPOSAL, Watch, run_watched
+from tests.properties.scenarios import asked
+from tests.properties.watch import Watch, run_watched
 
 # The product that the issue names.
 PRODUCT: dict[str, Sequence[Any]] = {
@@ -36,10 +37,6 @@ STYLES = (
 
 def watched(setup: BlockSetup) -> Watch:
     return Watch(setup.engine(), "block", block_reference_of(setup))
-
-
-def asked(index: int, prompt: list[int], **style: Any) -> Request:
-    return request(index, prompt, SamplingParams(**{"temperature": 3.0, "max_tokens": 8, **style}))
 
 
 def too_many_nodes(cell: Mapping[str, Any]) -> bool:
@@ -87,8 +84,6 @@ def test_every_property_holds_in_the_whole_product(cell):
     run_watched(watched(setup), requests)
 
 
-# (request, cached tokens, new tokens).
-CUT = ((0, 0, 34), (1, 20, 30), (2, 23, 18), (3, 26, 48))
 SMALL = BlockSetup(steps=3, topk=3, num_draft_tokens=14, page_size=2, max_batch=3, max_context=64, chunk_size=16)
 every_form = pytest.mark.parametrize("form", FORMS)
 # How rows are entered and put back does not depend on the form: without and with edges.
@@ -97,55 +92,30 @@ two_forms = pytest.mark.parametrize("form", ["dflash", "dspark"])
 
 @pytest.mark.parametrize(("page_size", "family", "form"), [(1, "llama", "dspark"), (3, "deepseek_v3", "dflash")])
 def test_a_prefix_hit_of_every_length_is_entered_again(page_size, family, form):
-    watch = watched(replace(SMALL, page_size=page_size, family=family, form=form, overlap=page_size == 3))
-    trunk = prompts(29, [11])[0]
-    branches = [[*trunk[:kept], (trunk[kept] + 1) % 16, *trunk[kept + 1 :]] for kept in range(len(trunk))]
-    requests = [asked(i, prompt) for i, prompt in enumerate([trunk, *branches, trunk, trunk[:4], trunk[:2]])]
-    run_watched(watch, requests[:1], last=False)
-    run_watched(watch, requests[1:])
-    assert sum(r.cached_tokens for r in requests) >= 9
+    fields = {"page_size": page_size, "family": family, "form": form, "overlap": page_size == 3}
+    scenarios.hit_every_length(watched, replace(SMALL, **fields))
 
 
 @two_forms
 @pytest.mark.parametrize("chunk_size", [16, 64], ids=["chunks", "pieces"])
 def test_a_prompt_is_cut_behind_every_hit(chunk_size, form):
-    """Passes of sixteen rows cut prompts into chunks; wider ones run several pieces of a prompt."""
-    watch = watched(replace(SMALL, form=form, page_size=1, max_batch=2, max_context=96, chunk_size=chunk_size))
-    trunk = prompts(37, [40])[0]
-    requests = [asked(i, [*trunk[:kept], *prompts(i, [new])[0]], max_tokens=4) for i, kept, new in CUT]
-    run_watched(watch, [asked(9, trunk, max_tokens=2)], last=False)
-    executor = watch.engine.executor
-    with patch.object(executor, "launch", wraps=executor.launch) as launch:
-        run_watched(watch, requests)
-    assert any(call.args[0].pieces for call in launch.call_args_list) is (chunk_size == 64)
+    scenarios.cut_behind_hits(watched, replace(SMALL, form=form), chunk_size)
 
 
 @two_forms
 def test_log_probabilities_of_a_cached_prompt_compute_rows_again(form):
-    watch = watched(replace(SMALL, form=form, page_size=1))
-    trunk = prompts(43, [25])[0]
-    run_watched(watch, [asked(0, trunk)], last=False)
-    # Until it is past them, a slot's shared pages hold rows that it has not decided again.
-    watch.properties -= {INCREMENTAL}
-    run_watched(watch, [asked(1, [*trunk[:22], 3, 5], prompt_logprobs=1), asked(2, trunk, prompt_logprobs=0)])
+    scenarios.ask_of_cached_prompts(watched, replace(SMALL, form=form))
 
 
 @two_forms
 def test_preempted_requests_are_as_if_undisturbed(form):
-    watch = watched(replace(SMALL, form=form, num_pages=26, max_context=40, overlap=True))
-    style = {"max_tokens": 20, "presence_penalty": 0.6}
-    run_watched(watch, [asked(i, prompt, **style) for i, prompt in enumerate(prompts(31, [5, 19, 7, 12]))])
-    assert watch.engine.scheduler.num_preempted > 0
+    scenarios.preempt(watched, replace(SMALL, form=form))
 
 
 @every_form
 def test_a_tree_a_batch(form):
     """Fewer steps than the block proposes, and none."""
-    trees = ((2, TreeShape(2, 2, 5)), (3, TreeShape(0, 1, 1)))
-    watch = watched(replace(SMALL, form=form, steps=5, num_draft_tokens=14, trees=trees))
-    # The brute-force tree knows one shape; what is proposed in the others, the tokens and the rows show.
-    watch.properties -= {PROPOSAL}
-    run_watched(watch, [asked(i, p, max_tokens=6 + 5 * i) for i, p in enumerate(prompts(5, [4, 1, 5]))])
+    scenarios.tree_a_batch(watched, replace(SMALL, form=form), TreeShape(2, 2, 5))
 
 
 @every_form

@@ -13,9 +13,11 @@ from espalier.startup import load
 from tests.harness import prompts, request, run
 from tests.pairwise import rows_of
 from tests.peagle import peagle_directories
+from tests.properties import scenarios
 from tests.properties.peagle_setup import PEagleSetup, peagle_reference_of
-from tests.properties.test_block import PRODUCT, STYLES, asked
-from tests.properties.watch import PROPOSAL, Watch, run_watched
+from tests.properties.scenarios import asked
+from tests.properties.test_block import PRODUCT, STYLES
+from tests.properties.watch import Watch, run_watched
 
 # Every value of the product that the issue names once.
 CELLS: Sequence[dict[str, Any]] = (
@@ -72,19 +74,12 @@ def test_prefix_hits_are_entered_again():
 
 
 def test_preempted_requests_are_as_if_undisturbed():
-    watch = watched(replace(SMALL, num_pages=26, max_context=40, overlap=True))
-    style = {"max_tokens": 20, "presence_penalty": 0.6}
-    run_watched(watch, [asked(i, prompt, **style) for i, prompt in enumerate(prompts(31, [5, 19, 7, 12]))])
-    assert watch.engine.scheduler.num_preempted > 0
+    scenarios.preempt(watched, SMALL)
 
 
 def test_a_tree_a_batch():
     """Fewer steps, one step, and none."""
-    trees = ((2, TreeShape(1, 2, 3)), (3, TreeShape(0, 1, 1)))
-    watch = watched(replace(SMALL, steps=5, num_draft_tokens=14, trees=trees))
-    # The brute-force tree knows one shape; what is proposed in the others, the tokens and the rows show.
-    watch.properties -= {PROPOSAL}
-    run_watched(watch, [asked(i, p, max_tokens=6 + 5 * i) for i, p in enumerate(prompts(5, [4, 1, 5]))])
+    scenarios.tree_a_batch(watched, SMALL, TreeShape(1, 2, 3))
 
 
 def test_from_config_to_text():
