@@ -1,5 +1,6 @@
 """What holds for every test: one thread, reproducible examples, and no GPU test where there is no GPU."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -38,6 +39,17 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     # Read where Triton is first imported: kernels then run in its interpreter, on the CPU.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What collecting makes stays to the end: garbage collections need not search it, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
