@@ -3,7 +3,6 @@
 Triton 3.6 and 3.7.  No result of a kernel changes, but those of FP8, which it rounds towards zero.
 """
 
-import builtins
 import math
 from dataclasses import replace
 from functools import cache
@@ -20,6 +19,7 @@ def adapt_interpreter() -> None:
     _leave_out_unused_overflow_checks()
     _keep_numpy_dtypes()
     _keep_shapes()
+    _leave_alone_what_changes_nothing()
     _round_to_fp8()
 
 
@@ -78,18 +78,78 @@ def _keep_numpy_dtypes() -> None:
 
 
 def _keep_shapes() -> None:
-    """Every tensor builds its shape from Triton's own tuple and integers.  There are few shapes."""
+    """Every type of a block and every tensor builds its shape from Triton's own tuple and integers.  There are few."""
     from triton.language import core
 
+    make = core.block_type.__init__
+
     @cache
-    def shape_and_size(*shape):
-        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
+    def fields_of(element_type, *sizes):
+        made = core.block_type.__new__(core.block_type)
+        make(made, element_type, list(sizes))
+        return {**vars(made), "of_tensors": shape_and_size(*sizes)}
 
-    def init(self, handle, type):
+    @cache
+    def shape_and_size(*sizes):
+        return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
+
+    def init_block(self, element_ty, shape):
+        sizes = [core._unwrap_if_constexpr(size) for size in shape]
+        # The type of a pointer has no hash.
+        if element_ty.is_ptr():
+            make(self, element_ty, sizes)
+            self.of_tensors = shape_and_size(*sizes)
+        else:
+            self.__dict__.update(fields_of(element_ty, *sizes))
+
+    def init_tensor(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = shape_and_size(*builtins.tuple(type.shape) if type.is_block() else ())
+        self.shape, self.numel = type.of_tensors if type.is_block() else shape_and_size()
 
-    core.tensor.__init__ = init
+    core.block_type.__init__ = init_block
+    core.tensor.__init__ = init_tensor
+
+
+def _leave_alone_what_changes_nothing() -> None:
+    """Most operands need no broadcast, most values are no constexpr, and most calls have no argument to leave out."""
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    rules, semantic_of = semantic.TritonSemantic, cache(semantic.TritonSemantic)
+    broadcast, cast, unwrap = rules.broadcast_impl_value, rules.cast, core._unwrap_if_constexpr
+    equal = core.dtype.__eq__
+    unwrapped = (int, float, bool, core.tensor, core.dtype, core.block_type)
+
+    def broadcast_impl_value(self, lhs, rhs):
+        is_block = lhs.type.is_block()
+        if is_block == rhs.type.is_block() and (not is_block or lhs.type.shape.values == rhs.type.shape.values):
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    def cast_to(self, input, dst_ty, fp_downcast_rounding=None):
+        if fp_downcast_rounding is None and input.type.scalar is dst_ty:
+            return input
+        return cast(self, input, dst_ty, fp_downcast_rounding)
+
+    def is_equal(self, other):
+        return self is other or equal(self, other)
+
+    def unwrap_if_constexpr(value):
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in unwrapped else unwrap(value)
+
+    def patch_attr(obj, name, member, builder, scope):
+        def with_semantic(*args, member=member, **kwargs):
+            kwargs["_semantic"] = semantic_of(builder)
+            return member(*args, **kwargs)
+
+        scope.set_attr(obj, name, with_semantic)
+
+    rules.broadcast_impl_value, rules.cast, core.dtype.__eq__ = broadcast_impl_value, cast_to, is_equal
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+    interpreter._patch_attr = patch_attr
 
 
 def _round_to_fp8() -> None:

@@ -11,6 +11,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.layers.quantised import FP8
 from espalier.layout import RoundLayout
+from tests.pairwise import pairwise_params
 
 # float64: a few roundings of sums over some sixty terms of size one.
 TOLERANCE = 1e-12
@@ -89,10 +90,9 @@ def drawn(layer: int, batch: int, queries: int, rows: int, seed: int):
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
 
 
-@backends
-@pytest.mark.parametrize("layer", range(len(GEOMETRY)))
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "page_size", "layer", "first"), pairwise_params(ON_CPU, [1, 3, 16, 64], range(len(GEOMETRY)), [0, 1])
+)
 def test_nodes_over_a_prefix(name, page_size, layer, first):
     pages, table = filled_pages(page_size)
     for queries, rows in ((1, 1), (5, 5), (2, 6)):

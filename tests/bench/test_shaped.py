@@ -23,7 +23,6 @@ from tests.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")
 SHAPE = tiny(hot=1024)
-TREE = (4, 4, 16)
 
 
 @pytest.fixture(scope="module")

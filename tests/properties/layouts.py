@@ -24,8 +24,9 @@ LAYOUTS: dict[str, Sequence[Any]] = {
     "nodes": ("2", "middle", "bound"),
     "batch": (1, 3),
 }
-# Of each kind of page size one: a row, no power of two, a tree's size, longer than most prompts.
-ARRAY_LAYOUTS = {**LAYOUTS, "page_size": (1, 3, 16, 256)}
+# Of each kind of page size one: a row, no power of two, a tree's size, longer than most prompts.  Of each kind of depth
+# one: none, the roots' children alone, levels that read levels, the deepest.
+ARRAY_LAYOUTS = {**LAYOUTS, "page_size": (1, 3, 16, 256), "steps": (0, 1, 3, 15)}
 # Families whose own layers keep a latent row, all with experts.  The draft of the first is Llama-shaped, that of the
 # second latent.
 OWN_LATENT = ("deepseek_v2", "deepseek_v3")

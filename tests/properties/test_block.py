@@ -135,7 +135,11 @@ def test_from_config_to_text(form):
     assert [r.output for r in ran] == expected
 
 
-@pytest.mark.parametrize("form", FORMS)
+# Without edges, with edges, and where paths are selected: what else a form has is not of the scores.
+@pytest.mark.parametrize(
+    "form",
+    [form if form in ("dflash", "dspark", "dflash2") else pytest.param(form, marks=pytest.mark.full) for form in FORMS],
+)
 def test_scores_coupled_to_the_targets_noise_are_accepted_more_and_change_no_token(form):
     """At temperature 1: each depth of a block has the noise of its position."""
 

@@ -1,6 +1,7 @@
 """Synthetic targets in quantised formats: text by the rule, on = off, files as `build` makes them, sizes as stored."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -19,8 +20,17 @@ from tests.synthetic.mixtures import mixture
 from tests.synthetic.test_checkpoint import PLAIN, POSITIONS, a_recipe, generate, prompts, tiny
 
 SHAPES = {"llama": tiny(), "qwen3-moe": mixture("qwen3-moe"), "v3": mixture("v3"), "gpt-oss": mixture("gpt-oss")}
-TOKENS = 120
+TOKENS = {"cpu": 60, "cuda": 120}
 STORED = [("llama", "fp8"), ("llama", "fp8-block"), ("llama", "int4"), ("qwen3-moe", "fp8"), ("v3", "fp8-block")]
+COPIED = [*STORED[:4], ("gpt-oss", "mxfp4")]
+# On a CPU the rows do not depend on the weights' format, nor the format's logits, compared above, on the text.
+ON_CPU = [("llama", "int4", None), ("qwen3-moe", "fp8", FP8), ("gpt-oss", "mxfp4", None)]
+ON_CPU_FULL = [("llama", "fp8", FP8), ("qwen3-moe", "fp8", None), ("llama", "fp8", None), ("llama", "fp8-block", None)]
+COPYING = [
+    *(pytest.param("cpu", *cell) for cell in ON_CPU),
+    *(pytest.param("cpu", *cell, marks=pytest.mark.full) for cell in ON_CPU_FULL),
+    *(pytest.param("cuda", *each, kv, marks=pytest.mark.gpu) for each, kv in product(COPIED, (None, FP8))),
+]
 
 
 @pytest.mark.parametrize(("name", "weights"), [*STORED, ("gpt-oss", "mxfp4")])
@@ -69,19 +79,15 @@ def test_weights_that_a_shape_is_not_stored_in_are_refused(name, weights):
 
 
 # Greedy text with wide margins, where each token depends on a far K/V row of a layer: no near-tie excuses a difference.
-@pytest.mark.parametrize("kv_dtype", [None, FP8])
-@pytest.mark.parametrize(("name", "weights"), [*STORED[:4], ("gpt-oss", "mxfp4")])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("device", "name", "weights", "kv_dtype"), COPYING)
 def test_copied_text_is_the_same_with_and_without_a_tree(name, weights, kv_dtype, device):
     """And accept lengths are as the tables foretell.  On a GPU: its kernels, in bfloat16, with CUDA graphs."""
-    if (device, kv_dtype) == ("cpu", FP8) and weights != "fp8":
-        pytest.skip("on a CPU the rows do not depend on the weights' format")
     recipe = a_recipe(shape=SHAPES[name], mode="copy", weights=weights)
     starts = prompts(recipe, 4)
-    rule = [recipe.chain().follow(start, TOKENS) for start in starts]
+    rule = [recipe.chain().follow(start, TOKENS[device]) for start in starts]
     on, off = (an_engine(recipe, tree, torch.device(device), kv_dtype) for tree in ((5, 4, 16), PLAIN))
-    assert generate(off, starts, TOKENS) == rule
-    assert generate(on, starts, TOKENS) == rule
+    assert generate(off, starts, TOKENS[device]) == rule
+    assert generate(on, starts, TOKENS[device]) == rule
     assert on.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), 5, 4, 16), abs=0.3)
 
 
