@@ -233,7 +233,7 @@ def main(address: str, load: Load = load_model) -> int:
             socket.send(protocol.encode(Failed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused)))
             return REFUSED if refused else BROKEN
         finally:
-            if os.getppid() != start.front:
+            if os.getppid() != start.front_pid:
                 # It was killed, and cannot remove the folder of its sockets.
                 shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
     return DONE
