@@ -49,7 +49,7 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, require, unspecialised
 from espalier.kernels.state.page_rows import page_rows
 from espalier.layout import next_bucket
 
@@ -62,6 +62,7 @@ MAX_HEAD_SIZE = 256
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
+@unspecialised("batch")
 @kernel
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
