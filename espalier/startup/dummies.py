@@ -27,20 +27,24 @@ def fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
 def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
     """The passes that need kernels which no fullest pass needs.
 
-    Launchers choose blocks and plans by powers of two of the rows, and Triton compiles other code for one row, and for
-    rows that 16 divides.
+    Launchers choose blocks and plans by powers of two of the rows and of their products, so the narrowest width runs
+    with powers of two and the values halfway between.  Triton compiles other code for one row, and for a number of rows
+    that 16 divides.
     """
-    narrowest = layout.chunk_widths[0]
-    for num_pieces in _doublings(layout.max_pieces(narrowest)):
-        rows = num_pieces * narrowest
+    narrowest, *wider = layout.chunk_widths
+    most = layout.max_pieces(narrowest)
+    for num_pieces in _doublings(1, most):
         requests = min(num_pieces, layout.max_batch)
         masks = np.zeros((requests, 1, mask_words(vocab_size)), np.int32)
-        yield replace(dummy_pass(narrowest, num_pieces, requests, rows), masks=masks)
-        yield dummy_pass(narrowest, num_pieces, max(requests // 2, 1), max(rows - narrowest, 0) + 1)
-    for width in layout.chunk_widths[1:]:
-        yield from (
-            dummy_pass(width, num_pieces, 1, 0) for num_pieces in (1, 2) if num_pieces <= layout.max_pieces(width)
-        )
+        yield replace(dummy_pass(narrowest, num_pieces, requests, num_pieces * narrowest), masks=masks)
+    for num_pieces in (1, 2, *_doublings(3, most)):
+        if num_pieces <= most:
+            requests = min(max(num_pieces // 2, 1), layout.max_batch)
+            yield dummy_pass(narrowest, num_pieces, requests, (num_pieces - 1) * narrowest + 1)
+    # Attention chooses by the width, and by whether few pieces fill the GPU.
+    for width in wider:
+        for num_pieces in range(1, min(3, layout.max_pieces(width))):
+            yield dummy_pass(width, num_pieces, 1, 0)
 
 
 def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> LaunchInput:
@@ -50,5 +54,5 @@ def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> Lau
     return replace(of_dummies(requests, width), num_logprobs=MAX_LOGPROBS, prompt_rows=rows, pieces=pieces)
 
 
-def _doublings(most: int) -> list[int]:
-    return [1 << i for i in range(most.bit_length())]
+def _doublings(first: int, most: int) -> list[int]:
+    return [first << i for i in range(most.bit_length()) if first << i <= most]

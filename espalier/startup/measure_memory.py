@@ -5,7 +5,7 @@ The largest launches run once on the dummy slot.  The memory that they need is l
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -13,9 +13,8 @@ from espalier.engine.cuda import CudaExecutor, of_dummies
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
-from espalier.limits import MAX_LOGPROBS
-from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import ModelRunner
+from espalier.startup.dummies import fullest_pass, smaller_passes
 
 # Pages of the trial runner: the dummy page, and one that a request could hold.
 TRIAL_PAGES = 2
@@ -88,21 +87,16 @@ def _measure_needs(layout: RoundLayout, make: Callable[[int], ModelRunner], devi
 
 
 def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device) -> Needs:
-    """Run the largest prefill pass of each width, with all log-probabilities, and the largest round of each tree."""
-    passes = [_fullest_pass(layout, width) for width in layout.chunk_widths]
+    """Run the largest prefill pass of each width, with all log-probabilities, and the largest round of each tree.
+
+    The kernels of all other prefill passes are compiled here too, so that none compiles while requests wait.
+    """
+    passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
     rounds = [of_dummies(batch) for batch, _ in layout.fullest]
-    executor.compile([*rounds, *passes])
+    executor.compile([*rounds, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
     round_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in rounds)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
     return Needs(max(round_bytes, *pass_bytes), round_bytes, *torch.cuda.mem_get_info(device))
-
-
-def _fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
-    num_pieces = layout.max_pieces(width)
-    batch = min(layout.max_batch, num_pieces)
-    pieces = tuple((i * batch // num_pieces, 0) for i in range(num_pieces)) if num_pieces > batch else ()
-    rows = PromptRows(((0, num_pieces * width), *((0, 0),) * (batch - 1)), MAX_LOGPROBS)
-    return replace(of_dummies(batch, width), num_logprobs=MAX_LOGPROBS, prompt_rows=rows, pieces=pieces)
 
 
 def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch.device) -> int:
