@@ -27,17 +27,18 @@ def fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
 def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput]:
     """The passes that need kernels which no fullest pass needs.
 
-    Launchers choose blocks and plans by powers of two of the rows and of their products, so the narrowest width runs
-    with powers of two and the values halfway between.  Triton compiles other code for one row, and for a number of rows
+    Launchers choose blocks and plans by the rows, most of them rounded up to a power of two.  So the narrowest width
+    runs with powers of two and with one piece more.  Triton compiles other code for one row, and for a number of rows
     that 16 divides.
     """
     narrowest, *wider = layout.chunk_widths
     most = layout.max_pieces(narrowest)
-    for num_pieces in _doublings(1, most):
+    powers = [1 << i for i in range(most.bit_length())]
+    for num_pieces in powers:
         requests = min(num_pieces, layout.max_batch)
         masks = np.zeros((requests, 1, mask_words(vocab_size)), np.int32)
         yield replace(dummy_pass(narrowest, num_pieces, requests, num_pieces * narrowest), masks=masks)
-    for num_pieces in (1, 2, *_doublings(3, most)):
+    for num_pieces in (1, *(power + 1 for power in powers)):
         if num_pieces <= most:
             requests = min(max(num_pieces // 2, 1), layout.max_batch)
             yield dummy_pass(narrowest, num_pieces, requests, (num_pieces - 1) * narrowest + 1)
@@ -52,7 +53,3 @@ def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> Lau
     pieces = tuple((i * requests // num_pieces, 0) for i in range(num_pieces)) if num_pieces > requests else ()
     rows = PromptRows(((0, reported), *((0, 0),) * (requests - 1)), MAX_LOGPROBS) if reported else None
     return replace(of_dummies(requests, width), num_logprobs=MAX_LOGPROBS, prompt_rows=rows, pieces=pieces)
-
-
-def _doublings(first: int, most: int) -> list[int]:
-    return [first << i for i in range(most.bit_length()) if first << i <= most]

@@ -1,5 +1,5 @@
-"""Starts a tiny engine as `LLM` does, measured and captured, and answers some requests; prints, as JSON, which kernels
-were compiled, when, and whether ahead of their launch.
+"""Starts a tiny engine as `LLM` does, measured and captured, and answers requests of many forms; prints, as JSON, which
+kernels were compiled, when, and whether ahead of their launch.
 
 A program of its own: kernels that are in memory are not compiled again.
 """
@@ -12,12 +12,14 @@ import torch
 import triton
 
 from espalier.engine.cuda import CudaExecutor
+from espalier.engine.engine import Engine
 from espalier.layout import PLAIN, TreeShape
+from espalier.request import Request
 from espalier.startup.build import make_runner
 from espalier.startup.measure_memory import TRIAL_PAGES, measure
 from tests.gpu.engines import DeviceSetup
-from tests.gpu.traffic import mixed
-from tests.harness import run
+from tests.gpu.traffic import asked, mixed
+from tests.harness import prompts
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 TREES = ((2, TreeShape(2, 2, 5)), (4, PLAIN))
@@ -47,6 +49,32 @@ def measured(setup: DeviceSetup) -> None:
     measure(CudaExecutor(round, graph_batch=0), setup.layout, setup.device)
 
 
+def answer(engine: Engine) -> list[Request]:
+    """A lone prompt, its prefix again, a long prompt in chunks beside running requests, and many at once."""
+    [lone, long] = prompts(3, (37, 70))
+    alone = [asked(i, prompt, 14) for i, prompt in enumerate((lone, [*lone[:33], 5, 9]), 100)]
+    one_token = asked(102, lone[:1], 14)
+    together = mixed(7, max_tokens=14)
+    late = asked(103, long, 14, temperature=0.0)
+    for request in (*alone, one_token):
+        engine.add(request)
+        _run(engine)
+    for count, request in enumerate((*together, late)):
+        engine.add(request)
+        if count % 4 == 3:
+            engine.step()
+            engine.step()
+    _run(engine)
+    engine.close()
+    return [*alone, one_token, *together, late]
+
+
+def _run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        engine.check_pages()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("algorithm", choices=("eagle3", "ngram", "none"))
@@ -62,10 +90,11 @@ def main() -> None:
     num_measured = len(compiled)
     engine = setup.engine()
     num_started = len(compiled)
-    ran = run(engine, mixed(7, max_tokens=14))
-    right = [setup.reference.plain(request).output(setup.max_context) for request in ran.requests]
+    requests = answer(engine)
+    right = [setup.reference.plain(request).output(setup.max_context) for request in requests]
     found = {"measured": compiled[:num_measured], "captured": compiled[num_measured:num_started]}
-    print(json.dumps(found | {"tokens": ran.tokens, "right": right}))
+    found["served"] = compiled[num_started:]
+    print(json.dumps(found | {"tokens": [request.output for request in requests], "right": right}))
 
 
 if __name__ == "__main__":

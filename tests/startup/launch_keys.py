@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("layers", type=int)
     parser.add_argument("--plain", action="store_true", help="without a draft")
     parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--passes", type=int, default=150)
+    parser.add_argument("--passes", type=int, default=90)
     args = parser.parse_args()
     pretend_gpu()
     tree = (0, 1, 1) if args.plain else (5, 8, 64)

@@ -1,7 +1,7 @@
 """Compile kernels in parallel before their first launch.
 
-A first start needs about fifty kernels.  Triton compiles each one on a single thread, mostly outside of Python, so
-threads compile in parallel.  Inside `precompile()` the launchers run unchanged except for the launch itself, so exactly
+A first start needs a hundred kernels or more.  Triton compiles each one on a single thread, mostly outside of Python,
+so threads compile in parallel.  Inside `precompile()` the launchers run unchanged except for the launch itself, so exactly
 the kernels that will be launched are compiled.
 """
 
