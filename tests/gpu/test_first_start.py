@@ -1,4 +1,4 @@
-"""A first start, with nothing in Triton's cache, compiles kernels only where they are asked for together, and no request
+"""A first start, with nothing in Triton's cache, compiles kernels only where they are asked for together.  No request
 waits for one."""
 
 import json

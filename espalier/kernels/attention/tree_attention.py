@@ -84,8 +84,7 @@ def _tree_attention_kernel(
     num_work_items = num_splits * num_tiles * KV_HEADS
     backwards = 0
     next_split = split_of(tl.program_id(0), num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
-    exists = tl.program_id(0) < num_work_items
-    next_request, next_begin, next_end, next_count = load_split(split_ptr, next_split, exists)
+    next_request, next_begin, next_end, next_count = load_split(split_ptr, next_split, tl.program_id(0) < num_work_items)
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
