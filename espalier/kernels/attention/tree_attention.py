@@ -81,10 +81,10 @@ def _tree_attention_kernel(
     )
     num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
-    num_work_items = num_splits * num_tiles * KV_HEADS
-    backwards = 0
+    num_work_items, backwards = num_splits * num_tiles * KV_HEADS, 0
     next_split = split_of(tl.program_id(0), num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
-    next_request, next_begin, next_end, next_count = load_split(split_ptr, next_split, tl.program_id(0) < num_work_items)
+    exists = tl.program_id(0) < num_work_items
+    next_request, next_begin, next_end, next_count = load_split(split_ptr, next_split, exists)
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
