@@ -1,6 +1,6 @@
 """Compile kernels in parallel before their first launch.
 
-A first start needs about fifty kernels.  Triton compiles each one on a single thread, mostly outside of Python, so
+A first start needs 100 to 200 kernels.  Triton compiles each one on a single thread, mostly outside of Python, so
 threads compile in parallel.  Inside `precompile()` the launchers run unchanged except for the launch itself, so exactly
 the kernels that will be launched are compiled.
 """
