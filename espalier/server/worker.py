@@ -7,13 +7,12 @@ front handles them and drains first.
 import gc
 import logging
 import os
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -234,9 +233,15 @@ def main(address: str, load: Load = load_model) -> int:
             return REFUSED if refused else BROKEN
         finally:
             if os.getppid() != start.front_pid:
-                # It was killed, and cannot remove the folder of its sockets.
-                shutil.rmtree(Path(address.removeprefix("ipc://")).parent, ignore_errors=True)
+                _remove_socket(Path(address.removeprefix("ipc://")))
     return DONE
+
+
+def _remove_socket(path: Path) -> None:
+    """Remove the socket of a front that was killed, and its folder unless that holds anything else."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+        path.parent.rmdir()
 
 
 def _serve(socket: zmq.Socket, start: Start, load: Load) -> None:

@@ -202,6 +202,19 @@ def test_the_rule_fits_the_chip_and_the_groups(code, rows, group, grouped):
             assert plan.stages == 1 or used <= chip.shared_memory
 
 
+@pytest.mark.parametrize(("code", "grouped"), [("fp8", False), ("fp8", True), ("int4", True), ("mxfp4", True)])
+@pytest.mark.parametrize("shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+def test_few_tiles_of_rows_leave_no_half_of_the_chip_idle(code, grouped, shape):
+    """A verify pass of 8 trees has 128 rows, one tile: 32 programs without split-K."""
+    for first, last in ((65, 128), (129, 256)):
+        plan = rule(last, *shape, code, 128, grouped, H200)
+        tiles = last // 128
+        assert tiles * -(-shape[0] // plan.block_out) * plan.splits >= H200.processors / 2
+        # The rows of one bucket have one plan, and so one order of summation.
+        assert rule(first, *shape, code, 128, grouped, H200) == plan
+    assert rule(257, *shape, code, 128, grouped, H200).splits == 1
+
+
 @pytest.mark.parametrize("kind", ["fp8-channel-inputs", "fp8-block", "int4", "mxfp4"])
 @pytest.mark.parametrize("rows", [16, 40, 200])
 def test_candidates_fit_the_chip_and_one_gives_the_product(kernel_device, kind, rows):

@@ -10,6 +10,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers import linear_tuning
 from espalier.kernels.layers.linear import DTYPES, LibraryPlan, TritonPlan, candidates, linear, rule
+from espalier.kernels.layers.linear_quantised import tuning_name
 from espalier.kernels.layers.linear_tuning import (
     CHOICES_FILE,
     DENSE,
@@ -23,6 +24,8 @@ from espalier.kernels.layers.linear_tuning import (
     read,
     write,
 )
+from espalier.kernels.layers.quantised import Code, InputScales, QuantisedMatrix
+from espalier.kernels.layers.quantised_candidates import candidates as quantised_candidates
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.linear import Linear
 from espalier.models.weight_formats import dense as dense_format
@@ -235,12 +238,37 @@ def test_a_linear_layer_returns_partial_sums(kernel_device, monkeypatch, rows):
     assert len(parts) == (1 if rows == 40 else 2) and torch.equal(parts.cumsum(0)[-1].half(), layer(x))
 
 
+def quantised(num_out: int, num_in: int, code: Code, group: int, **more) -> QuantisedMatrix:
+    codes = (
+        torch.empty(num_out, num_in, device="meta")
+        if code == "fp8"
+        else torch.empty(num_out, num_in // 2, device="meta")
+    )
+    return QuantisedMatrix(code, codes, torch.empty(0), group or num_in, **more)
+
+
+FORMATS = {
+    "fp8-inputs": ("fp8", 0, {"inputs": InputScales()}),
+    "fp8-128x128-inputs128": ("fp8", 128, {"row_block": 128, "inputs": InputScales(128)}),
+    "int4-1x128": ("int4", 128, {}),
+    "mxfp4-1x32": ("mxfp4", 32, {}),
+}
+
+
 def test_shipped_plans_are_candidates_on_their_chips():
     for table in read(SHIPPED):
         assert getattr(torch, table.dtype) in DTYPES
         for shape, plans in table.shapes.items():
             for rows, plan in zip(ROWS_BUCKETS, plans.by_bucket, strict=True):
-                assert plan is None or plan in candidates(rows, *shape, table.chip), (shape, rows)
+                if plan is None:
+                    continue
+                if table.format == DENSE:
+                    assert plan in candidates(rows, *shape, table.chip), (shape, rows)
+                else:
+                    code, group, more = FORMATS[table.format]
+                    matrix = quantised(*shape, code, group, **more)
+                    assert tuning_name(matrix) == table.format
+                    assert plan in quantised_candidates(rows, matrix, table.chip), (table.format, shape, rows)
 
 
 def test_the_file_is_json_with_one_line_per_plan(tmp_path):

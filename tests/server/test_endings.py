@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai import OpenAI
 
+from espalier.server.worker import _remove_socket
 from tests.server.serving import announce_body, ask_large, connected, exists, is_told_of_the_end, serving
 
 LONG = {"model": "bundled", "prompt": "def f(x):\n", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -224,3 +225,15 @@ def test_an_engine_does_not_outlive_its_front(guarded):
     guarded.process.kill()
     guarded.process.wait()
     guarded.until(lambda: not exists(engine))
+
+
+def test_the_folder_of_a_dead_fronts_socket_goes_only_if_nothing_else_is_in_it(tmp_path):
+    own, shared = tmp_path / "own", tmp_path / "shared"
+    for folder in (own, shared):
+        folder.mkdir()
+        (folder / "1").touch()
+    (shared / "letter").touch()
+    for folder in (own, shared):
+        _remove_socket(folder / "1")
+    assert not own.exists()
+    assert [path.name for path in shared.iterdir()] == ["letter"]

@@ -1,8 +1,9 @@
 """A linear layer with a quantised weight: y = x · weightᵀ + bias, for any number of rows.
 
 Up to 64 rows it streams the weight once, as linear.py does, with the same grid and split-K.  More rows are cut into
-tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  So
-no weight is ever dequantised in memory.  quantised_tile.py has the inner loop.
+tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  Up
+to 256 rows it also splits the columns, as there are fewer tiles than multiprocessors.  No weight is ever dequantised
+in memory.  quantised_tile.py has the inner loop.
 
 Inputs that the format rounds to FP8 are rounded by a launch before (quantise_rows.py).  Many rows of such inputs are
 multiplied by the library (scaled_product.py).
@@ -55,13 +56,13 @@ MAX_BLOCK_ROWS = 128
 MAX_EXPONENT = E8M0_BIAS + 65
 # The first chips whose compilers know E4M3.
 FP8_CAPABILITY = (8, 9)
-# Rows up to which the rule streams.
-STREAMED_ROWS = 64
+# Rows up to which the rule streams, and up to which it splits columns: more rows have programs enough.
+STREAMED_ROWS, SPLIT_ROWS = 64, 256
 # Steps whose codes a program prefetches while it waits for the kernel before it.  Memory has little else to do while
 # inputs are rounded or parts are added up: in these 2 or 3 microseconds it delivers some 100 kB for a multiprocessor.
 STEPS_AHEAD = 4
-# Programs per multiprocessor that the rule's split-K aims at.
-PROGRAMS_PER_PROCESSOR = 2
+# Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
+PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
 # Of 4-bit weights, not measured: (most rows of a tile, (block_out, most block_in, warps), programs that registers let
 # share a multiprocessor).  Up to 16 rows a step reads 128 bytes of each row of the weight.  With more, the inputs are
@@ -253,18 +254,19 @@ def rule(
     grouped: whether groups of columns have scales of their own.  input_bytes: of an input, as FP8 weights meet it.
     """
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
-    streams = rows <= STREAMED_ROWS
+    num_tiles, streams = -(-rows // tile), rows <= STREAMED_ROWS
+    max_splits = MAX_SPLITS if rows <= SPLIT_ROWS else 1
     if code != "fp8":
-        return nibble_rule(tile, -(-rows // tile), num_out, num_in, code, MAX_SPLITS if streams else 1, gpu)
+        return nibble_rule(tile, num_tiles, num_out, num_in, code, max_splits, gpu)
     block_in = min(max_block, 128)
     # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
     block_out, warps = (64, 4) if streams or grouped else (128, 8)
-    splits, sharing, most = 1, 1, 4
+    programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
+    together = PROGRAMS_PER_PROCESSOR if streams else WARPS_PER_PROCESSOR // warps
+    splits = max(min(together * gpu.processors // programs, max_splits, num_in // block_in // 4), 1)
     if streams:
-        blocks = -(-num_out // block_out)
-        splits = max(min(PROGRAMS_PER_PROCESSOR * gpu.processors // blocks, MAX_SPLITS, num_in // block_in // 4), 1)
         # All programs at once, if registers allow: a second wave would be mostly empty.
-        sharing = min(-(-blocks * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
+        sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
         most = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     shared = (gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY
@@ -282,7 +284,8 @@ def nibble_rule(
     fitting_in = (size for size in (256, 128, 64, 32) if num_in >= RAGGED_IN or num_in % size == 0)
     block_in = min(next(fitting_in, 32), most)
     programs = num_tiles * -(-num_out // block_out)
-    splits = max(min(PROGRAMS_PER_PROCESSOR * gpu.processors // programs, max_splits, num_in // block_in // 4), 1)
+    aim = min(PROGRAMS_PER_PROCESSOR, together) * gpu.processors
+    splits = max(min(aim // programs, max_splits, num_in // block_in // 4), 1)
     # All programs at once if that many can share a multiprocessor: a second wave would be mostly empty.
     sharing = min(-(-programs * splits // gpu.processors), together)
     shared = (gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY

@@ -21,7 +21,7 @@ from espalier.kernels.runtime.launch import Chip
 
 # Where weights are streamed, and where rows are many: (block_out, warps), stages, split-K.
 STREAMED = (((64, 4), (128, 4), (128, 8), (32, 4), (256, 8)), (4, 5, 6, 3, 8, 2), (1, 2, 3, 4, 6, 8))
-MULTIPLIED = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1,))
+MULTIPLIED = (((64, 4), (128, 4), (128, 8)), (2, 3, 4), (1, 2, 4, 3))
 # The most weights of a step that a thread can have in registers, and the most sums.
 NIBBLES_PER_THREAD, SUMS_PER_THREAD, WARP = 128, 128, 32
 # Programs per multiprocessor with split-K.

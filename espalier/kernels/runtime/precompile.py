@@ -1,8 +1,8 @@
 """Compile kernels in parallel before their first launch.
 
-A first start needs a hundred kernels or more.  Triton compiles each one on a single thread, mostly outside of Python,
-so threads compile in parallel.  Inside `precompile()` the launchers run unchanged except for the launch itself, so
-exactly the kernels that will be launched are compiled.
+A first start needs 100 to 200 kernels.  Triton compiles each one on a single thread, mostly outside of Python, so
+threads compile in parallel.  Inside `precompile()` the launchers run unchanged except for the launch itself, so exactly
+the kernels that will be launched are compiled.
 """
 
 from collections.abc import Callable, Iterator, Sequence
