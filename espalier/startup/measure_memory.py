@@ -5,7 +5,7 @@ The largest launches run once on the dummy slot.  The memory that they need is l
 
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,7 +50,7 @@ def measure_pages(
     make: builds a ModelRunner with a given number of pages; requested: pages that the user wants.  These are checked
     and returned.  Raises EspalierError if they do not fit, or, without them, if not even one full context fits.
     """
-    needs = _measure_needs(layout, make, device)
+    needs = _measure_needs(layout, make, device, graph_batch)
     # CUDA graphs keep the memory of a round in their own pool, in addition to the memory of eager launches.
     reserved = needs.eager_bytes + (needs.round_bytes if graph_batch else 0) + int(needs.total_bytes * MARGIN)
     affordable = TRIAL_PAGES + (needs.free_bytes - reserved) // page_bytes
@@ -72,10 +72,12 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _measure_needs(layout: RoundLayout, make: Callable[[int], ModelRunner], device: torch.device) -> Needs:
+def _measure_needs(
+    layout: RoundLayout, make: Callable[[int], ModelRunner], device: torch.device, graph_batch: int
+) -> Needs:
     """Measure with a trial runner.  Its memory is freed before this returns."""
     try:
-        return measure(CudaExecutor(make(TRIAL_PAGES), graph_batch=0), layout, device)
+        return measure(CudaExecutor(make(TRIAL_PAGES), graph_batch=0, capture_stages=True), layout, device, graph_batch)
     except torch.OutOfMemoryError:
         raise EspalierError(
             f"the largest launches of max_batch={layout.max_batch}, num_draft_tokens={layout.num_draft_tokens} and "
@@ -86,14 +88,17 @@ def _measure_needs(layout: RoundLayout, make: Callable[[int], ModelRunner], devi
         torch.cuda.empty_cache()
 
 
-def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device) -> Needs:
+def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int) -> Needs:
     """Run the largest prefill pass of each width, with all log-probabilities, and the largest round of each tree.
 
-    The kernels of all other prefill passes are compiled here too, so that none compiles while requests wait.
+    The kernels of all other prefill passes are compiled here too, and those of rounds that will run eagerly, so that
+    none compiles while requests wait.  A capture compiles what it captures.
     """
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
-    rounds = [of_dummies(batch) for batch, _ in layout.fullest]
-    executor.compile([*rounds, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
+    largest = {layout.at(batch).tree: of_dummies(batch) for batch in executor.buckets}
+    rounds = [*largest.values(), *(replace(each, is_staged=True) for each in largest.values())]
+    compiled = executor.rounds if graph_batch < layout.max_batch else rounds
+    executor.compile([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
     round_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in rounds)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
     return Needs(max(round_bytes, *pass_bytes), round_bytes, *torch.cuda.mem_get_info(device))
@@ -105,7 +110,7 @@ def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    executor.launch(launch_input).result()
+    executor.run_dummies(launch_input)
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
     return peak - before

@@ -107,5 +107,5 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> None:
 def engine_on_fake_cuda(setup: Setup, graph_batch: int) -> Engine:
     """graph_batch: as in CudaExecutor."""
     runner = setup.engine().executor.runner
-    executor = CudaExecutor(runner, graph_batch, overlap=setup.overlap)
+    executor = CudaExecutor(runner, graph_batch, overlap=setup.overlap, capture_stages=True)
     return Engine(executor, setup.overlap, setup.prefix_cache)
