@@ -2,8 +2,8 @@
 
 A launch copies its launch input from a pinned buffer and replays the CUDA graph of its batch bucket.  Prefill passes
 and batches above `graph_batch` run the same code eagerly.  Staged rounds have graphs of their own (cuda_stages.py).
-The host waits only for results: a second stream copies the launch's entry of the results ring to the host.  The entry and
-its pinned buffers are used again only after the event of that copy.
+The host waits only for results: a second stream copies the launch's entry of the results ring to the host.  The entry
+and its pinned buffers are used again only after the event of that copy.
 
 Everything is captured, and all its kernels are compiled, before the first launch: no request waits for that.
 """
