@@ -1,14 +1,16 @@
-"""Prints, as JSON, which kernels prefill passes of many forms need that the start did not compile.  No GPU is needed.
+"""Prints, as JSON, which kernels launches of many forms need that the start did not compile.  No GPU is needed.
 
 Models and launches are tensors without data (PyTorch's "meta" device) that say that they are on a GPU.  Each launch of
 a kernel is caught, and Triton's own code makes the key under which it would look for the compiled kernel.
 
-A program of its own, because the tests run Triton's interpreter.
+A program of its own, because the tests run Triton's interpreter.  It takes several simulations, because PyTorch needs
+seconds to load what tensors without data need.
 """
 
 import argparse
 import json
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ from triton.runtime import driver
 
 from espalier.attention.support import Support
 from espalier.engine.cuda import ALL_SAMPLING, of_dummies
+from espalier.engine.cuda_stages import EagerStages, StageMemory
 from espalier.engine.executor import execute
 from espalier.engine.launch_buffer import pack_launch
 from espalier.engine.launch_input import LaunchInput
@@ -45,7 +48,9 @@ HOPPER = Chip(227 * 1024, 132, (9, 0))
 # As an allocation on a GPU begins.
 ALLOCATED = 512
 FUSED, DRAFT_WEIGHTS = "fc.weight", ("midlayer.hidden_norm.weight", "lm_head.weight", "d2t")
+# Of the prompts of a pass: 1 to so many tokens.
 LONGEST = (3, 20, 100, 700, 3000)
+TREE = (5, 8, 64)
 
 
 class MetaWeights(Weights):
@@ -100,6 +105,7 @@ def pretend_gpu() -> None:
     driver.set_active(SimpleNamespace(**target))
     launch._chip = lambda device, cap: HOPPER  # type: ignore[assignment]
     torch.Tensor.is_cuda = property(lambda tensor: tensor.device == META)  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment]
     Support.require = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
 
@@ -115,6 +121,77 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout) -> ModelRunner:
         draft = DRAFT_FORMATS[spec.algorithm].make(weights, shape.draft_config, model, layout.position_rows)
     algorithm = spec.algorithm if spec else "none"
     return make_runner(layout, model, draft, algorithm, "triton", 64, torch.bfloat16, META, overlap=True)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """shape: a name of synthetic/shapes.py, of which the first layers run; passes: of random form, that are served."""
+
+    shape: str
+    layers: int
+    drafts: bool
+    max_batch: int
+    chunk: int
+    passes: int
+
+    @classmethod
+    def read(cls, text: str) -> "Simulation":
+        """From SHAPE:LAYERS:DRAFTS:MAX_BATCH:CHUNK:PASSES."""
+        shape, *sizes = text.split(":")
+        layers, drafts, *rest = map(int, sizes)
+        return cls(shape, layers, bool(drafts), *rest)
+
+    @property
+    def layout(self) -> RoundLayout:
+        tree = TREE if self.drafts else (0, 1, 1)
+        sizes = (self.max_batch, *tree, 64, 8192, int(self.drafts), self.chunk)
+        return RoundLayout(*sizes, busy_chunk_size=max(self.chunk // 3, 16))
+
+    @torch.inference_mode()
+    def run(self) -> dict[str, Any]:
+        layout = self.layout
+        runner, memory = runner_of(self.shape, self.layers, layout), StageMemory(META)
+        vocab_size, results = runner.target.config.vocab_size, Results(layout, 3, META)
+
+        def keys_of(launches: Iterable[LaunchInput]) -> set[tuple[str, str]]:
+            keys = Keys()
+            launch_hook.set(keys)
+            for launch_input in launches:
+                run_without_data(runner, results, memory, launch_input)
+            return keys.found
+
+        rounds = [of_dummies(batch) for batch in layout.batch_buckets(layout.max_batch)]
+        fullest = (fullest_pass(layout, width) for width in layout.chunk_widths)
+        before = keys_of((*rounds, *fullest))
+        staged = keys_of(replace(each, is_staged=True) for each in rounds) - before
+        smaller = keys_of(smaller_passes(layout, vocab_size))
+        random = Random(7)
+        served = keys_of(random_pass(layout, vocab_size, random) for _ in range(self.passes))
+        served |= keys_of(dummy_pass(width, 1, 1, 0) for width in layout.chunk_widths)
+        return {
+            "start": len(before | staged | smaller),
+            "staged": names(staged),
+            "smaller": names(smaller - before),
+            "served": names(served - before - staged - smaller),
+            "without_smaller": names(served - before),
+        }
+
+
+def run_without_data(runner: ModelRunner, results: Results, memory: StageMemory, launch_input: LaunchInput) -> None:
+    """As CudaExecutor runs a launch."""
+    packed = pack_launch(runner.table, launch_input, 0, len(launch_input.slots))
+    if launch_input.is_staged:
+        EagerStages(runner, results, packed, ALL_SAMPLING, len(launch_input.slots), memory).run()
+        return
+    on_device = packed.on(torch.empty(len(packed.vector), dtype=torch.int64, device=META))
+    masks = (
+        None if launch_input.masks is None else torch.empty(launch_input.masks.shape, dtype=torch.int32, device=META)
+    )
+    execute(runner, results, on_device, launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
+
+
+def names(keys: set[tuple[str, str]]) -> list[str]:
+    return sorted(name for name, _ in keys)
 
 
 def random_pass(layout: RoundLayout, vocab_size: int, random: Random) -> LaunchInput:
@@ -135,43 +212,11 @@ def random_pass(layout: RoundLayout, vocab_size: int, random: Random) -> LaunchI
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape")
-    parser.add_argument("layers", type=int)
-    parser.add_argument("--plain", action="store_true", help="without a draft")
-    parser.add_argument("--chunk", type=int, default=512)
-    parser.add_argument("--passes", type=int, default=90)
-    args = parser.parse_args()
+    parser.add_argument(
+        "simulations", nargs="+", type=Simulation.read, metavar="SIMULATION", help=Simulation.read.__doc__
+    )
     pretend_gpu()
-    tree = (0, 1, 1) if args.plain else (5, 8, 64)
-    sizes = (64, *tree, 64, 8192, 0 if args.plain else 1, args.chunk)
-    layout = RoundLayout(*sizes, busy_chunk_size=max(args.chunk // 3, 16))
-    with torch.inference_mode():
-        runner = runner_of(args.shape, args.layers, layout)
-        vocab_size, results = runner.target.config.vocab_size, Results(layout, 3, META)
-
-        def keys_of(wanted: LaunchInput) -> set[tuple[str, str]]:
-            keys = Keys()
-            launch_hook.set(keys)
-            packed = pack_launch(runner.table, wanted, 0, len(wanted.slots))
-            on_device = packed.on(torch.empty(len(packed.vector), dtype=torch.int64, device=META))
-            masks = None if wanted.masks is None else torch.empty(wanted.masks.shape, dtype=torch.int32, device=META)
-            execute(runner, results, on_device, wanted.width, ALL_SAMPLING, wanted.prompt_rows, masks)
-            return keys.found
-
-        rounds = [of_dummies(batch) for batch in layout.batch_buckets(layout.max_batch)]
-        fullest = [fullest_pass(layout, width) for width in layout.chunk_widths]
-        before = set().union(*map(keys_of, (*rounds, *fullest)))
-        smaller = set().union(*map(keys_of, smaller_passes(layout, vocab_size)))
-        random = Random(7)
-        served = [random_pass(layout, vocab_size, random) for _ in range(args.passes)]
-        few = [dummy_pass(width, 1, 1, 0) for width in layout.chunk_widths]
-        asked = set().union(*map(keys_of, (*served, *few)))
-
-    def names(keys: set[tuple[str, str]]) -> list[str]:
-        return sorted(name for name, _ in keys)
-
-    found = {"before": len(before), "smaller": names(smaller - before), "served": names(asked - before - smaller)}
-    print(json.dumps(found | {"without_smaller": names(asked - before)}))
+    print(json.dumps([simulation.run() for simulation in parser.parse_args().simulations]))
 
 
 if __name__ == "__main__":
