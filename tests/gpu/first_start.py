@@ -1,5 +1,5 @@
 """Starts a tiny engine as `LLM` does, measured and captured, and answers requests of many forms; prints, as JSON, which
-kernels were compiled, when, and whether ahead of their launch.
+kernels were compiled, when, and whether ahead of their launch, and how many CUDA graphs were captured while it answered.
 
 A program of its own: kernels that are in memory are not compiled again.
 """
@@ -7,6 +7,7 @@ A program of its own: kernels that are in memory are not compiled again.
 import argparse
 import json
 import logging
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,8 @@ from espalier.startup.build import make_runner
 from espalier.startup.measure_memory import TRIAL_PAGES, measure
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import asked, mixed
+from tests.grammar.test_lossless import asked as under_grammars
+from tests.grammar.test_lossless import check_all_in_grammar
 from tests.harness import prompts
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -37,6 +40,7 @@ def setup_of(algorithm: str, dtype: torch.dtype) -> DeviceSetup:
         algorithm=algorithm,
         dtype=dtype,
         trees=TREES,
+        capture_stages=True,
     )
     return setup.plain() if algorithm == "none" else setup
 
@@ -46,11 +50,13 @@ def measured(setup: DeviceSetup) -> None:
     target, draft = setup.models(setup.layout.position_rows)
     sizes = (TRIAL_PAGES, setup.dtype, setup.device)
     round = make_runner(setup.layout, target, draft, setup.algorithm, setup.backend, *sizes)
-    measure(CudaExecutor(round, graph_batch=0), setup.layout, setup.device)
+    trial = CudaExecutor(round, graph_batch=0, capture_stages=True)
+    measure(trial, setup.layout, setup.device, graph_batch=setup.max_batch)
 
 
 def answer(engine: Engine) -> list[Request]:
-    """A lone prompt, its prefix again, a long prompt in chunks beside running requests, and many at once."""
+    """A lone prompt, its prefix again, a long prompt in chunks beside running requests, and many at once.  Then
+    log-probabilities and grammars: alone, beside one free request, and all at once."""
     [lone, long] = prompts(3, (37, 70))
     alone = [asked(i, prompt, 14) for i, prompt in enumerate((lone, [*lone[:33], 5, 9]), 100)]
     one_token = asked(102, lone[:1], 14)
@@ -65,8 +71,27 @@ def answer(engine: Engine) -> list[Request]:
             engine.step()
             engine.step()
     _run(engine)
+    reported = asked(104, long, 5, temperature=1.0, logprobs=3, prompt_logprobs=2)
+    masked = under_grammars(7, 1.2, count=8)
+    for group in ([reported], masked[:1], masked[1:3], masked[3:]):
+        for request in group:
+            engine.add(request)
+        _run(engine)
     engine.close()
-    return [*alone, one_token, *together, late]
+    check_all_in_grammar(7, masked)
+    return [*alone, one_token, *together, late, reported]
+
+
+def watched_captures() -> list[Any]:
+    """Grows with each CUDA graph that is captured from now on."""
+    captures, begin = [], torch.cuda.CUDAGraph.capture_begin
+
+    def beginning(graph: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
+        captures.append(graph)
+        begin(graph, *args, **kwargs)
+
+    torch.cuda.CUDAGraph.capture_begin = beginning
+    return captures
 
 
 def _run(engine: Engine) -> None:
@@ -90,10 +115,11 @@ def main() -> None:
     num_measured = len(compiled)
     engine = setup.engine()
     num_started = len(compiled)
+    captures = watched_captures()
     requests = answer(engine)
     right = [setup.reference.plain(request).output(setup.max_context) for request in requests]
     found = {"measured": compiled[:num_measured], "captured": compiled[num_measured:num_started]}
-    found["served"] = compiled[num_started:]
+    found |= {"served": compiled[num_started:], "captured_late": len(captures)}
     print(json.dumps(found | {"tokens": [request.output for request in requests], "right": right}))
 
 

@@ -118,7 +118,7 @@ class KVSplits:
     policy: KVSplitPolicy
 
 
-@unspecialised("batch", "first", "num_splits", "max_splits")
+@unspecialised("first", "num_splits", "max_splits")
 @kernel
 def _kv_splits_kernel(
     length_ptr,

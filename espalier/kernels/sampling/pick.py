@@ -260,7 +260,7 @@ def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.
     tl.store(keys_ptr + out * splits + split, tl.zeros_like(keys) + best, mask=split == 0)
 
 
-@unspecialised("splits", "rows")
+@unspecialised("splits")
 @kernel
 def _draw_filtered_kernel(
     tokens_ptr,
