@@ -1,5 +1,5 @@
 """Starts a tiny engine as `LLM` does, measured and captured, and answers requests of many forms; prints, as JSON, which
-kernels were compiled, when, and whether ahead of their launch, and how many CUDA graphs were captured while it answered.
+kernels were compiled, when, and whether ahead of their launch, and how many CUDA graphs were captured meanwhile.
 
 A program of its own: kernels that are in memory are not compiled again.
 """
