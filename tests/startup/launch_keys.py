@@ -44,7 +44,7 @@ from espalier.startup.dummies import dummy_pass, fullest_pass, smaller_passes
 from espalier.synthetic.shapes import find_shape
 
 META = torch.device("meta")
-HOPPER = Chip(227 * 1024, 132, (9, 0))
+CHIPS = {"hopper": Chip(227 * 1024, 132, (9, 0)), "ampere": Chip(163 * 1024, 108, (8, 0))}
 # As an allocation on a GPU begins.
 ALLOCATED = 512
 FUSED, DRAFT_WEIGHTS = "fc.weight", ("midlayer.hidden_norm.weight", "lm_head.weight", "d2t")
@@ -103,7 +103,6 @@ def _seen(value: Any) -> Any:
 def pretend_gpu() -> None:
     target = {"get_current_device": lambda: 0, "get_current_target": lambda: GPUTarget("cuda", 90, 32)}
     driver.set_active(SimpleNamespace(**target))
-    launch._chip = lambda device, cap: HOPPER  # type: ignore[assignment]
     torch.Tensor.is_cuda = property(lambda tensor: tensor.device == META)  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment]
     Support.require = lambda *args, **kwargs: None  # type: ignore[method-assign]
@@ -130,26 +129,22 @@ class Simulation:
     shape: str
     layers: int
     drafts: bool
-    max_batch: int
-    chunk: int
     passes: int
-
-    @classmethod
-    def read(cls, text: str) -> "Simulation":
-        """From SHAPE:LAYERS:DRAFTS:MAX_BATCH:CHUNK:PASSES."""
-        shape, *sizes = text.split(":")
-        layers, drafts, *rest = map(int, sizes)
-        return cls(shape, layers, bool(drafts), *rest)
+    max_batch: int = 64
+    chunk_size: int = 8192
+    page_size: int = 64
+    chip: str = "hopper"
 
     @property
     def layout(self) -> RoundLayout:
         tree = TREE if self.drafts else (0, 1, 1)
-        sizes = (self.max_batch, *tree, 64, 8192, int(self.drafts), self.chunk)
-        return RoundLayout(*sizes, busy_chunk_size=max(self.chunk // 3, 16))
+        sizes = (self.max_batch, *tree, self.page_size, 8192, int(self.drafts), self.chunk_size)
+        return RoundLayout(*sizes, busy_chunk_size=max(self.chunk_size // 3, 16))
 
     @torch.inference_mode()
     def run(self) -> dict[str, Any]:
         layout = self.layout
+        launch._chip = lambda device, cap: CHIPS[self.chip]  # type: ignore[assignment]
         runner, memory = runner_of(self.shape, self.layers, layout), StageMemory(META)
         vocab_size, results = runner.target.config.vocab_size, Results(layout, 3, META)
 
@@ -212,11 +207,9 @@ def random_pass(layout: RoundLayout, vocab_size: int, random: Random) -> LaunchI
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "simulations", nargs="+", type=Simulation.read, metavar="SIMULATION", help=Simulation.read.__doc__
-    )
+    parser.add_argument("simulations", type=json.loads, help="JSON: a list of fields of Simulation")
     pretend_gpu()
-    print(json.dumps([simulation.run() for simulation in parser.parse_args().simulations]))
+    print(json.dumps([Simulation(**fields).run() for fields in parser.parse_args().simulations]))
 
 
 if __name__ == "__main__":
