@@ -99,6 +99,7 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch, name, without_pinning(getattr(torch, name)))
     # A copy, so that a buffer on the host that is written too early is seen.
     patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     patch.setattr(cuda, "Place", lambda *args: Place(*args, FakeEvent()))
     patch.setattr(cuda, "precompile", lambda: nullcontext(()))
     FakeGraph.captured = FakeGraph.replayed = 0
