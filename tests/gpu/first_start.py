@@ -7,6 +7,7 @@ A program of its own: kernels that are in memory are not compiled again.
 import argparse
 import json
 import logging
+import threading
 from typing import Any
 
 import torch
@@ -82,6 +83,20 @@ def answer(engine: Engine) -> list[Request]:
     return [*alone, one_token, *together, late, reported]
 
 
+def watched_compilations() -> list[tuple[str, bool]]:
+    """Grows with each kernel that is compiled from now on, or read from Triton's cache: its name, and whether a thread
+    of precompile() did it.  A launch compiles on its own thread.
+
+    Triton 3.6 cannot call its other hook, jit_post_compile_hook, for kernels that take records."""
+    compiled: list[tuple[str, bool]] = []
+
+    def listen(src: Any, **_: Any) -> None:
+        compiled.append((src.name, threading.current_thread().name.startswith("espalier-compile")))
+
+    triton.knobs.compilation.listener = listen
+    return compiled
+
+
 def watched_captures() -> list[Any]:
     """Grows with each CUDA graph that is captured from now on."""
     captures, begin = [], torch.cuda.CUDAGraph.capture_begin
@@ -106,10 +121,7 @@ def main() -> None:
     parser.add_argument("dtype", choices=DTYPES)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    compiled: list[tuple[str, bool]] = []
-    triton.knobs.runtime.jit_post_compile_hook = lambda is_manual_warmup, fn, **_: compiled.append(
-        (fn.name.rpartition(".")[2], is_manual_warmup)
-    )
+    compiled = watched_compilations()
     setup = setup_of(args.algorithm, DTYPES[args.dtype])
     measured(setup)
     num_measured = len(compiled)
