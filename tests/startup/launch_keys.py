@@ -111,7 +111,10 @@ def pretend_gpu() -> None:
 def runner_of(name: str, num_layers: int, layout: RoundLayout) -> ModelRunner:
     """The first layers of a shape; with an EAGLE-3 head, if the layout has steps."""
     shape = find_shape(name)
-    shape = replace(shape, fields={**shape.fields, "num_hidden_layers": num_layers})
+    fields = {**shape.fields, "num_hidden_layers": num_layers}
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][:num_layers]
+    shape = replace(shape, fields=fields)
     target, draft = shape.target, None
     spec = shape.draft_config.spec if layout.steps else None
     model = make_target(MetaWeights(), target, spec.capture if spec else (), layout.position_rows)

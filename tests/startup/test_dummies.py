@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 LLAMA = {"shape": "llama-3.1-8b", "layers": 3, "drafts": True}
 LATENT = {"shape": "deepseek-v2-lite", "layers": 2, "drafts": False}
 EXPERTS = {"shape": "qwen3-30b-a3b", "layers": 2, "drafts": False}
+SINKS = {"shape": "gpt-oss-20b", "layers": 2, "drafts": False}
 PLAIN = {"shape": "llama-3.1-8b", "layers": 1, "drafts": False}
 SMALL = {"max_batch": 16, "chunk_size": 256}
 # What is simulated, and how many kernels its start compiles.  One that compiles more has an argument that differs from
@@ -27,7 +28,7 @@ FEW = (
 )
 MANY = [
     {**sizes, "passes": 300, **other}
-    for sizes in (LLAMA, LATENT, EXPERTS, PLAIN)
+    for sizes in (LLAMA, LATENT, EXPERTS, SINKS, PLAIN)
     for other in ({}, {"chip": "ampere"}, {"page_size": 16, "chunk_size": 2048}, {"max_batch": 5, "chunk_size": 700})
 ]
 
