@@ -134,7 +134,7 @@ class ExpertsTuner:
                     if matrices == 2:
                         gated_triton(each.x, weight, one, top_k, plan)
                     else:
-                        down_triton(each.gated, weight, each.weights, one, top_k, plan)
+                        down_triton(each.gated, weight, each.weights, one, plan)
 
             return body
 

@@ -69,23 +69,6 @@ def test_ids_exist_whatever_the_logits_are(kernel_device, routing, value):
     assert (padded.diff(dim=1) > 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "routing", ROUTINGS, ids=lambda r: f"{r.num_experts}-{r.top_k}-{r.scoring}-{r.n_group}-{r.logit_bias}"
-)
-def test_sums_have_no_order(kernel_device, routing, dtype):
-    """Experts in another order have the same weights to the bit, as sums by another number of warps would have."""
-    logits, bias = drawn(routing, 40, kernel_device, dtype=dtype)
-    # The last rows' sigmoid scores are far below 1.
-    logits[30:] -= 40
-    ids, weights = route_triton(logits, bias, routing)
-    # Groups change places, and the experts in each.
-    order = torch.arange(routing.num_experts).view(routing.n_group, -1).flip(0).roll(1, 1).flatten().to(kernel_device)
-    permuted = route_triton(logits[:, order], None if bias is None else bias[order], routing)
-    by_id, places = order[permuted[0]].sort(1)
-    assert torch.equal(by_id, ids) and torch.equal(permuted[1].gather(1, places), weights)
-
-
 def test_strided_logits(kernel_device):
     routing = Routing(6, 2)
     wide, _ = drawn(Routing(12, 2), 5, kernel_device)

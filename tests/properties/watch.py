@@ -17,7 +17,7 @@ from torch import Tensor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, RoundTrace
-from espalier.kernels.layers.experts_routed import routed_experts
+from espalier.kernels.layers.experts import grouped_experts
 from espalier.models.layers import experts
 from espalier.request import Request
 from espalier.speculate.tree import VOID
@@ -309,12 +309,20 @@ def routed_rows() -> Iterator[list[tuple[Tensor, int]]]:
     """The experts and the number of rows that go to them, one entry for each call of the expert product."""
     routed: list[tuple[Tensor, int]] = []
 
-    def counted(x: Tensor, gate_up: Tensor, *experts: Any, **how: Any) -> Tensor:
-        live = experts[-1]
+    def counted(
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        live: Tensor | None,
+        *args: Any,
+        **how: Any,
+    ) -> Tensor:
         routed.append((gate_up, len(x) if live is None else int(live.sum())))
-        return routed_experts(x, gate_up, *experts, **how)
+        return grouped_experts(x, gate_up, down, ids, weights, live, *args, **how)
 
-    with patch.object(experts, "routed_experts", counted):
+    with patch.object(experts, "grouped_experts", counted):
         yield routed
 
 

@@ -9,7 +9,7 @@ from espalier.attention import Nodes, Prefix
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.results import Reported, Results, read
 from espalier.errors import EspalierError
-from espalier.kernels.layers.experts_routed import routed_experts
+from espalier.kernels.layers.experts import grouped_experts
 from espalier.kernels.state.batch_state import gather
 from espalier.kernels.tree.accept import Path
 from espalier.request import SamplingParams
@@ -97,11 +97,11 @@ def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
     """Neither padding of a chunk, nor requests that pad a batch, nor void nodes."""
     rows_to_experts: list[torch.Tensor] = []
 
-    def recorded(*experts, **how):
-        rows_to_experts.append(experts[-1])
-        return routed_experts(*experts, **how)
+    def recorded(*experts, live, **how):
+        rows_to_experts.append(live)
+        return grouped_experts(*experts, live=live, **how)
 
-    monkeypatch.setattr("espalier.models.layers.experts.routed_experts", recorded)
+    monkeypatch.setattr("espalier.models.layers.experts.grouped_experts", recorded)
     engine = setup_of(algorithm, family="qwen3_moe", max_batch=4).engine()
     drawn = [request(i, prompt) for i, prompt in enumerate(prompts(5, [6, 3]))]
     for r in drawn:

@@ -47,9 +47,8 @@ from espalier.kernels.layers.linear_quantised import (
 )
 from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
 from espalier.kernels.layers.quantised_tile import quantised_dot
-from espalier.kernels.layers.routing import NORM_EPS
 from espalier.kernels.layers.silu import require_gated
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import chip, exact_type, kernel, require
 from espalier.kernels.runtime.pdl import ask_for, early, pdl_trigger, pdl_wait
 
 if TYPE_CHECKING:
@@ -101,8 +100,7 @@ def _gated_kernel(
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
     SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    EVEN_IN: tl.constexpr, ROUTING: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr,
-    NORM_EPS: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the activations of all pairs and pieces, in order of place, to out [(K + SHARED) · N, num_out].
 
@@ -116,10 +114,7 @@ def _gated_kernel(
     # Triggers only when the routing is complete: _down_kernel reads the experts before it waits.
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
-    tile, expert, _ = tile_and_expert(
-        tile_experts_ptr, tile_begins_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE,
-        ROUTING, HAS_BIAS, EXACT, BLOCK_EXPERTS, NORM_EPS,
-    )  # fmt: skip
+    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
     if (expert < 0) | (expert == num_experts):
         return
     place, inside, row, _ = rows_of_tile(
@@ -168,8 +163,7 @@ def _down_kernel(
     num_out, num_in, num_rows, top_k, num_experts,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, ROUTING: tl.constexpr,
-    HAS_BIAS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, NORM_EPS: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + SHARED, N, num_out], and 0 for rows without expert.
@@ -178,10 +172,7 @@ def _down_kernel(
     shared: [num_out, SHARED · num_in].  The weight of its pieces is 1.
     """
     pdl_trigger(DEPENDENT)
-    tile, expert, weight = tile_and_expert(
-        tile_experts_ptr, tile_begins_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE,
-        ROUTING, HAS_BIAS, EXACT, BLOCK_EXPERTS, NORM_EPS,
-    )  # fmt: skip
+    tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
     column, ks = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT), tl.arange(0, BLOCK_IN)
     w_row = tl.maximum(tl.minimum(expert, num_experts - 1), 0) * num_out + tl.minimum(column, num_out - 1)
     w_stride = num_in
@@ -215,10 +206,9 @@ def _down_kernel(
         )  # fmt: skip
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
-    if ROUTING is None:
-        weight = tl.load(weights_ptr + row * top_k + part, mask=inside & (part < top_k), other=1.0)[None, :]
+    weight = tl.load(weights_ptr + row * top_k + part, mask=inside & (part < top_k), other=1.0)
     # tl.where and not a product by 0: the weight of a row without expert may be NaN.
-    acc = tl.where(expert == num_experts, 0.0, acc * weight)
+    acc = tl.where(expert == num_experts, 0.0, acc * weight[None, :])
     out_row = part.to(tl.int64) * num_rows + row
     out_ptrs = out_ptr + out_row[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(acc), mask=inside[:, None] & (column[None, :] < num_out))
@@ -245,9 +235,7 @@ def grouped_experts_triton(
     Raises EspalierError on other shapes, dtypes or strides.
     """
     num_rows, hidden = x.shape
-    require_experts(x, gate_up, down, biases)
-    require("grouped_experts: ids", ids, (num_rows, -1), torch.int64, x)
-    require("grouped_experts: weights", weights, tuple(ids.shape), torch.promote_types(x.dtype, torch.float32), x)
+    _require(x, gate_up, down, ids, weights, biases)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
     if shared is not None:
@@ -259,7 +247,7 @@ def grouped_experts_triton(
         plan = plan_for(ExpertsShape(num_experts, top_k, hidden, inner), num_rows, x.dtype, chip(x))
     tiles = tiles_of(ids, live, num_experts, plan.rows)
     gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared)
-    return down_triton(gated, down, weights, tiles, top_k, plan.down, down_bias, extra, shared)
+    return down_triton(gated, down, weights, tiles, plan.down, down_bias, extra, shared)
 
 
 def gated_triton(
@@ -279,7 +267,7 @@ def gated_triton(
     operands, constants = _operands(x, gate_up)
     pieces = 0 if shared is None else shared.pieces(inner)
     out = x.new_empty(num_rows * (top_k + pieces), inner)
-    grid = -(-inner // plan.block_out), pieces + tiles.count
+    grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
     _gated_kernel[grid](
         *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
         *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
@@ -299,23 +287,19 @@ def down_triton(
     down: ExpertMatrix,
     weights: Tensor,
     tiles: Tiles,
-    top_k: int,
     plan: ProductPlan,
     bias: Tensor | None = None,
     extra: int = 0,
     shared: SharedExperts | None = None,
 ) -> Tensor:
-    """gated: as gated_triton returns it.  weights: [N, K], or [N, E] logits with tiles.routing.
-
-    Returns parts [K + S + extra, N, H]; the last `extra` are not written.
-    """
+    """gated: as gated_triton returns it.  Returns parts [K + S + extra, N, H]; the last `extra` are not written."""
     num_experts, hidden, inner = down.shape
-    num_rows = len(weights)
+    num_rows, top_k = weights.shape
     plan = _plan_of(down, hidden, plan, tiles, gated)
     pieces = 0 if shared is None else shared.pieces(inner)
     parts = weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     operands, constants = _operands(gated, down)
-    grid = -(-hidden // plan.block_out), pieces + tiles.count
+    grid = -(-hidden // plan.block_out), pieces + len(tiles.experts)
     _down_kernel[grid](
         *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),
@@ -340,7 +324,7 @@ def _plan_of(weight: ExpertMatrix, num_out: int, plan: ProductPlan, tiles: Tiles
     if isinstance(weight, Tensor) or weight.code == "fp8":
         return plan
     num_in, gpu = weight.shape[2], chip(x)
-    own = nibble_rule(block_rows(tiles.rows), tiles.count, num_out, num_in, weight.code, 1, gpu)
+    own = nibble_rule(block_rows(tiles.rows), len(tiles.experts), num_out, num_in, weight.code, 1, gpu)
     return ProductPlan(own.block_out, own.block_in, own.warps, own.stages)
 
 
@@ -363,10 +347,6 @@ def _options(
         "BLOCK_OUT": plan.block_out,
         "BLOCK_IN": block_in,
         "EVEN_IN": num_in % block_in == 0,
-        "ROUTING": tiles.routing,
-        "HAS_BIAS": tiles.has_bias,
-        "BLOCK_EXPERTS": 1 if tiles.routing is None else power_of_two(tiles.routing.num_experts),
-        "NORM_EPS": NORM_EPS,
         "EXACT": exact_type(x.dtype),
         "num_warps": plan.warps,
         "num_stages": stages,
@@ -374,10 +354,12 @@ def _options(
     }
 
 
-def require_experts(x: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix, biases: ExpertBiases | None) -> None:
-    """Raises EspalierError for matrices or biases whose shapes, dtypes or strides the kernels do not take."""
+def _require(
+    x: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix, ids: Tensor, weights: Tensor, biases: ExpertBiases | None
+) -> None:
     require_gated(gate_up.shape[1])
-    hidden = x.shape[1]
+    num_rows, hidden = x.shape
+    exact = torch.promote_types(x.dtype, torch.float32)
     contiguous = []
     for name, matrix, shape in (
         ("gate_up", gate_up, (-1, gate_up.shape[1], hidden)),
@@ -390,6 +372,8 @@ def require_experts(x: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix, biases
             columns = shape[2] if matrix.code == "fp8" else shape[2] // 2
             require(f"grouped_experts: codes of {name}", matrix.codes, (*shape[:2], columns), None, x)
             contiguous += matrix.tensors
+    require("grouped_experts: ids", ids, (num_rows, -1), torch.int64, x)
+    require("grouped_experts: weights", weights, tuple(ids.shape), exact, x)
     if biases is not None:
         require("grouped_experts: biases of gate_up", biases.gate_up, tuple(gate_up.shape[:2]), x.dtype, x)
         require("grouped_experts: biases of down", biases.down, tuple(down.shape[:2]), x.dtype, x)

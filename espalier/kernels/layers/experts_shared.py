@@ -17,7 +17,6 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_tiles import expert_of_tile, pairs_of_tile
 from espalier.kernels.layers.linear import MIN_BLOCK_ROWS
-from espalier.kernels.layers.routing import choose_one
 from espalier.kernels.runtime.launch import kernel, require
 from espalier.kernels.runtime.pdl import ask_for
 
@@ -66,29 +65,17 @@ def require_shared(shared: SharedExperts, x: Tensor, inner: int, is_plain: bool)
 
 @kernel
 def tile_and_expert(
-    experts_ptr, begins_ptr, live_ptr, top_k, num_experts, SHARED: tl.constexpr, SORTED: tl.constexpr,
-    LIVE: tl.constexpr, ROUTING: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-    NORM_EPS: tl.constexpr,
+    experts_ptr, live_ptr, top_k, num_experts, SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr
 ):  # fmt: skip
-    """(tile, expert, weight) of this program: expert_of_tile for a tile of pairs; tile < 0 and expert 0 for a shared
-    piece.
+    """(tile, expert) of this program: expert_of_tile for a tile of pairs; tile < 0 and expert 0 for a shared piece.
 
-    SHARED: the number of pieces.  ROUTING: as Tiles.routing; without it the weight is 1, and means nothing.
+    SHARED: the number of pieces.
     """
     tile = tl.program_id(1) - SHARED
-    pair = tl.maximum(tile, 0)
-    weight = tl.full((), 1.0, EXACT)
-    if ROUTING is None:
-        expert = expert_of_tile(experts_ptr, live_ptr, pair, top_k, num_experts, SORTED, LIVE)
-        if SHARED > 0:
-            expert = tl.where(tile < 0, 0, expert)
-    else:
-        expert = pair.to(tl.int64) * 0
-        if tile >= 0:
-            expert, weight = choose_one(experts_ptr, begins_ptr, pair, ROUTING, HAS_BIAS, EXACT, BLOCK, NORM_EPS, BLOCK)
-            if LIVE:
-                expert = tl.where(tl.load(live_ptr + pair // top_k) != 0, expert, num_experts)
-    return tile, expert, weight
+    expert = expert_of_tile(experts_ptr, live_ptr, tl.maximum(tile, 0), top_k, num_experts, SORTED, LIVE)
+    if SHARED > 0:
+        expert = tl.where(tile < 0, 0, expert)
+    return tile, expert
 
 
 @kernel

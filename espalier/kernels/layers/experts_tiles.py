@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.routing import Routing
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 
@@ -109,8 +108,6 @@ class Tiles:
     experts: [tiles], the expert of each tile; E: no expert, -1: no tile.  begins: [tiles], each tile's first place.
     order: [N·K] int32, the pairs sorted by expert.  ends: [E + 1] int32, the place where each expert's pairs end.
     live: as in grouped_experts.  With rows = 1, `experts` is ids [N·K], and begins, order and ends are not read.
-    routing: with rows = 1: programs choose the experts, and `experts` is logits [N, E], `begins` the bias if there is
-    one (has_bias).
     """
 
     rows: int
@@ -119,13 +116,6 @@ class Tiles:
     order: Tensor
     ends: Tensor
     live: Tensor | None
-    routing: Routing | None = None
-    has_bias: bool = False
-
-    @property
-    def count(self) -> int:
-        """The number of tiles."""
-        return len(self.experts) if self.routing is None else len(self.experts) * self.routing.top_k
 
     @property
     def pointers(self) -> tuple[Tensor, ...]:

@@ -1,7 +1,6 @@
 """The routing of a mixture of experts: the best K of E experts for each row, and their weights.
 
-Grid: one program a row.  Computed in float32 (float64 for float64).  Programs of other launches choose a row's experts
-too (experts_routed.py).  Their weights are equal to the bit: sums are sums of integers, whose order does not matter.
+Grid: one program a row.  Computed in float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -103,95 +102,56 @@ def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor
 @kernel
 def _route_kernel(
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, part_stride, row_stride,
-    PARTS: tl.constexpr, ROUTING: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
-    NORM_EPS: tl.constexpr, MAX_PAIRED: tl.constexpr, DEPENDENT: tl.constexpr,
+    PARTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
+    HAS_BIAS: tl.constexpr, LOGIT_BIAS: tl.constexpr,
+    NORM: tl.constexpr, NORM_EPS: tl.constexpr, SCALE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
+    TOP2_SUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, MAX_PAIRED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a row, which holds all logits."""
     pdl_wait_if(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
-    inside = expert < ROUTING.num_experts
+    inside = expert < NUM_EXPERTS
     logits = load_sum(logits_ptr + row * row_stride + expert, part_stride, inside, PARTS, EXACT, EXACT)
-    chosen, weights = choose(logits, bias_ptr, expert, inside, ROUTING, HAS_BIAS, EXACT, BLOCK, NORM_EPS, MAX_PAIRED)
-    place = row * ROUTING.top_k + tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(ids_ptr + place, expert.to(tl.int64), mask=chosen)
-    tl.store(weights_ptr + place, weights, mask=chosen)
-
-
-@kernel
-def choose(
-    logits, bias_ptr, expert, inside, ROUTING: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK: tl.constexpr, NORM_EPS: tl.constexpr, MAX_PAIRED: tl.constexpr,
-):  # fmt: skip
-    """(chosen, weights) of a row's logits, each [BLOCK]; `inside` are experts, and `expert` their numbers."""
     logits = tl.where(inside, logits, -float("inf"))
-    if HAS_BIAS and ROUTING.logit_bias:
+    if HAS_BIAS and LOGIT_BIAS:
         logits += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(EXACT)
-    if ROUTING.scoring == "softmax":
+    if SCORING == "softmax":
         exps = tl.exp(logits - tl.max(logits, 0))
-        scores = exps / sum_in_any_order(exps, BLOCK)
-    elif ROUTING.scoring == "sigmoid":
+        scores = exps / tl.sum(exps, 0)
+    elif SCORING == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-logits))
     else:
         scores = logits
     choosing = scores
-    if HAS_BIAS and not ROUTING.logit_bias:
+    if HAS_BIAS and not LOGIT_BIAS:
         choosing += tl.load(bias_ptr + expert, mask=inside, other=0.0).to(EXACT)
     # As a sort does: NaN is above all.  Every comparison with NaN would be false, and no expert be chosen.
     choosing = tl.where(choosing == choosing, choosing, float("inf"))
     left = inside
-    if ROUTING.n_group > 1:
-        left = inside & best_groups(
-            choosing, expert, inside, ROUTING.num_experts // ROUTING.n_group, ROUTING.n_group, ROUTING.topk_group,
-            ROUTING.group_score == "top2_sum",
-        )  # fmt: skip
+    if N_GROUP > 1:
+        left = inside & best_groups(choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM)
     if BLOCK <= MAX_PAIRED:
-        # All pairs are compared at once: top_k reductions, one after another, take longer.
+        # All pairs are compared at once: TOP_K reductions, one after another, take longer.
         other, others = choosing[None, :], expert[None, :]
         is_before = (other > choosing[:, None]) | ((other == choosing[:, None]) & (others < expert[:, None]))
-        chosen = left & (tl.sum((is_before & left[None, :]).to(tl.int32), 1) < ROUTING.top_k)
+        chosen = left & (tl.sum((is_before & left[None, :]).to(tl.int32), 1) < TOP_K)
     else:
         chosen = expert < 0
-        for _ in tl.static_range(ROUTING.top_k):
+        for _ in tl.static_range(TOP_K):
             best = tl.max(tl.where(left, choosing, -float("inf")), 0)
             is_next = expert == tl.min(tl.where(left & (choosing == best), expert, BLOCK), 0)
             chosen = chosen | is_next
             left = left & ~is_next
     weights = tl.where(chosen, scores, 0.0)
-    if ROUTING.scoring == "topk_softmax":
+    if SCORING == "topk_softmax":
         exps = tl.where(chosen, tl.exp(logits - tl.max(tl.where(chosen, logits, -float("inf")), 0)), 0.0)
-        weights = exps / sum_in_any_order(exps, BLOCK)
-    if ROUTING.norm_topk_prob:
-        # Sigmoid scores may all be small: a power of two that is not below the largest is the unit of the sum.
-        unit = tl.exp2(tl.ceil(tl.log2(tl.maximum(tl.max(weights, 0), NORM_EPS))))
-        weights = weights / (sum_in_any_order(weights / unit, BLOCK) * unit + NORM_EPS)
-    return chosen, weights * ROUTING.routed_scaling_factor
-
-
-@kernel
-def sum_in_any_order(values, BLOCK: tl.constexpr):
-    """The sum of values [BLOCK] from 0 to 2.  The order of a sum of floats would follow from the number of warps.
-
-    Each value is rounded to a multiple of BLOCK / 2**61.  NaN counts as 0, as it has no integer.
-    """
-    UNIT: tl.constexpr = 2.0**61 / BLOCK
-    counts = (tl.where(values == values, values, 0.0) * UNIT).to(tl.int64)
-    return tl.sum(counts, 0).to(values.dtype) / UNIT
-
-
-@kernel
-def choose_one(
-    logits_ptr, bias_ptr, pair, ROUTING: tl.constexpr, HAS_BIAS: tl.constexpr, EXACT: tl.constexpr,
-    BLOCK: tl.constexpr, NORM_EPS: tl.constexpr, MAX_PAIRED: tl.constexpr,
-):  # fmt: skip
-    """(expert, weight) of a pair, the number row · top_k + choice, from logits [N, E]."""
-    expert = tl.arange(0, BLOCK)
-    inside = expert < ROUTING.num_experts
-    row = (pair // ROUTING.top_k).to(tl.int64)
-    logits = tl.load(logits_ptr + row * ROUTING.num_experts + expert, mask=inside, other=0.0).to(EXACT)
-    chosen, weights = choose(logits, bias_ptr, expert, inside, ROUTING, HAS_BIAS, EXACT, BLOCK, NORM_EPS, MAX_PAIRED)
-    is_own = chosen & (tl.cumsum(chosen.to(tl.int32), 0) - 1 == pair % ROUTING.top_k)
-    return tl.sum(tl.where(is_own, expert, 0), 0).to(tl.int64), tl.sum(tl.where(is_own, weights, 0.0), 0)
+        weights = exps / tl.sum(exps, 0)
+    if NORM:
+        weights = weights / (tl.sum(weights, 0) + NORM_EPS)
+    place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(ids_ptr + place, expert.to(tl.int64), mask=chosen)
+    tl.store(weights_ptr + place, weights * SCALE, mask=chosen)
 
 
 @kernel
@@ -233,12 +193,20 @@ def route_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
         _route_kernel[(num_rows,)](
             *(parts, parts if bias is None else bias.contiguous(), ids, weights, *parts.stride()[:2]),
             PARTS=num_parts,
-            # constexpr: as run-time arguments its factor and NORM_EPS would be rounded to float32.
-            ROUTING=routing,
+            NUM_EXPERTS=routing.num_experts,
+            TOP_K=top_k,
+            SCORING=routing.scoring,
             HAS_BIAS=bias is not None,
+            LOGIT_BIAS=routing.logit_bias,
+            NORM=routing.norm_topk_prob,
+            # constexpr: as a run-time argument it would be rounded to float32.
+            NORM_EPS=NORM_EPS,
+            SCALE=routing.routed_scaling_factor,
+            N_GROUP=routing.n_group,
+            TOPK_GROUP=routing.topk_group,
+            TOP2_SUM=routing.group_score == "top2_sum",
             EXACT=exact_type(logits.dtype),
             BLOCK=block,
-            NORM_EPS=NORM_EPS,
             MAX_PAIRED=MAX_PAIRED,
             num_warps=min(max(block * block // (WARP * PAIRS_PER_THREAD), 1), MAX_WARPS) if block <= MAX_PAIRED else 2,
             **early(chip(logits)),

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from espalier.kernels.layers import norm_router
 from espalier.kernels.layers.activation import SILU, Activation
-from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix
-from espalier.kernels.layers.experts_routed import routed_experts
+from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix, grouped_experts
 from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS, SharedExperts
 from espalier.kernels.layers.linear import TritonPlan, linear_parts_triton
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.layers.routing import Routing, route
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -86,11 +85,12 @@ class MixtureMLP:
         return total, self._mixed(normed, logits, live)
 
     def _mixed(self, x: Tensor, logits: Tensor, live: Tensor | None) -> Tensor:
-        experts = (x, self.gate_up, self.down, logits, self.bias, self.routing, live)
+        ids, weights = route(logits, self.bias, self.routing)
         if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
-            return routed_experts(*experts, shared=self.shared_tiles)
+            return grouped_experts(x, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles)
         extra = 0 if self.shared is None else 1 if self.shared_gate is not None else self.shared.num_parts(len(x))
-        parts = routed_experts(*experts, biases=self.biases, activation=self.activation, extra=extra)
+        experts = (x, self.gate_up, self.down, ids, weights)
+        parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
         if self.shared is not None and self.shared_gate is not None:
             gate = self.shared_gate(x).to(parts.dtype).sigmoid()
             torch.mul(self.shared.summed(x), gate, out=parts[-1])
