@@ -18,6 +18,10 @@ from espalier.kernels.runtime.pdl import early, pdl_wait_if
 if TYPE_CHECKING:
     import triton.language as tl
 
+# Values of a row that a warp norms, and the most warps of a program.  A thread loads few values, because nothing hides
+# the latency of a lone row's loads (docs/log.md).
+WARP_VALUES, MAX_WARPS = 128, 16
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
@@ -118,9 +122,14 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: 
         SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
         EXACT=exact_type(x.dtype),
         BLOCK=block,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=warps_for(block),
         **early(chip(x)),
     )
+
+
+def warps_for(block: int) -> int:
+    """The warps of a program that norms a row of `block` values."""
+    return min(max(block // WARP_VALUES, 1), MAX_WARPS)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
