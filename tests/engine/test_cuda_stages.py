@@ -40,7 +40,7 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(
     monkeypatch.setattr(ngram, "longest_known", lambda root: setup.layout.history_width)
 
     def requests() -> list[Request]:
-        made = asked(2, temperature, count=6, max_tokens=14)
+        made = asked(2, temperature, count=5, max_tokens=9)
         if who == "one":
             for each in made[1:]:
                 each.masker = None
