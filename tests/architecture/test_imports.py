@@ -8,6 +8,7 @@ import io
 import re
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -61,8 +62,13 @@ def room_of(path: Path) -> str:
     return "" if top == "__init__" else top
 
 
-def imports(source: str) -> Iterator[tuple[int, str]]:
+@cache
+def imports(source: str) -> list[tuple[int, str]]:
     """(line, room) of everything that is imported from the house, wherever in the file."""
+    return list(_imports(source))
+
+
+def _imports(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
