@@ -134,11 +134,12 @@ def module_state(source: str) -> list[str]:
     """Heuristic: `global`, a container under a variable's name, or a module's container that a function changes."""
     tree = ast.parse(source)
     mutables = module_mutables(tree)
-    found = [f"line {node.lineno}: global" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    nodes = list(ast.walk(tree)) if mutables or "global" in source else []
+    found = [f"line {node.lineno}: global" for node in nodes if isinstance(node, ast.Global)]
     found += [
         f"line {line}: {name} is a variable" for name, line in mutables.items() if name.islower() and name[0] != "_"
     ]
-    for function in ast.walk(tree):
+    for function in nodes:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             changed = [(line, name) for line, name in mutated_names(function) if name in mutables]
             found += [f"line {line}: {name} is changed by a function" for line, name in changed]
@@ -151,6 +152,8 @@ def long_functions(source: str) -> list[str]:
 
 
 def ownerless_comments(source: str) -> list[str]:
+    if not OWNERLESS.search(source):
+        return []
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [token for token in tokens if token.type == tokenize.COMMENT and OWNERLESS.search(token.string)]
     return [f"line {token.start[0]}: {token.string}" for token in comments]
