@@ -475,7 +475,7 @@ def test_schemathesis_finds_nothing(served, method, path, mode, put_on_record):
         pytest.skip("nothing in its path or body can be wrong")
     asked = 0
 
-    @settings(max_examples=15, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case):
         nonlocal asked
