@@ -22,7 +22,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
-from espalier.kernels.tree.select_beams import order_of, usable, usable_score
+from espalier.kernels.tree.select_beams import order_of, score_of, usable, usable_score
 from espalier.kernels.tree.select_tree import VOID, Tree
 
 if TYPE_CHECKING:
@@ -157,8 +157,7 @@ def _key_of(score, depth, parent, place, row):
 @kernel
 def _parts_of(key):
     """(score, depth, parent, place, row) of a key."""
-    ordered = (key >> 32).to(tl.int32)
-    score = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
+    score = score_of((key >> 32).to(tl.int32))
     rest = 0xFFFFFFFF - (key & 0xFFFFFFFF)
     depth, parent = (rest >> 26).to(tl.int32), ((rest >> 16) & 1023).to(tl.int32)
     return score, depth, parent, ((rest >> 8) & 255).to(tl.int32), (rest & 255).to(tl.int32)
