@@ -12,8 +12,8 @@ Differences from the reference (they can change which tokens are drafted, never 
   the same if d2t ascends.
 - A child that scores -inf has id 0: the row is void, or has fewer than k children.
 
-Tolerance: 2**-16 of the reference's scores, because the sum over the vocabulary has another reduction order, exp is
-tl.exp, and values of float64 logits are rounded to float32 when they are ranked.
+Tolerance: 2**-16 of the reference's scores in float32, because the sum over the vocabulary has another reduction order
+and exp is tl.exp.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -39,14 +39,13 @@ from espalier.kernels.sampling.logit_processors import (
     shaped,
 )
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
-from espalier.kernels.tree.select_beams import order_of, score_of, usable_score
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 SPLIT = 2048
-# Keys that a warp ranks: many, as each child is one step, and its time is mostly the warps' synchronisation.
-KEYS_A_WARP = 256
+# Splits, over all rows of a program, that a warp merges.
+HEADS_A_WARP = 512
 
 
 def draft_topk_triton(
@@ -88,43 +87,44 @@ def draft_topk_triton(
         return ids, best
     split = min(SPLIT, power_of_two(vocab))
     places, splits = batch * queries, -(-vocab // split)
-    keys = torch.empty(places, splits, topk, dtype=torch.int64, device=logits.device)
-    sums = torch.empty(places, splits, dtype=torch.float32, device=logits.device)
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    values = torch.empty(places, splits, topk, dtype=exact, device=logits.device)
+    indices = torch.empty(places, splits, topk, dtype=torch.int32, device=logits.device)
+    sums = torch.empty(places, splits, dtype=exact, device=logits.device)
     # A fused multiply-add rounds once; the reference rounds twice.
-    options = {"HAS_D2T": d2t is not None, "enable_fp_fusion": False, **early(chip(logits))}
+    options = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
+    options |= early(chip(logits))
+    of_splits = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
-        *(keys, sums, vocab, of_target, offset, stride, given, rows.arguments, hanging, queries, splits),
+        *(*of_splits, vocab, of_target, offset, stride, given, rows.arguments, hanging, queries, splits),
         COLUMNS=COLUMNS,
         COUPLED=coupled,
         SPLIT=split,
-        TOPK=topk,
-        EXACT=exact_type(logits.dtype),
         num_warps=4,
         **options,
     )
     _merge_topk_kernel[(places,)](
-        *(ids, best, keys, sums, of_target, scores, *scores.stride(), queries, splits, split),
-        **merge_constants(splits, topk, topk),
+        *(ids, best, *of_splits, of_target, scores, *scores.stride(), queries, splits),
+        SPLITS=power_of_two(splits),
+        CHILDREN=power_of_two(topk),
+        num_warps=merge_warps(power_of_two(splits)),
         **options,
     )
     return ids, best
 
 
-def merge_constants(splits: int, kept: int, topk: int) -> dict[str, int]:
-    """Launch arguments for a program that calls `merge_splits`."""
-    of_splits, of_split, children = power_of_two(splits), power_of_two(kept), power_of_two(topk)
-    warps = max(of_splits, children * of_split) // KEYS_A_WARP
-    sizes = {"SPLITS": of_splits, "KEPT": of_split, "CHILDREN": children, "TOPK": topk}
-    return {**sizes, "num_warps": min(max(warps, 1), 16)}
+def merge_warps(heads: int) -> int:
+    """Warps for `merge_splits`: few, as each child is one step, and its time is mostly the warps' synchronisation."""
+    return min(max(heads // HEADS_A_WARP, 1), 16)
 
 
 @kernel
 def _block_topk_kernel(
-    keys_ptr, sums_ptr, draft_vocab, d2t_ptr, offset, stride, logits, slots, above, queries, splits,
-    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, SPLIT: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr,
-    EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    values_ptr, indices_ptr, sums_ptr, draft_vocab, d2t_ptr, offset, stride, logits, slots, above, queries, splits,
+    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One split: the keys of its TOPK best draft indices, best first, and the sum of exp(value - best value)."""
+    """One split: its TOPK best (value, draft index), best first, and the sum of exp(value - best value)."""
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -134,20 +134,26 @@ def _block_topk_kernel(
     )
     index = split * SPLIT + tl.arange(0, SPLIT)
     inside = index < draft_vocab
-    x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(EXACT)
+    exact: tl.constexpr = values_ptr.dtype.element_ty
+    x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
     if HAS_D2T:
         # Who asks for nothing needs no ids, which are more bytes than the logits.
         needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
-    x = shaped_with_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED).to(tl.float32)
+    x = shaped_with_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
+    nan = tl.max((x != x).to(tl.int32), 0)
+    x = tl.where(x != x, float("-inf"), x)
+    top = tl.max(x, 0)
+    total = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0)
     split_index = out * splits + split
-    tl.store(sums_ptr + split_index, sum_of_exp(x))
-    keys, none = keys_of(x, index), no_key()
+    tl.store(sums_ptr + split_index, tl.where(nan != 0, float("nan"), total))
     for k in range(TOPK):
-        best = tl.max(keys, 0)
-        tl.store(keys_ptr + split_index * TOPK + k, best)
-        keys = tl.where(keys == best, none, keys)
+        best = tl.max(x, 0)
+        best_index = tl.min(tl.where(x == best, index, 2147483647), 0)
+        tl.store(values_ptr + split_index * TOPK + k, best)
+        tl.store(indices_ptr + split_index * TOPK + k, best_index)
+        x = tl.where(index == best_index, float("-inf"), x)
 
 
 @kernel
@@ -164,15 +170,17 @@ def shaped_with_noise(
 
 @kernel
 def _merge_topk_kernel(
-    ids_ptr, best_ptr, keys_ptr, sums_ptr, d2t_ptr, scores_ptr, scores_batch_stride, scores_query_stride,
-    queries, splits, split_size,
-    SPLITS: tl.constexpr, KEPT: tl.constexpr, CHILDREN: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    ids_ptr, best_ptr, values_ptr, indices_ptr, sums_ptr, d2t_ptr,
+    scores_ptr, scores_batch_stride, scores_query_stride, queries, splits,
+    SPLITS: tl.constexpr, CHILDREN: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_wait_if(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
-    columns, logp = merge_splits(keys_ptr, sums_ptr, out, splits, split_size, TOPK, SPLITS, KEPT, CHILDREN, TOPK)
-    child = tl.arange(0, CHILDREN)
+    row = out + tl.arange(0, 1)
+    columns, logp = merge_splits(
+        values_ptr, indices_ptr, sums_ptr, row, row >= 0, splits, TOPK, 1, SPLITS, CHILDREN, TOPK
+    )
+    child = tl.arange(0, CHILDREN)[None, :]
     valid = logp > float("-inf")
     ids = columns.to(tl.int64)
     if HAS_D2T:
@@ -184,66 +192,39 @@ def _merge_topk_kernel(
 
 @kernel
 def merge_splits(
-    keys_ptr, sums_ptr, row, splits, split_size, kept,
-    SPLITS: tl.constexpr, KEPT: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr,
+    values_ptr, indices_ptr, sums_ptr, row, row_exists, splits, kept,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """The best children of a row: their columns and log-probabilities, float32 and at most 0, [CHILDREN] each.  Those
-    that do not exist have -inf.
+    """The best children of rows [ROWS]: their columns and log-probabilities, float32 and at most 0, [ROWS, CHILDREN]
+    each.  Those that do not exist have -inf.
 
-    The row has `splits` splits of split_size columns.  Each has the keys of its `kept` best columns, best first, and
-    the sum of exp(value - best value).  The best TOPK are in the splits whose heads are the best TOPK.
+    A row has `splits` splits.  Each has its `kept` best values, best first, their columns, and the sum of exp(value -
+    best value).  The best of all splits' heads is taken TOPK times, and the next value of its split moves up.  Equal
+    heads: the lower split, whose columns are lower.
     """
-    split, place, none = tl.arange(0, SPLITS), tl.arange(0, KEPT), no_key()
-    of_row = keys_ptr + row * splits * kept
-    heads = tl.load(of_row + split * kept, mask=split < splits, other=none)
-    totals = tl.load(sums_ptr + row * splits + split, mask=split < splits, other=0.0)
-    value, _ = parts_of(heads)
-    top = tl.max(value, 0)
-    total = tl.sum(totals * tl.exp(value - tl.where(top == float("-inf"), 0.0, top)), 0)
-    chosen = _best_keys(heads, CHILDREN, TOPK)
-    _, head_columns = parts_of(chosen)
-    of_split = of_row + (head_columns // split_size) * kept
-    is_key = (chosen != none)[:, None] & (place < kept)[None, :]
-    keys = tl.load(of_split[:, None] + place[None, :], mask=is_key, other=none)
-    values, columns = parts_of(_best_keys(tl.reshape(keys, [CHILDREN * KEPT]), CHILDREN, TOPK))
-    logp = (values - top) - tl.log(total)
+    split, child = tl.arange(0, SPLITS)[None, :], tl.arange(0, CHILDREN)[None, :]
+    exists = row_exists[:, None] & (split < splits)
+    of_split = row[:, None] * splits + split
+    heads = tl.load(values_ptr + of_split * kept, mask=exists, other=float("-inf"))
+    totals = tl.load(sums_ptr + of_split, mask=exists, other=0.0)
+    top = tl.max(heads, 1)
+    total = tl.sum(totals * tl.exp(heads - tl.where(top == float("-inf"), 0.0, top)[:, None]), 1)
+    num_taken = tl.zeros([ROWS, SPLITS], tl.int32)
+    values = tl.full([ROWS, CHILDREN], float("-inf"), heads.dtype)
+    places = tl.zeros([ROWS, CHILDREN], tl.int32)
+    for k in range(TOPK):
+        best, best_split = tl.max(heads, 1, return_indices=True)
+        is_best = split == best_split[:, None]
+        place = tl.sum(tl.where(is_best, split * kept + num_taken, 0), 1)
+        num_taken += is_best.to(tl.int32)
+        following = tl.load(
+            values_ptr + of_split * kept + num_taken, mask=exists & is_best & (num_taken < kept), other=float("-inf")
+        )
+        heads = tl.where(is_best, following, heads)
+        values = tl.where(child == k, best[:, None], values)
+        places = tl.where(child == k, place[:, None], places)
+    logp = (values - top[:, None]) - tl.log(total)[:, None]
     # False for NaN as well.
     valid = logp > float("-inf")
-    return tl.where(valid, columns, 0), tl.where(valid, tl.minimum(logp, 0.0), float("-inf"))
-
-
-@kernel
-def _best_keys(keys, CHILDREN: tl.constexpr, TOPK: tl.constexpr):
-    """The TOPK best keys, best first: [CHILDREN]."""
-    child, none = tl.arange(0, CHILDREN), no_key()
-    found = tl.zeros([CHILDREN], tl.int64) + none
-    for k in range(TOPK):
-        best = tl.max(keys, 0)
-        found = tl.where(child == k, best, found)
-        keys = tl.where(keys == best, none, keys)
-    return found
-
-
-@kernel
-def no_key():
-    """The key of no column, below those of all columns; it scores -inf."""
-    return tl.full([], -9187343244130779136, tl.int64)
-
-
-@kernel
-def keys_of(x, index):
-    """int64: higher for a better score; of equal scores, for the lower index.  x: float32; NaN counts as -inf."""
-    return (order_of(usable_score(x)).to(tl.int64) << 32) | (0xFFFFFFFF - index.to(tl.int64))
-
-
-@kernel
-def parts_of(key):
-    """(score, index) of a key."""
-    return score_of((key >> 32).to(tl.int32)), (0xFFFFFFFF - (key & 0xFFFFFFFF)).to(tl.int32)
-
-
-@kernel
-def sum_of_exp(x):
-    """The sum of exp(x - best x) over the first dimension; NaN if an x is NaN or infinite."""
-    top = tl.max(tl.where(x == x, x, float("-inf")), 0)
-    return tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0)
+    columns = tl.load(indices_ptr + row[:, None] * splits * kept + places, mask=valid, other=0)
+    return columns, tl.where(valid, tl.minimum(logp.to(tl.float32), 0.0), float("-inf"))

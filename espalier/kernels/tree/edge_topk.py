@@ -2,16 +2,17 @@
 
 A row is a token: all paths that end in the same token at the same depth have the same continuations.  The first kernel
 has one program per (requests, tile of rows, split of the columns).  It adds the edges, a product of low rank, to the
-depth's logits, and keeps the split's top k, maximum and sum of exponentials.  It never writes the logits of a row.
-The second kernel has one program per row, which merges its splits.  The third ranks the next depth's rows, one program
-per request.
+depth's logits, and writes these with each split's maximum and sum of exponentials.  The second kernel has one program
+per row: the best columns are in the splits with the best maxima, so it reads only these.  The third ranks the next
+depth's rows, one program per request.
 
 The reference is Sampler.next_depth in espalier/speculate/sampler.py on a CPU.  Like draft_topk.py, this file may draft
-other tokens than the reference; the emitted tokens are the same.  Children are ordered by exact logits, and ties go to
-the lower column.
+other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32, and ties
+go to the lower column.
 
 Tolerance: that of draft_topk.py, plus rank · 2⁻²⁴ times the sum of the products' magnitudes, because logits are summed
-in float32 (float64 for float64).  The reference rounds product and sum to the logits' dtype.
+in float32 (float64 for float64, and then rounded to float32).  The reference rounds product and sum to the logits'
+dtype.
 """
 
 from __future__ import annotations
@@ -36,35 +37,27 @@ from espalier.kernels.sampling.logit_processors import (
     logits_arguments,
     row_of,
 )
-from espalier.kernels.tree.draft_topk import (
-    keys_of,
-    merge_constants,
-    merge_splits,
-    no_key,
-    shaped_with_noise,
-    sum_of_exp,
-)
+from espalier.kernels.tree.draft_topk import shaped_with_noise
 from espalier.kernels.tree.select_beams import order_of, ordered_topk, score_of, usable, usable_score
 from espalier.kernels.tree.select_paths import Candidates
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Columns of a program, and how much of their rank it multiplies in a step.  Both are in registers.
+# Columns of a program, and the rank that it multiplies in a step.  With 64 kB of bfloat16, three programs fit into the
+# shared memory of a processor.
 SPLIT, BLOCK_RANK = 128, 256
+WARPS = 8
 # Requests of a program, which share the columns that it has read.
 REQUESTS = 4
 # A program prefetches the columns of the program that starts AHEAD programs a processor later.
 AHEAD = 3
-# Whether every other depth takes the columns in reverse, so that it finds those in the L2 that were read last.
-SERPENTINE = True
-WARPS = 4
 # Rows of a program: at least what tensor cores need; at most what keeps their logits in registers.
 LEAST_ROWS, MOST_ROWS = 8, 16
 # The fewest columns, and the least rank, that tensor cores take.
 LEAST_SPLIT, LEAST_RANK = 16, 16
-# Candidates that a warp ranks: few, as each next row is one step, and its time is mostly the warps' synchronisation.
-CANDIDATES_A_WARP = 256
+# Values of which a warp finds the best: many, as its time is mostly the warps' synchronisation.
+VALUES_A_WARP = 256
 
 
 class Rows(NamedTuple):
@@ -156,20 +149,20 @@ def edge_topk_triton(
     _require(edges, rows, after, ids, out)
     logits = logits_arguments(edges.base[:, depth : depth + 1], columns, slots, first)
     split = min(SPLIT, max(power_of_two(columns), LEAST_SPLIT))
-    splits, kept = -(-columns // split), min(topk, split)
+    splits = -(-columns // split)
     tile = min(max(power_of_two(num_rows), LEAST_ROWS), MOST_ROWS)
-    keys = torch.empty(batch, num_rows, splits, kept, dtype=torch.int64, device=edges.base.device)
-    sums = torch.empty(batch, num_rows, splits, dtype=torch.float32, device=edges.base.device)
+    x = torch.empty(batch, num_rows, splits, split, dtype=torch.float32, device=edges.base.device)
+    tops, sums = x.new_empty(2, batch, num_rows, splits)
     id_arguments = (ids, 0 if ids is None else ids.stride(0))
     is_half = after.element_size() == 2
     requests = 1 if own else min(REQUESTS, batch)
     groups = -(-batch // requests) * -(-num_rows // tile)
-    on = chip(keys)
+    on = chip(x)
     _edge_topk_kernel[(groups, splits)](
-        *(keys, sums, rows.tokens, *rows.tokens.stride(), edges.before, edges.before.stride(0), after),
+        *(x, tops, sums, rows.tokens, *rows.tokens.stride(), edges.before, edges.before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
         *(above_arguments(None, 0, 1, slots, mask), batch, num_rows, columns, splits),
-        *(int(AHEAD * on.processors) // groups, depth % 2 if SERPENTINE else 0),
+        AHEAD * on.processors // groups,
         COLUMNS=COLUMNS,
         COUPLED=coupled,
         REQUESTS=requests,
@@ -177,7 +170,6 @@ def edge_topk_triton(
         BLOCK_RANK=min(max(power_of_two(rank), LEAST_RANK), BLOCK_RANK) if is_half else LEAST_RANK,
         ROWS=tile,
         SPLIT=split,
-        KEPT=kept,
         IS_WEIGHT=not own,
         EXACT=exact_type(edges.base.dtype),
         num_warps=WARPS,
@@ -186,10 +178,13 @@ def edge_topk_triton(
         enable_fp_fusion=False,
         **early(on),
     )
+    sizes = {"SPLITS": power_of_two(splits), "SPLIT": split, "CHILDREN": power_of_two(topk)}
     _merge_rows_kernel[(batch, num_rows)](
-        *(*out[:2], out.tokens.stride(0), keys, sums, *id_arguments),
-        *(only, 0 if only is None else only.stride(0), num_rows, splits, split, kept),
-        **merge_constants(splits, kept, topk),
+        *(*out[:2], out.tokens.stride(0), x, tops, sums, *id_arguments),
+        *(only, 0 if only is None else only.stride(0), num_rows, splits),
+        **sizes,
+        TOPK=topk,
+        num_warps=_warps(max(sizes["SPLITS"], sizes["CHILDREN"] * split)),
         enable_fp_fusion=False,
         **early(on),
     )
@@ -198,10 +193,14 @@ def edge_topk_triton(
         *(*out, out.tokens.stride(0), *made, rows.scores, *rows.scores.stride(), num_rows, topk),
         CANDIDATES=candidates,
         TOPK=topk,
-        num_warps=min(max(candidates // CANDIDATES_A_WARP, 1), 16),
+        num_warps=_warps(candidates),
         **early(on),
     )
     return made
+
+
+def _warps(values: int) -> int:
+    return min(max(values // VALUES_A_WARP, 1), 16)
 
 
 def _require(edges: LowRankEdges, rows: Rows, after: Tensor, ids: Tensor | None, out: Candidates) -> None:
@@ -223,14 +222,18 @@ def _require(edges: LowRankEdges, rows: Rows, after: Tensor, ids: Tensor | None,
 
 @kernel
 def _edge_topk_kernel(
-    keys_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
+    x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
     after_ptr, after_batch_stride, after_stride, ids_ptr, ids_stride, depth, logits, slots, above,
-    batch, num_rows, num_columns, splits, ahead, is_backward,
+    batch, num_rows, num_columns, splits, ahead,
     COLUMNS: tl.constexpr, COUPLED: tl.constexpr, REQUESTS: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
-    ROWS: tl.constexpr, SPLIT: tl.constexpr, KEPT: tl.constexpr, IS_WEIGHT: tl.constexpr, EXACT: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """x [SPLIT, ROWS] holds the logits of one split, a column for each row: all of one request and one position."""
+    """x [SPLIT, ROWS] holds the logits of one split, a column for each row: all of one request and one position.
+
+    The columns are weights, so they are read before the wait.  Every other depth takes them in reverse: those that the
+    depth before has read last may be in the L2.
+    """
     pdl_trigger(DEPENDENT)
     tiles = tl.cdiv(num_rows, ROWS)
     first = (tl.program_id(0) // tiles).to(tl.int64) * REQUESTS
@@ -238,7 +241,7 @@ def _edge_topk_kernel(
     place, rank = tl.arange(0, SPLIT), tl.arange(0, BLOCK_RANK)
     split = tl.program_id(1)
     following = split + ahead
-    if is_backward != 0:
+    if depth % 2 != 0:
         split, following = splits - 1 - split, splits - 1 - following
     index = split * SPLIT + place
     inside = index < num_columns
@@ -274,7 +277,10 @@ def _edge_topk_kernel(
         x = tl.where(inside[:, None], x + base[:, None], float("-inf"))
         x = shaped_with_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
         out = (b * num_rows + row_index) * splits + split
-        _store_top(keys_ptr, sums_ptr, out, exists, x.to(tl.float32), index, KEPT)
+        tl.store(x_ptr + out[None, :] * SPLIT + place[:, None], x, mask=exists[None, :])
+        top, total = _sum_of_exp(x.to(tl.float32))
+        tl.store(tops_ptr + out, top, mask=exists)
+        tl.store(sums_ptr + out, total, mask=exists)
 
 
 @kernel
@@ -288,29 +294,37 @@ def _ask_for_columns(after_ptr, after_stride, index, num_columns, RANK: tl.const
 
 
 @kernel
-def _store_top(keys_ptr, sums_ptr, out, exists, x, index, KEPT: tl.constexpr):
-    """Store the keys of the KEPT best of each column of x, best first, and the sum of exp(value - best value)."""
-    tl.store(sums_ptr + out, sum_of_exp(x), mask=exists)
-    keys, none = keys_of(x, index[:, None]), no_key()
-    for k in range(KEPT):
-        best = tl.max(keys, 0)
-        tl.store(keys_ptr + out * KEPT + k, best, mask=exists)
-        keys = tl.where(keys == best[None, :], none, keys)
+def _sum_of_exp(x):
+    """(the best x, the sum of exp(x - best x)) over the first dimension; the sum is NaN if an x is NaN or infinite."""
+    top = tl.max(tl.where(x == x, x, float("-inf")), 0)
+    return top, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)[None, :]), 0)
 
 
 @kernel
 def _merge_rows_kernel(
-    tokens_ptr, scores_ptr, out_stride, keys_ptr, sums_ptr, ids_ptr, ids_stride,
-    only_ptr, only_stride, num_rows, splits, split_size, kept,
-    SPLITS: tl.constexpr, KEPT: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+    tokens_ptr, scores_ptr, out_stride, x_ptr, tops_ptr, sums_ptr, ids_ptr, ids_stride,
+    only_ptr, only_stride, num_rows, splits,
+    SPLITS: tl.constexpr, SPLIT: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """The best TOPK columns of a row are in the splits whose best columns are the best TOPK."""
     pdl_wait_if(DEPENDENT)
-    b, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    columns, scores = merge_splits(
-        keys_ptr, sums_ptr, b * num_rows + row, splits, split_size, kept, SPLITS, KEPT, CHILDREN, TOPK
-    )
-    child = tl.arange(0, CHILDREN)
+    b = tl.program_id(0).to(tl.int64)
+    row = b * num_rows + tl.program_id(1)
+    split, child = tl.arange(0, SPLITS), tl.arange(0, CHILDREN)
+    tops = tl.load(tops_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
+    sums = tl.load(sums_ptr + row * splits + split, mask=split < splits, other=0.0)
+    top = tl.max(tops, 0)
+    total = tl.sum(sums * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
+    split_tops, chosen = _best(tops, split, CHILDREN, TOPK)
+    column = chosen[:, None] * SPLIT + tl.arange(0, SPLIT)[None, :]
+    is_chosen = (split_tops > float("-inf"))[:, None] & (column >= 0)
+    x = tl.load(x_ptr + row * splits * SPLIT + column, mask=is_chosen, other=float("-inf"))
+    SIZE: tl.constexpr = CHILDREN * SPLIT
+    values, columns = _best(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), CHILDREN, TOPK)
+    scores = (values - top) - tl.log(total)
+    # False for NaN as well.
     valid = scores > float("-inf")
+    scores = tl.where(valid, tl.minimum(scores, 0.0), float("-inf"))
     tokens = columns.to(tl.int64)
     if ids_ptr is not None:
         tokens = tl.load(ids_ptr + b * ids_stride + columns, mask=valid, other=0)
@@ -319,9 +333,28 @@ def _merge_rows_kernel(
         only = tl.load(only_ptr + b * only_stride)
         tokens = tl.where(only >= 0, only, tokens)
         scores = tl.where(only >= 0, tl.where(child == 0, 0.0, float("-inf")), scores)
-    out = b * out_stride + row * TOPK + child
+    out = b * out_stride + tl.program_id(1) * TOPK + child
     tl.store(tokens_ptr + out, tokens, mask=child < TOPK)
     tl.store(scores_ptr + out, scores, mask=child < TOPK)
+
+
+@kernel
+def _best(x, index, CHILDREN: tl.constexpr, TOPK: tl.constexpr):
+    """The TOPK best values of x, best first, and their indices; of equal values the lower index: [CHILDREN] each.
+
+    NaN counts as -inf.  Where fewer than TOPK are above -inf, the others are -inf, with any index.
+    """
+    child = tl.arange(0, CHILDREN)
+    # Whole numbers: their maximum over a warp is one instruction.
+    keys, none = order_of(usable_score(x)), order_of(tl.full([], float("-inf"), tl.float32))
+    best_keys, best_index = tl.zeros([CHILDREN], tl.int32) + none, tl.zeros([CHILDREN], tl.int32)
+    for k in range(TOPK):
+        best = tl.max(keys, 0)
+        at = tl.min(tl.where(keys == best, index, 2147483647), 0)
+        best_keys = tl.where(child == k, best, best_keys)
+        best_index = tl.where(child == k, at, best_index)
+        keys = tl.where(index == at, none, keys)
+    return score_of(best_keys), best_index
 
 
 @kernel
