@@ -178,25 +178,39 @@ def edge_topk_triton(
         enable_fp_fusion=False,
         **early(on),
     )
-    sizes = {"SPLITS": power_of_two(splits), "SPLIT": split, "CHILDREN": power_of_two(topk)}
+    _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, only)
+    return made
+
+
+def _merge_and_rank(
+    out: Candidates,
+    made: Rows,
+    of_splits: tuple[Tensor, Tensor, Tensor],
+    id_arguments: tuple[Tensor | None, int],
+    row_scores: Tensor,
+    only: Tensor | None,
+) -> None:
+    (batch, num_rows, topk), (splits, split) = out.tokens.shape, of_splits[0].shape[2:]
+    on, of_splits_block, children = chip(row_scores), power_of_two(splits), power_of_two(topk)
     _merge_rows_kernel[(batch, num_rows)](
-        *(*out[:2], out.tokens.stride(0), x, tops, sums, *id_arguments),
+        *(*out[:2], out.tokens.stride(0), *of_splits, *id_arguments),
         *(only, 0 if only is None else only.stride(0), num_rows, splits),
-        **sizes,
+        SPLITS=of_splits_block,
+        SPLIT=split,
+        CHILDREN=children,
         TOPK=topk,
-        num_warps=_warps(max(sizes["SPLITS"], sizes["CHILDREN"] * split)),
+        num_warps=_warps(max(of_splits_block, children * split)),
         enable_fp_fusion=False,
         **early(on),
     )
     candidates = power_of_two(num_rows * topk)
     _rank_rows_kernel[(batch,)](
-        *(*out, out.tokens.stride(0), *made, rows.scores, *rows.scores.stride(), num_rows, topk),
+        *(*out, out.tokens.stride(0), *made, row_scores, *row_scores.stride(), num_rows, topk),
         CANDIDATES=candidates,
         TOPK=topk,
         num_warps=_warps(candidates),
         **early(on),
     )
-    return made
 
 
 def _warps(values: int) -> int:
