@@ -56,8 +56,8 @@ AHEAD = 3
 LEAST_ROWS, MOST_ROWS = 8, 16
 # The fewest columns, and the least rank, that tensor cores take.
 LEAST_SPLIT, LEAST_RANK = 16, 16
-# Values of which a warp finds the best: many, as its time is mostly the warps' synchronisation.
-VALUES_A_WARP = 256
+# Values of which a warp finds the best: many, because a step in several warps is mostly their synchronisation.
+VALUES_A_WARP = 1024
 
 
 class Rows(NamedTuple):
@@ -161,11 +161,10 @@ def edge_topk_triton(
     _edge_topk_kernel[(groups, splits)](
         *(x, tops, sums, rows.tokens, *rows.tokens.stride(), edges.before, edges.before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
-        *(above_arguments(None, 0, 1, slots, mask), batch, num_rows, columns, splits),
+        *(above_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
         AHEAD * on.processors // groups,
         COLUMNS=COLUMNS,
         COUPLED=coupled,
-        REQUESTS=requests,
         RANK=rank,
         BLOCK_RANK=min(max(power_of_two(rank), LEAST_RANK), BLOCK_RANK) if is_half else LEAST_RANK,
         ROWS=tile,
@@ -194,11 +193,10 @@ def _merge_and_rank(
     on, of_splits_block, children = chip(row_scores), power_of_two(splits), power_of_two(topk)
     _merge_rows_kernel[(batch, num_rows)](
         *(*out[:2], out.tokens.stride(0), *of_splits, *id_arguments),
-        *(only, 0 if only is None else only.stride(0), num_rows, splits),
+        *(only, 0 if only is None else only.stride(0), num_rows, splits, topk),
         SPLITS=of_splits_block,
         SPLIT=split,
         CHILDREN=children,
-        TOPK=topk,
         num_warps=_warps(max(of_splits_block, children * split)),
         enable_fp_fusion=False,
         **early(on),
@@ -238,8 +236,8 @@ def _require(edges: LowRankEdges, rows: Rows, after: Tensor, ids: Tensor | None,
 def _edge_topk_kernel(
     x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
     after_ptr, after_batch_stride, after_stride, ids_ptr, ids_stride, depth, logits, slots, above,
-    batch, num_rows, num_columns, splits, ahead,
-    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, REQUESTS: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    batch, requests, num_rows, num_columns, splits, ahead,
+    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -250,7 +248,7 @@ def _edge_topk_kernel(
     """
     pdl_trigger(DEPENDENT)
     tiles = tl.cdiv(num_rows, ROWS)
-    first = (tl.program_id(0) // tiles).to(tl.int64) * REQUESTS
+    first = (tl.program_id(0) // tiles).to(tl.int64) * requests
     row_index = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     place, rank = tl.arange(0, SPLIT), tl.arange(0, BLOCK_RANK)
     split = tl.program_id(1)
@@ -271,7 +269,7 @@ def _edge_topk_kernel(
         pdl_wait(DEPENDENT)
     exists = row_index < num_rows
     logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
-    for b in range(first, tl.minimum(first + REQUESTS, batch)):
+    for b in range(first, tl.minimum(first + requests, batch)):
         tokens = tokens_ptr + b * tokens_batch_stride + row_index * tokens_row_stride
         of_row = before_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * before_stride
         _, base_ptr, position, row, row_above = row_of(b, 1, depth, logits, slots, above, COLUMNS)
@@ -317,10 +315,10 @@ def _sum_of_exp(x):
 @kernel
 def _merge_rows_kernel(
     tokens_ptr, scores_ptr, out_stride, x_ptr, tops_ptr, sums_ptr, ids_ptr, ids_stride,
-    only_ptr, only_stride, num_rows, splits,
-    SPLITS: tl.constexpr, SPLIT: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+    only_ptr, only_stride, num_rows, splits, topk,
+    SPLITS: tl.constexpr, SPLIT: tl.constexpr, CHILDREN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The best TOPK columns of a row are in the splits whose best columns are the best TOPK."""
+    """The best topk columns of a row are in the splits whose best columns are the best topk."""
     pdl_wait_if(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     row = b * num_rows + tl.program_id(1)
@@ -329,12 +327,12 @@ def _merge_rows_kernel(
     sums = tl.load(sums_ptr + row * splits + split, mask=split < splits, other=0.0)
     top = tl.max(tops, 0)
     total = tl.sum(sums * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
-    split_tops, chosen = _best(tops, split, CHILDREN, TOPK)
+    split_tops, chosen = _best(tops, split, CHILDREN, topk)
     column = chosen[:, None] * SPLIT + tl.arange(0, SPLIT)[None, :]
     is_chosen = (split_tops > float("-inf"))[:, None] & (column >= 0)
     x = tl.load(x_ptr + row * splits * SPLIT + column, mask=is_chosen, other=float("-inf"))
     SIZE: tl.constexpr = CHILDREN * SPLIT
-    values, columns = _best(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), CHILDREN, TOPK)
+    values, columns = _best(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), CHILDREN, topk)
     scores = (values - top) - tl.log(total)
     # False for NaN as well.
     valid = scores > float("-inf")
@@ -347,22 +345,23 @@ def _merge_rows_kernel(
         only = tl.load(only_ptr + b * only_stride)
         tokens = tl.where(only >= 0, only, tokens)
         scores = tl.where(only >= 0, tl.where(child == 0, 0.0, float("-inf")), scores)
-    out = b * out_stride + tl.program_id(1) * TOPK + child
-    tl.store(tokens_ptr + out, tokens, mask=child < TOPK)
-    tl.store(scores_ptr + out, scores, mask=child < TOPK)
+    out = b * out_stride + tl.program_id(1) * topk + child
+    tl.store(tokens_ptr + out, tokens, mask=child < topk)
+    tl.store(scores_ptr + out, scores, mask=child < topk)
 
 
 @kernel
-def _best(x, index, CHILDREN: tl.constexpr, TOPK: tl.constexpr):
-    """The TOPK best values of x, best first, and their indices; of equal values the lower index: [CHILDREN] each.
+def _best(x, index, CHILDREN: tl.constexpr, topk):
+    """The topk best values of x, best first, and their indices; of equal values the lower index: [CHILDREN] each.
 
-    NaN counts as -inf.  Where fewer than TOPK are above -inf, the others are -inf, with any index.
+    NaN counts as -inf.  Where fewer than topk are above -inf, the others are -inf, with any index.
     """
     child = tl.arange(0, CHILDREN)
     # Whole numbers: their maximum over a warp is one instruction.
     keys, none = order_of(usable_score(x)), order_of(tl.full([], float("-inf"), tl.float32))
     best_keys, best_index = tl.zeros([CHILDREN], tl.int32) + none, tl.zeros([CHILDREN], tl.int32)
-    for k in range(TOPK):
+    # Not a constant: unrolled, the steps would not fit into the instruction cache.
+    for k in range(topk):
         best = tl.max(keys, 0)
         at = tl.min(tl.where(keys == best, index, 2147483647), 0)
         best_keys = tl.where(child == k, best, best_keys)
