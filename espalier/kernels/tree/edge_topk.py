@@ -25,7 +25,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import ask_for, early, pdl_trigger, pdl_wait, pdl_wait_if
+from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait, pdl_wait_if
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
     AboveArguments,
@@ -49,9 +49,7 @@ if TYPE_CHECKING:
 SPLIT, BLOCK_RANK = 128, 256
 WARPS = 8
 # Requests of a program, which share the columns that it has read.
-REQUESTS = 4
-# A program prefetches the columns of the program that starts AHEAD programs a processor later.
-AHEAD = 3
+REQUESTS = 8
 # Rows of a program: at least what tensor cores need; at most what keeps their logits in registers.
 LEAST_ROWS, MOST_ROWS = 8, 16
 # The fewest columns, and the least rank, that tensor cores take.
@@ -157,12 +155,10 @@ def edge_topk_triton(
     is_half = after.element_size() == 2
     requests = 1 if own else min(REQUESTS, batch)
     groups = -(-batch // requests) * -(-num_rows // tile)
-    on = chip(x)
     _edge_topk_kernel[(groups, splits)](
         *(x, tops, sums, rows.tokens, *rows.tokens.stride(), edges.before, edges.before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
         *(above_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
-        AHEAD * on.processors // groups,
         COLUMNS=COLUMNS,
         COUPLED=coupled,
         RANK=rank,
@@ -175,7 +171,7 @@ def edge_topk_triton(
         num_stages=1,
         # A fused multiply-add rounds once; the reference rounds twice.
         enable_fp_fusion=False,
-        **early(on),
+        **early(chip(x)),
     )
     _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, only)
     return made
@@ -236,7 +232,7 @@ def _require(edges: LowRankEdges, rows: Rows, after: Tensor, ids: Tensor | None,
 def _edge_topk_kernel(
     x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
     after_ptr, after_batch_stride, after_stride, ids_ptr, ids_stride, depth, logits, slots, above,
-    batch, requests, num_rows, num_columns, splits, ahead,
+    batch, requests, num_rows, num_columns, splits,
     COLUMNS: tl.constexpr, COUPLED: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
     ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -252,9 +248,8 @@ def _edge_topk_kernel(
     row_index = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     place, rank = tl.arange(0, SPLIT), tl.arange(0, BLOCK_RANK)
     split = tl.program_id(1)
-    following = split + ahead
     if depth % 2 != 0:
-        split, following = splits - 1 - split, splits - 1 - following
+        split = splits - 1 - split
     index = split * SPLIT + place
     inside = index < num_columns
     # Columns past the end read the last one instead; they count as -inf.
@@ -262,8 +257,6 @@ def _edge_topk_kernel(
     of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * after_stride
     if not IS_WEIGHT:
         pdl_wait(DEPENDENT)
-    elif (ahead > 0) & (following >= 0) & (following < splits):
-        _ask_for_columns(after_ptr, after_stride, following * SPLIT + place, num_columns, RANK, DEPENDENT)
     after = tl.load(of_column[:, None] + rank[None, :], mask=rank[None, :] < RANK, other=0.0)
     if IS_WEIGHT:
         pdl_wait(DEPENDENT)
@@ -293,16 +286,6 @@ def _edge_topk_kernel(
         top, total = _sum_of_exp(x.to(tl.float32))
         tl.store(tops_ptr + out, top, mask=exists)
         tl.store(sums_ptr + out, total, mask=exists)
-
-
-@kernel
-def _ask_for_columns(after_ptr, after_stride, index, num_columns, RANK: tl.constexpr, DEPENDENT: tl.constexpr):
-    of_column = after_ptr + tl.minimum(index, num_columns - 1).to(tl.int64) * after_stride
-    # An L2 line has 128 bytes.
-    LINE: tl.constexpr = 1024 // after_ptr.dtype.element_ty.primitive_bitwidth
-    if DEPENDENT:
-        for line in tl.static_range(0, RANK, LINE):
-            ask_for(of_column + line)
 
 
 @kernel
