@@ -25,6 +25,7 @@ from espalier.kernels.layers.quantised import (
     SPREAD,
     InputScales,
     QuantisedMatrix,
+    RoundedRows,
     dequantise,
     in_order_of_columns,
     interleave_nibbles,
@@ -36,6 +37,7 @@ from espalier.kernels.layers.quantised import (
 from espalier.kernels.layers.quantised_candidates import candidates
 from espalier.kernels.layers.silu import silu_mul_triton
 from espalier.kernels.runtime.launch import Chip
+from espalier.models.weight_formats.quantised import QuantisedWeight
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, inputs_of
 
 H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
@@ -106,6 +108,25 @@ def test_a_rows_bits_do_not_depend_on_other_rows(kernel_device, kind):
     alone = linear_quantised_triton(x[3:4], matrix, None, plan)
     x[5], x[6] = torch.nan, 1e4
     assert torch.equal(linear_quantised_triton(x, matrix, None, plan)[3:4], alone)
+
+
+@pytest.mark.parametrize("kind", ["fp8-channel-inputs", "fp8-block-inputs"])
+def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
+    matrix, x = drawn(kind, (), 2 * 64, 192, kernel_device), x_of(5, 192, kernel_device)
+    rounded = RoundedRows(*quantise_rows_triton(x, matrix.inputs), x.dtype)
+    for product, plan in product_of_each(linear_quantised_gated_triton, linear_quantised_triton, matrix):
+        assert torch.equal(product(rounded, matrix, None, plan), product(x, matrix, None, plan))
+    weight = QuantisedWeight(matrix, "fp8")
+    assert weight.rounding == matrix.inputs
+    # On a GPU the weight's own products of a tensor run the same kernel.
+    assert_is_the_product(weight.of_rounded(rounded, None, "apply"), x, matrix, None)
+    assert torch.equal(
+        weight.of_rounded(rounded, None, "gated"), silu_mul_triton(weight.of_rounded(rounded, None, "apply"))
+    )
+
+
+def product_of_each(gated, whole, matrix):
+    return [(gated, plan_for(matrix)), (whole, plan_for(matrix)), (whole, plan_for(matrix, 3))]
 
 
 def test_inputs_are_taken_in_the_order_of_the_columns(kernel_device):

@@ -29,6 +29,24 @@ def quantise_rows(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
 
 
 @kernel
+def scale_of(largest, static_ptr, MOST: tl.constexpr):
+    """The scale of float32 values, given their largest magnitude; static_ptr: to the scale of all rows, or None."""
+    if static_ptr is None:
+        scale = tl.where(largest == 0, 1.0, tl.div_rn(largest, tl.zeros_like(largest) + MOST))
+    else:
+        scale = tl.zeros_like(largest) + tl.load(static_ptr)
+    return scale
+
+
+@kernel
+def over_scale(values, scale, MOST: tl.constexpr):
+    """float32 values over their scale, cut off where FP8 ends."""
+    value = tl.div_rn(values, tl.zeros_like(values) + scale)
+    # NaN stays NaN: both comparisons are false.
+    return tl.where(value > MOST, MOST, tl.where(value < -MOST, -MOST, value))
+
+
+@kernel
 def _quantise_rows_kernel(
     x_ptr, static_ptr, out_ptr, scales_ptr, num_in, x_stride,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -39,14 +57,8 @@ def _quantise_rows_kernel(
     column = group * GROUP + offset
     mask = (offset < GROUP) & (column < num_in)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if static_ptr is None:
-        largest = tl.max(tl.abs(x), 0)
-        scale = tl.where(largest == 0, 1.0, tl.div_rn(largest, MOST))
-    else:
-        scale = tl.load(static_ptr)
-    value = tl.div_rn(x, tl.zeros_like(x) + scale)
-    # NaN stays NaN: both comparisons are false.
-    value = tl.where(value > MOST, MOST, tl.where(value < -MOST, -MOST, value))
+    scale = scale_of(tl.max(tl.abs(x), 0), static_ptr, MOST)
+    value = over_scale(x, scale, MOST)
     tl.store(out_ptr + row * num_in + column, value.to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(scales_ptr + row * tl.num_programs(1) + group, scale)
 
