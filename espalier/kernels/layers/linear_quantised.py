@@ -62,7 +62,8 @@ FP8_CAPABILITY = (8, 9)
 STREAMED_ROWS, SPLIT_ROWS = 64, 256
 # Steps whose codes a program prefetches while it waits for the kernel before it.  Memory has little else to do while
 # inputs are rounded or parts are added up: in these 2 or 3 microseconds it delivers some 100 kB for a multiprocessor.
-STEPS_AHEAD = 4
+# Behind a norm that rounds, more than one takes bandwidth from the weights before it (docs/log.md).
+STEPS_AHEAD, STEPS_BEHIND_A_NORM = 4, 1
 # Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
@@ -189,7 +190,7 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
         EVEN_OUT=num_out % block_written == 0,
         EVEN_IN=num_in % plan.block_in == 0,
         GATED=gated,
-        STEPS_AHEAD=STEPS_AHEAD,
+        STEPS_AHEAD=STEPS_BEHIND_A_NORM if isinstance(x, RoundedRows) else STEPS_AHEAD,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **early(gpu),
