@@ -81,7 +81,11 @@ def main() -> None:
         "--draft", action="append", required=True, help="eagle3, mtp, block, ngram or plain; or one=DIR"
     )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="of weights and of K and V; tokens of trees and of plain decoding agree in float32 [auto]",
+    )
     parser.add_argument("--threads", default="auto", type=lambda text: text if text == "auto" else int(text))
     parser.add_argument("--prompts", type=int, default=28)
     parser.add_argument("--tokens", type=int, default=96)

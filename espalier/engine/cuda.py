@@ -1,10 +1,11 @@
 """The GPU executor: one compute stream writes all device state, and rounds run as CUDA graphs.
 
 A launch copies its launch input from a pinned buffer and replays the CUDA graph of its batch bucket.  Prefill passes
-and batches above the largest bucket run the same code eagerly.  Staged rounds have graphs of their own
-(cuda_stages.py).  The host waits
-only for results: a second stream copies the launch's entry of the results ring to the host.  The entry and its pinned
-buffers are used again only after the event of that copy.
+and batches above `graph_batch` run the same code eagerly.  Staged rounds have graphs of their own (cuda_stages.py).
+The host waits only for results: a second stream copies the launch's entry of the results ring to the host.  The entry
+and its pinned buffers are used again only after the event of that copy.
+
+Everything is captured, and all its kernels are compiled, before the first launch: no request waits for that.
 """
 
 import logging
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from espalier.engine.cuda_stages import EagerStages, Stages
+from espalier.engine.cuda_stages import EagerStages, StageMemory, Stages
 from espalier.engine.executor import Handle, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
@@ -144,22 +145,34 @@ class CudaStagedHandle:
 class CudaExecutor:
     """Runs launches on one GPU.
 
-    graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.
+    graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger rounds are padded to
+    batch buckets too, so that they have few forms.
     keep_graphs: PyTorch keeps what the rounds' graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can
     be counted.
     overlap: whether rounds may be launched before the one before is read: then attention is captured for lengths that
     the host does not know exactly.
+    capture_stages: whether staged rounds, those with grammars, are captured too.  They run eagerly otherwise.
     replay_events: if it is a list, each replay of a round appends its (start, end) events, for measurements.
     """
 
-    def __init__(self, runner: ModelRunner, graph_batch: int, keep_graphs: bool = False, overlap: bool = True):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        graph_batch: int,
+        keep_graphs: bool = False,
+        overlap: bool = True,
+        capture_stages: bool = False,
+    ):
         self.runner = runner
         self.overlap = overlap
         self.keep_graphs = keep_graphs
+        self.capture_stages = capture_stages
         self.replay_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         layout, self.device = runner.layout, runner.pages.device
         self.results = Results(layout, RING, self.device)
-        self.buckets = layout.batch_buckets(graph_batch)
+        self.captured_buckets = layout.batch_buckets(graph_batch)
+        larger = (batch for batch in layout.batch_buckets(layout.max_batch) if batch > graph_batch)
+        self.buckets = (*self.captured_buckets, *larger)
         idle = IDLE_STREAMS[self.device]
         streams = idle.pop() if idle else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
         self.stream, self.copies = streams
@@ -177,10 +190,8 @@ class CudaExecutor:
         ]
         self.num_launched = 0
         self.graphs: dict[int, Graph] = {}
-        self.stage_graphs: dict[int, Stages | None] = {}
-        # They hold the tensors that one graph leaves for the next.
-        self.eager_stages: list[EagerStages] = []
-        self.graph_pool: Any = None
+        self.stage_graphs: dict[int, Stages] = {}
+        self.stage_memory = StageMemory(self.device)
         # A capture synchronizes the current device, so make that the executor's device.
         with torch.cuda.device(self.device):
             self._capture()
@@ -229,9 +240,8 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
-        # A capture prepares the backends for its own lengths, so it comes first.
-        captured = self._stage_graphs(self._padded_batch(launch_input))
         place, batch, packed = self._packed(launch_input)
+        captured = self.stage_graphs.get(batch)
         self._prepare(launch_input, batch, captured is not None)
         with torch.cuda.stream(self.stream):
             if captured is None:
@@ -242,16 +252,8 @@ class CudaExecutor:
             stages.begin()
         return CudaStagedHandle(self, place, launch_input, stages)
 
-    def _stage_graphs(self, batch: int) -> Stages | None:
-        """The captured stages of a bucket; None where rounds run eagerly, or where they do not fit into memory."""
-        if batch not in self.buckets:
-            return None
-        if batch not in self.stage_graphs:
-            self.stage_graphs[batch] = self._captured_stages(batch)
-        return self.stage_graphs[batch]
-
     def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
-        return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.device)
+        return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.stage_memory)
 
     def copy_entry(self, place: Place, batch: int) -> None:
         """Copy a ring entry to the host on the copy stream, while the compute stream goes on."""
@@ -267,23 +269,43 @@ class CudaExecutor:
         launch_inputs: launches of dummy slots.  The code of a launch runs on its stream, but its Triton kernels are
         compiled, not run.  Only the dummy slot's cells are written.
         """
-        began = time.perf_counter()
-        with Console(stderr=True).status("compiling kernels"), torch.cuda.stream(self.stream), precompile() as kernels:
-            for launch_input in launch_inputs:
-                batch = self._padded_batch(launch_input)
-                self._prepare(launch_input, batch, in_graph=False)
-                packed = pack_launch(self.runner.table, launch_input, 0, batch)
-                if launch_input.is_staged:
-                    self._eager_stages(packed, batch).run()
-                else:
-                    self._eager(launch_input, packed)
+        began, launches = time.perf_counter(), list(launch_inputs)
+        with Console(stderr=True).status("compiling kernels"), precompile() as kernels:
+            for launch_input in launches:
+                self._run_dummies(launch_input)
+            asked = time.perf_counter() - began
         self.stream.synchronize()
         if kernels:
-            seconds = time.perf_counter() - began
-            log.info("%d kernels compiled, or read from Triton's cache, in %.1f s", len(kernels), seconds)
+            log.info(
+                "%d kernels compiled, or read from Triton's cache, in %.1f s; %d launches asked for them in %.1f s",
+                len(kernels),
+                time.perf_counter() - began,
+                len(launches),
+                asked,
+            )
+
+    @torch.inference_mode()
+    def run_dummies(self, launch_input: LaunchInput) -> None:
+        """Run a launch of dummy slots to its end, for measurements."""
+        if launch_input.is_staged:
+            self._run_dummies(launch_input)
+            self.stream.synchronize()
+        else:
+            self.launch(launch_input).result()
+
+    def _run_dummies(self, launch_input: LaunchInput) -> None:
+        batch = self._padded_batch(launch_input)
+        self._prepare(launch_input, batch, in_graph=False)
+        packed = pack_launch(self.runner.table, launch_input, 0, batch)
+        with torch.cuda.stream(self.stream):
+            if launch_input.is_staged:
+                self._eager_stages(packed, batch).run()
+            else:
+                self._eager(launch_input, packed)
 
     def bucket(self, batch: int) -> int:
-        """The batch size that a round of `batch` requests is padded to, eager or captured."""
+        """The batch size that a round of `batch` requests is padded to, eager or captured.  One above max_batch is not:
+        it is refused later."""
         return bucket_of(batch, self.buckets)
 
     def _padded_batch(self, launch_input: LaunchInput) -> int:
@@ -328,26 +350,35 @@ class CudaExecutor:
         return on_host.copy_(value, non_blocking=True)
 
     def _capture(self) -> None:
-        """Capture one graph for each bucket.  The largest comes first: the others then reuse its memory pool."""
-        if not self.buckets:
+        """Capture the rounds of each bucket.  The largest comes first: the others then reuse its memory pool."""
+        if not self.captured_buckets:
             return
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        pool = self.graph_pool = torch.cuda.graph_pool_handle()
-        console = Console(stderr=True)
-        batches = self.buckets[::-1]
+        pool, batches = torch.cuda.graph_pool_handle(), self.captured_buckets[::-1]
         batch = batches[0]
         try:
-            self.compile((*map(of_dummies, batches), replace(of_dummies(batch), is_staged=True)))
-            for batch in track(batches, "capturing CUDA graphs", console=console, transient=True):
+            self.compile(self.rounds)
+            for batch in track(batches, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
                 self.graphs[batch] = self._captured(batch, pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
                 f"the CUDA graph of batch {batch} does not fit into the memory of {self.device}; lower num_pages, "
                 "graph_batch or max_batch"
             ) from None
-        mib = (torch.cuda.memory_reserved(self.device) - before) / 2**20
-        seconds = time.perf_counter() - began
-        log.info("captured CUDA graphs of rounds, batches %s: %.1f s, %.0f MiB", list(self.buckets), seconds, mib)
+        self._say_captured("rounds", began, before)
+        if self.capture_stages:
+            self._capture_stages(pool)
+
+    @property
+    def rounds(self) -> list[LaunchInput]:
+        """Dummy rounds of all forms, the largest first."""
+        rounds = [of_dummies(batch) for batch in self.buckets[::-1]]
+        return [*rounds, *(replace(each, is_staged=True) for each in rounds if self.capture_stages)]
+
+    def _say_captured(self, what: str, began: float, reserved: int) -> None:
+        mib = (torch.cuda.memory_reserved(self.device) - reserved) / 2**20
+        seconds, batches = time.perf_counter() - began, list(self.captured_buckets)
+        log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", what, batches, seconds, mib)
 
     @torch.inference_mode()
     def _captured(self, batch: int, pool: Any) -> Graph:
@@ -367,24 +398,26 @@ class CudaExecutor:
             graph.instantiate()
         return Graph(batch, launch_input, graph)
 
-    def _captured_stages(self, batch: int) -> Stages | None:
-        began = time.perf_counter()
+    def _capture_stages(self, pool: Any) -> None:
+        """Capture the stages of each bucket, in the memory of the rounds' graphs.  What does not fit runs eagerly."""
+        began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
+        for batch in track(
+            self.captured_buckets[::-1], "capturing staged rounds", console=Console(stderr=True), transient=True
+        ):
+            try:
+                self.stage_graphs[batch] = self._captured_stages(batch, pool)
+            except torch.OutOfMemoryError:
+                log.warning("staged rounds of %d requests run without CUDA graphs, which do not fit into memory", batch)
+        self._say_captured("staged rounds", began, before)
+
+    @torch.inference_mode()
+    def _captured_stages(self, batch: int, pool: Any) -> Stages:
         dummies = of_dummies(batch)
         packed = pack_launch(self.runner.table, dummies, 0, batch)
-        # The launch in flight may have written the entry of the results ring that the dummies write.
-        self.stream.synchronize()
-        self.copies.synchronize()
         self._prepare_capture(dummies, batch)
-        try:
-            with torch.cuda.stream(self.stream):
-                eager = self._eager_stages(packed, batch)
-            captured = eager.captured(self.graph_pool, self.stream)
-        except torch.OutOfMemoryError:
-            log.warning("staged rounds of %d requests run without CUDA graphs, which do not fit into memory", batch)
-            return None
-        self.eager_stages.append(eager)
-        log.info("captured staged rounds of %d requests in %.1f s", batch, time.perf_counter() - began)
-        return captured
+        with torch.cuda.stream(self.stream):
+            eager = self._eager_stages(packed, batch)
+        return eager.captured(pool, self.stream)
 
     def close(self) -> None:
         """Wait for the launches in flight, then free the graphs and their memory."""
@@ -393,7 +426,6 @@ class CudaExecutor:
         finally:
             self.graphs.clear()
             self.stage_graphs.clear()
-            self.eager_stages.clear()
             self._give_streams_back()
 
 

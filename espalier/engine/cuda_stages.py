@@ -1,10 +1,12 @@
-"""Staged rounds on a GPU: CUDA graphs for each stage, captured when a batch bucket first needs them.
+"""Staged rounds on a GPU: CUDA graphs for each stage, captured at the start for every batch bucket.
 
 The propose stage is split into one graph for each level of the tree, because between two levels the draft may ask the
-host which tokens can follow.  Without a grammar nothing is captured here.  A bucket whose graphs do not fit into memory
-runs its stages eagerly.
+host which tokens can follow.  A bucket whose graphs do not fit into memory runs its stages eagerly.
 
 What grammars say goes to the device as one copy for each run of adjacent rows (`GrammarRows`).
+
+One round at a time is in stages, from its begin to its settle.  So the stages of all batch sizes share memory: that of
+their CUDA graphs, and that of their GrammarRows (`StageMemory`).
 """
 
 import gc
@@ -12,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,15 @@ from espalier.sampling.mask import ALL_ALLOWED, DraftGuide, mask_words
 from espalier.speculate.round import ModelRunner
 
 
+@dataclass(eq=False)
+class RowMemory:
+    """Where GrammarRows of all batch sizes lie: [n] on the device, and pinned.  user: whose values it holds."""
+
+    values: Tensor
+    pinned: Tensor
+    user: "GrammarRows | None" = None
+
+
 class GrammarRows:
     """A tensor on the device.  Rows of requests with a grammar hold what it says; the others hold `free`: no limits.
 
@@ -36,14 +48,15 @@ class GrammarRows:
     fills it: PyTorch does so with several threads, which wait for one another on a busy host.
     """
 
-    def __init__(self, values: Tensor, free: Tensor | int):
-        self.values = values
-        self.pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    def __init__(self, memory: RowMemory, shape: tuple[int, ...], free: Tensor | int):
+        self.memory = memory
+        self.values, self.pinned = (flat[: prod(shape)].view(shape) for flat in (memory.values, memory.pinned))
         self.free = free
         self.rows: tuple[int, ...] = ()
         self._clear()
 
     def _clear(self) -> None:
+        self.memory.user = self
         if isinstance(self.free, int):
             self.values.fill_(self.free)
         else:
@@ -57,7 +70,7 @@ class GrammarRows:
         The copies of the call before must have ended.  They have: since then the host has waited for the trees or the
         results of their round.
         """
-        if rows != self.rows:
+        if rows != self.rows or self.memory.user is not self:
             self._clear()
             self.rows = rows
         if own is None or not rows:
@@ -66,6 +79,21 @@ class GrammarRows:
         for begin, end in adjacent(rows):
             first = rows[begin]
             self.values[first : first + end - begin].copy_(self.pinned[begin:end], non_blocking=True)
+
+
+class StageMemory:
+    """The memory of the GrammarRows of all stages, by name.  The largest batch should ask first."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.parts: dict[str, RowMemory] = {}
+
+    def rows(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, free: Tensor | int) -> GrammarRows:
+        memory, count = self.parts.get(name), prod(shape)
+        if memory is None or len(memory.values) < count:
+            pinned = torch.empty(count, dtype=dtype, pin_memory=self.device.type == "cuda")
+            memory = self.parts[name] = RowMemory(torch.empty(count, dtype=dtype, device=self.device), pinned)
+        return GrammarRows(memory, shape, free)
 
 
 def adjacent(rows: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -106,11 +134,13 @@ class Question:
     answer: GrammarRows
 
     @classmethod
-    def of(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int) -> "Question":
+    def of(cls, packed: Tensor, beams: int, num_tokens: int, num_words: int, memory: StageMemory) -> "Question":
         """A question without an answer: every token may follow."""
         # -1 in an answer says both: several tokens may follow, and the mask allows all.
-        values = packed.new_empty(len(packed), beams, 1 + packed_words(num_words))
-        return cls(packed, num_tokens, num_words, GrammarRows(values, ALL_ALLOWED))
+        shape = (len(packed), beams, 1 + packed_words(num_words))
+        # The levels of a tree ask about different numbers of tokens.
+        answer = memory.rows(f"answer to {num_tokens} tokens", shape, packed.dtype, ALL_ALLOWED)
+        return cls(packed, num_tokens, num_words, answer)
 
     @property
     def told(self) -> tuple[Tensor, Tensor]:
@@ -138,9 +168,10 @@ class ProposeGraphs:
     graphs: one more than questions.
     """
 
-    def __init__(self, pool: Any, num_words: int):
+    def __init__(self, pool: Any, num_words: int, memory: StageMemory):
         self.pool = pool
         self.num_words = num_words
+        self.memory = memory
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.questions: list[Question] = []
 
@@ -155,7 +186,7 @@ class ProposeGraphs:
         """End this graph and begin the next, which reads the answer.  As sampling.mask.AskHost."""
         packed = packed_question(tokens, ancestor_bits)
         self.end()
-        question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words)
+        question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
         self.questions.append(question)
         self.begin()
         return question.told
@@ -170,8 +201,9 @@ class ProposeGraphs:
 class DeviceAsk:
     """The `ask` of a guide on a GPU.  host: answers in an eager run; capture: the graphs that are being captured."""
 
-    def __init__(self, num_words: int):
+    def __init__(self, num_words: int, memory: StageMemory):
         self.num_words = num_words
+        self.memory = memory
         self.host: AskRows | None = None
         self.capture: ProposeGraphs | None = None
 
@@ -179,7 +211,7 @@ class DeviceAsk:
         if self.capture is not None:
             return self.capture.split(tokens, ancestor_bits)
         packed = packed_question(tokens, ancestor_bits)
-        question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words)
+        question = Question.of(packed, ancestor_bits.shape[1], tokens.shape[1], self.num_words, self.memory)
         question.ask_host(self.host)
         return question.told
 
@@ -222,22 +254,21 @@ class EagerStages:
         packed: LaunchBuffer,
         needs: SamplingNeeds,
         batch: int,
-        device: torch.device,
+        memory: StageMemory,
     ):
+        device = memory.device
         launch_input = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
-        self.ask = DeviceAsk(words)
+        self.ask = DeviceAsk(words, memory)
         nothing = torch.full((steps + 1 + packed_words(words),), ALL_ALLOWED, dtype=torch.int64)
         # Of a level that is not known.
         nothing[steps] = 0
-        guide = GrammarRows(
-            launch_input.new_empty(batch, len(nothing)), nothing.pin_memory().to(device, non_blocking=True)
-        )
+        free = nothing.pin_memory().to(device, non_blocking=True)
+        guide = memory.rows("guide", (batch, len(nothing)), nothing.dtype, free)
         told, mask = unpack(guide.values, steps + 1, words)
         self.guide = DraftGuide(told[:, :steps], mask, told[:, steps], self.ask)
         nodes = runner.layout.at(batch).num_draft_tokens
-        masks = torch.empty(batch, nodes, words, dtype=torch.int32, device=device)
-        self.masks = GrammarRows(masks, ALL_ALLOWED)
+        self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
         self.staged = StagedRound(runner, results, packed.on(launch_input), needs)
         buffers = launch_input, guide, self.masks
         self.stages = Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
@@ -273,7 +304,7 @@ class EagerStages:
     def _captured_propose(self, pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()
         gc.collect()
-        self.ask.capture = graphs = ProposeGraphs(pool, self.ask.num_words)
+        self.ask.capture = graphs = ProposeGraphs(pool, self.ask.num_words, self.ask.memory)
         graphs.begin()
         try:
             self.staged.propose(self.guide)

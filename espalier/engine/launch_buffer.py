@@ -19,13 +19,17 @@ from espalier.slots import ScatterUpdate, SlotTable
 from espalier.speculate.pieces import Pieces
 
 Form = tuple[tuple[str, int], ...]
+# Each part begins at a multiple of so many numbers, which is one of 16 bytes.  Triton compiles another kernel for an
+# address that is none, and the number of requests would decide which addresses are.
+ALIGNMENT = 2
 
 
 @dataclass(frozen=True)
 class LaunchBuffer:
     """A packed launch: on the host as pack_launch makes it, or copied to the device.
 
-    vector: int64, of numpy on the host and of torch on the device; form: (name, length) of each part, in order.
+    vector: int64, of numpy on the host and of torch on the device; zeros follow a part up to the next multiple of
+    ALIGNMENT.  form: (name, length) of each part, in order, without these zeros.
     """
 
     vector: Any
@@ -44,8 +48,8 @@ class LaunchBuffer:
         speculate/pieces.py, empty where no request has several pieces; cleared: slots that get a new request;
         FIELD.at, FIELD.values: what is written into a field of the slot table.
         """
-        sizes = [size for _, size in self.form]
-        return dict(zip((name for name, _ in self.form), self.vector.split(sizes), strict=True))
+        parts = self.vector.split([_aligned(size) for _, size in self.form])
+        return {name: part[:size] for (name, size), part in zip(self.form, parts, strict=True)}
 
     @property
     def entry(self) -> Tensor:
@@ -94,7 +98,8 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: 
     }
     for name, (at, values) in cells.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
-    return LaunchBuffer(np.concatenate(list(parts.values())), tuple((name, len(part)) for name, part in parts.items()))
+    vector = np.concatenate([_padded(part, _aligned(len(part))) for part in parts.values()])
+    return LaunchBuffer(vector, tuple((name, len(part)) for name, part in parts.items()))
 
 
 def _pieces(launch_input: LaunchInput) -> dict[str, np.ndarray]:
@@ -103,7 +108,11 @@ def _pieces(launch_input: LaunchInput) -> dict[str, np.ndarray]:
     return {"piece_request": request, "piece_offset": offset, "piece_last": last}
 
 
-def _padded(values: Sequence[int], count: int) -> np.ndarray:
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _padded(values: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
     padded = np.zeros(count, dtype=np.int64)
     padded[: len(values)] = values
     return padded

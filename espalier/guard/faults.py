@@ -157,7 +157,7 @@ def _rope_left_out(right):
 
 
 def _padding_routed(right):
-    return lambda runner, tokens, num_rows: tokens
+    return lambda runner, tokens, exists: tokens
 
 
 def _shared_twice(right):

@@ -160,7 +160,7 @@ def verify(proposed: Proposed) -> Verified:
     plan = runner.plan(slots, Nodes(positions, positions, tree.ancestors))
     num_nodes = runner.layout.num_draft_tokens
     # A void node (token -1) runs as the root, so the target runs only tokens of the request or of the draft.
-    tokens = void_padding(runner, tree.tokens, slots.real * num_nodes)
+    tokens = void_padding(runner, tree.tokens, slots.real[:, None])
     out = runner.target(tokens, positions, StagedPass(plan, runner.staging, num_nodes))
     fits = len(runner.pieces(slots.batch)) == 1
     return Verified(proposed, out, runner.target.logits(out.hidden) if fits else None)
@@ -219,7 +219,8 @@ def prefill(
     positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
     kept = Commit(runner.pages, page_rows.flatten(), by_layer=pieces is not None)
     attend = StagedPass(runner.plan(rows.slots, Nodes.chain(positions)), runner.staging, width, commit=kept)
-    out = runner.target(void_padding(runner, tokens, rows.length), positions, attend)
+    exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
+    out = runner.target(void_padding(runner, tokens, exists), positions, attend)
     attend.end()
     logprobs = None
     if prompt_rows is not None:
@@ -232,15 +233,14 @@ def prefill(
     return RoundOutput(path, logits, slots.num_logprobs, path.rows, prompt_logprobs=logprobs)
 
 
-def void_padding(runner: ModelRunner, tokens: Tensor, num_rows: Tensor) -> Tensor:
-    """The tokens [B, Q] that the target runs.  num_rows: [B], rows of each request; the rest is padding.
+def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
+    """The tokens [B, Q] that the target runs.  exists: [B, Q] or [B, 1] bool, False for padding.
 
     For a target with experts, padding gets token -1: it would read weights of experts that no request needs.
     """
     if runner.target.config.experts is None:
         return tokens
-    row = torch.arange(tokens.shape[1], device=tokens.device)
-    return tokens.masked_fill(row >= num_rows[:, None], -1)
+    return torch.where(exists, tokens, -1)
 
 
 def logprobs_of_prompt(

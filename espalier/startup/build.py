@@ -89,19 +89,20 @@ def assemble(
     prefix_cache: bool,
     graph_batch: int = 0,
     keep_graphs: bool = False,
+    capture_stages: bool = False,
     kv: KVDtypes = AS_MODEL,
 ) -> Engine:
     """Build an engine that runs these models.
 
     attention: backends as named by attention.choose_backends; draft_attention: the same for the draft, by default
     `attention`; graph_batch: the largest batch whose rounds are CUDA graphs; 0: none;
-    keep_graphs: see CudaExecutor.
+    keep_graphs, capture_stages: see CudaExecutor.
     Raises EspalierError if a backend cannot run a layer, or if the prefix cache does not support one.
     """
     require_reentry(prefix_cache, (*target.layer_specs, *(draft.layer_specs if draft is not None else ())))
     models = target, draft, algorithm
     runner = make_runner(layout, *models, attention, num_pages, dtype, device, draft_attention, overlap, kv)
-    return engine_of(runner, overlap, prefix_cache, graph_batch, keep_graphs)
+    return engine_of(runner, overlap, prefix_cache, graph_batch, keep_graphs, capture_stages)
 
 
 def require_reentry(prefix_cache: bool, specs: Sequence[LayerSpec]) -> None:
@@ -115,12 +116,18 @@ def require_reentry(prefix_cache: bool, specs: Sequence[LayerSpec]) -> None:
 
 
 def engine_of(
-    runner: ModelRunner, overlap: bool, prefix_cache: bool, graph_batch: int = 0, keep_graphs: bool = False
+    runner: ModelRunner,
+    overlap: bool,
+    prefix_cache: bool,
+    graph_batch: int = 0,
+    keep_graphs: bool = False,
+    capture_stages: bool = False,
 ) -> Engine:
     """An engine on the buffers of `runner`, which no other engine may use."""
     is_cuda = runner.pages.device.type == "cuda"
     if is_cuda:
-        return Engine(CudaExecutor(runner, graph_batch, keep_graphs, overlap), overlap, prefix_cache)
+        executor = CudaExecutor(runner, graph_batch, keep_graphs, overlap, capture_stages)
+        return Engine(executor, overlap, prefix_cache)
     return Engine(CpuExecutor(runner, overlap), overlap, prefix_cache)
 
 

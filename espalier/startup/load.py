@@ -180,6 +180,7 @@ def build_engine_of_models(
         prefix_cache=resolved.prefix_cache,
         graph_batch=resolved.graph_batch,
         keep_graphs=keep_graphs,
+        capture_stages=True,
         kv=kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype),
     )
     return engine, resolved

@@ -13,9 +13,8 @@ from espalier.engine.cuda import CudaExecutor, of_dummies
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
-from espalier.limits import MAX_LOGPROBS
-from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import ModelRunner
+from espalier.startup.dummies import fullest_pass, smaller_passes
 
 # Pages of the trial runner: the dummy page, and one that a request could hold.
 TRIAL_PAGES = 2
@@ -51,7 +50,7 @@ def measure_pages(
     make: builds a ModelRunner with a given number of pages; requested: pages that the user wants.  These are checked
     and returned.  Raises EspalierError if they do not fit, or, without them, if not even one full context fits.
     """
-    needs = _measure_needs(layout, make, device)
+    needs = _measure_needs(layout, make, device, graph_batch)
     # CUDA graphs keep the memory of a round in their own pool, in addition to the memory of eager launches.
     reserved = needs.eager_bytes + (needs.round_bytes if graph_batch else 0) + int(needs.total_bytes * MARGIN)
     affordable = TRIAL_PAGES + (needs.free_bytes - reserved) // page_bytes
@@ -73,10 +72,12 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _measure_needs(layout: RoundLayout, make: Callable[[int], ModelRunner], device: torch.device) -> Needs:
+def _measure_needs(
+    layout: RoundLayout, make: Callable[[int], ModelRunner], device: torch.device, graph_batch: int
+) -> Needs:
     """Measure with a trial runner.  Its memory is freed before this returns."""
     try:
-        return measure(CudaExecutor(make(TRIAL_PAGES), graph_batch=0), layout, device)
+        return measure(CudaExecutor(make(TRIAL_PAGES), graph_batch=0, capture_stages=True), layout, device, graph_batch)
     except torch.OutOfMemoryError:
         raise EspalierError(
             f"the largest launches of max_batch={layout.max_batch}, num_draft_tokens={layout.num_draft_tokens} and "
@@ -87,22 +88,20 @@ def _measure_needs(layout: RoundLayout, make: Callable[[int], ModelRunner], devi
         torch.cuda.empty_cache()
 
 
-def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device) -> Needs:
-    """Run the largest prefill pass of each width, with all log-probabilities, and the largest round of each tree."""
-    passes = [_fullest_pass(layout, width) for width in layout.chunk_widths]
-    rounds = [of_dummies(batch) for batch, _ in layout.fullest]
-    executor.compile([*rounds, *passes])
+def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, graph_batch: int) -> Needs:
+    """Run the largest prefill pass of each width, with all log-probabilities, and the largest round of each tree.
+
+    The kernels of all other prefill passes are compiled here too, and those of rounds that will run eagerly, so that
+    none compiles while requests wait.  A capture compiles what it captures.
+    """
+    passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
+    largest = {layout.at(batch).tree: of_dummies(batch) for batch in executor.buckets}
+    rounds = [*largest.values(), *(replace(each, is_staged=True) for each in largest.values())]
+    compiled = executor.rounds if graph_batch < layout.max_batch else rounds
+    executor.compile([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
     round_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in rounds)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
     return Needs(max(round_bytes, *pass_bytes), round_bytes, *torch.cuda.mem_get_info(device))
-
-
-def _fullest_pass(layout: RoundLayout, width: int) -> LaunchInput:
-    num_pieces = layout.max_pieces(width)
-    batch = min(layout.max_batch, num_pieces)
-    pieces = tuple((i * batch // num_pieces, 0) for i in range(num_pieces)) if num_pieces > batch else ()
-    rows = PromptRows(((0, num_pieces * width), *((0, 0),) * (batch - 1)), MAX_LOGPROBS)
-    return replace(of_dummies(batch, width), num_logprobs=MAX_LOGPROBS, prompt_rows=rows, pieces=pieces)
 
 
 def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch.device) -> int:
@@ -111,7 +110,7 @@ def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
-    executor.launch(launch_input).result()
+    executor.run_dummies(launch_input)
     peak = torch.cuda.max_memory_reserved(device)
     torch.cuda.empty_cache()
     return peak - before

@@ -1,14 +1,15 @@
-"""What the commands of a named shape compute at their start is computed once a process."""
+"""Measurements of tiny models measure little: what is searched, foretold and waited for has no other use there."""
 
 from functools import cache, partial
 
 import pytest
 
+from espalier.bench import choose, prefill
 from espalier.synthetic import checkpoint
 from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe
 
-SAMPLES = 256
+SAMPLES = 64
 
 _search = Recipe.with_accept_length
 _recipes: dict[str, Recipe] = {}
@@ -27,9 +28,11 @@ def _with_accept_length(recipe: Recipe, wanted: float, steps: int, topk: int, nu
 
 @pytest.fixture(autouse=True, scope="module")
 def skills_are_searched_once():
-    """And with fewer samples.  The search for a skill takes longer than the measurement of a tiny shape;
-    tests/synthetic checks it, with all samples."""
+    """Once a process, and with fewer samples.  The search for a skill takes longer than the measurement of a tiny
+    shape; tests/synthetic checks it, with all samples."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "predicted_accept_length", partial(predicted_accept_length, samples=SAMPLES))
+        for module in (checkpoint, choose):
+            patch.setattr(module, "predicted_accept_length", partial(predicted_accept_length, samples=SAMPLES))
         patch.setattr(Recipe, "with_accept_length", _with_accept_length)
+        patch.setattr(prefill, "BEFORE", 6)
         yield

@@ -13,8 +13,8 @@ from espalier.guard import faults
 from espalier.layout import TreeShape
 from tests.mtp import mtp_directories
 
-TREES = [TreeShape(3, 1, 4), TreeShape(3, 8, 64)]
-PROMPTS, NUM_TOKENS = 6, 20
+TREES = [TreeShape(3, 1, 4), TreeShape(3, 6, 40)]
+PROMPTS, NUM_TOKENS = 5, 20
 
 
 def measured(form, trees=TREES[1:], modules=3):
@@ -29,7 +29,7 @@ def places_of(row):
 
 def test_each_tree_runs_in_both_forms_and_every_round_is_as_one_that_began_afresh():
     by_form = {form: measured(form, TREES) for form in ("chain", "target")}
-    names = ["mtp 3,1,4", "mtp 3,1,4, in the other form", "mtp 3,8,64", "mtp 3,8,64, in the other form"]
+    names = ["mtp 3,1,4", "mtp 3,1,4, in the other form", "mtp 3,6,40", "mtp 3,6,40, in the other form"]
     for rows in by_form.values():
         assert [row.name for row in rows] == names
         assert all(row.same_tokens == row.requests == PROMPTS for row in rows)
@@ -45,7 +45,7 @@ def test_each_tree_runs_in_both_forms_and_every_round_is_as_one_that_began_afres
 
 
 def test_one_module_has_no_other_form():
-    assert [row.name for row in measured("chain", modules=1)] == ["mtp 3,8,64"]
+    assert [row.name for row in measured("chain", modules=1)] == ["mtp 3,6,40"]
 
 
 @pytest.mark.parametrize(

@@ -195,7 +195,7 @@ def test_an_mtp_head_is_measured_like_an_eagle_head(name, layers, form, monkeypa
     )
     file = tmp_path / "figures.json"
     flags = ["--shape", name, "--mtp-layers", str(layers), "--mtp-form", form, "--accept-length", "5"]
-    sizes = ["--cells", "2x40:3,4,16", "--page-size", "16", "--rounds", "12", "--chunk-size", "64"]
+    sizes = ["--cells", "2x40:3,4,16", "--page-size", "16", "--rounds", "8", "--chunk-size", "64"]
     assert main(["bench", "round", *flags, *sizes, "--json", str(file)]) == 0
     assert f"an MTP head, {layers} x {form}, of skill" in capsys.readouterr().out
     figures = json.loads(file.read_text())
@@ -214,14 +214,14 @@ def test_a_block_draft_is_measured_like_an_eagle_head(own_size, monkeypatch, cap
     monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)
     file = tmp_path / "figures.json"
     flags = ["--shape", "tiny", "--block-size", "8", "--block-fade", "0.97", "--accept-length", "3.5"]
-    sizes = ["--cells", "2x40:8,4,32", "--page-size", "16", "--rounds", "12", "--chunk-size", "64"]
+    sizes = ["--cells", "2x40:8,4,32", "--page-size", "16", "--rounds", "8", "--chunk-size", "64"]
     assert main(["bench", "round", *flags, *sizes, "--json", str(file), *(["--own-size"] if own_size else [])]) == 0
     assert "a block draft of 8, fade 0.97, of skill" in capsys.readouterr().out
     figures = json.loads(file.read_text())
     tree, plain = figures["cells"]
     assert tree["rounds"]["follows"] == plain["rounds"]["follows"] == 2 and plain["rounds"]["accept_length"] == 1
     recipe = Recipe(SHAPE, skill=figures["recipe"]["skill"], block_size=8, block_fade=0.97)
-    predicted = predicted_accept_length(recipe.chain(), 8, 4, 32)
+    predicted = predicted_accept_length(recipe.chain(), 8, 4, 32, samples=128)
     assert tree["rounds"]["accept_length"] == pytest.approx(predicted, abs=1.0) and predicted > 2.5
 
 
@@ -254,7 +254,8 @@ def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)
     file = tmp_path / "figures.json"
-    assert main(["bench", "round", "--shape", "tiny", "--cells", "1x20:4,4,16", "--json", str(file)]) == 2
+    flags = ["--shape", "tiny", "--cells", "1x20:4,4,16", "--rounds", "4", "--json", str(file)]
+    assert main(["bench", "round", *flags]) == 2
     assert "1x20:4,4,16@16" in capsys.readouterr().out
     assert len(json.loads(file.read_text())["cells"]) == 1
 

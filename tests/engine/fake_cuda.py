@@ -99,6 +99,7 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch, name, without_pinning(getattr(torch, name)))
     # A copy, so that a buffer on the host that is written too early is seen.
     patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     patch.setattr(cuda, "Place", lambda *args: Place(*args, FakeEvent()))
     patch.setattr(cuda, "precompile", lambda: nullcontext(()))
     FakeGraph.captured = FakeGraph.replayed = 0
@@ -107,5 +108,5 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> None:
 def engine_on_fake_cuda(setup: Setup, graph_batch: int) -> Engine:
     """graph_batch: as in CudaExecutor."""
     runner = setup.engine().executor.runner
-    executor = CudaExecutor(runner, graph_batch, overlap=setup.overlap)
+    executor = CudaExecutor(runner, graph_batch, overlap=setup.overlap, capture_stages=True)
     return Engine(executor, setup.overlap, setup.prefix_cache)

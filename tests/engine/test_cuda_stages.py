@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.engine.cuda_stages import GrammarRows, adjacent, pack, unpack
+from espalier.engine.cuda_stages import StageMemory, adjacent, pack, unpack
 from espalier.kernels.tree import ngram
 from espalier.request import Request
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
@@ -40,7 +40,7 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(
     monkeypatch.setattr(ngram, "longest_known", lambda root: setup.layout.history_width)
 
     def requests() -> list[Request]:
-        made = asked(2, temperature, count=6, max_tokens=14)
+        made = asked(2, temperature, count=5, max_tokens=9)
         if who == "one":
             for each in made[1:]:
                 each.masker = None
@@ -48,11 +48,14 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(
 
     expected = run(setup.engine(), requests())
     fake_cuda(monkeypatch)
-    ran = run(engine_on_fake_cuda(setup, graph_batch), requests())
+    engine = engine_on_fake_cuda(setup, graph_batch)
+    num_captured = FakeGraph.captured
+    ran = run(engine, requests())
     assert ran.tokens == expected.tokens
     if who == "all":
         assert vars(ran.stats) == vars(expected.stats)
     assert bool(FakeGraph.captured) == bool(FakeGraph.replayed) == bool(graph_batch)
+    assert FakeGraph.captured == num_captured, "no request waits for a capture"
 
 
 def test_adjacent_rows():
@@ -72,8 +75,8 @@ def test_values_and_words_of_a_row_are_one_copy(words):
 
 @pytest.mark.parametrize("free", [-1, torch.tensor([5, 6])])
 def test_rows_that_are_not_named_are_free(free, monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    rows = GrammarRows(torch.zeros(4, 2, dtype=torch.int64), free)
+    memory = StageMemory(torch.device("cpu"))
+    rows = memory.rows("guide", (4, 2), torch.int64, free)
     nothing = [-1, -1] if isinstance(free, int) else free.tolist()
     assert rows.values.tolist() == [nothing] * 4
     rows.set((0, 2, 3), np.array([[1, 2], [3, 4], [5, 6]]))
@@ -84,3 +87,25 @@ def test_rows_that_are_not_named_are_free(free, monkeypatch):
     assert rows.values.tolist() == [nothing, [4, 4], nothing, nothing]
     rows.set((), None)
     assert rows.values.tolist() == [nothing] * 4
+
+
+def test_batch_sizes_that_share_memory_leave_nothing_behind():
+    memory = StageMemory(torch.device("cpu"))
+    large, small = (memory.rows("masks", (batch, 2), torch.int64, -1) for batch in (3, 2))
+    large.set((1,), np.array([[5, 6]]))
+    small.set((0,), np.array([[7, 8]]))
+    assert small.values.tolist() == [[7, 8], [-1, -1]]
+    large.set((1,), np.array([[5, 6]]))
+    assert large.values.tolist() == [[-1, -1], [5, 6], [-1, -1]]
+    small.set((0,), None)
+    assert small.values.tolist() == [[-1, -1]] * 2
+    assert small.values.data_ptr() == large.values.data_ptr()
+
+
+def test_a_larger_batch_that_asks_later_gets_memory_of_its_own():
+    memory = StageMemory(torch.device("cpu"))
+    small, large = (memory.rows("masks", (batch, 2), torch.int64, -1) for batch in (2, 3))
+    large.set((1,), np.array([[5, 6]]))
+    small.set((0,), np.array([[7, 8]]))
+    assert large.values.tolist() == [[-1, -1], [5, 6], [-1, -1]]
+    assert small.values.tolist() == [[7, 8], [-1, -1]]

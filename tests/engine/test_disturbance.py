@@ -12,16 +12,16 @@ from tests.engine.watching import jitter, run_watched
 from tests.harness import Setup, prompts, request
 from tests.pairwise import pairwise_params
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=18)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 WISHES = [
     GREEDY,
-    SamplingParams(temperature=1.0, max_tokens=18),
-    SamplingParams(temperature=0.8, top_k=6, top_p=0.9, max_tokens=11),
-    SamplingParams(temperature=0.0, max_tokens=13, repetition_penalty=1.2, presence_penalty=0.3),
-    SamplingParams(temperature=1.0, max_tokens=15, frequency_penalty=0.4, min_p=0.05),
-    SamplingParams(temperature=0.0, speculation=False, max_tokens=9),
-    SamplingParams(temperature=0.0, logit_bias={2: 1.5, 7: -100.0}, min_tokens=4, stop_token_ids=[1], max_tokens=16),
-    SamplingParams(temperature=0.5, max_draft_depth=2, stop_token_ids=[4], max_tokens=16),
+    SamplingParams(temperature=1.0, max_tokens=13),
+    SamplingParams(temperature=0.8, top_k=6, top_p=0.9, max_tokens=8),
+    SamplingParams(temperature=0.0, max_tokens=9, repetition_penalty=1.2, presence_penalty=0.3),
+    SamplingParams(temperature=1.0, max_tokens=11, frequency_penalty=0.4, min_p=0.05),
+    SamplingParams(temperature=0.0, speculation=False, max_tokens=6),
+    SamplingParams(temperature=0.0, logit_bias={2: 1.5, 7: -100.0}, min_tokens=4, stop_token_ids=[1], max_tokens=11),
+    SamplingParams(temperature=0.5, max_draft_depth=2, stop_token_ids=[4], max_tokens=11),
 ]
 TREES = [
     Setup(page_size=1, topk=2, steps=3, num_draft_tokens=8),
@@ -52,22 +52,16 @@ def all_undisturbed(setup: Setup, requests: list[Request]) -> None:
 
 
 @each_tree
-def test_batch_of_many_equals_each_alone(tree: Setup) -> None:
-    """Arrivals are ragged, so that every round has another membership.  The next test compares the other loop."""
-    requests = mixed()
-    run_watched(tree.engine(), [(3 * i, r) for i, r in enumerate(requests)])
-    all_undisturbed(tree, requests)
-
-
-@each_tree
-def test_overlap_equals_lock_step_whoever_is_late(tree: Setup) -> None:
-    """The worker and the host sleep at random; stops are read a round late, and that round is thrown away."""
+def test_batch_of_many_equals_each_alone_in_either_loop_whoever_is_late(tree: Setup) -> None:
+    """Arrivals are ragged, so that every round has another membership.  The worker and the host sleep at random; with
+    overlap stops are read a round late, and that round is thrown away."""
     ran = []
     for overlap in (False, True):
-        engine, requests = replace(tree, overlap=overlap, num_pages=60).engine(), mixed()
+        engine, requests = replace(tree, overlap=overlap).engine(), mixed()
         late = jitter(engine, Random(1))
         run_watched(engine, [(2 * i, r) for i, r in enumerate(requests)], lambda _, late=late: late())
-        ran.append([(r.output, r.from_draft, r.finish_reason, r.stats) for r in requests])
+        all_undisturbed(tree, requests)
+        ran.append([r.stats for r in requests])
     assert ran[0] == ran[1]
 
 
@@ -102,10 +96,10 @@ def test_few_pages(tree: str, overlap: bool, prefix_cache: bool) -> None:
 def test_few_pages_do_preempt() -> None:
     """Short prompts that all grow long: who is preempted comes back to be preempted again."""
     setup = Setup(page_size=2, overlap=True, max_context=64, num_pages=40)
-    long = SamplingParams(temperature=1.0, max_tokens=50)
-    engine, requests = setup.engine(), [request(i, p, long) for i, p in enumerate(prompts(7, (8,) * 6))]
+    long = SamplingParams(temperature=1.0, max_tokens=40)
+    engine, requests = setup.engine(), [request(i, p, long) for i, p in enumerate(prompts(7, (8,) * 4))]
     run_watched(engine, [(0, r) for r in requests])
-    assert engine.scheduler.num_preempted >= 6
+    assert engine.scheduler.num_preempted >= 4
     all_undisturbed(setup, requests)
 
 
@@ -134,8 +128,8 @@ def test_chunked_equals_whole(tree: Setup) -> None:
     """The longest chunks and the shortest, for every length around a chunk's and a page's end."""
     lengths = (1, 15, 16, 17, 32, 33, 40, 41, 65)
     for chunk_size in (16, 40, 512):
-        setup = replace(tree, chunk_size=chunk_size, overlap=chunk_size == 40, max_batch=5)
-        requests = [request(i, p, replace(GREEDY, max_tokens=6)) for i, p in enumerate(prompts(5, lengths))]
+        setup = replace(tree, chunk_size=chunk_size, overlap=chunk_size == 40, max_batch=9)
+        requests = [request(i, p, replace(GREEDY, max_tokens=3)) for i, p in enumerate(prompts(5, lengths))]
         run_watched(setup.engine(), [(0, r) for r in requests])
         all_undisturbed(tree, requests)
 

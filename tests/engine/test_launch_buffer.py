@@ -140,3 +140,19 @@ def test_what_grows_between_two_launches_fits_a_ticket():
 def test_vectors_are_integers():
     packed = pack_launch(table(), LaunchInput((), SamplingNeeds()), 0, 0)
     assert packed.vector.dtype == np.int64 and [size for name, size in packed.form if name == "entry"] == [1]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_every_part_begins_at_sixteen_bytes(batch):
+    """Else Triton would compile other kernels for another number of requests."""
+    launch_input = LaunchInput(
+        (2, 3, 1)[:batch],
+        SamplingNeeds(),
+        lengths=(20, 2, 1)[:batch],
+        width=16,
+        pieces=((0, 0), (0, 16), (1, 0), (2, 0))[: batch + 1],
+        slot_inits=(entering(2, [3, 1, 3, 8], [5]),),
+    )
+    arrived = device_launch(table(), launch_input, batch)
+    assert {part.storage_offset() * part.itemsize % 16 for part in arrived.parts.values()} == {0}
+    assert arrived.lengths.tolist() == [20, 2, 1][:batch]

@@ -98,7 +98,7 @@ def mates_and_victims() -> list[Request]:
         num_finite[3],
         [*num_finite[4][:20], BROKEN, *num_finite[4][20:]],
     ]
-    wishes = [SamplingParams(temperature=i % 2, max_tokens=20) for i in range(8)]
+    wishes = [SamplingParams(temperature=i % 2, max_tokens=12) for i in range(8)]
     return [request(i, p, w) for i, (p, w) in enumerate(zip([*asked, *num_finite[5:]], wishes, strict=True))]
 
 

@@ -13,7 +13,7 @@ from tests.harness import VOCAB, Setup, prompts, request
 from tests.pairwise import pairwise_params
 
 BASE = prompts(11, [36])[0]
-SHORT = SamplingParams(temperature=0.0, max_tokens=6)
+SHORT = SamplingParams(temperature=0.0, max_tokens=5)
 PAGE_SIZES = [1, 3, 16]
 each_page_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
@@ -28,14 +28,15 @@ def parting(index: int, hit: int, tail: int) -> Request:
 @pytest.mark.parametrize(("page_size", "overlap", "tail"), pairwise_params(PAGE_SIZES, [False, True], [0, 3]))
 def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -> None:
     """tail 0: the whole prompt is a hit, or ends inside one."""
-    base = BASE[:20]
+    base = BASE[: 20 if page_size == 16 else 9]
     setup = Setup(
         page_size=page_size, topk=4, steps=3, num_draft_tokens=10, overlap=overlap, max_batch=2, num_pages=600
     )
     engine = setup.engine()
     assert engine.prefixes is not None
     shared = SharedPages(engine)
-    requests = [request(0, base, SHORT)] + [parting(1 + hit, hit, tail) for hit in range(len(base))]
+    hits = [0, 1, 15, 16, 17, 19] if page_size == 16 else list(range(len(base)))
+    requests = [request(0, base, SHORT)] + [parting(1 + i, hit, tail) for i, hit in enumerate(hits)]
     requests.append(request(len(requests), base, SHORT))
     for r in requests:
         engine.add(r)
@@ -44,7 +45,7 @@ def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -
             engine.check_pages()
             shared.check()
     engine.close()
-    assert shared.compared > 400 // page_size
+    assert shared.compared > 100 // page_size
     for r in requests[1:]:
         common = next((i for i, (a, b) in enumerate(zip(r.prompt, base, strict=False)) if a != b), len(r.prompt))
         assert r.cached_tokens == common // page_size * page_size

@@ -43,7 +43,7 @@ class ModelTraffic(Traffic):
         self.setup_ = Setup(
             page_size=draw.draw(st.sampled_from([1, 2, 3, 16])),
             max_batch=draw.draw(st.integers(1, 4)),
-            max_context=64,
+            max_context=48,
             chunk_size=draw.draw(st.sampled_from([16, 64])),
             overlap=draw.draw(st.booleans()),
             prefix_cache=draw.draw(st.booleans()),
@@ -72,7 +72,7 @@ class ModelTraffic(Traffic):
 
 
 TestTraffic = ModelTraffic.TestCase
-TestTraffic.settings = settings(max_examples=16, stateful_step_count=30)
+TestTraffic.settings = settings(max_examples=14, stateful_step_count=30)
 
 
 @pytest.mark.full

@@ -76,13 +76,15 @@ def loaded(
 class DeviceSetup(Setup):
     """A Setup that runs on the GPU.
 
-    attention: "auto" is what users get in that dtype; graph_batch: None captures every batch.
+    attention: "auto" is what users get in that dtype; graph_batch: None captures every batch; capture_stages: of an
+    LLM, which most tests do not need.
     """
 
     dtype: torch.dtype = torch.float64
     attention: str = "auto"
     overlap: bool = True
     graph_batch: int | None = None
+    capture_stages: bool = False
     tied: bool = False
     device: torch.device = GPU
 
@@ -116,6 +118,7 @@ class DeviceSetup(Setup):
             overlap=self.overlap,
             prefix_cache=self.prefix_cache,
             graph_batch=layout.max_batch if self.graph_batch is None else min(self.graph_batch, layout.max_batch),
+            capture_stages=self.capture_stages,
             kv=kv_dtypes_of(self.kv_dtype, self.draft_kv_dtype),
         )
 

@@ -1,5 +1,5 @@
-"""Starts a tiny engine as `LLM` does, measured and captured, and answers some requests; prints, as JSON, which kernels
-were compiled, when, and whether ahead of their launch.
+"""Starts a tiny engine as `LLM` does, measured and captured, and answers requests of many forms; prints, as JSON, which
+kernels were compiled, when, and whether ahead of their launch, and how many CUDA graphs were captured meanwhile.
 
 A program of its own: kernels that are in memory are not compiled again.
 """
@@ -7,17 +7,23 @@ A program of its own: kernels that are in memory are not compiled again.
 import argparse
 import json
 import logging
+import threading
+from typing import Any
 
 import torch
 import triton
 
 from espalier.engine.cuda import CudaExecutor
+from espalier.engine.engine import Engine
 from espalier.layout import PLAIN, TreeShape
+from espalier.request import Request
 from espalier.startup.build import make_runner
 from espalier.startup.measure_memory import TRIAL_PAGES, measure
 from tests.gpu.engines import DeviceSetup
-from tests.gpu.traffic import mixed
-from tests.harness import run
+from tests.gpu.traffic import asked, mixed
+from tests.grammar.test_lossless import asked as under_grammars
+from tests.grammar.test_lossless import check_all_in_grammar
+from tests.harness import prompts
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 TREES = ((2, TreeShape(2, 2, 5)), (4, PLAIN))
@@ -35,6 +41,7 @@ def setup_of(algorithm: str, dtype: torch.dtype) -> DeviceSetup:
         algorithm=algorithm,
         dtype=dtype,
         trees=TREES,
+        capture_stages=True,
     )
     return setup.plain() if algorithm == "none" else setup
 
@@ -44,7 +51,68 @@ def measured(setup: DeviceSetup) -> None:
     target, draft = setup.models(setup.layout.position_rows)
     sizes = (TRIAL_PAGES, setup.dtype, setup.device)
     round = make_runner(setup.layout, target, draft, setup.algorithm, setup.backend, *sizes)
-    measure(CudaExecutor(round, graph_batch=0), setup.layout, setup.device)
+    trial = CudaExecutor(round, graph_batch=0, capture_stages=True)
+    measure(trial, setup.layout, setup.device, graph_batch=setup.max_batch)
+
+
+def answer(engine: Engine) -> list[Request]:
+    """A lone prompt, its prefix again, a long prompt in chunks beside running requests, and many at once.  Then
+    log-probabilities and grammars: alone, beside one free request, and all at once."""
+    [lone, long] = prompts(3, (37, 70))
+    alone = [asked(i, prompt, 14) for i, prompt in enumerate((lone, [*lone[:33], 5, 9]), 100)]
+    one_token = asked(102, lone[:1], 14)
+    together = mixed(7, max_tokens=14)
+    late = asked(103, long, 14, temperature=0.0)
+    for request in (*alone, one_token):
+        engine.add(request)
+        _run(engine)
+    for count, request in enumerate((*together, late)):
+        engine.add(request)
+        if count % 4 == 3:
+            engine.step()
+            engine.step()
+    _run(engine)
+    reported = asked(104, long, 5, temperature=1.0, logprobs=3, prompt_logprobs=2)
+    masked = under_grammars(7, 1.2, count=8)
+    for group in ([reported], masked[:1], masked[1:3], masked[3:]):
+        for request in group:
+            engine.add(request)
+        _run(engine)
+    engine.close()
+    check_all_in_grammar(7, masked)
+    return [*alone, one_token, *together, late, reported]
+
+
+def watched_compilations() -> list[tuple[str, bool]]:
+    """Grows with each kernel that is compiled from now on, or read from Triton's cache: its name, and whether a thread
+    of precompile() did it.  A launch compiles on its own thread.
+
+    Triton 3.6 cannot call its other hook, jit_post_compile_hook, for kernels that take records."""
+    compiled: list[tuple[str, bool]] = []
+
+    def listen(src: Any, **_: Any) -> None:
+        compiled.append((src.name, threading.current_thread().name.startswith("espalier-compile")))
+
+    triton.knobs.compilation.listener = listen
+    return compiled
+
+
+def watched_captures() -> list[Any]:
+    """Grows with each CUDA graph that is captured from now on."""
+    captures, begin = [], torch.cuda.CUDAGraph.capture_begin
+
+    def beginning(graph: torch.cuda.CUDAGraph, *args: Any, **kwargs: Any) -> None:
+        captures.append(graph)
+        begin(graph, *args, **kwargs)
+
+    torch.cuda.CUDAGraph.capture_begin = beginning
+    return captures
+
+
+def _run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        engine.check_pages()
 
 
 def main() -> None:
@@ -53,19 +121,18 @@ def main() -> None:
     parser.add_argument("dtype", choices=DTYPES)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    compiled: list[tuple[str, bool]] = []
-    triton.knobs.runtime.jit_post_compile_hook = lambda is_manual_warmup, fn, **_: compiled.append(
-        (fn.name.rpartition(".")[2], is_manual_warmup)
-    )
+    compiled = watched_compilations()
     setup = setup_of(args.algorithm, DTYPES[args.dtype])
     measured(setup)
     num_measured = len(compiled)
     engine = setup.engine()
     num_started = len(compiled)
-    ran = run(engine, mixed(7, max_tokens=14))
-    right = [setup.reference.plain(request).output(setup.max_context) for request in ran.requests]
+    captures = watched_captures()
+    requests = answer(engine)
+    right = [setup.reference.plain(request).output(setup.max_context) for request in requests]
     found = {"measured": compiled[:num_measured], "captured": compiled[num_measured:num_started]}
-    print(json.dumps(found | {"tokens": ran.tokens, "right": right}))
+    found |= {"served": compiled[num_started:], "captured_late": len(captures)}
+    print(json.dumps(found | {"tokens": [request.output for request in requests], "right": right}))
 
 
 if __name__ == "__main__":

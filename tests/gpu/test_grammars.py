@@ -22,7 +22,14 @@ from tests.harness import Ran, prompts, request, run
 pytestmark = pytest.mark.gpu
 
 SETUP = DeviceSetup(
-    page_size=16, topk=3, steps=3, num_draft_tokens=10, max_batch=4, max_context=96, attention="reference"
+    page_size=16,
+    topk=3,
+    steps=3,
+    num_draft_tokens=10,
+    max_batch=4,
+    max_context=96,
+    attention="reference",
+    capture_stages=True,
 )
 SEED = 3
 
@@ -37,7 +44,7 @@ def eagerly(engine: Engine) -> Engine:
     """From now on its rounds run without graphs, padded to the same batches."""
     executor = executor_of(engine)
     executor.graphs.clear()
-    executor._stage_graphs = lambda batch: None  # type: ignore[method-assign]
+    executor.stage_graphs.clear()
     return engine
 
 
@@ -80,7 +87,6 @@ def test_a_round_begins_before_the_one_before_it_is_read():
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("seed", range(2))
 def test_sleeps_change_nothing(seed, graphs, monkeypatch):
-    """Also while a bucket's stages are captured, and a launch is in flight."""
     random = Random(seed)
     right = ran(replace(SETUP, overlap=False), 1.2).tokens
     delay_segments(monkeypatch, random)
@@ -114,10 +120,10 @@ def test_the_host_waits_for_trees_and_results_alone(monkeypatch, put_on_record):
     engine, requests = setup.engine(), beside_one(4)
     for each in requests:
         engine.add(each)
-    # The stages of this batch are captured first, which waits.
-    while engine.has_work and not (all(each.output for each in requests) and executor_of(engine).stage_graphs.get(4)):
+    while engine.has_work and not all(each.output for each in requests):
         engine.step()
     executor, stages = executor_of(engine), 0
+    assert sorted(executor.stage_graphs) == [1, 2, 3, 4]
     launch_staged = executor.launch_staged
 
     def watched(call: Any) -> Any:
@@ -130,8 +136,6 @@ def test_the_host_waits_for_trees_and_results_alone(monkeypatch, put_on_record):
         return calling
 
     def launching(launch_input: Any) -> Any:
-        if executor.stage_graphs.get(executor.bucket(len(launch_input.slots))) is None:
-            return launch_staged(launch_input)
         handle = watched(launch_staged)(launch_input)
         handle.resume, handle.settle = watched(handle.resume), watched(handle.settle)
         return handle

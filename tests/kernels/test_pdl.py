@@ -10,6 +10,11 @@ import pytest
 import torch
 
 import espalier.kernels.runtime.pdl as pdl
+from espalier.attention import Nodes, Prefix
+from espalier.attention.staged import StagedPass
+from espalier.attention.triton import TritonAttention
+from espalier.cache.kv import PagedKV, StagedKV
+from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
@@ -19,7 +24,10 @@ from espalier.kernels.layers.linear import TritonPlan, linear_gated, linear_part
 from espalier.kernels.layers.norm import add_rms_norm_triton, rms_norm_triton
 from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store_triton
 from espalier.kernels.layers.routing import Routing
+from espalier.layout import RoundLayout
+from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -147,7 +155,50 @@ class MixtureWithShared(Mixture):
     num_shared = 2
 
 
-@pytest.mark.parametrize("layers", [Chain, Attended, AttendedOnSmallPages, Mixture, MixtureWithShared])
+class LatentLayers(MixtureWithShared):
+    """Two layers with latent attention: a lone request's splits leave most of its programs without work."""
+
+    heads, nope, rope, rank, context = 16, 128, 64, 512, 1000
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__(rows, device)
+
+        def random_weight(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5
+
+        def attention() -> LatentAttention:
+            down = Linear(dense_weight(random_weight(self.heads * (self.nope + self.rope) + row.size, 2048)))
+            up = random_weight(self.heads, 2 * self.nope, self.rank).split(self.nope, 1)
+            out = Linear(dense_weight(random_weight(2048, self.heads * self.nope)))
+            return LatentAttention(down, None, None, torch.ones_like(up[0][0, 0]), *up, out, row.size, True)
+
+        row = LatentKV(self.rank + self.rope, self.rank)
+        self.specs = [LayerSpec(self.heads, row)] * 2
+        self.layers = [DecoderLayer(self.norm, attention(), self.norm, block) for block in self.blocks]
+        layout = RoundLayout(1, 0, 1, 1, 64, 32768, 0, max(rows, 16))
+        pages = -(-self.context // 64)
+        self.pages = PagedKV(layout, 1 + pages, self.specs, 2, torch.bfloat16, device)
+        for stack in self.pages.target:
+            stack.planes[0].normal_()
+        self.staging = StagedKV(self.specs, range(2), max(rows, 16), torch.bfloat16, device)
+        self.page_table = torch.zeros(1, layout.table_width, dtype=torch.int32, device=device)
+        self.page_table[0, :pages] = 1 + torch.arange(pages, device=device)
+        self.length = torch.tensor([self.context], device=device)
+        self.nodes = Nodes.chain(self.context + torch.arange(rows, device=device)[None])
+        self.rope_and_norm = RopeAndNorm(*torch.randn(2, rows, self.rope, device=device))
+
+    def __call__(self) -> list[torch.Tensor]:
+        plan = TritonAttention(self.pages, self.specs, Prefix(self.page_table, self.length), self.nodes)
+        rows = len(self.x)
+        attend = StagedPass(plan, self.staging, rows)
+        x, delta = self.x, None
+        for i, layer in enumerate(self.layers):
+            x, normed = self.norm.after(delta, x)
+            x, delta = layer(x, normed, self.rope_and_norm, attend, i, (1, rows))
+        return list(self.norm.after(delta, x))
+
+
+@pytest.mark.parametrize("layers", [Chain, Attended, AttendedOnSmallPages, Mixture, MixtureWithShared, LatentLayers])
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_a_replay_equals_launches_without_pdl(layers, rows, kernel_device, monkeypatch):
     torch.manual_seed(rows)

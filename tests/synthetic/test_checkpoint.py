@@ -195,9 +195,9 @@ def test_the_draft_gives_what_its_tables_say_at_every_depth(tree: tuple[int, int
     recipe = a_recipe(shape=LONG, skill=0.75)
     engine = an_engine(recipe, tree, torch.float32, batch=8)
     starts = prompts(recipe, 8)
-    texts = generate(engine, starts, 150)
-    assert texts == [recipe.chain().follow(start, 150) for start in starts]
-    # About 320 rounds of deviation 1.7 that visit most places of the ring: within 0.07 for the three trees.
+    texts = generate(engine, starts, 110)
+    assert texts == [recipe.chain().follow(start, 110) for start in starts]
+    # About 230 rounds of deviation 1.7.
     predicted = predicted_accept_length(recipe.chain(), *tree)
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.15)
 
@@ -226,7 +226,8 @@ def test_copied_text_follows_the_rule_with_and_without_a_tree() -> None:
     engine = an_engine(recipe, (4, 4, 16), torch.float32)
     assert generate(engine, starts, 120) == rule
     assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), 4, 4, 16), abs=0.15)
-    assert generate(an_engine(recipe, PLAIN, torch.float32), starts, 120) == rule
+    # Far enough that plain decoding reads rows of its own.
+    assert generate(an_engine(recipe, PLAIN, torch.float32), starts, 50) == [text[:50] for text in rule]
 
 
 @pytest.mark.parametrize("layer", range(4))

@@ -20,7 +20,9 @@ from tests.synthetic.mixtures import mixture
 from tests.synthetic.test_checkpoint import PLAIN, POSITIONS, a_recipe, generate, prompts, tiny
 
 SHAPES = {"llama": tiny(), "qwen3-moe": mixture("qwen3-moe"), "v3": mixture("v3"), "gpt-oss": mixture("gpt-oss")}
-TOKENS = {"cpu": 60, "cuda": 120}
+TOKENS = {"cpu": 45, "cuda": 120}
+# Of the plain engine.  On a CPU a step takes as long as a round, as both unpack all weights.
+PLAIN_TOKENS = {"cpu": 16, "cuda": 120}
 STORED = [("llama", "fp8"), ("llama", "fp8-block"), ("llama", "int4"), ("qwen3-moe", "fp8"), ("v3", "fp8-block")]
 COPIED = [*STORED[:4], ("gpt-oss", "mxfp4")]
 # On a CPU the rows do not depend on the weights' format, nor the format's logits, compared above, on the text.
@@ -86,7 +88,8 @@ def test_copied_text_is_the_same_with_and_without_a_tree(name, weights, kv_dtype
     starts = prompts(recipe, 4)
     rule = [recipe.chain().follow(start, TOKENS[device]) for start in starts]
     on, off = (an_engine(recipe, tree, torch.device(device), kv_dtype) for tree in ((5, 4, 16), PLAIN))
-    assert generate(off, starts, TOKENS[device]) == rule
+    few = PLAIN_TOKENS[device]
+    assert generate(off, starts, few) == [text[:few] for text in rule]
     assert generate(on, starts, TOKENS[device]) == rule
     assert on.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), 5, 4, 16), abs=0.3)
 

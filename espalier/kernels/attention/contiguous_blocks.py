@@ -15,7 +15,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.hopper import BLOCK_N
 from espalier.kernels.attention.kv_splits import COLUMNS, KVSplits
 from espalier.kernels.attention.work_items import committed_blocks, load_split
-from espalier.kernels.runtime.launch import chip, kernel, require
+from espalier.kernels.runtime.launch import chip, kernel, require, unspecialised
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.state.page_rows import page_rows
 
@@ -38,6 +38,7 @@ def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int
     )
 
 
+@unspecialised("batch")
 @kernel
 def _contiguous_blocks_kernel(
     split_ptr, start_ptr, table_ptr, out_ptr, batch, first, table_b,

@@ -19,7 +19,7 @@ from espalier.kernels.attention.hopper_load import load_work_items
 from espalier.kernels.attention.hopper_work import Constants, Rows, make_stages
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE, Plan, wait_and_count_splits
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.runtime.launch import Chip, gluon_kernel
+from espalier.kernels.runtime.launch import Chip, gluon_kernel, unspecialised
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -126,6 +126,7 @@ def choose_hopper_config(
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
+@unspecialised("batch")
 @gluon_kernel
 def _hopper_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,

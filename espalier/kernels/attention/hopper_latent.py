@@ -18,7 +18,7 @@ from espalier.kernels.attention.hopper_load import load_work_items
 from espalier.kernels.attention.hopper_work import Constants, Rows, Stages, make_barriers, make_stages
 from espalier.kernels.attention.work_items import ALL, NONE, Plan, wait_and_count_splits
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.runtime.launch import Chip, gluon_kernel
+from espalier.kernels.runtime.launch import Chip, gluon_kernel, unspecialised
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -80,6 +80,7 @@ def fits_hopper_latent(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
+@unspecialised("batch")
 @gluon_kernel
 def _hopper_latent_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import kernel, power_of_two, require
+from espalier.kernels.runtime.launch import kernel, power_of_two, require, unspecialised
 from espalier.layout import next_bucket
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class KVSplits:
     policy: KVSplitPolicy
 
 
+@unspecialised("first", "num_splits", "max_splits")
 @kernel
 def _kv_splits_kernel(
     length_ptr,

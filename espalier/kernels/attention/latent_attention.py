@@ -43,7 +43,7 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two
+from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, unspecialised
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -55,6 +55,7 @@ MAX_ROW_SIZE = 576
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
+@unspecialised("batch")
 @kernel
 def _latent_attention_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,

@@ -14,7 +14,7 @@ from torch import Tensor
 from espalier.kernels.attention.attention_blocks import _share_beside_sink
 from espalier.kernels.attention.kv_splits import KVSplits
 from espalier.kernels.attention.masked_attention import with_sink
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require, unspecialised
 from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ def _merge_pair(
     tl.store(lse_ptr + pair, lse * 0.6931471805599453, mask=merged & (tl.program_id(1) == 0))
 
 
+@unspecialised("batch")
 @kernel
 def _merge_splits_kernel(
     partial_ptr, partial_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,

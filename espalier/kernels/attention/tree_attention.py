@@ -50,7 +50,7 @@ from espalier.kernels.attention.work_items import (
     work_item_of,
 )
 from espalier.kernels.runtime.convert import beside
-from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, require, unspecialised
 from espalier.kernels.state.page_rows import page_rows
 from espalier.layout import next_bucket
 
@@ -63,6 +63,7 @@ MAX_HEAD_SIZE = 256
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
+@unspecialised("batch")
 @kernel
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
@@ -81,8 +82,7 @@ def _tree_attention_kernel(
     )
     num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
-    num_work_items = num_splits * num_tiles * KV_HEADS
-    backwards = 0
+    num_work_items, backwards = num_splits * num_tiles * KV_HEADS, 0
     next_split = split_of(tl.program_id(0), num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
     exists = tl.program_id(0) < num_work_items
     next_request, next_begin, next_end, next_count = load_split(split_ptr, next_split, exists)

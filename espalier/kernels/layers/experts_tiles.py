@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require, unspecialised
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def _experts_of(ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXP
     return expert
 
 
+@unspecialised("num_tiles")
 @kernel
 def _sort_pairs_kernel(
     ids_ptr, live_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, num_pairs, num_tiles,

@@ -21,6 +21,10 @@ from espalier.kernels.runtime.pdl import early, pdl_wait_if
 if TYPE_CHECKING:
     import triton.language as tl
 
+# Values of a row that a warp norms, and the most warps of a program.  A thread loads few values, because nothing hides
+# the latency of a lone row's loads (docs/log.md).
+WARP_VALUES, MAX_WARPS = 128, 16
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
@@ -178,9 +182,14 @@ def _launch(
         BLOCK=block,
         GROUP=block if inputs is None else min(inputs.group or block, block),
         MOST=FP8_MAX,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=warps_for(block),
         **early(chip(x)),
     )
+
+
+def warps_for(block: int) -> int:
+    """The warps of a program that norms a row of `block` values."""
+    return min(max(block // WARP_VALUES, 1), MAX_WARPS)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import DTYPES, load_sum
-from espalier.kernels.layers.norm import add_rms_norm_reference
+from espalier.kernels.layers.norm import add_rms_norm_reference, warps_for
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
 
@@ -99,7 +99,7 @@ def norm_router_triton(
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
         # constexpr: as a run-time argument eps would be rounded to float32.
         EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
-        num_warps=min(max(block // 512, 1), 16), **early(chip(residual)),
+        num_warps=warps_for(block), **early(chip(residual)),
     )  # fmt: skip
     return total, out, logits
 

@@ -41,6 +41,7 @@ class Kernel:
 
     def __init__(self, function: Callable[..., None]):
         self.function = function
+        self.unspecialised: tuple[str, ...] = ()
         self._compiled: Any = None
 
     @property
@@ -53,7 +54,7 @@ class Kernel:
                 callee = scope.get(name)
                 if isinstance(callee, Kernel):
                     scope[name] = callee.compiled
-            self._compiled = jit(self.function)
+            self._compiled = jit(self.function, do_not_specialize=self.unspecialised)
         return self._compiled
 
     def _language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -100,6 +101,20 @@ def kernel(function: Callable[..., Any]) -> Kernel:
 
 def gluon_kernel(function: Callable[..., Any]) -> Kernel:
     return GluonKernel(function)
+
+
+def unspecialised(*names: str) -> Callable[[Kernel], Kernel]:
+    """A decorator for a kernel: one code serves all values of these integers.
+
+    Triton compiles another code where an integer is 1, and where 16 divides it.  That helps addresses and divisions,
+    but not a bound that is read once, such as the batch.  There it would only compile kernels while requests wait.
+    """
+
+    def mark(marked: Kernel) -> Kernel:
+        marked.unspecialised = names
+        return marked
+
+    return mark
 
 
 def require_triton() -> Any:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
+from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require, unspecialised
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -197,6 +197,7 @@ def best_of(
     return key, index
 
 
+@unspecialised("splits")
 @kernel
 def _best_of_split_kernel(
     keys_ptr,
@@ -259,6 +260,7 @@ def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.
     tl.store(keys_ptr + out * splits + split, tl.zeros_like(keys) + best, mask=split == 0)
 
 
+@unspecialised("splits")
 @kernel
 def _draw_filtered_kernel(
     tokens_ptr,

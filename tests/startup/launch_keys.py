@@ -1,0 +1,219 @@
+"""Prints, as JSON, which kernels launches of many forms need that the start did not compile.  No GPU is needed.
+
+Models and launches are tensors without data (PyTorch's "meta" device) that say that they are on a GPU.  Each launch of
+a kernel is caught, and Triton's own code makes the key under which it would look for the compiled kernel.
+
+A program of its own, because the tests run Triton's interpreter.  It takes several simulations, because PyTorch needs
+seconds to load what tensors without data need.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from espalier.attention.support import Support
+from espalier.engine.cuda import ALL_SAMPLING, of_dummies
+from espalier.engine.cuda_stages import EagerStages, StageMemory
+from espalier.engine.executor import execute
+from espalier.engine.launch_buffer import pack_launch
+from espalier.engine.launch_input import LaunchInput
+from espalier.engine.prefill_policy import next_pass, pieces_of
+from espalier.engine.results import Results
+from espalier.kernels.runtime import launch
+from espalier.kernels.runtime.launch import Chip, launch_hook
+from espalier.layout import RoundLayout
+from espalier.models.loading import make_target
+from espalier.models.weight_formats import all_dense
+from espalier.models.weights import Weights
+from espalier.sampling.mask import mask_words
+from espalier.sampling.prompt import PromptRows
+from espalier.speculate.drafters.registry import DRAFT_FORMATS
+from espalier.speculate.round import ModelRunner
+from espalier.startup.build import make_runner
+from espalier.startup.dummies import dummy_pass, fullest_pass, smaller_passes
+from espalier.synthetic.shapes import find_shape
+
+META = torch.device("meta")
+CHIPS = {"hopper": Chip(227 * 1024, 132, (9, 0)), "ampere": Chip(163 * 1024, 108, (8, 0))}
+# As an allocation on a GPU begins.
+ALLOCATED = 512
+FUSED, DRAFT_WEIGHTS = "fc.weight", ("midlayer.hidden_norm.weight", "lm_head.weight", "d2t")
+# Of the prompts of a pass: 1 to so many tokens.
+LONGEST = (3, 20, 100, 700, 3000)
+TREE = (5, 8, 64)
+
+
+class MetaWeights(Weights):
+    """Every weight that a model asks for, without data.  fused: the columns of an EAGLE-3 head's fc; None: a target."""
+
+    def __init__(self, fused: tuple[int, int] | None = None) -> None:
+        self.path, self.dtype, self.device, self.formats = Path("meta"), torch.bfloat16, META, all_dense
+        self.fused = fused
+        self._loaded, self._files, self._not_taken = {}, {}, set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in (FUSED, *DRAFT_WEIGHTS) if self.fused else name.endswith("weight")
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        assert name == FUSED and self.fused is not None
+        return self.fused
+
+    def take_raw(self, name: str, *shape: int) -> torch.Tensor:
+        # d2t: the target's id of each id minus that id.  Not all the same, so that the map is kept.
+        return torch.arange(*shape) if name == "d2t" else torch.empty(shape, dtype=self.dtype, device=META)
+
+
+class Pointer:
+    """What Triton sees of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.at = tensor.dtype, ALLOCATED + tensor.storage_offset() * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        return self.at
+
+
+class Keys:
+    """The launch hook: collects (kernel, Triton's key)."""
+
+    def __init__(self) -> None:
+        self.found: set[tuple[str, str]] = set()
+
+    def __call__(self, function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
+        binder = function.device_caches[0][-1]
+        pointers = [_seen(value) for value in args], {name: _seen(value) for name, value in kwargs.items()}
+        _, specialization, options = binder(*pointers[0], **pointers[1], debug=False, instrumentation_mode="")
+        self.found.add((function.fn.__name__, f"{specialization} {options}"))
+
+
+def _seen(value: Any) -> Any:
+    return Pointer(value) if isinstance(value, torch.Tensor) else value
+
+
+def pretend_gpu() -> None:
+    target = {"get_current_device": lambda: 0, "get_current_target": lambda: GPUTarget("cuda", 90, 32)}
+    driver.set_active(SimpleNamespace(**target))
+    torch.Tensor.is_cuda = property(lambda tensor: tensor.device == META)  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[assignment]
+    Support.require = lambda *args, **kwargs: None  # type: ignore[method-assign]
+
+
+def runner_of(name: str, num_layers: int, layout: RoundLayout) -> ModelRunner:
+    """The first layers of a shape; with an EAGLE-3 head, if the layout has steps."""
+    shape = find_shape(name)
+    fields = {**shape.fields, "num_hidden_layers": num_layers}
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][:num_layers]
+    shape = replace(shape, fields=fields)
+    target, draft = shape.target, None
+    spec = shape.draft_config.spec if layout.steps else None
+    model = make_target(MetaWeights(), target, spec.capture if spec else (), layout.position_rows)
+    if spec is not None:
+        weights = MetaWeights((target.hidden_size, len(spec.capture) * target.hidden_size))
+        draft = DRAFT_FORMATS[spec.algorithm].make(weights, shape.draft_config, model, layout.position_rows)
+    algorithm = spec.algorithm if spec else "none"
+    return make_runner(layout, model, draft, algorithm, "triton", 64, torch.bfloat16, META, overlap=True)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """shape: a name of synthetic/shapes.py, of which the first layers run; passes: of random form, that are served."""
+
+    shape: str
+    layers: int
+    drafts: bool
+    passes: int
+    max_batch: int = 64
+    chunk_size: int = 8192
+    page_size: int = 64
+    chip: str = "hopper"
+
+    @property
+    def layout(self) -> RoundLayout:
+        tree = TREE if self.drafts else (0, 1, 1)
+        sizes = (self.max_batch, *tree, self.page_size, 8192, int(self.drafts), self.chunk_size)
+        return RoundLayout(*sizes, busy_chunk_size=max(self.chunk_size // 3, 16))
+
+    @torch.inference_mode()
+    def run(self) -> dict[str, Any]:
+        layout = self.layout
+        launch._chip = lambda device, cap: CHIPS[self.chip]  # type: ignore[assignment]
+        runner, memory = runner_of(self.shape, self.layers, layout), StageMemory(META)
+        vocab_size, results = runner.target.config.vocab_size, Results(layout, 3, META)
+
+        def keys_of(launches: Iterable[LaunchInput]) -> set[tuple[str, str]]:
+            keys = Keys()
+            launch_hook.set(keys)
+            for launch_input in launches:
+                run_without_data(runner, results, memory, launch_input)
+            return keys.found
+
+        rounds = [of_dummies(batch) for batch in layout.batch_buckets(layout.max_batch)]
+        fullest = (fullest_pass(layout, width) for width in layout.chunk_widths)
+        before = keys_of((*rounds, *fullest))
+        staged = keys_of(replace(each, is_staged=True) for each in rounds) - before
+        smaller = keys_of(smaller_passes(layout, vocab_size))
+        random = Random(7)
+        served = keys_of(random_pass(layout, vocab_size, random) for _ in range(self.passes))
+        served |= keys_of(dummy_pass(width, 1, 1, 0) for width in layout.chunk_widths)
+        return {
+            "start": len(before | staged | smaller),
+            "staged": names(staged),
+            "smaller": names(smaller - before),
+            "served": names(served - before - staged - smaller),
+            "without_smaller": names(served - before),
+        }
+
+
+def run_without_data(runner: ModelRunner, results: Results, memory: StageMemory, launch_input: LaunchInput) -> None:
+    """As CudaExecutor runs a launch."""
+    packed = pack_launch(runner.table, launch_input, 0, len(launch_input.slots))
+    if launch_input.is_staged:
+        EagerStages(runner, results, packed, ALL_SAMPLING, len(launch_input.slots), memory).run()
+        return
+    on_device = packed.on(torch.empty(len(packed.vector), dtype=torch.int64, device=META))
+    masks = (
+        None if launch_input.masks is None else torch.empty(launch_input.masks.shape, dtype=torch.int32, device=META)
+    )
+    execute(runner, results, on_device, launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
+
+
+def names(keys: set[tuple[str, str]]) -> list[str]:
+    return sorted(name for name, _ in keys)
+
+
+def random_pass(layout: RoundLayout, vocab_size: int, random: Random) -> LaunchInput:
+    """A pass as the scheduler makes it, of dummies."""
+    longest = random.choice(LONGEST)
+    left = [random.randint(1, longest) for _ in range(random.choice((1, 1, 2, 3, random.randint(1, layout.max_batch))))]
+    made = next_pass(layout, left, layout.max_pass_rows(random.random() < 0.5))
+    batch = len(made.lengths)
+    wanted = replace(of_dummies(batch, made.width), lengths=made.lengths, pieces=pieces_of(made))
+    kind = random.random()
+    if kind < 0.2:
+        return replace(wanted, masks=np.zeros((batch, 1, mask_words(vocab_size)), np.int32))
+    if kind < 0.5:
+        spans = ((0, random.randint(1, made.lengths[0])), *((0, 0),) * (batch - 1))
+        return replace(wanted, prompt_rows=PromptRows(spans, random.randint(0, 20)))
+    return wanted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("simulations", type=json.loads, help="JSON: a list of fields of Simulation")
+    pretend_gpu()
+    print(json.dumps([Simulation(**fields).run() for fields in parser.parse_args().simulations]))
+
+
+if __name__ == "__main__":
+    main()
