@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers import linear_quantised
+from espalier.kernels.layers import linear_quantised, quantise_rows
 from espalier.kernels.layers.linear import TritonPlan, sum_parts_reference
 from espalier.kernels.layers.linear_quantised import (
     _launch,
@@ -36,7 +36,7 @@ from espalier.kernels.layers.quantised import (
 )
 from espalier.kernels.layers.quantised_candidates import candidates
 from espalier.kernels.layers.silu import silu_mul_triton
-from espalier.kernels.runtime.launch import Chip
+from espalier.kernels.runtime.launch import Chip, chip
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, inputs_of
 
@@ -208,19 +208,34 @@ def test_rounded_inputs_are_the_references(kernel_device, rows, num_in, group, s
     assert is_right.all()
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("group", [None, 48])
+def test_parts_of_a_row_are_rounded_by_programs_of_their_own(kernel_device, monkeypatch, rows, group):
+    """To the bits of one program, also where the last part is ragged."""
+    x = x_of(rows, 104, kernel_device)
+    monkeypatch.setattr(quantise_rows, "MAX_PARTS", 1)
+    values, scales = quantise_rows_triton(x, InputScales(group))
+    monkeypatch.setattr(quantise_rows, "MAX_PARTS", 8)
+    monkeypatch.setattr(quantise_rows, "VALUES_PER_PART", 16)
+    many = replace(chip(x), processors=132)
+    monkeypatch.setattr(quantise_rows, "chip", lambda _: many)
+    in_parts, scales_in_parts = quantise_rows_triton(x, InputScales(group))
+    assert torch.equal(in_parts.view(torch.uint8), values.view(torch.uint8)) and torch.equal(scales_in_parts, scales)
+
+
 @pytest.mark.parametrize("code", ["fp8", "int4", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 4096])
 @pytest.mark.parametrize(("group", "grouped"), [(32, True), (128, True), (128, False)])
 def test_the_rule_fits_the_chip_and_the_groups(code, rows, group, grouped):
-    for chip in (H200, Chip(99 * 1024, 84, (8, 9))):
+    for on in (H200, Chip(99 * 1024, 84, (8, 9))):
         for shape in ((4096, 4096), (1024, 512), (28672, 4096), (16, 32)):
-            plan = rule(rows, *shape, code, group, grouped, chip)
+            plan = rule(rows, *shape, code, group, grouped, on)
             assert (code != "fp8" or group % plan.block_in == 0) and plan.splits >= 1
             tile = min(max(rows, 16), 128)
             used = plan.stages * (
                 plan.block_out * plan.block_in // (1 if code == "fp8" else 2) + tile * plan.block_in * 2
             )
-            assert plan.stages == 1 or used <= chip.shared_memory
+            assert plan.stages == 1 or used <= on.shared_memory
 
 
 @pytest.mark.parametrize(("code", "grouped"), [("fp8", False), ("fp8", True), ("int4", True), ("mxfp4", True)])
