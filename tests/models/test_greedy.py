@@ -11,7 +11,8 @@ DENSE = ("llama", "qwen2", "qwen3", "mistral", "deepseek_v3_dense")
 MIXTURES = ("qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1")
 # Both sides compute in float64, and report in float32.
 TOLERANCE = 1e-5
-WISH = SamplingParams(temperature=0.0, max_tokens=24, logprobs=0)
+MAX_TOKENS = 12
+WISH = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=0)
 
 
 @pytest.mark.parametrize("page_sizes", [(3,), pytest.param((1, 2, 16, 64, 256), marks=pytest.mark.full)], ids=str)
@@ -21,7 +22,8 @@ def test_tokens_are_those_of_transformers(family, page_sizes):
     model = load_reference(directories(family)[0], DTYPE)
     wanted, logprobs = [], []
     for prompt in given:
-        generated = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+        greedy = {"max_new_tokens": MAX_TOKENS, "do_sample": False, "eos_token_id": None}
+        generated = model.generate(torch.tensor([prompt]), **greedy)
         wanted.append(generated[0, len(prompt) :].tolist())
         with torch.no_grad():
             logits = model(generated).logits[0, len(prompt) - 1 : -1]

@@ -44,23 +44,26 @@ def draft_scores(
     values = shaped(dict(zip(ids, logits.tolist(), strict=True)), request, tokens, ahead)
     if request.params.temperature > 0:
         noise = noise_at(request.seed, len(tokens) + ahead, max(values) + 1)
-        values = {token: value / f32(request.params.temperature) + noise[token] for token, value in values.items()}
+        temperature = f32(request.params.temperature)
+        values = {token: value / temperature + noise[token] for token, value in values.items()}
     return {token: np.float32(value) for token, value in log_softmax(values).items()}
 
 
 def shaped(values: Values, request: Request, tokens: Sequence[int], ahead: int = 0) -> Values:
     """Bias, bans of early stops, penalties, for the token at position len(tokens) + ahead."""
     p, prompt = request.params, request.prompt
-    output = Counter(tokens[len(prompt) :])
+    output, seen = Counter(tokens[len(prompt) :]), set(tokens)
     early = len(tokens) + ahead < len(prompt) + p.min_tokens
+    repetition, frequency, presence = map(f32, (p.repetition_penalty, p.frequency_penalty, p.presence_penalty))
     changed = {}
     for token, value in values.items():
-        value += f32(p.logit_bias.get(token, 0.0))
+        if token in p.logit_bias:
+            value += f32(p.logit_bias[token])
         if early and token in request.stop_ids:
             value = -math.inf
-        if token in output or token in prompt:
-            value = value / f32(p.repetition_penalty) if value > 0 else value * f32(p.repetition_penalty)
-        value -= f32(p.frequency_penalty) * output[token] + f32(p.presence_penalty) * (token in output)
+        if token in seen:
+            value = value / repetition if value > 0 else value * repetition
+        value -= frequency * output[token] + presence * (token in output)
         changed[token] = value
     return changed
 
@@ -68,7 +71,8 @@ def shaped(values: Values, request: Request, tokens: Sequence[int], ahead: int =
 def kept(values: Values, request: Request) -> Values:
     """Over temperature, and what top-k, then top-p, then min-p leave of it: one token at least."""
     p = request.params
-    values = {token: value / f32(p.temperature) for token, value in values.items()}
+    temperature = f32(p.temperature)
+    values = {token: value / temperature for token, value in values.items()}
     order = sorted(values, key=lambda token: (-values[token], token))
     order = order[: p.top_k or len(order)]
     share = {token: math.exp(value) for token, value in log_softmax({t: values[t] for t in order}).items()}

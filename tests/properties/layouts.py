@@ -121,7 +121,7 @@ class Cell:
 
     @property
     def max_tokens(self) -> int:
-        return 20 if self.page_size < 256 else 12
+        return 13 if self.page_size < 256 else 9
 
     @property
     def is_own_latent(self) -> bool:
@@ -190,14 +190,15 @@ def pairwise_cells(layouts: Mapping[str, Sequence[Any]] = ARRAY_LAYOUTS) -> list
 
 
 def corner_cells() -> list[Cell]:
-    return [Cell(**row) for row in rows_of(CORNERS) if not refused(row)]
+    return [Cell(**row) for row in pairwise(CORNERS, refused)]
 
 
 def all_cells() -> list[Cell]:
-    """Every cell that is not refused, what is around it in turn."""
+    """Every cell that is not refused, what is around it in turn; and every corner."""
     around = [row for row in rows_of(AROUND) if not impossible(row)]
     rows = [row for row in rows_of(LAYOUTS) if not refused(row)]
-    return [Cell(**row, **around[i * 7 % len(around)]) for i, row in enumerate(rows)]
+    corners = [Cell(**row) for row in rows_of(CORNERS) if not refused(row)]
+    return [*(Cell(**row, **around[i * 7 % len(around)]) for i, row in enumerate(rows)), *corners]
 
 
 def latent_cells() -> list[Cell]:

@@ -49,7 +49,7 @@ def cell_setup(cell: Mapping[str, Any]) -> tuple[BlockSetup, list[Request]]:
     """Prompts of one and of two tokens, and one that a page's end cuts."""
     fields = dict(cell)
     nodes = fields.pop("nodes")
-    lengths, max_tokens = [max(min(cell["page_size"], 64) - 4, 5), 1, 2, 21], 8
+    lengths, max_tokens = [max(min(cell["page_size"], 64) - 4, 5), 1, 2, 21], 6
     setup = BlockSetup(
         **fields,
         spare=cell["steps"] % 2,
@@ -146,7 +146,7 @@ def test_scores_coupled_to_the_targets_noise_are_accepted_more_and_change_no_tok
     def ran(coupled: bool, setup: BlockSetup) -> Ran:
         engine = setup.engine()
         engine.executor.runner = replace(engine.executor.runner, coupled_scores=coupled)
-        requests = [asked(i, prompt, temperature=1.0, max_tokens=40) for i, prompt in enumerate(prompts(3, [5] * 12))]
+        requests = [asked(i, prompt, temperature=1.0, max_tokens=24) for i, prompt in enumerate(prompts(3, [5] * 12))]
         return run(engine, requests)
 
     setup = replace(SMALL, form=form, steps=5, topk=4, num_draft_tokens=16, max_batch=12)

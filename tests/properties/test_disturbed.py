@@ -22,7 +22,7 @@ def watched(setup: Setup) -> Watch:
 
 
 def asked(index: int, prompt: list[int], **style) -> Request:
-    return request(index, prompt, SamplingParams(**{"temperature": 3.0, "max_tokens": 8, **style}))
+    return request(index, prompt, SamplingParams(**{"temperature": 3.0, "max_tokens": 6, **style}))
 
 
 @loops

@@ -40,7 +40,7 @@ def watched(setup: MTPSetup) -> Watch:
 def cell_setup(cell: Mapping[str, Any]) -> tuple[MTPSetup, list[Request]]:
     """Prompts of one and of two tokens, shorter than three modules, and one that a page's end cuts."""
     count = min(cell["page_size"], 64)
-    lengths, max_tokens = [max(count - 4, 5), 1, 2, 21], 8
+    lengths, max_tokens = [max(count - 4, 5), 1, 2, 21], 6
     nodes = min(max_draft_tokens(cell["steps"], cell["topk"]), 24)
     setup = MTPSetup(
         **cell,

@@ -45,7 +45,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-def traffic(style: dict[str, Any], lengths: tuple[int, ...] = (2, 5, 9), max_tokens: int = 24) -> list[Request]:
+def traffic(style: dict[str, Any], lengths: tuple[int, ...] = (2, 5, 9), max_tokens: int = 16) -> list[Request]:
     return [
         request(i, prompt, SamplingParams(**{"logprobs": 0, "max_tokens": max_tokens, **style}), seed=1000 * i + 7)
         for i, prompt in enumerate(prompts(11, lengths))
@@ -56,7 +56,7 @@ def mixed() -> list[Request]:
     """One request of each style, ragged."""
     lengths = [2 + 3 * i % 17 for i in range(len(STYLES))]
     return [
-        request(i, prompt, SamplingParams(**{"max_tokens": 16, **style}), seed=i)
+        request(i, prompt, SamplingParams(**{"max_tokens": 11, **style}), seed=i)
         for i, (prompt, style) in enumerate(zip(prompts(13, lengths), STYLES.values(), strict=True))
     ]
 
@@ -147,7 +147,7 @@ def test_a_draft_that_agrees_is_followed_to_every_depth(style, steps):
     agree(engine, reference_of(setup))
     rounds: list[RoundTrace] = []
     engine.scheduler.on_round = rounds.append
-    requests = traffic({**AGREE[style], "stop_token_ids": []}, lengths=(2, 9), max_tokens=30)
+    requests = traffic({**AGREE[style], "stop_token_ids": []}, lengths=(2, 9), max_tokens=20)
     run(engine, requests)
     ends = {r.id: r.end(setup.max_context) for r in requests}
     assert [len(r.emitted) for r in rounds] == [min(steps + 1, ends[r.request_id] - 1 - r.prefix_len) for r in rounds]

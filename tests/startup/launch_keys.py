@@ -48,6 +48,8 @@ CHIPS = {"hopper": Chip(227 * 1024, 132, (9, 0)), "ampere": Chip(163 * 1024, 108
 # As an allocation on a GPU begins.
 ALLOCATED = 512
 FUSED, DRAFT_WEIGHTS = "fc.weight", ("midlayer.hidden_norm.weight", "lm_head.weight", "d2t")
+# Of each argument: its name, whether it is a constexpr, and its part of Triton's key.
+Arguments = tuple[tuple[str, bool, Any], ...]
 # Of the prompts of a pass: 1 to so many tokens.
 LONGEST = (3, 20, 100, 700, 3000)
 TREE = (5, 8, 64)
@@ -84,16 +86,36 @@ class Pointer:
 
 
 class Keys:
-    """The launch hook: collects (kernel, Triton's key)."""
+    """The launch hook: collects (kernel, Triton's key).
 
-    def __init__(self) -> None:
+    arguments: of each kernel that ran, its arguments and their parts of the keys.
+    """
+
+    def __init__(self, arguments: dict[str, set[Arguments]]) -> None:
         self.found: set[tuple[str, str]] = set()
+        self.arguments = arguments
 
     def __call__(self, function: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
         binder = function.device_caches[0][-1]
         pointers = [_seen(value) for value in args], {name: _seen(value) for name, value in kwargs.items()}
         _, specialization, options = binder(*pointers[0], **pointers[1], debug=False, instrumentation_mode="")
-        self.found.add((function.fn.__name__, f"{specialization} {options}"))
+        name = function.fn.__name__
+        self.found.add((name, f"{specialization} {options}"))
+        parts = (
+            (param.name, param.is_constexpr, part) for param, part in zip(function.params, specialization, strict=True)
+        )
+        self.arguments.setdefault(name, set()).add((*parts, ("options", True, str(options))))
+
+
+def specialised(kernels: dict[str, set[Arguments]]) -> list[str]:
+    """kernel.argument, for each integer argument whose values alone made Triton compile another code."""
+    found: set[str] = set()
+    for name, launches in kernels.items():
+        for place, (argument, is_constexpr, _) in enumerate(next(iter(launches))):
+            others = {(*each[:place], *each[place + 1 :]) for each in launches}
+            if not is_constexpr and len(others) < len(launches):
+                found.add(f"{name}.{argument}")
+    return sorted(found)
 
 
 def _seen(value: Any) -> Any:
@@ -151,8 +173,10 @@ class Simulation:
         runner, memory = runner_of(self.shape, self.layers, layout), StageMemory(META)
         vocab_size, results = runner.target.config.vocab_size, Results(layout, 3, META)
 
+        arguments: dict[str, set[Arguments]] = {}
+
         def keys_of(launches: Iterable[LaunchInput]) -> set[tuple[str, str]]:
-            keys = Keys()
+            keys = Keys(arguments)
             launch_hook.set(keys)
             for launch_input in launches:
                 run_without_data(runner, results, memory, launch_input)
@@ -167,7 +191,7 @@ class Simulation:
         served = keys_of(random_pass(layout, vocab_size, random) for _ in range(self.passes))
         served |= keys_of(dummy_pass(width, 1, 1, 0) for width in layout.chunk_widths)
         return {
-            "start": len(before | staged | smaller),
+            "specialised": specialised(arguments),
             "staged": names(staged),
             "smaller": names(smaller - before),
             "served": names(served - before - staged - smaller),

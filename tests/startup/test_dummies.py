@@ -17,14 +17,23 @@ LATENT = {"shape": "deepseek-v2-lite", "layers": 2, "drafts": False}
 EXPERTS = {"shape": "qwen3-30b-a3b", "layers": 2, "drafts": False}
 SINKS = {"shape": "gpt-oss-20b", "layers": 2, "drafts": False}
 PLAIN = {"shape": "llama-3.1-8b", "layers": 1, "drafts": False}
-# What is simulated, and how many kernels its start compiles.  One that compiles more has an argument that differs from
-# launch to launch and is specialised, or an address that 16 does not divide.  One that compiles fewer lacks a form.
 FEW = (
-    ({**LLAMA, "max_batch": 16, "chunk_size": 1024, "page_size": 16, "passes": 10}, 147),
-    ({**LATENT, "max_batch": 16, "chunk_size": 512, "passes": 10}, 121),
-    ({**PLAIN, "max_batch": 16, "chunk_size": 128, "passes": 4, "chip": "ampere"}, 53),
-    ({**LATENT, "layers": 1, "max_batch": 16, "chunk_size": 128, "passes": 4, "chip": "ampere"}, 63),
+    {**LLAMA, "max_batch": 16, "chunk_size": 1024, "page_size": 16, "passes": 10},
+    {**LATENT, "max_batch": 16, "chunk_size": 512, "passes": 10},
+    {**PLAIN, "max_batch": 16, "chunk_size": 128, "passes": 4, "chip": "ampere"},
+    {**LATENT, "layers": 1, "max_batch": 16, "chunk_size": 128, "passes": 4, "chip": "ampere"},
 )
+# What may differ from launch to launch and change the code: the start's passes have all its values.  Whatever else does
+# is a bound that @unspecialised should name, or an address that 16 does not divide.
+SPECIALISED = {
+    *("_best_of_split_kernel.above", "_block_topk_kernel.above", "_block_topk_kernel.offset", "_carry_kernel.rows"),
+    *("_chain_kernel.first", "_commit_kernel.layers", "_contiguous_blocks_kernel.first", "_down_kernel.num_rows"),
+    *("_draw_filtered_kernel.above", "_draw_filtered_kernel.rows", "_gated_kernel.num_rows"),
+    *("_head_product_kernel.num_rows", "_hopper_attention_kernel.first", "_hopper_latent_kernel.partial_ptr"),
+    *("_kv_splits_kernel.batch", "_linear_kernel.num_rows", "_linear_kernel.out_ptr", "_merge_logprobs_kernel.width"),
+    *("_select_beams_kernel.first", "_sort_pairs_kernel.num_pairs", "_split_logprobs_kernel.width"),
+    *("_tree_attention_kernel.rows", "_write_latents_kernel.num_rows"),
+}
 MANY = [
     {**sizes, "passes": 300, **other}
     for sizes in (LLAMA, LATENT, EXPERTS, SINKS, PLAIN)
@@ -42,9 +51,9 @@ def simulate(simulations: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_the_start_compiles_every_kernel_that_a_pass_needs_and_no_more():
     """One test, as the simulations share a process."""
-    for found, (fields, count) in zip(simulate([fields for fields, _ in FEW]), FEW, strict=True):
+    for found, fields in zip(simulate(list(FEW)), FEW, strict=True):
         assert found["served"] == [], fields
-        assert found["start"] == count, fields
+        assert set(found["specialised"]) <= SPECIALISED, fields
         # The simulation sees that the fullest passes and the rounds do not suffice.
         assert found["without_smaller"] and set(found["without_smaller"]) <= set(found["smaller"]), fields
 
