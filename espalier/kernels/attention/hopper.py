@@ -145,8 +145,7 @@ def _hopper_attention_kernel(
 ):
     """RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
-    # What FP8 rows and queries beside them become.
-    dtype: gl.constexpr = gl.float16 if FP8 else q_ptr.dtype.element_ty
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
     CONSTANTS: gl.constexpr = Constants(
         KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
         WIDTHS=(SIZE, SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * SIZE, OUT_SIZE=SIZE, BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from espalier.kernels.attention.hopper_work import extent_of, stage_of, wait_until_empty, wait_until_full
 from espalier.kernels.attention.work_items import block_index, load_work_item, work_item_of
-from espalier.kernels.runtime.convert import beside
 from espalier.kernels.runtime.launch import gluon_kernel
 
 if TYPE_CHECKING:
@@ -315,8 +314,7 @@ def _read_queries(
     row = item.request * q_rows.request_stride + query.to(gl.int64) * q_rows.row_stride
     row += (item.head * GROUP_SIZE + at % GROUP_SIZE) * q_rows.head_stride
     offsets = gl.expand_dims(row, 1) + gl.expand_dims(gl.arange(0, SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
-    q = gl.load(q_rows.pointer + offsets, mask=gl.expand_dims(query < num_queries, 1), other=0.0)
-    q_shared.store(beside(q, q_shared.dtype))
+    q_shared.store(gl.load(q_rows.pointer + offsets, mask=gl.expand_dims(query < num_queries, 1), other=0.0))
     return q_shared.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
 
 

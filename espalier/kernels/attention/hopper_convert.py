@@ -1,8 +1,8 @@
 """The converting warps of the Hopper kernels, for FP8 rows.
 
-Hopper's tensor cores multiply queries in two bytes only with rows in two bytes, which they read from shared memory.  So
-the loading warps copy FP8 rows to stages of their own ("raw"), and these warps write them to the stages that are
-attended, in the dtype of these.
+Hopper's tensor cores multiply bfloat16 queries with bfloat16 rows only, which they read from shared memory.  So the
+loading warps copy FP8 rows to stages of their own ("raw"), and these warps write them to the stages that are attended,
+in the queries' dtype.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from espalier.kernels.attention.hopper_work import extent_of, stage_of, wait_until_empty, wait_until_full
 from espalier.kernels.attention.work_items import load_work_item, work_item_of
-from espalier.kernels.runtime.convert import from_fp8
 from espalier.kernels.runtime.launch import gluon_kernel
 
 if TYPE_CHECKING:
@@ -40,7 +39,8 @@ def convert_work_items(raw, stages, plan, positions, CONSTANTS: gl.constexpr):
                 raw_stage, stage = stage_of(raw, num_done), stage_of(stages, num_done)
                 for i in gl.static_range(len(stages.tiles)):
                     values = raw.tiles[i].index(raw_stage).load(LAYOUT)
-                    stages.tiles[i].index(stage).store(from_fp8(values, stages.tiles[i].dtype))
+                    # By way of float32, as in kernels/runtime/convert.py:from_fp8.
+                    stages.tiles[i].index(stage).store(values.to(gl.float32).to(stages.tiles[i].dtype))
                 # Makes the rows visible to the tensor cores.
                 hopper.fence_async_shared()
                 hopper.mbarrier.arrive(raw.empty.index(raw_stage), count=1)

@@ -49,7 +49,6 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.runtime.convert import beside
 from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, require, unspecialised
 from espalier.kernels.state.page_rows import page_rows
 from espalier.layout import next_bucket
@@ -102,7 +101,7 @@ def _tree_attention_kernel(
             query_exists = query < queries
             q_head = head * GROUP_SIZE + packed % GROUP_SIZE
             q_offset = request * q_b + query.to(tl.int64) * q_q + q_head * q_h
-            q = beside(_rows(q_ptr, q_offset, query_exists, True, K_SIZE, BLOCK_K), k_ptr.dtype.element_ty)
+            q = _rows(q_ptr, q_offset, query_exists, True, K_SIZE, BLOCK_K)
             position = query
             if WINDOW > 0:
                 at_query = position_ptr + request * position_b + query.to(tl.int64) * position_q

@@ -61,7 +61,9 @@ class DecoderLayer:
         delta = self.attention(normed, rope_and_norm, attend, layer, shape)
         if isinstance(self.mlp, MixtureMLP):
             return self.mlp.after(self.mlp_norm, delta, x, live)
-        x, normed = self.mlp_norm.rounded_after(delta, x, self.mlp.gate_up.rounding)
+        # Benchmarks and tests put other callables around an MLP, which take tensors.
+        rounding = self.mlp.gate_up.rounding if isinstance(self.mlp, GatedMLP) else None
+        x, normed = self.mlp_norm.rounded_after(delta, x, rounding)
         return x, self.mlp(normed, live)
 
 
