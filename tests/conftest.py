@@ -3,27 +3,27 @@
 import gc
 import os
 from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
 from tests.folders import under
-from tests.interpreter import adapt_interpreter
-from tests.kernels.bounds import checked
+
+if TYPE_CHECKING:
+    import torch
 
 # Named here because a controller of several workers collects no tests, and so sees no conftest further down.
 pytest_plugins = ["tests.properties.summary"]
 
-# Workers share the cores, and matrices of a tiny model are quicker on one thread than on two.
-torch.set_num_threads(1)
-
 # A running engine has no deadline, and a failure in CI must be the failure at one's desk.
 settings.register_profile(
     "ci",
+    max_examples=50,
     derandomize=True,
     deadline=None,
     database=None,
@@ -35,10 +35,24 @@ settings.register_profile("explore", settings.get_profile("ci"), derandomize=Fal
 settings.load_profile("ci")
 
 
-HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
-    # Read where Triton is first imported: kernels then run in its interpreter, on the CPU.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+def pytest_configure(config: pytest.Config) -> None:
+    """A controller of several workers runs no test: it is spared PyTorch."""
+    if config.getoption("tx", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+
+    # Workers share the cores, and matrices of a tiny model are quicker on one thread than on two.
+    torch.set_num_threads(1)
+    if not has_gpu():
+        # Read where Triton is first imported: kernels then run in its interpreter, on the CPU.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@cache
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,7 +68,7 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU its tests are left out: to skip two thousand takes seconds.  `-m gpu` skips each by name."""
-    if HAS_GPU:
+    if has_gpu():
         for item in items:
             if "kernel_device" in getattr(item, "fixturenames", ()):
                 item.add_marker(pytest.mark.gpu)
@@ -75,11 +89,16 @@ def folders_of_the_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
 
 
 @pytest.fixture
-def kernel_device() -> Iterator[torch.device]:
+def kernel_device() -> "Iterator[torch.device]":
     """Where Triton kernels run: the GPU where there is one, else the CPU, in Triton's interpreter, every address
     checked."""
     pytest.importorskip("triton", reason="needs Triton")
-    if HAS_GPU:
+    import torch
+
+    from tests.interpreter import adapt_interpreter
+    from tests.kernels.bounds import checked
+
+    if has_gpu():
         yield torch.device("cuda")
         return
     adapt_interpreter()

@@ -6,6 +6,7 @@ Triton 3.6 and 3.7.  No result of a kernel changes, but those of FP8, which it r
 import math
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ def adapt_interpreter() -> None:
     _keep_numpy_dtypes()
     _keep_shapes()
     _leave_alone_what_changes_nothing()
+    _broadcast_once()
+    _keep_constants()
+    _make_handles_quickly()
     _round_to_fp8()
 
 
@@ -72,35 +76,37 @@ def _keep_numpy_dtypes() -> None:
     from triton.runtime import interpreter
 
     make = interpreter._get_np_dtype
-    kept = cache(make)
-    # The type of a pointer has no hash.
-    interpreter._get_np_dtype = lambda type: make(type) if type.scalar.is_ptr() else kept(type.scalar)
+    kept: dict[str, Any] = {}
+
+    def np_dtype(type):
+        name = type.scalar.name
+        if name not in kept:
+            kept[name] = make(type)
+        return kept[name]
+
+    interpreter._get_np_dtype = np_dtype
 
 
 def _keep_shapes() -> None:
     """Every type of a block and every tensor builds its shape from Triton's own tuple and integers.  There are few."""
     from triton.language import core
 
-    make = core.block_type.__init__
-
-    @cache
-    def fields_of(element_type, *sizes):
-        made = core.block_type.__new__(core.block_type)
-        make(made, element_type, list(sizes))
-        return {**vars(made), "of_tensors": shape_and_size(*sizes)}
+    make, constexpr = core.block_type.__init__, core.constexpr
+    kept: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
 
     @cache
     def shape_and_size(*sizes):
         return core.tuple([core.constexpr(size) for size in sizes]), core.constexpr(math.prod(sizes))
 
     def init_block(self, element_ty, shape):
-        sizes = [core._unwrap_if_constexpr(size) for size in shape]
+        sizes = tuple([size.value if type(size) is constexpr else size for size in shape])
         # The type of a pointer has no hash.
-        if element_ty.is_ptr():
-            make(self, element_ty, sizes)
-            self.of_tensors = shape_and_size(*sizes)
-        else:
-            self.__dict__.update(fields_of(element_ty, *sizes))
+        fields = kept.get((element_ty.name, sizes))
+        if fields is None:
+            make(self, element_ty, list(sizes))
+            fields = kept[element_ty.name, sizes] = {**vars(self), "of_tensors": shape_and_size(*sizes)}
+        self.__dict__.update(fields)
+        self.element_ty = element_ty
 
     def init_tensor(self, handle, type):
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -111,20 +117,14 @@ def _keep_shapes() -> None:
 
 
 def _leave_alone_what_changes_nothing() -> None:
-    """Most operands need no broadcast, most values are no constexpr, and most calls have no argument to leave out."""
+    """Most values have their type, most values are no constexpr, and most calls have no argument to leave out."""
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
     rules, semantic_of = semantic.TritonSemantic, cache(semantic.TritonSemantic)
-    broadcast, cast, unwrap = rules.broadcast_impl_value, rules.cast, core._unwrap_if_constexpr
+    cast, unwrap = rules.cast, core._unwrap_if_constexpr
     equal = core.dtype.__eq__
     unwrapped = (int, float, bool, core.tensor, core.dtype, core.block_type)
-
-    def broadcast_impl_value(self, lhs, rhs):
-        is_block = lhs.type.is_block()
-        if is_block == rhs.type.is_block() and (not is_block or lhs.type.shape.values == rhs.type.shape.values):
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
 
     def cast_to(self, input, dst_ty, fp_downcast_rounding=None):
         if fp_downcast_rounding is None and input.type.scalar is dst_ty:
@@ -141,15 +141,93 @@ def _leave_alone_what_changes_nothing() -> None:
         return value if kind in unwrapped else unwrap(value)
 
     def patch_attr(obj, name, member, builder, scope):
+        # Its wrapper only looks whether there is a semantic.
+        if getattr(member, core.TRITON_BUILTIN, False):
+            member = getattr(member, "__wrapped__", member)
+
         def with_semantic(*args, member=member, **kwargs):
             kwargs["_semantic"] = semantic_of(builder)
             return member(*args, **kwargs)
 
         scope.set_attr(obj, name, with_semantic)
 
-    rules.broadcast_impl_value, rules.cast, core.dtype.__eq__ = broadcast_impl_value, cast_to, is_equal
+    rules.cast, core.dtype.__eq__ = cast_to, is_equal
     core._unwrap_if_constexpr = unwrap_if_constexpr
     interpreter._patch_attr = patch_attr
+
+
+def _broadcast_once() -> None:
+    """What shape two shapes have together is asked of Triton's rules once; then values are copied by NumPy."""
+    from triton.language import core, semantic
+    from triton.runtime.interpreter import TensorHandle
+
+    rules, tensor, block_type = semantic.TritonSemantic, core.tensor, core.block_type
+    broadcast = rules.broadcast_impl_value
+    # By the shapes' ids: a shape is kept for good.
+    kept: dict[tuple[int, int], Any] = {}
+
+    def broadcast_impl_value(self, lhs, rhs):
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        of_shapes = id(lhs.shape), id(rhs.shape)
+        if of_shapes not in kept:
+            kept[of_shapes] = broadcast(self, lhs, rhs)[0].shape
+        shape = kept[of_shapes]
+        return of_shape(lhs, shape), of_shape(rhs, shape)
+
+    def of_shape(x, shape):
+        if x.shape is shape:
+            return x
+        sizes = [size.value for size in shape.values]
+        data = np.empty(sizes, x.handle.data.dtype)
+        data[...] = x.handle.data
+        return tensor(TensorHandle(data, x.handle.dtype), block_type(x.dtype, sizes))
+
+    rules.broadcast_impl_value = broadcast_impl_value
+
+
+def _keep_constants() -> None:
+    """Two operands of one type keep it, and so do a pointer and its offset.  A number beside a tensor becomes a tensor
+    of its type and shape, which is kept: kernels use few numbers, many times.  Its values cannot be written."""
+    from triton.language import core, semantic
+
+    rules, tensor, dtype = semantic.TritonSemantic, core.tensor, core.dtype
+    check = rules.binary_op_type_checking_impl
+    kept: dict[tuple[Any, ...], Any] = {}
+
+    def operands(self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False):
+        how = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        left_is_tensor, right_is_tensor = type(lhs) is tensor, type(rhs) is tensor
+        if left_is_tensor and right_is_tensor:
+            left, right = lhs.dtype, rhs.dtype
+            stay = left is right and not div_or_mod
+            if type(right) is dtype and (stay or (allow_lhs_ptr and left.is_ptr() and right.is_int())):
+                return self.broadcast_impl_value(lhs, rhs)
+            return check(self, lhs, rhs, *how)
+        one, number = (lhs, rhs) if left_is_tensor else (rhs, lhs)
+        if left_is_tensor == right_is_tensor or type(one.dtype) is not dtype or type(number) not in (int, float, bool):
+            return check(self, lhs, rhs, *how)
+        key = (one.dtype.name, one.shape, left_is_tensor, type(number), number, arithmetic_check, div_or_mod)
+        if key not in kept:
+            left, right = check(self, lhs, rhs, *how)
+            unchanged, made = (left, right) if left_is_tensor else (right, left)
+            if unchanged is not one:
+                return left, right
+            made.handle.data.flags.writeable = False
+            kept[key] = made
+        return (lhs, kept[key]) if left_is_tensor else (kept[key], rhs)
+
+    rules.binary_op_type_checking_impl = operands
+
+
+def _make_handles_quickly() -> None:
+    """Every value of the interpreter checks that NumPy's values are no wider than its type."""
+    from triton.runtime import interpreter
+
+    def init(self, data, dtype, attr=None):
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    interpreter.TensorHandle.__init__ = init
 
 
 def _round_to_fp8() -> None:

@@ -8,6 +8,7 @@ import io
 import re
 import tokenize
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -61,8 +62,13 @@ def room_of(path: Path) -> str:
     return "" if top == "__init__" else top
 
 
-def imports(source: str) -> Iterator[tuple[int, str]]:
+@cache
+def imports(source: str) -> list[tuple[int, str]]:
     """(line, room) of everything that is imported from the house, wherever in the file."""
+    return list(_imports(source))
+
+
+def _imports(source: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -128,11 +134,12 @@ def module_state(source: str) -> list[str]:
     """Heuristic: `global`, a container under a variable's name, or a module's container that a function changes."""
     tree = ast.parse(source)
     mutables = module_mutables(tree)
-    found = [f"line {node.lineno}: global" for node in ast.walk(tree) if isinstance(node, ast.Global)]
+    nodes = list(ast.walk(tree)) if mutables or "global" in source else []
+    found = [f"line {node.lineno}: global" for node in nodes if isinstance(node, ast.Global)]
     found += [
         f"line {line}: {name} is a variable" for name, line in mutables.items() if name.islower() and name[0] != "_"
     ]
-    for function in ast.walk(tree):
+    for function in nodes:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             changed = [(line, name) for line, name in mutated_names(function) if name in mutables]
             found += [f"line {line}: {name} is changed by a function" for line, name in changed]
@@ -145,6 +152,8 @@ def long_functions(source: str) -> list[str]:
 
 
 def ownerless_comments(source: str) -> list[str]:
+    if not OWNERLESS.search(source):
+        return []
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [token for token in tokens if token.type == tokenize.COMMENT and OWNERLESS.search(token.string)]
     return [f"line {token.start[0]}: {token.string}" for token in comments]

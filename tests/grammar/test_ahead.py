@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -91,6 +92,13 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 
 
+USUAL = [("ngram", "sampled"), ("dflash", "greedy"), ("dflash", "penalised"), *(("eagle3", style) for style in STYLES)]
+AHEAD = [
+    pytest.param(*cell, marks=() if cell in USUAL else pytest.mark.full)
+    for cell in product(("eagle3", "ngram", "dflash"), STYLES)
+]
+
+
 def with_style(setup: Setup, style: str, count: int = 8) -> list[Request]:
     requests = asked(3, **STYLES[style], count=count)
     ran = run(setup.engine(), requests)
@@ -98,8 +106,7 @@ def with_style(setup: Setup, style: str, count: int = 8) -> list[Request]:
     return ran.requests
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "dflash"])
+@pytest.mark.parametrize(("algorithm", "style"), AHEAD)
 def test_with_overlap_as_in_lock_step(algorithm, style, monkeypatch):
     """Requests end in the round before one that has begun: they ride through it, and nothing comes of it."""
     setup = setup_of(algorithm, 4, 4)

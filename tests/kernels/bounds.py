@@ -25,8 +25,10 @@ class Arguments:
 
     def check(self, access: str, pointers: Any, mask: Any) -> None:
         """access: for the error text; pointers, mask: the interpreter's handles.  Raises OutOfBounds."""
-        unmasked = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
-        addresses = pointers.data[unmasked].astype(np.uint64)
+        unmasked = mask.data.astype(bool, copy=False)
+        if unmasked.shape != pointers.data.shape:
+            unmasked = np.broadcast_to(unmasked, pointers.data.shape)
+        addresses = pointers.data[unmasked].astype(np.uint64, copy=False)
         size = np.uint64(max(pointers.get_element_ty().primitive_bitwidth // 8, 1))
         index = np.searchsorted(self.starts, addresses, side="right") - 1
         outside = (index < 0) | (addresses + size > self.ends[index])

@@ -196,6 +196,20 @@ def test_a_row_that_is_not_finite_has_no_children_and_other_rows_do(kernel_devic
     assert made.tokens[0].tolist() == [[0, 0, 0], [0, 1, 2]] and next_rows.tokens[0].tolist() == [0, 1, 2]
 
 
+def test_depths_that_take_the_columns_in_reverse_give_the_same(kernel_device):
+    edges, rows = random_edges(5, 200, 200, 16, HALF), random_rows(5, 3, 200)
+    edges.base[:, 1] = edges.base[:, 0]
+    made = []
+    for depth in (0, 1):
+        slots = kernel_rows(slots_of(table_of(({},) * 5, 200, kernel_device), range(1, 6)))
+        out = places(5, 3, 3, kernel_device)
+        on_device = moved(edges, kernel_device), depth, moved(rows, kernel_device), None
+        with poisoned():
+            made.append((out, edge_topk_triton(*on_device, slots, first_of(range(5), kernel_device), out)))
+    for forward, backward in zip(*made, strict=True):
+        same(forward, backward)
+
+
 def test_a_request_does_not_depend_on_its_batch(kernel_device):
     edges, rows = random_edges(len(ASKED), 70, 70, 16, HALF), random_rows(len(ASKED), 3, 70)
     together = launched(kernel_device, ASKED, edges, rows, 3)

@@ -104,7 +104,11 @@ class TestPage256LongPrompt:
 
     @pytest.mark.parametrize(
         ("overlap", "context"),
-        [pytest.param(False, 512, marks=pytest.mark.full), (True, 512), (True, 500), (False, 513)],
+        [
+            *(pytest.param(*each, marks=pytest.mark.full) for each in ((False, 512), (True, 500))),
+            (True, 512),
+            (False, 513),
+        ],
     )
     def test_to_the_end(self, overlap: bool, context: int) -> None:
         setup = Setup(page_size=256, overlap=overlap, max_context=context, chunk_size=512, max_batch=2, **TREE)

@@ -190,7 +190,11 @@ def pairwise_cells(layouts: Mapping[str, Sequence[Any]] = ARRAY_LAYOUTS) -> list
 
 
 def corner_cells() -> list[Cell]:
-    return [Cell(**row) for row in pairwise(CORNERS, refused)]
+    """Half of the corners, in which every two factors have every two of their values: an even number of each cell's
+    factors has the larger value."""
+    larger = {name: values[-1] for name, values in CORNERS.items() if len(values) > 1}
+    rows = [row for row in rows_of(CORNERS) if sum(row[name] == large for name, large in larger.items()) % 2 == 0]
+    return [Cell(**row) for row in rows if not refused(row)]
 
 
 def all_cells() -> list[Cell]:

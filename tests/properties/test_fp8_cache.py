@@ -29,7 +29,7 @@ def traffic() -> list[Request]:
     """The last repeats the first, so its pages are found."""
     drawn = prompts(23, [7, 3, 12])
     return [
-        request(i, prompt, SamplingParams(temperature=(0.0, 1.5, 6.0, 0.0)[i], max_tokens=20), seed=50 + i % 3)
+        request(i, prompt, SamplingParams(temperature=(0.0, 1.5, 6.0, 0.0)[i], max_tokens=15), seed=50 + i % 3)
         for i, prompt in enumerate([*drawn, drawn[0]])
     ]
 

@@ -34,16 +34,19 @@ class Replica(EngineReplica):
 
 
 class Group:
-    """Two replicas and their pool, in one event loop.  left: exit codes of replicas that ended their actor."""
+    """Replicas and their pool, in one event loop.  left: exit codes of replicas that ended their actor."""
+
+    def __init__(self, *names):
+        self.names = names
 
     async def __aenter__(self):
         self.left = []
         self.replicas = {}
-        for name in ("a", "b"):
+        for name in self.names:
             replica = self.replicas[name] = Replica.__new__(Replica)
             await replica.__init__(SETTINGS, ClientOptions(), name, self.left.append)
         self.handle = Handle(dict(self.replicas))
-        self.pool = EnginePool(self.handle, "bundled", 2, 1, lost)
+        self.pool = EnginePool(self.handle, "bundled", len(self.names), 1, lost)
         await self.pool.start()
         return self
 
@@ -53,9 +56,12 @@ class Group:
             await EngineReplica.__del__(replica)
 
 
-def test_the_front_answers_over_replicas_as_over_one_engine(llm):
+@pytest.mark.parametrize("names", [("a",), pytest.param(("a", "b"), marks=pytest.mark.full)], ids="".join)
+def test_the_front_answers_over_replicas_as_over_one_engine(llm, names):
+    """Which replica is asked is tested in test_pool.py, without engines."""
+
     async def run():
-        async with Group() as group:
+        async with Group(*names) as group:
             front = Front(group.pool, FrontOptions(("bundled",)))
             app, _ = make_app(front, ApiOptions())
             transport = httpx.ASGITransport(app)
@@ -86,7 +92,7 @@ def test_the_engine_of_a_replica_dies(llm):
     """Its streams end with an error, prompts without a token run elsewhere, and the replica ends its actor."""
 
     async def run():
-        async with Group() as group:
+        async with Group("a", "b") as group:
             prompt = llm.inputs.tokens("def f(x):\n")
             params = ResolvedParams(temperature=0.0, max_tokens=400, ignore_eos=True)
             streamed = group.pool.submit("long", [prompt], params, 0, False)

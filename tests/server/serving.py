@@ -91,7 +91,7 @@ def answer(connection: socket.socket) -> tuple[int, str, Any]:
 
 def ask_large(connection: socket.socket, headers: str = "") -> None:
     """A POST whose response is larger than the buffers of a socket."""
-    data = json.dumps({"prompt": "\u0800" * 600_000}).encode()
+    data = json.dumps({"prompt": "\u0800" * 400_000}).encode()
     head = HEAD.replace("/v1/completions", "/tokenize") + headers
     connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 

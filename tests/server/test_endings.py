@@ -36,7 +36,7 @@ def guarded(servers, template):
     """A server with a key, names, a template and a time limit of its own."""
     names = ("--served-model-name", "a", "--served-model-name", "b")
     limits = ("--request-timeout", "0.2", "--api-key", "secret", "--cors-origin", "https://page.example")
-    return servers("--chat-template", str(template), *names, *limits, "--log-json")
+    return servers("--chat-template", str(template), *names, *limits, "--log-json", "--strict-fields")
 
 
 def opened(served, **fields):
@@ -216,6 +216,8 @@ def test_timeouts_keys_names_and_templates(guarded):
     assert (status, body["error"]["type"], headers["x-should-retry"]) == (504, "timeout_error", "false")
     guarded.until(lambda: idle(guarded))
     assert guarded.metric("timeouts_total") == 1
+    refused = guarded.request("/v1/completions", {**LONG, "model": "b", "user": "me"}, **key)[2]
+    assert "this server runs with --strict-fields" in refused["error"]["message"]
     assert guarded.request("/v1/models", origin="https://page.example", **key)[1]["access-control-allow-origin"]
     assert all(json.loads(line)["request_id"] for line in guarded.log.read_text().splitlines())
 

@@ -1,16 +1,24 @@
 """Fields and bodies that clients of other servers send: what each does, and that none is lost without a word."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
 from langchain_core.exceptions import ContextOverflowError
 from langchain_openai import ChatOpenAI
 
+import espalier
+from espalier.cli.main import parse
+from espalier.cli.serve import front_options
 from espalier.server.front import MAX_TEXT_CHARS
 from espalier.server.hints import HINTS
+from espalier.text import load_tokenizer
 from tests.server.bodies import BODIES
-from tests.server.serving import serving
+from tests.server.scripted import scripted
+
+TARGET = Path(espalier.__file__).parent / "bundled" / "target"
 
 HI = [{"role": "user", "content": "hi"}]
 CHAT = {"model": "bundled", "messages": HI, "max_tokens": 2}
@@ -38,12 +46,10 @@ def events(text):
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
-    """A server with a template that shows tools, and every flag of fields."""
-    folder = tmp_path_factory.mktemp("fields")
-    template = folder / "tools.jinja"
-    template.write_text(TOOL_TEMPLATE)
-    flags = ("--strict-fields", "--allow-special-tokens-in-messages", "--chat-template", str(template))
-    with serving(folder, *flags) as served:
+    """A server with a template that shows tools, and every option of fields.  No model runs behind it."""
+    options = {"strict_fields": True, "allow_special_tokens_in_messages": True, "chat_template": TOOL_TEMPLATE}
+    family = SimpleNamespace(tokenizer=lambda: load_tokenizer(TARGET, 6144))
+    with scripted(tmp_path_factory.mktemp("fields"), family, lambda *_: "x", **options) as (served, _):
         yield served
 
 
@@ -86,6 +92,15 @@ def test_hints_are_accepted_named_and_change_nothing(served, path):
     streamed = served.request(path, {**body, "stream": True, "metadata": {"a": "b"}, "user": None})
     assert streamed[1][NO_EFFECT] == "metadata"
     assert served.log.read_text().count("the field keep_alive is accepted but has no effect") == 1
+
+
+def test_flags_of_fields_become_options(tmp_path):
+    path = tmp_path / "tools.jinja"
+    path.write_text(TOOL_TEMPLATE)
+    flags = ["--allow-special-tokens-in-messages", "--chat-template", str(path)]
+    for given, allows, template in (([], False, None), (flags, True, TOOL_TEMPLATE)):
+        options = front_options(parse(["serve", "bundled", *given]), ("a",), 1, None)
+        assert (options.allow_special_tokens_in_messages, options.chat_template) == (allows, template)
 
 
 def test_strict_fields_refuses_what_has_no_effect(other):

@@ -98,7 +98,7 @@ def test_the_kernels_propose_what_plain_torch_proposes(kernel_device, form, monk
     check(kernel_device, form, monkeypatch)
 
 
-@pytest.mark.parametrize("form", ["dspark", "dflash2"])
+@pytest.mark.parametrize("form", [pytest.param("dspark", marks=pytest.mark.full), "dflash2"])
 def test_an_edge_of_the_wrong_parent_shows_in_the_kernels_tree(kernel_device, form, monkeypatch):
     with pytest.raises(AssertionError, match="tokens"):
         check(kernel_device, form, monkeypatch, "edge-of-wrong-parent")

@@ -19,7 +19,7 @@ from tests.synthetic.mixtures import SUPPORTED, WITH_EXPERTS, mixture
 from tests.synthetic.test_checkpoint import POSITIONS, PROMPT, REACH, an_engine, generate, prompts, tiny
 
 TREE = (5, 4, 16)
-TYPICAL = ("qwen3-moe", "v2-dense", "v3", "gpt-oss")
+TYPICAL = ("qwen3-moe", "v3")
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -38,7 +38,7 @@ def test_transformers_and_espalier_follow_the_rule(name: str, tmp_path: Path) ->
     assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
 
 
-# Of each kind one: plain K/V and latent, experts of a family's own and none.
+# Plain K/V and latent.  What each family's layers compute is compared above.
 @pytest.mark.parametrize(
     "name", [name if name in TYPICAL else pytest.param(name, marks=pytest.mark.full) for name in SUPPORTED]
 )

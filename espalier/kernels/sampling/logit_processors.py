@@ -303,24 +303,26 @@ def divided(x, y):
 def shaped(x, ids, inside, row, above):
     """Apply mask, bias, bans, penalties and temperature to logits x of token ids [BLOCK], in the dtype of x.
 
-    Lanes that are not `inside` hold -inf and keep it.  row, above: RowParams, RowAbove.
+    x: [BLOCK], or [BLOCK, n] of n rows with the same parameters.  Lanes that are not `inside` hold -inf and keep it.
+    row, above: RowParams, RowAbove.
     """
     exact: tl.constexpr = x.dtype
     if above.mask_words > 0:
         word = tl.load(above.mask_ptr + ids // 32, mask=inside, other=0)
-        x = tl.where((word >> (ids % 32)) & 1 != 0, x, float("-inf"))
+        x = tl.where(beside((word >> (ids % 32)) & 1 != 0, x), x, float("-inf"))
     for e in range(row.num_bias):
         biased = x + tl.load(row.bias_values_ptr + e).to(exact)
-        x = tl.where(ids == tl.load(row.bias_ids_ptr + e), biased, x)
+        x = tl.where(beside(ids == tl.load(row.bias_ids_ptr + e), x), biased, x)
     for e in range(row.num_banned):
-        x = tl.where(ids == tl.load(row.stop_ids_ptr + e), float("-inf"), x)
+        x = tl.where(beside(ids == tl.load(row.stop_ids_ptr + e), x), float("-inf"), x)
     if row.has_penalties != 0:
         counts = tl.load(row.counts_ptr + ids, mask=inside, other=0)
         for e in range(above.first, above.num_tokens):
             is_above = (tl.load(above.bits_ptr + e // 64) >> (e % 64)) & 1
             counts += ((ids == tl.load(above.tokens_ptr + e)) & (is_above != 0)).to(tl.int32)
+        seen = beside(tl.load(row.seen_ptr + ids, mask=inside, other=0) != 0, x)
+        counts = beside(counts, x)
         counted = counts > 0
-        seen = tl.load(row.seen_ptr + ids, mask=inside, other=0) != 0
         factor = tl.zeros_like(x) + row.repetition_penalty.to(exact)
         x = tl.where(counted | seen, tl.where(x > 0, divided(x, factor), x * factor), x)
         frequency, presence = row.frequency_penalty.to(exact), row.presence_penalty.to(exact)
@@ -328,3 +330,12 @@ def shaped(x, ids, inside, row, above):
     if row.temperature > 0:
         x = divided(x, tl.zeros_like(x) + row.temperature.to(exact))
     return x
+
+
+@kernel
+def beside(values, x):
+    """`values` [BLOCK] in a form that combines with x, as in `shaped`.  They are loaded with one dimension, because the
+    compiler would give x the layout of a load with two, in which sums over BLOCK are slow."""
+    if len(x.shape) == 2:
+        values = values[:, None]
+    return values

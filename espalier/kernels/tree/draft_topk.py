@@ -32,6 +32,7 @@ from espalier.kernels.sampling.logit_processors import (
     SlotArguments,
     SlotRows,
     above_arguments,
+    beside,
     leaves_logits,
     logits_arguments,
     row_of,
@@ -163,7 +164,7 @@ def shaped_with_noise(
     x = shaped(x, ids, inside, row, above)
     if COUPLED and row.temperature > 0:
         k0, k1 = noise_keys(tl.load(slots.ints_ptr + b * COLUMNS.num_ints + COLUMNS.seed), position)
-        x = x + gumbel_at(ids, k0, k1, x.dtype)
+        x = x + beside(gumbel_at(ids, k0, k1, x.dtype), x)
     return x
 
 

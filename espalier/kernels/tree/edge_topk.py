@@ -1,16 +1,18 @@
 """One depth of a block draft with edges: the candidates of all its rows, and the rows of the next depth.
 
 A row is a token: all paths that end in the same token at the same depth have the same continuations.  The first kernel
-has one program per (request, tile of rows, split of the columns).  It adds the edges, a product of low rank, to the
-depth's logits, and keeps the split's top k, maximum and sum of exponentials.  It never writes the logits of a row.
-The second kernel has one program per request: it merges the splits of each row and ranks the next depth's rows.
+has one program per (requests, tile of rows, split of the columns).  It adds the edges, a product of low rank, to the
+depth's logits, and writes these with each split's maximum and sum of exponentials.  The second kernel has one program
+per row: the best columns are in the splits with the best maxima, so it reads only these.  The third ranks the next
+depth's rows, one program per request.
 
 The reference is Sampler.next_depth in espalier/speculate/sampler.py on a CPU.  Like draft_topk.py, this file may draft
-other tokens than the reference; the emitted tokens are the same.  Children are ordered by exact logits, and ties go to
-the lower column.
+other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32, and ties
+go to the lower column.
 
 Tolerance: that of draft_topk.py, plus rank · 2⁻²⁴ times the sum of the products' magnitudes, because logits are summed
-in float32 (float64 for float64).  The reference rounds product and sum to the logits' dtype.
+in float32 (float64 for float64, and then rounded to float32).  The reference rounds product and sum to the logits'
+dtype.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import ask_for, early, pdl_trigger, pdl_wait, pdl_wait_if
+from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait, pdl_wait_if
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
     AboveArguments,
@@ -35,21 +37,25 @@ from espalier.kernels.sampling.logit_processors import (
     logits_arguments,
     row_of,
 )
-from espalier.kernels.tree.draft_topk import merge_splits, merge_warps, shaped_with_noise
-from espalier.kernels.tree.select_beams import ordered_topk, usable, usable_score
+from espalier.kernels.tree.draft_topk import shaped_with_noise
+from espalier.kernels.tree.select_beams import order_of, ordered_topk, score_of, usable, usable_score
 from espalier.kernels.tree.select_paths import Candidates
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Columns of a program.  With BLOCK_RANK and STAGES its tiles fit into the shared memory of the smallest supported GPU.
-SPLIT = 512
-BLOCK_RANK = 32
-STAGES = 3
+# Columns of a program, and the rank that it multiplies in a step.  With 64 kB of bfloat16, three programs fit into the
+# shared memory of a processor.
+SPLIT, BLOCK_RANK = 128, 256
+WARPS = 8
+# Requests of a program, which share the columns that it has read.
+REQUESTS = 8
 # Rows of a program: at least what tensor cores need; at most what keeps their logits in registers.
 LEAST_ROWS, MOST_ROWS = 8, 16
-# The fewest columns that tensor cores take.
-LEAST_SPLIT = 16
+# The fewest columns, and the least rank, that tensor cores take.
+LEAST_SPLIT, LEAST_RANK = 16, 16
+# Values of which a warp finds the best: many, because a step in several warps is mostly their synchronisation.
+VALUES_A_WARP = 1024
 
 
 class Rows(NamedTuple):
@@ -141,45 +147,68 @@ def edge_topk_triton(
     _require(edges, rows, after, ids, out)
     logits = logits_arguments(edges.base[:, depth : depth + 1], columns, slots, first)
     split = min(SPLIT, max(power_of_two(columns), LEAST_SPLIT))
-    splits, kept = -(-columns // split), min(topk, split)
+    splits = -(-columns // split)
     tile = min(max(power_of_two(num_rows), LEAST_ROWS), MOST_ROWS)
-    exact = torch.promote_types(edges.base.dtype, torch.float32)
-    values = torch.empty(batch, num_rows, splits, kept, dtype=exact, device=edges.base.device)
-    indices = torch.empty_like(values, dtype=torch.int32)
-    sums = values.new_empty(batch, num_rows, splits)
-    of_splits, id_arguments = (values, indices, sums), (ids, 0 if ids is None else ids.stride(0))
+    x = torch.empty(batch, num_rows, splits, split, dtype=torch.float32, device=edges.base.device)
+    tops, sums = x.new_empty(2, batch, num_rows, splits)
+    id_arguments = (ids, 0 if ids is None else ids.stride(0))
     is_half = after.element_size() == 2
-    _edge_topk_kernel[(batch * -(-num_rows // tile), splits)](
-        *(*of_splits, rows.tokens, *rows.tokens.stride(), edges.before, edges.before.stride(0), after),
+    requests = 1 if own else min(REQUESTS, batch)
+    groups = -(-batch // requests) * -(-num_rows // tile)
+    _edge_topk_kernel[(groups, splits)](
+        *(x, tops, sums, rows.tokens, *rows.tokens.stride(), edges.before, edges.before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
-        *(above_arguments(None, 0, 1, slots, mask), num_rows, columns, splits),
+        *(above_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
         COLUMNS=COLUMNS,
         COUPLED=coupled,
         RANK=rank,
-        BLOCK_RANK=BLOCK_RANK if is_half else BLOCK_RANK // 2,
+        BLOCK_RANK=min(max(power_of_two(rank), LEAST_RANK), BLOCK_RANK) if is_half else LEAST_RANK,
         ROWS=tile,
         SPLIT=split,
-        KEPT=kept,
         IS_WEIGHT=not own,
-        num_warps=4,
-        num_stages=STAGES if is_half else 1,
+        EXACT=exact_type(edges.base.dtype),
+        num_warps=WARPS,
+        num_stages=1,
         # A fused multiply-add rounds once; the reference rounds twice.
         enable_fp_fusion=False,
-        **early(chip(values)),
+        **early(chip(x)),
     )
-    rows_block, splits_block = power_of_two(num_rows), power_of_two(splits)
-    _merge_rows_kernel[(batch,)](
-        *(*out, out.tokens.stride(0), *made, *of_splits, *id_arguments, rows.scores, *rows.scores.stride()),
-        *(only, 0 if only is None else only.stride(0), num_rows, splits, kept),
-        ROWS=rows_block,
-        SPLITS=splits_block,
-        CHILDREN=power_of_two(topk),
-        TOPK=topk,
-        num_warps=merge_warps(rows_block * splits_block),
-        enable_fp_fusion=False,
-        **early(chip(values)),
-    )
+    _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, only)
     return made
+
+
+def _merge_and_rank(
+    out: Candidates,
+    made: Rows,
+    of_splits: tuple[Tensor, Tensor, Tensor],
+    id_arguments: tuple[Tensor | None, int],
+    row_scores: Tensor,
+    only: Tensor | None,
+) -> None:
+    (batch, num_rows, topk), (splits, split) = out.tokens.shape, of_splits[0].shape[2:]
+    on, of_splits_block, children = chip(row_scores), power_of_two(splits), power_of_two(topk)
+    _merge_rows_kernel[(batch, num_rows)](
+        *(*out[:2], out.tokens.stride(0), *of_splits, *id_arguments),
+        *(only, 0 if only is None else only.stride(0), num_rows, splits, topk),
+        SPLITS=of_splits_block,
+        SPLIT=split,
+        CHILDREN=children,
+        num_warps=_warps(max(of_splits_block, children * split)),
+        enable_fp_fusion=False,
+        **early(on),
+    )
+    candidates = power_of_two(num_rows * topk)
+    _rank_rows_kernel[(batch,)](
+        *(*out, out.tokens.stride(0), *made, row_scores, *row_scores.stride(), num_rows, topk),
+        CANDIDATES=candidates,
+        TOPK=topk,
+        num_warps=_warps(candidates),
+        **early(on),
+    )
+
+
+def _warps(values: int) -> int:
+    return min(max(values // VALUES_A_WARP, 1), 16)
 
 
 def _require(edges: LowRankEdges, rows: Rows, after: Tensor, ids: Tensor | None, out: Candidates) -> None:
@@ -201,82 +230,96 @@ def _require(edges: LowRankEdges, rows: Rows, after: Tensor, ids: Tensor | None,
 
 @kernel
 def _edge_topk_kernel(
-    values_ptr, indices_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
+    x_ptr, tops_ptr, sums_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
     after_ptr, after_batch_stride, after_stride, ids_ptr, ids_stride, depth, logits, slots, above,
-    num_rows, num_columns, splits,
-    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, ROWS: tl.constexpr,
-    SPLIT: tl.constexpr, KEPT: tl.constexpr, IS_WEIGHT: tl.constexpr, DEPENDENT: tl.constexpr,
+    batch, requests, num_rows, num_columns, splits,
+    COLUMNS: tl.constexpr, COUPLED: tl.constexpr, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, IS_WEIGHT: tl.constexpr, EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """x [SPLIT, ROWS] holds the logits of one split, a column for each row: all of one request and one position.
 
-    The programs of a split are launched together, so its part of `after` is read from memory once.
+    The columns are weights, so they are read before the wait.  Every other depth takes them in reverse: those that the
+    depth before has read last may be in the L2.
     """
     pdl_trigger(DEPENDENT)
     tiles = tl.cdiv(num_rows, ROWS)
-    b = (tl.program_id(0) // tiles).to(tl.int64)
+    first = (tl.program_id(0) // tiles).to(tl.int64) * requests
     row_index = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
-    split = tl.program_id(1)
     place, rank = tl.arange(0, SPLIT), tl.arange(0, BLOCK_RANK)
+    split = tl.program_id(1)
+    if depth % 2 != 0:
+        split = splits - 1 - split
     index = split * SPLIT + place
     inside = index < num_columns
     # Columns past the end read the last one instead; they count as -inf.
-    of_column = after_ptr + b * after_batch_stride + tl.minimum(index, num_columns - 1).to(tl.int64) * after_stride
-    if DEPENDENT and IS_WEIGHT:
-        # An L2 line of 128 bytes holds 64 numbers.
-        for line in tl.static_range(0, RANK, 64):
-            ask_for(of_column + line)
-    pdl_wait(DEPENDENT)
+    of_column = after_ptr + first * after_batch_stride
+    of_column += tl.minimum(index, num_columns - 1).to(tl.int64) * after_stride
+    if not IS_WEIGHT:
+        pdl_wait(DEPENDENT)
+    after = tl.load(of_column[:, None] + rank[None, :], mask=rank[None, :] < RANK, other=0.0)
+    if IS_WEIGHT:
+        pdl_wait(DEPENDENT)
     exists = row_index < num_rows
-    tokens = tokens_ptr + b * tokens_batch_stride + row_index * tokens_row_stride
-    of_row = before_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * before_stride
-    exact: tl.constexpr = values_ptr.dtype.element_ty
-    x = tl.zeros([SPLIT, ROWS], exact)
-    for start in range(0, RANK, BLOCK_RANK):
-        if RANK % BLOCK_RANK == 0:
-            after = tl.load(of_column[:, None] + (start + rank)[None, :])
-            before = tl.load(of_row[None, :] + (start + rank)[:, None])
-        else:
-            after = tl.load(of_column[:, None] + (start + rank)[None, :], mask=start + rank[None, :] < RANK, other=0.0)
-            before = tl.load(of_row[None, :] + (start + rank)[:, None], mask=start + rank[:, None] < RANK, other=0.0)
-        x = tl.dot(after, before, x, input_precision="ieee", out_dtype=exact)
     logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
-    _, base_ptr, position, row, row_above = row_of(b, 1, depth, logits, slots, above, COLUMNS)
-    x += tl.load(base_ptr + index, mask=inside, other=0.0).to(exact)[:, None]
-    x = tl.where(inside[:, None], x, float("-inf"))
-    ids = index
-    if ids_ptr is not None:
-        # Who asks for nothing needs no ids.
-        needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
-        ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
-    x = shaped_with_noise(x, ids[:, None], inside[:, None], b, position, slots, row, row_above, COLUMNS, COUPLED)
-    nan = tl.max((x != x).to(tl.int32), 0)
-    x = tl.where(x != x, float("-inf"), x)
-    top = tl.max(x, 0)
-    total = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)[None, :]), 0)
-    out = (b * num_rows + row_index) * splits + split
-    tl.store(sums_ptr + out, tl.where(nan != 0, float("nan"), total), mask=exists)
-    for k in range(KEPT):
-        best, best_place = tl.max(x, 0, return_indices=True)
-        tl.store(values_ptr + out * KEPT + k, best, mask=exists)
-        tl.store(indices_ptr + out * KEPT + k, split * SPLIT + best_place, mask=exists)
-        x = tl.where(place[:, None] == best_place[None, :], float("-inf"), x)
+    for b in range(first, tl.minimum(first + requests, batch)):
+        tokens = tokens_ptr + b * tokens_batch_stride + row_index * tokens_row_stride
+        of_row = before_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * before_stride
+        _, base_ptr, position, row, row_above = row_of(b, 1, depth, logits, slots, above, COLUMNS)
+        base = tl.load(base_ptr + index, mask=inside, other=0.0).to(EXACT)
+        ids = index
+        if ids_ptr is not None:
+            # Who asks for nothing needs no ids.
+            needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
+            ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
+        before = tl.load(of_row[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
+        x = tl.dot(after, before, input_precision="ieee", out_dtype=EXACT)
+        for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
+            more = start + rank < RANK
+            after_more = tl.load(of_column[:, None] + (start + rank)[None, :], mask=more[None, :], other=0.0)
+            before_more = tl.load(of_row[None, :] + (start + rank)[:, None], mask=more[:, None], other=0.0)
+            x = tl.dot(after_more, before_more, x, input_precision="ieee", out_dtype=EXACT)
+        x = tl.where(inside[:, None], x + base[:, None], float("-inf"))
+        x = shaped_with_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
+        out = (b * num_rows + row_index) * splits + split
+        tl.store(x_ptr + out[None, :] * SPLIT + place[:, None], x, mask=exists[None, :])
+        top, total = _sum_of_exp(x.to(tl.float32))
+        tl.store(tops_ptr + out, top, mask=exists)
+        tl.store(sums_ptr + out, total, mask=exists)
+
+
+@kernel
+def _sum_of_exp(x):
+    """(the best x, the sum of exp(x - best x)) over the first dimension; the sum is NaN if an x is NaN or infinite."""
+    top = tl.max(tl.where(x == x, x, float("-inf")), 0)
+    return top, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)[None, :]), 0)
 
 
 @kernel
 def _merge_rows_kernel(
-    tokens_ptr, scores_ptr, next_rows_ptr, out_stride, next_tokens_ptr, next_scores_ptr,
-    values_ptr, indices_ptr, sums_ptr, ids_ptr, ids_stride, row_scores_ptr, row_scores_batch_stride, row_scores_stride,
-    only_ptr, only_stride, num_rows, splits, kept,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, CHILDREN: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+    tokens_ptr, scores_ptr, out_stride, x_ptr, tops_ptr, sums_ptr, ids_ptr, ids_stride,
+    only_ptr, only_stride, num_rows, splits, topk,
+    SPLITS: tl.constexpr, SPLIT: tl.constexpr, CHILDREN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """The best topk columns of a row are in the splits whose best columns are the best topk."""
     pdl_wait_if(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
-    row, child = tl.arange(0, ROWS), tl.arange(0, CHILDREN)[None, :]
-    columns, scores = merge_splits(
-        values_ptr, indices_ptr, sums_ptr, b * num_rows + row, row < num_rows, splits, kept,
-        ROWS, SPLITS, CHILDREN, TOPK,
-    )  # fmt: skip
+    row = b * num_rows + tl.program_id(1)
+    split, child = tl.arange(0, SPLITS), tl.arange(0, CHILDREN)
+    tops = tl.load(tops_ptr + row * splits + split, mask=split < splits, other=float("-inf"))
+    sums = tl.load(sums_ptr + row * splits + split, mask=split < splits, other=0.0)
+    top = tl.max(tops, 0)
+    total = tl.sum(sums * tl.exp(tops - tl.where(top == float("-inf"), 0.0, top)), 0)
+    split_tops, chosen = _best(tops, split, CHILDREN, topk)
+    column = chosen[:, None] * SPLIT + tl.arange(0, SPLIT)[None, :]
+    is_chosen = (split_tops > float("-inf"))[:, None] & (column >= 0)
+    x = tl.load(x_ptr + row * splits * SPLIT + column, mask=is_chosen, other=float("-inf"))
+    SIZE: tl.constexpr = CHILDREN * SPLIT
+    values, columns = _best(tl.reshape(x, [SIZE]), tl.reshape(column, [SIZE]), CHILDREN, topk)
+    scores = (values - top) - tl.log(total)
+    # False for NaN as well.
     valid = scores > float("-inf")
+    scores = tl.where(valid, tl.minimum(scores, 0.0), float("-inf"))
     tokens = columns.to(tl.int64)
     if ids_ptr is not None:
         tokens = tl.load(ids_ptr + b * ids_stride + columns, mask=valid, other=0)
@@ -285,30 +328,59 @@ def _merge_rows_kernel(
         only = tl.load(only_ptr + b * only_stride)
         tokens = tl.where(only >= 0, only, tokens)
         scores = tl.where(only >= 0, tl.where(child == 0, 0.0, float("-inf")), scores)
-    out = b * out_stride + row[:, None] * TOPK + child
-    is_child = (row < num_rows)[:, None] & (child < TOPK)
-    tl.store(tokens_ptr + out, tokens, mask=is_child)
-    tl.store(scores_ptr + out, scores, mask=is_child)
-    row_scores = row_scores_ptr + b * row_scores_batch_stride + row * row_scores_stride
-    path_scores = tl.load(row_scores, mask=row < num_rows, other=float("-inf"))[:, None] + scores
-    path_scores = tl.where(is_child, usable_score(path_scores), float("-inf"))
-    next_rows = _rank_rows(next_tokens_ptr + b * TOPK, next_scores_ptr + b * TOPK, tokens, path_scores, TOPK)
-    tl.store(next_rows_ptr + out, next_rows, mask=is_child)
+    out = b * out_stride + tl.program_id(1) * topk + child
+    tl.store(tokens_ptr + out, tokens, mask=child < topk)
+    tl.store(scores_ptr + out, scores, mask=child < topk)
 
 
 @kernel
-def _rank_rows(next_tokens_ptr, next_scores_ptr, tokens, scores, TOPK: tl.constexpr):
-    """The next row of each candidate [ROWS, CHILDREN].  Takes the best one TOPK times, with all of its token."""
-    SIZE: tl.constexpr = tokens.numel
-    token, score = tl.reshape(tokens, [SIZE]), tl.reshape(scores, [SIZE])
-    i = tl.arange(0, SIZE)
-    next_rows = tl.full([SIZE], -1, tl.int32)
+def _best(x, index, CHILDREN: tl.constexpr, topk):
+    """The topk best values of x, best first, and their indices; of equal values the lower index: [CHILDREN] each.
+
+    NaN counts as -inf.  Where fewer than topk are above -inf, the others are -inf, with any index.
+    """
+    child = tl.arange(0, CHILDREN)
+    # Whole numbers: their maximum over a warp is one instruction.
+    keys, none = order_of(usable_score(x)), order_of(tl.full([], float("-inf"), tl.float32))
+    best_keys, best_index = tl.zeros([CHILDREN], tl.int32) + none, tl.zeros([CHILDREN], tl.int32)
+    # Not a constant: unrolled, the steps would not fit into the instruction cache.
+    for k in range(topk):
+        best = tl.max(keys, 0)
+        at = tl.min(tl.where(keys == best, index, 2147483647), 0)
+        best_keys = tl.where(child == k, best, best_keys)
+        best_index = tl.where(child == k, at, best_index)
+        keys = tl.where(index == at, none, keys)
+    return score_of(best_keys), best_index
+
+
+@kernel
+def _rank_rows_kernel(
+    tokens_ptr, scores_ptr, next_rows_ptr, out_stride, next_tokens_ptr, next_scores_ptr,
+    row_scores_ptr, row_scores_batch_stride, row_scores_stride, num_rows, topk,
+    CANDIDATES: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """The next row of each candidate.  Takes the best one TOPK times, with all of its token."""
+    pdl_wait_if(DEPENDENT)
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, CANDIDATES)
+    exists = i < num_rows * topk
+    token = tl.load(tokens_ptr + b * out_stride + i, mask=exists, other=0).to(tl.int32)
+    score = tl.load(scores_ptr + b * out_stride + i, mask=exists, other=float("-inf"))
+    row_score = row_scores_ptr + b * row_scores_batch_stride + i // topk * row_scores_stride
+    score = usable_score(tl.load(row_score, mask=exists, other=float("-inf")) + score)
+    # Whole numbers: their maximum over a warp is one instruction.
+    key = order_of(score)
+    none = order_of(tl.full([CANDIDATES], float("-inf"), tl.float32))
+    next_rows = tl.full([CANDIDATES], -1, tl.int32)
     for next_row in range(TOPK):
-        best, best_i = tl.max(score, 0, return_indices=True)
+        best = tl.max(key, 0)
+        best_i = tl.min(tl.where(key == best, i, CANDIDATES), 0)
         best_token = tl.sum(tl.where(i == best_i, token, 0), 0)
-        is_taken = (token == best_token) & (score > float("-inf"))
+        is_taken = (token == best_token) & (key > none)
         next_rows = tl.where(is_taken, next_row, next_rows)
-        score = tl.where(is_taken, float("-inf"), score)
-        tl.store(next_tokens_ptr + next_row, tl.where(best > float("-inf"), best_token, 0))
-        tl.store(next_scores_ptr + next_row, best)
-    return tl.reshape(next_rows, tokens.shape)
+        key = tl.where(is_taken, none, key)
+        best_score = score_of(best)
+        at = b * TOPK + next_row
+        tl.store(next_tokens_ptr + at, tl.where(best_score > float("-inf"), best_token, 0).to(tl.int64))
+        tl.store(next_scores_ptr + at, best_score)
+    tl.store(next_rows_ptr + b * out_stride + i, next_rows, mask=exists)

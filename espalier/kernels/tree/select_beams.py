@@ -142,6 +142,12 @@ def order_of(score):
 
 
 @kernel
+def score_of(key):
+    """The score that order_of gives a key."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@kernel
 def _select_beams_kernel(
     tokens_ptr, scores_ptr, words_ptr, path_ptr, out_scores_ptr, out_index_ptr, out_parents_ptr, out_words_ptr,
     path_stride, first, topk,

@@ -5,8 +5,8 @@ best paths become nodes, best first (DDTree: Ringel and Romano 2026).  A path's 
 log-probabilities, so a parent comes before its children, and a better sibling before a worse one.
 
 Grid: one program of one warp per request.  The search selects one node a step.  The frontier has two entries for each
-selected node: its next sibling and its first child.  An entry is one 64-bit key, so a step is one maximum over at most
-`nodes` keys in registers.
+selected node: its next sibling and its first child.  An entry is a score and 32 bits that break ties, so a step is a
+maximum and a minimum over at most `nodes` entries in registers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
-from espalier.kernels.tree.select_beams import order_of, usable, usable_score
+from espalier.kernels.tree.select_beams import order_of, score_of, usable, usable_score
 from espalier.kernels.tree.select_tree import VOID, Tree
 
 if TYPE_CHECKING:
     import triton.language as tl
 
-# A key holds a depth, a node, a candidate's place and a row in 6, 10, 8 and 8 bits.
+# 32 bits hold a depth, a node, a candidate's place and a row in 6, 10, 8 and 8 bits.
 MAX_STEPS, MAX_NODES, MAX_CANDIDATES = 63, 1024, 256
 # The largest number of keys that one warp holds in registers.
 ONE_WARP = 256
@@ -73,7 +73,8 @@ def select_paths_triton(root: Tensor, candidates: Candidates, nodes: int) -> Tre
     batch, steps, rows, topk = _require(root, candidates, nodes)
     tree = Tree.empty(root, nodes)
     if batch:
-        block = power_of_two(nodes)
+        # At least the lanes of a warp: the maximum over a part of them takes several instructions.
+        block = max(power_of_two(nodes), 32)
         _select_paths_kernel[(batch,)](
             root.contiguous(),
             *(value.contiguous() for value in candidates),
@@ -148,20 +149,16 @@ def _require(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int, int
 
 
 @kernel
-def _key_of(score, depth, parent, place, row):
-    """int64: higher for a better score; of equal scores, for the lower depth, parent and place."""
-    rest = (depth << 26) | (parent << 16) | (place << 8) | row
-    return (order_of(score).to(tl.int64) << 32) | (0xFFFFFFFF - rest.to(tl.int64))
+def _rest_of(depth, parent, place, row):
+    """uint32: of equal scores, lower for the path that comes first: of lower depth, parent and place."""
+    return ((depth << 26) | (parent << 16) | (place << 8) | row).to(tl.uint32, bitcast=True)
 
 
 @kernel
-def _parts_of(key):
-    """(score, depth, parent, place, row) of a key."""
-    ordered = (key >> 32).to(tl.int32)
-    score = tl.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).to(tl.float32, bitcast=True)
-    rest = 0xFFFFFFFF - (key & 0xFFFFFFFF)
+def _parts_of(rest):
+    """(depth, parent, place, row) of the rest of a key."""
     depth, parent = (rest >> 26).to(tl.int32), ((rest >> 16) & 1023).to(tl.int32)
-    return score, depth, parent, ((rest >> 8) & 255).to(tl.int32), (rest & 255).to(tl.int32)
+    return depth, parent, ((rest >> 8) & 255).to(tl.int32), (rest & 255).to(tl.int32)
 
 
 @kernel
@@ -173,56 +170,62 @@ def _select_paths_kernel(
 ):  # fmt: skip
     """Node i is selected in step i.  Its entry's place in the frontier gets its sibling, and place i its first child.
 
-    above: the score of each entry's parent.
+    above: the score of each entry's parent.  All are whole numbers, whose maximum over a warp is one instruction.
     """
     pdl_wait_if(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     of_request = request * (STEPS * ROWS * TOPK)
     i = tl.arange(0, BLOCK)
-    # Below the key of every score, -inf included.
-    empty = tl.full([], -9223372036854775808, tl.int64)
+    # Below the order of every score, -inf included.
+    empty = tl.full([], -2147483648, tl.int32)
     zero = tl.full([], 0, tl.int32)
-    first = usable_score(tl.load(scores_ptr + of_request))
-    first_key = tl.where(first > float("-inf"), _key_of(first, zero + 1, zero, zero, zero), empty)
-    keys = tl.where(i == 0, first_key, empty)
-    above = tl.zeros([BLOCK], tl.float32)
-    selected = tl.full([BLOCK], -9223372036854775808, tl.int64)
+    none = order_of(tl.full([], float("-inf"), tl.float32))
+    first = order_of(usable_score(tl.load(scores_ptr + of_request)))
+    orders = tl.where((i == 0) & (first > none), first, empty)
+    rests = tl.zeros([BLOCK], tl.uint32) + _rest_of(zero + 1, zero, zero, zero)
+    above = tl.zeros([BLOCK], tl.int32)
+    selected, selected_rests = tl.zeros([BLOCK], tl.int32) + empty, tl.zeros([BLOCK], tl.uint32)
     for node in range(1, NODES):
-        best = tl.max(keys, 0)
+        best = tl.max(orders, 0)
         found = best > empty
-        score, depth, parent, place, row = _parts_of(best)
-        parent_score = tl.sum(tl.where(keys == best, above, 0.0), 0)
+        rest = tl.min(tl.where(orders == best, rests, 0xFFFFFFFF), 0)
+        is_best = (orders == best) & (rests == rest)
+        score = score_of(best)
+        depth, parent, place, row = _parts_of(rest)
+        parent_score = tl.sum(tl.where(is_best, above, 0), 0).to(tl.float32, bitcast=True)
         selected = tl.where(i == node, best, selected)
+        selected_rests = tl.where(i == node, rest, selected_rests)
         at = of_request + ((depth - 1) * ROWS + row) * TOPK + place
         beside = tl.load(scores_ptr + at + 1, mask=found & (place + 1 < TOPK), other=float("-inf"))
-        beside = usable_score(parent_score + usable_score(beside))
-        beside_key = tl.where(beside > float("-inf"), _key_of(beside, depth, parent, place + 1, row), empty)
+        beside = order_of(usable_score(parent_score + usable_score(beside)))
         next_row = tl.load(next_rows_ptr + at, mask=found & (depth < STEPS), other=-1)
         child_at = of_request + (depth * ROWS + next_row) * TOPK
         child = tl.load(scores_ptr + child_at, mask=next_row >= 0, other=float("-inf"))
-        child = usable_score(score + usable_score(child))
-        child_key = tl.where(child > float("-inf"), _key_of(child, depth + 1, zero + node, zero, next_row), empty)
-        keys = tl.where(keys == best, beside_key, keys)
-        keys = tl.where(i == node, child_key, keys)
-        above = tl.where(i == node, score, above)
+        child = order_of(usable_score(score + usable_score(child)))
+        orders = tl.where(is_best, tl.where(beside > none, beside, empty), orders)
+        rests = tl.where(is_best, _rest_of(depth, parent, place + 1, row), rests)
+        orders = tl.where(i == node, tl.where(child > none, child, empty), orders)
+        rests = tl.where(i == node, _rest_of(depth + 1, zero + node, zero, next_row), rests)
+        above = tl.where(i == node, score.to(tl.int32, bitcast=True), above)
     _write_tree(
         *(root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr),
-        *(request, selected, i, NODES, STEPS, ROWS, TOPK, WORDS, BLOCK),
+        *(request, selected, selected_rests, i, NODES, STEPS, ROWS, TOPK, WORDS, BLOCK),
     )
 
 
 @kernel
 def _write_tree(
     root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
-    request, selected, i,
+    request, selected, rests, i,
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Node i has the key selected[i]; without one it is void, except for node 0, the root."""
-    score, depth, parent, place, row = _parts_of(selected)
+    """Node i is the path selected[i], rests[i]; without one it is void, except for node 0, the root."""
+    score = score_of(selected)
+    depth, parent, place, row = _parts_of(rests)
     is_root = i == 0
-    void = (selected == -9223372036854775808) & (i > 0)
-    drafted = (selected != -9223372036854775808) & (i < NODES)
+    void = (selected == -2147483648) & (i > 0)
+    drafted = (selected != -2147483648) & (i < NODES)
     at = request * (STEPS * ROWS * TOPK) + ((depth - 1) * ROWS + row) * TOPK + place
     token = tl.load(tokens_ptr + at, mask=drafted, other=-1)
     token = tl.where(is_root, tl.load(root_ptr + request), token)
