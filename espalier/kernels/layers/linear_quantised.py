@@ -62,7 +62,7 @@ FP8_CAPABILITY = (8, 9)
 STREAMED_ROWS, SPLIT_ROWS = 64, 256
 # Steps whose codes a program prefetches while it waits for the kernel before it.  Memory has little else to do while
 # inputs are rounded or parts are added up: in these 2 or 3 microseconds it delivers some 100 kB for a multiprocessor.
-# Behind a norm that rounds, more than one takes bandwidth from the weights before it (docs/log.md).
+# Behind a norm that rounds there is no such time, and one step was mostly faster (docs/log.md).
 STEPS_AHEAD, STEPS_BEHIND_A_NORM = 4, 1
 # Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
