@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers import linear_quantised
+from espalier.kernels.layers import linear_quantised, quantise_rows
 from espalier.kernels.layers.linear import TritonPlan, sum_parts_reference
 from espalier.kernels.layers.linear_quantised import (
     _launch,
@@ -25,6 +25,7 @@ from espalier.kernels.layers.quantised import (
     SPREAD,
     InputScales,
     QuantisedMatrix,
+    RoundedRows,
     dequantise,
     in_order_of_columns,
     interleave_nibbles,
@@ -35,7 +36,8 @@ from espalier.kernels.layers.quantised import (
 )
 from espalier.kernels.layers.quantised_candidates import candidates
 from espalier.kernels.layers.silu import silu_mul_triton
-from espalier.kernels.runtime.launch import Chip
+from espalier.kernels.runtime.launch import Chip, chip
+from espalier.models.weight_formats.quantised import QuantisedWeight
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, inputs_of
 
 H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
@@ -106,6 +108,25 @@ def test_a_rows_bits_do_not_depend_on_other_rows(kernel_device, kind):
     alone = linear_quantised_triton(x[3:4], matrix, None, plan)
     x[5], x[6] = torch.nan, 1e4
     assert torch.equal(linear_quantised_triton(x, matrix, None, plan)[3:4], alone)
+
+
+@pytest.mark.parametrize("kind", ["fp8-channel-inputs", "fp8-block-inputs"])
+def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
+    matrix, x = drawn(kind, (), 2 * 64, 192, kernel_device), x_of(5, 192, kernel_device)
+    rounded = RoundedRows(*quantise_rows_triton(x, matrix.inputs), x.dtype)
+    for product, plan in product_of_each(linear_quantised_gated_triton, linear_quantised_triton, matrix):
+        assert torch.equal(product(rounded, matrix, None, plan), product(x, matrix, None, plan))
+    weight = QuantisedWeight(matrix, "fp8")
+    assert weight.rounding == matrix.inputs
+    # On a GPU the weight's own products of a tensor run the same kernel.
+    assert_is_the_product(weight.of_rounded(rounded, None, "apply"), x, matrix, None)
+    assert torch.equal(
+        weight.of_rounded(rounded, None, "gated"), silu_mul_triton(weight.of_rounded(rounded, None, "apply"))
+    )
+
+
+def product_of_each(gated, whole, matrix):
+    return [(gated, plan_for(matrix)), (whole, plan_for(matrix)), (whole, plan_for(matrix, 3))]
 
 
 def test_inputs_are_taken_in_the_order_of_the_columns(kernel_device):
@@ -187,19 +208,34 @@ def test_rounded_inputs_are_the_references(kernel_device, rows, num_in, group, s
     assert is_right.all()
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("group", [None, 48])
+def test_parts_of_a_row_are_rounded_by_programs_of_their_own(kernel_device, monkeypatch, rows, group):
+    """To the bits of one program, also where the last part is ragged."""
+    x = x_of(rows, 104, kernel_device)
+    monkeypatch.setattr(quantise_rows, "MAX_PARTS", 1)
+    values, scales = quantise_rows_triton(x, InputScales(group))
+    monkeypatch.setattr(quantise_rows, "MAX_PARTS", 8)
+    monkeypatch.setattr(quantise_rows, "VALUES_PER_PART", 16)
+    many = replace(chip(x), processors=132)
+    monkeypatch.setattr(quantise_rows, "chip", lambda _: many)
+    in_parts, scales_in_parts = quantise_rows_triton(x, InputScales(group))
+    assert torch.equal(in_parts.view(torch.uint8), values.view(torch.uint8)) and torch.equal(scales_in_parts, scales)
+
+
 @pytest.mark.parametrize("code", ["fp8", "int4", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 4096])
 @pytest.mark.parametrize(("group", "grouped"), [(32, True), (128, True), (128, False)])
 def test_the_rule_fits_the_chip_and_the_groups(code, rows, group, grouped):
-    for chip in (H200, Chip(99 * 1024, 84, (8, 9))):
+    for on in (H200, Chip(99 * 1024, 84, (8, 9))):
         for shape in ((4096, 4096), (1024, 512), (28672, 4096), (16, 32)):
-            plan = rule(rows, *shape, code, group, grouped, chip)
+            plan = rule(rows, *shape, code, group, grouped, on)
             assert (code != "fp8" or group % plan.block_in == 0) and plan.splits >= 1
             tile = min(max(rows, 16), 128)
             used = plan.stages * (
                 plan.block_out * plan.block_in // (1 if code == "fp8" else 2) + tile * plan.block_in * 2
             )
-            assert plan.stages == 1 or used <= chip.shared_memory
+            assert plan.stages == 1 or used <= on.shared_memory
 
 
 @pytest.mark.parametrize(("code", "grouped"), [("fp8", False), ("fp8", True), ("int4", True), ("mxfp4", True)])

@@ -10,7 +10,12 @@ from espalier.kernels.layers.norm import (
     add_rms_norm_triton,
     rms_norm_reference,
     rms_norm_triton,
+    rounded_norm_triton,
+    rounds_norm,
 )
+from espalier.kernels.layers.quantise_rows import quantise_rows_triton
+from espalier.kernels.layers.quantised import InputScales, RoundedRows
+from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS
 from espalier.models.layers.norm import RMSNorm
 
 EPS = 1e-5
@@ -142,3 +147,38 @@ def test_the_norm_is_of_the_rounded_sum(make, kernel_device):
     exact = F.rms_norm(total.double(), (128,), weight.double(), EPS).to(torch.float16)
     # float32 arithmetic moves about one value in thousands across a rounding boundary.
     assert (out != exact).sum() <= out.numel() // 100
+
+
+@pytest.mark.parametrize(("size", "group", "static"), [(200, None, False), (512, 128, False), (200, 64, True)])
+def test_a_norm_is_rounded_as_by_a_launch_of_its_own(size, group, static, kernel_device):
+    """To the bit: the norm of a sum of parts, of a sum, and alone; a row of zeros among them."""
+    residual, weight = (random_normal(shape, torch.float16, kernel_device, 1) for shape in ((3, size), (size,)))
+    residual[1] = 0
+    inputs = InputScales(group, torch.full((1,), 0.01, device=kernel_device) if static else None)
+    parts = random_normal((2, 3, size), torch.float32, kernel_device, 3)
+    parts[:, 1] = 0
+    for delta in (parts, residual * 2, None):
+        if delta is None:
+            total, norm = residual, rms_norm_triton(residual, weight, EPS)
+        else:
+            total, norm = add_rms_norm_triton(delta, residual, weight, EPS)
+        values, scales = quantise_rows_triton(norm, inputs)
+        own_total, rounded = rounded_norm_triton(delta, residual, weight, EPS, inputs)
+        assert torch.equal(own_total, total) and torch.equal(rounded.scales, scales)
+        assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
+        assert rounded.dtype == torch.float16 and len(rounded) == 3
+
+
+def test_groups_that_no_norm_rounds(kernel_device):
+    """Groups of other sizes take a launch of their own; so do rows on a CPU, and more of them than our kernel takes."""
+    x, weight = random_normal((2, 96), torch.float16, kernel_device), torch.ones(96, device=kernel_device).half()
+    assert not rounds_norm(96, InputScales(48)) and rounds_norm(96, InputScales(96)) and rounds_norm(96, InputScales())
+    with pytest.raises(EspalierError, match="groups of a power of two, not 48"):
+        rounded_norm_triton(None, x, weight, EPS, InputScales(48))
+    norm = RMSNorm(weight, EPS)
+    assert isinstance(norm.rounded_after(None, x, None)[1], torch.Tensor)
+    assert isinstance(norm.rounded_after(None, x, InputScales(48))[1], torch.Tensor)
+    given = norm.rounded_after(None, x, InputScales())[1]
+    assert isinstance(given, RoundedRows if x.is_cuda else torch.Tensor)
+    many = x.repeat(MAX_KERNEL_ROWS, 1)
+    assert isinstance(norm.rounded_after(None, many, InputScales())[1], torch.Tensor)

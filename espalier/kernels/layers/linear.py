@@ -259,7 +259,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> 
     The bits of a row never depend on the other rows' values.  They depend on the plan and, for a TritonPlan, on
     block_rows(rows); for the library, on rows.
     """
-    return summed(linear_parts(x, weight, bias, plan), x)
+    return summed(linear_parts(x, weight, bias, plan), x.dtype)
 
 
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
@@ -297,21 +297,21 @@ def sum_parts_reference(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return total.to(dtype)
 
 
-def summed(result: Tensor, x: Tensor) -> Tensor:
-    """Add partial sums [splits, rows, out]; a complete result [rows, out] is returned as it is."""
+def summed(result: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add partial sums [splits, rows, out], to dtype; a complete result [rows, out] is returned as it is."""
     if result.ndim == 2:
         return result
     splits, rows, num_out = result.shape
-    out = x.new_empty(rows, num_out)
+    out = result.new_empty(rows, num_out, dtype=dtype)
     _sum_parts_kernel[(_num_blocks(out.numel(), SUM_BLOCK),)](
-        result, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4, **early(chip(x))
+        result, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4, **early(chip(result))
     )
     return out
 
 
 def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan) -> Tensor:
     """See linear_parts_triton."""
-    return summed(linear_parts_triton(x, weight, bias, plan), x)
+    return summed(linear_parts_triton(x, weight, bias, plan), x.dtype)
 
 
 def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:

@@ -5,8 +5,8 @@ tiles, each a program of its own: a matrix product on tensor cores whose weight 
 to 256 rows it also splits the columns, as there are fewer tiles than multiprocessors.  No weight is ever dequantised
 in memory.  quantised_tile.py has the inner loop.
 
-Inputs that the format rounds to FP8 are rounded by a launch before (quantise_rows.py).  Many rows of such inputs are
-multiplied by the library (scaled_product.py).
+Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  Many
+rows of such inputs are multiplied by the library (scaled_product.py).
 
 Tolerance: as linear.py, with the values of weight and inputs exact, and one rounding more for the scales of each group
 of columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
@@ -38,6 +38,8 @@ from espalier.kernels.layers.quantised import (
     E8M0_BIAS,
     INTERLEAVED,
     QuantisedMatrix,
+    RoundedRows,
+    Rows,
     linear_quantised_reference,
 )
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
@@ -60,7 +62,8 @@ FP8_CAPABILITY = (8, 9)
 STREAMED_ROWS, SPLIT_ROWS = 64, 256
 # Steps whose codes a program prefetches while it waits for the kernel before it.  Memory has little else to do while
 # inputs are rounded or parts are added up: in these 2 or 3 microseconds it delivers some 100 kB for a multiprocessor.
-STEPS_AHEAD = 4
+# Behind a norm that rounds there is no such time, and one step was mostly faster (docs/log.md).
+STEPS_AHEAD, STEPS_BEHIND_A_NORM = 4, 1
 # Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
@@ -79,22 +82,22 @@ RAGGED_IN = 1024
 KEPT_SHARED_MEMORY = 1024
 
 
-def linear_quantised(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+def linear_quantised(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.
 
-    The bits of a row never depend on the other rows' values.
+    RoundedRows must be rounded as the weight asks.  The bits of a row never depend on the other rows' values.
     """
     product = _product_of_others(x, weight, bias)
     return linear_quantised_triton(x, weight, bias, plan_of(weight, x)) if product is None else product
 
 
-def linear_quantised_parts(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+def linear_quantised_parts(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """`linear_quantised`, or its partial sums [splits, rows, out] in float32."""
     product = _product_of_others(x, weight, bias)
     return linear_quantised_parts_triton(x, weight, bias, plan_of(weight, x)) if product is None else product
 
 
-def linear_quantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+def linear_quantised_gated(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """silu(gate) · up [rows, out / 2], for a weight that stacks gate over up."""
     require_gated(weight.shape[0])
     product = _product_of_others(x, weight, bias)
@@ -103,23 +106,25 @@ def linear_quantised_gated(x: Tensor, weight: QuantisedMatrix, bias: Tensor | No
     return silu_mul(product)
 
 
-def _product_of_others(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
+def _product_of_others(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
     """The product by the reference on a CPU, and by the library where it takes it; None: by this file's kernel."""
+    if isinstance(x, RoundedRows):
+        return None
     if not x.is_cuda:
         return linear_quantised_reference(x, weight, bias)
     return scaled_product(x, weight, bias) if is_scaled_product(x, weight) else None
 
 
-def linear_quantised_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
+def linear_quantised_triton(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
     """plan.block_in must divide the columns that share a scale.  Raises EspalierError on other shapes and dtypes."""
-    return summed(linear_quantised_parts_triton(x, weight, bias, plan), x)
+    return summed(linear_quantised_parts_triton(x, weight, bias, plan), x.dtype)
 
 
-def linear_quantised_parts_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
+def linear_quantised_parts_triton(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
     return _launch(x, weight, bias, plan, gated=False)
 
 
-def linear_quantised_gated_triton(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
+def linear_quantised_gated_triton(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
     if plan.splits == 1:
         return _launch(x, weight, bias, plan, gated=True)
     return silu_mul(linear_quantised_triton(x, weight, bias, plan))
@@ -161,19 +166,20 @@ def _linear_quantised_kernel(
     store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, GATED)
 
 
-def _launch(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, gated: bool) -> Tensor:
-    rows, num_in = x.shape
+def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, gated: bool) -> Tensor:
+    rows, num_in = stored(x).shape
     _require(x, weight, bias, plan)
     num_out, block_written = weight.shape[0], plan.block_out
     if gated:
         num_out, block_written = num_out // 2, block_written // 2
     in_parts = plan.splits > 1 and rows * num_out > 0
-    out = x.new_empty(plan.splits, rows, num_out, dtype=torch.float32) if in_parts else x.new_empty(rows, num_out)
+    shape, dtype = ((plan.splits, rows, num_out), torch.float32) if in_parts else ((rows, num_out), x.dtype)
+    out = torch.empty(shape, dtype=dtype, device=weight.device)
     if out.numel() == 0:
         return out
     inputs, input_scales = kernel_inputs(x, weight)
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
-    gpu = chip(x)
+    gpu = chip(inputs)
     _linear_quantised_kernel[-(-num_out // block_written), plan.splits, -(-rows // tile)](
         *(inputs, input_scales, kernel_codes(weight), weight.scales, weight.zeros, bias, out),
         *(rows, num_out, num_in, inputs.stride(0)),
@@ -184,7 +190,7 @@ def _launch(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: Trito
         EVEN_OUT=num_out % block_written == 0,
         EVEN_IN=num_in % plan.block_in == 0,
         GATED=gated,
-        STEPS_AHEAD=STEPS_AHEAD,
+        STEPS_AHEAD=STEPS_BEHIND_A_NORM if isinstance(x, RoundedRows) else STEPS_AHEAD,
         num_warps=plan.warps,
         num_stages=plan.stages,
         **early(gpu),
@@ -192,13 +198,20 @@ def _launch(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: Trito
     return out
 
 
-def kernel_inputs(x: Tensor, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
+def kernel_inputs(x: Rows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
     """(inputs, their scales or None) as quantised_dot takes them: in the order of the columns, maybe rounded."""
+    if isinstance(x, RoundedRows):
+        return x.values, x.scales
     if weight.order is not None:
         x = x.index_select(1, weight.order)
     if weight.inputs is not None:
         return quantise_rows(x, weight.inputs)
     return (x if x.stride(1) == 1 else x.contiguous()), None
+
+
+def stored(x: Rows) -> Tensor:
+    """The values of x as they lie in memory."""
+    return x.values if isinstance(x, RoundedRows) else x
 
 
 def kernel_codes(weight: QuantisedMatrix) -> Tensor:
@@ -214,18 +227,18 @@ def tile_options(weight: QuantisedMatrix) -> dict[str, Any]:
     return {"CODE": CODES[weight.code], "GROUP": group, "ROW_BLOCK": weight.row_block, "INPUT_GROUP": input_group}
 
 
-def plan_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
+def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
     """The measured plan for the weight's shape, format and x's rows; `rule`'s where there is none."""
-    measured = measured_plans(chip(x), tuning_name(weight), x.dtype)
+    measured = measured_plans(chip(weight.codes), tuning_name(weight), x.dtype)
     plan = measured.get((weight.shape[0], weight.shape[1]), LinearPlans()).at(len(x))
     return plan if isinstance(plan, TritonPlan) else rule_of(weight, x)
 
 
-def rule_of(weight: QuantisedMatrix, x: Tensor) -> TritonPlan:
+def rule_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
     """The plan of `rule`."""
     (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
-    input_bytes = 1 if weight.inputs is not None else x.itemsize
-    return rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, chip(x), input_bytes)
+    input_bytes = 1 if weight.inputs is not None else x.dtype.itemsize
+    return rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, chip(weight.codes), input_bytes)
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:
@@ -334,12 +347,12 @@ def _in_no_words(weight: QuantisedMatrix) -> bool:
     return min(weight.group, weight.shape[-1]) % INTERLEAVED != 0 or weight.shape[-1] % INTERLEAVED != 0
 
 
-def _require(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
-    num_in = x.shape[1]
+def _require(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> None:
+    num_in = stored(x).shape[1]
     packed = num_in if weight.code == "fp8" else num_in // 2
-    require("quantised linear: codes", weight.codes, (-1, packed), None, x)
+    require("quantised linear: codes", weight.codes, (-1, packed), None, stored(x))
     if bias is not None:
-        require("quantised linear: bias", bias, (weight.shape[0],), x.dtype, x)
+        require("quantised linear: bias", bias, (weight.shape[0],), x.dtype, weight.codes)
     fits = all(tensor.is_contiguous() for tensor in weight.tensors) and max_block_in(weight) % plan.block_in == 0
     if x.dtype not in DTYPES or not fits or (weight.code != "fp8" and _in_no_words(weight)):
         raise EspalierError(

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import load_sum, sum_parts_reference
+from espalier.kernels.layers.quantise_rows import over_scale, scale_of
+from espalier.kernels.layers.quantised import FP8, FP8_MAX, InputScales, RoundedRows
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 
@@ -49,14 +52,21 @@ def _rms_norm_kernel(
     x_row_stride,
     delta_row_stride,
     delta_split_stride,
+    scales_ptr,
+    static_ptr,
     EPS: tl.constexpr,
     SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
     EXACT: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    MOST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta."""
+    """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta.
+
+    scales_ptr: None, or the norm is rounded to FP8 with a scale for GROUP columns, as quantise_rows.py rounds it.
+    """
     pdl_wait_if(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -73,7 +83,15 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * SIZE + column, x, mask=mask, eviction_policy="evict_last")
         x = x.to(EXACT)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
-    tl.store(out_ptr + row * SIZE + column, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=mask)
+    norm = x * scale * weight
+    if scales_ptr is not None:
+        groups = tl.arange(0, BLOCK // GROUP)
+        grouped = tl.reshape(norm.to(x_ptr.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP))
+        of_group = scale_of(tl.max(tl.abs(grouped), 1), static_ptr, MOST)
+        norm = tl.reshape(over_scale(grouped, of_group[:, None], MOST), (BLOCK,))
+        num_groups = tl.cdiv(SIZE, GROUP)
+        tl.store(scales_ptr + row * num_groups + groups, of_group, mask=groups < num_groups)
+    tl.store(out_ptr + row * SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,17 +107,55 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm_triton(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The sum equals the reference's to the bit; the norm has the tolerance of rms_norm_triton."""
-    if delta.ndim == 3:
-        exact = torch.promote_types(residual.dtype, torch.float32)
-        require("add_rms_norm: delta's partial sums", delta, (-1, *residual.shape), exact, residual)
-    else:
-        require("add_rms_norm: delta", delta, tuple(residual.shape), residual.dtype, residual)
+    _require_delta(delta, residual)
     total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
     _launch(residual, delta, weight, eps, total, out)
     return total, out
 
 
-def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: Tensor | None, out: Tensor) -> None:
+def rounded_norm_triton(
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales
+) -> tuple[Tensor, RoundedRows]:
+    """add_rms_norm_triton (delta None: rms_norm_triton), with the norm rounded to FP8 in the same launch.
+
+    The same bits as quantise_rows of the norm.  Raises EspalierError unless `rounds_norm` takes the sizes.
+    """
+    size = residual.shape[1]
+    if not rounds_norm(size, inputs):
+        raise EspalierError(f"a norm of {size} columns is rounded in groups of a power of two, not {inputs.group}")
+    if delta is not None:
+        _require_delta(delta, residual)
+    groups = -(-size // min(inputs.group or size, size))
+    values = torch.empty(residual.shape, dtype=FP8, device=residual.device)
+    scales = torch.empty(len(residual), groups, dtype=torch.float32, device=residual.device)
+    total = residual if delta is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
+    _launch(residual, delta, weight, eps, None if delta is None else total, values, scales, inputs)
+    return total, RoundedRows(values, scales, residual.dtype)
+
+
+def rounds_norm(size: int, inputs: InputScales) -> bool:
+    """Whether a norm of `size` columns can be rounded in its own launch."""
+    return inputs.group is None or inputs.group >= size or power_of_two(inputs.group) == inputs.group
+
+
+def _require_delta(delta: Tensor, residual: Tensor) -> None:
+    if delta.ndim == 3:
+        exact = torch.promote_types(residual.dtype, torch.float32)
+        require("add_rms_norm: delta's partial sums", delta, (-1, *residual.shape), exact, residual)
+    else:
+        require("add_rms_norm: delta", delta, tuple(residual.shape), residual.dtype, residual)
+
+
+def _launch(
+    x: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    total: Tensor | None,
+    out: Tensor,
+    scales: Tensor | None = None,
+    inputs: InputScales | None = None,
+) -> None:
     rows, size = x.shape
     require("rms_norm: weight", weight, (size,), None, x)
     if not rows:
@@ -116,12 +172,16 @@ def _launch(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: 
         x.stride(0),
         addend.stride(-2),
         addend.stride(0),
+        scales,
+        None if inputs is None else inputs.static,
         # constexpr: as a run-time argument eps would be rounded to float32.
         EPS=eps,
         SIZE=size,
         SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
         EXACT=exact_type(x.dtype),
         BLOCK=block,
+        GROUP=block if inputs is None else min(inputs.group or block, block),
+        MOST=FP8_MAX,
         num_warps=warps_for(block),
         **early(chip(x)),
     )

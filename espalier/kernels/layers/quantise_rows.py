@@ -1,6 +1,7 @@
 """Rounds the inputs of a product to FP8: each row, or each group of a row's columns, with a scale of its own.
 
-Grid: (rows, groups).  Values and scales are divided exactly (IEEE), so they equal the reference's to the bit.
+Grid: (rows, groups, parts of a group).  Values and scales are divided exactly (IEEE), so they equal the reference's to
+the bit.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 # Values that a warp loads: where programs are many, and where each has a multiprocessor to itself.  There the divisions
-# of a thread, one after another, would be most of the time.
+# of a thread, one after another, would be most of the time.  So up to MAX_PARTS programs load the same group and find
+# its largest value, and each divides a part of it.
 VALUES_PER_WARP, VALUES_PER_WARP_ALONE = 1024, 256
+VALUES_PER_PART, MAX_PARTS = 1024, 8
 MAX_WARPS, MAX_WARPS_ALONE = 16, 32
 
 
@@ -29,26 +32,45 @@ def quantise_rows(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
 
 
 @kernel
+def scale_of(largest, static_ptr, MOST: tl.constexpr):
+    """The scale of float32 values, given their largest magnitude; static_ptr: to the scale of all rows, or None."""
+    if static_ptr is None:
+        scale = tl.where(largest == 0, 1.0, tl.div_rn(largest, tl.zeros_like(largest) + MOST))
+    else:
+        scale = tl.zeros_like(largest) + tl.load(static_ptr)
+    return scale
+
+
+@kernel
+def over_scale(values, scale, MOST: tl.constexpr):
+    """float32 values over their scale, cut off where FP8 ends."""
+    value = tl.div_rn(values, tl.zeros_like(values) + scale)
+    # NaN stays NaN: both comparisons are false.
+    return tl.where(value > MOST, MOST, tl.where(value < -MOST, -MOST, value))
+
+
+@kernel
 def _quantise_rows_kernel(
     x_ptr, static_ptr, out_ptr, scales_ptr, num_in, x_stride,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_wait_if(DEPENDENT)
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     offset = tl.arange(0, BLOCK)
     column = group * GROUP + offset
     mask = (offset < GROUP) & (column < num_in)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    if static_ptr is None:
-        largest = tl.max(tl.abs(x), 0)
-        scale = tl.where(largest == 0, 1.0, tl.div_rn(largest, MOST))
-    else:
-        scale = tl.load(static_ptr)
-    value = tl.div_rn(x, tl.zeros_like(x) + scale)
-    # NaN stays NaN: both comparisons are false.
-    value = tl.where(value > MOST, MOST, tl.where(value < -MOST, -MOST, value))
+    own = x
+    if PART < BLOCK:
+        # Loaded before the reduction, so that both loads overlap.
+        offset = part * PART + tl.arange(0, PART)
+        column = group * GROUP + offset
+        mask = (offset < GROUP) & (column < num_in)
+        own = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
+    scale = scale_of(tl.max(tl.abs(x), 0), static_ptr, MOST)
+    value = over_scale(own, scale, MOST)
     tl.store(out_ptr + row * num_in + column, value.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(scales_ptr + row * tl.num_programs(1) + group, scale)
+    tl.store(scales_ptr + row * tl.num_programs(1) + group, scale, mask=part == 0)
 
 
 def quantise_rows_triton(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
@@ -64,9 +86,11 @@ def quantise_rows_triton(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor
         block, gpu = power_of_two(group), chip(x)
         is_alone = rows * groups <= gpu.processors
         warps = block // (VALUES_PER_WARP_ALONE if is_alone else VALUES_PER_WARP)
-        _quantise_rows_kernel[rows, groups](
+        parts = min(block // VALUES_PER_PART, MAX_PARTS) if rows * groups * MAX_PARTS <= gpu.processors else 1
+        part = block // max(parts, 1)
+        _quantise_rows_kernel[rows, groups, -(-group // part)](
             *(x, inputs.static, values, scales, num_in, x.stride(0)),
-            GROUP=group, BLOCK=block, MOST=FP8_MAX, **early(gpu),
+            GROUP=group, BLOCK=block, PART=part, MOST=FP8_MAX, **early(gpu),
             num_warps=min(max(warps, 1), MAX_WARPS_ALONE if is_alone else MAX_WARPS),
         )  # fmt: skip
     return values, scales

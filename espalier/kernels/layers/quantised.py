@@ -53,6 +53,25 @@ class InputScales:
 
 
 @dataclass(frozen=True)
+class RoundedRows:
+    """Inputs of a product that are rounded to FP8 already.
+
+    values: FP8 [rows, in]; scales: float32 [rows, groups]; dtype: of the inputs before, and so of the product.
+    """
+
+    values: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+# Inputs of a product [rows, in].
+Rows = Tensor | RoundedRows
+
+
+@dataclass(frozen=True)
 class QuantisedMatrix:
     """A matrix [out, in] or a stack of experts [E, out, in].  Its values are (codes - zeros) · scales.
 

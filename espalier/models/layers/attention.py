@@ -9,6 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from espalier.attention.staged import HeadProjections
+from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
@@ -39,8 +40,13 @@ class Attention:
         self.num_heads = num_heads
         self.sink = sink
 
+    @property
+    def reads(self) -> Linear:
+        """The layer that reads the block's input."""
+        return self.qkv
+
     def __call__(
-        self, x: Tensor, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
+        self, x: Rows, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
     ) -> Tensor:
         """x [B·Q, in] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them.
 

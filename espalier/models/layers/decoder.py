@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache.layer_spec import LayerSpec
+from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import Attend, ModelOutput
@@ -45,7 +46,7 @@ class DecoderLayer:
     def __call__(
         self,
         x: Tensor,
-        normed: Tensor,
+        normed: Rows,
         rope_and_norm: RopeAndNorm,
         attend: Attend,
         layer: int,
@@ -60,7 +61,9 @@ class DecoderLayer:
         delta = self.attention(normed, rope_and_norm, attend, layer, shape)
         if isinstance(self.mlp, MixtureMLP):
             return self.mlp.after(self.mlp_norm, delta, x, live)
-        x, normed = self.mlp_norm.after(delta, x)
+        # Benchmarks and tests put other callables around an MLP, which take tensors.
+        rounding = self.mlp.gate_up.rounding if isinstance(self.mlp, GatedMLP) else None
+        x, normed = self.mlp_norm.rounded_after(delta, x, rounding)
         return x, self.mlp(normed, live)
 
 
@@ -98,14 +101,14 @@ class Decoder:
         x, delta = rows.x, None
         inputs: dict[int, Tensor] = {}
         for layer, block in enumerate(self.layers):
-            x, normed = block.attention_norm.after(delta, x)
+            x, normed = block.attention_norm.rounded_after(delta, x, block.attention.reads.rounding)
             if layer in self.capture:
                 inputs[layer] = x
             x, delta = block(x, normed, rope_and_norm, attend, layer, shape, live)
-        x, normed = self.norm.after(delta, x)
+        x, hidden = self.norm.after(delta, x)
         inputs[len(self.layers)] = x
         captured = torch.cat([inputs[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None
-        return ModelOutput(hidden=normed.unflatten(0, shape), captured=captured)
+        return ModelOutput(hidden=hidden.unflatten(0, shape), captured=captured)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

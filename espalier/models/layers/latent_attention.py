@@ -9,6 +9,7 @@ from torch import Tensor
 
 from espalier.attention.staged import LatentProjections
 from espalier.kernels.layers.latent import LatentRopeAndNorm
+from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
@@ -51,8 +52,13 @@ class LatentAttention:
         self.row_size = row_size
         self.interleaved = interleaved
 
+    @property
+    def reads(self) -> Linear:
+        """The layer that reads the block's input."""
+        return self.down
+
     def __call__(
-        self, x: Tensor, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
+        self, x: Rows, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
     ) -> Tensor:
         """As espalier/models/layers/attention.py:Attention."""
         down = self.down(x)

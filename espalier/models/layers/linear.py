@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
 from espalier.models.weight_formats import Weight
 
 
@@ -30,24 +31,36 @@ class Linear:
         """The layer that gives outputs first .. out-1, on the same weight."""
         return Linear(self.weight.rows_from(first), None if self.bias is None else self.bias[first:], self.reduce)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    @property
+    def rounding(self) -> InputScales | None:
+        """How a norm must round the inputs of this layer that it gives as RoundedRows; None: it gives a tensor."""
+        return self.weight.rounding
+
+    def __call__(self, x: Rows) -> Tensor:
         """x [..., in] -> a new tensor [..., out]."""
+        if isinstance(x, RoundedRows):
+            return self.weight.of_rounded(x, self.bias, "apply")
         if x.ndim == 2:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
-    def in_parts(self, x: Tensor) -> Tensor:
+    def in_parts(self, x: Rows) -> Tensor:
         """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after).
 
         An all-reduce (`reduce`) belongs here, before the norm that reads the parts.
         """
-        parts = self.weight.parts(x, self.bias)
+        if isinstance(x, RoundedRows):
+            parts = self.weight.of_rounded(x, self.bias, "parts")
+        else:
+            parts = self.weight.parts(x, self.bias)
         return parts if self.reduce is None else self.reduce(parts)
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
         """x [rows, in] -> out [weight.num_parts(rows), rows, out], float32 at least, which the reader sums."""
         self.weight.write_parts(x, self.bias, out)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Rows) -> Tensor:
         """x [rows, in] -> silu(gate) · up [rows, out / 2], for a weight that stacks gate and up."""
+        if isinstance(x, RoundedRows):
+            return self.weight.of_rounded(x, self.bias, "gated")
         return self.weight.gated(x, self.bias)

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from espalier.kernels.layers.quantised import Rows
 from espalier.models.layers.linear import Linear
 
 
@@ -14,7 +15,7 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them.
 
         live: [B·Q] bool, as MixtureMLP takes it.  Here every row is computed.

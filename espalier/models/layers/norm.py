@@ -4,7 +4,16 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.layers.linear import sum_parts_reference
-from espalier.kernels.layers.norm import add_rms_norm, length_constants, norm_by_length, rms_norm
+from espalier.kernels.layers.norm import (
+    add_rms_norm,
+    length_constants,
+    norm_by_length,
+    rms_norm,
+    rounded_norm_triton,
+    rounds_norm,
+)
+from espalier.kernels.layers.quantised import InputScales, Rows
+from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS
 
 
 class RMSNorm:
@@ -26,6 +35,15 @@ class RMSNorm:
         if self._constants is not None:
             return norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
+
+    def rounded_after(
+        self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
+    ) -> tuple[Tensor, Rows]:
+        """As `after`, for one reader of the norm that rounds it so (Linear.rounding): it may be rounded already."""
+        few = residual.is_cuda and len(residual) <= MAX_KERNEL_ROWS
+        if rounding is None or not few or not rounds_norm(residual.shape[1], rounding):
+            return self.after(delta, residual)
+        return rounded_norm_triton(delta, residual, self.weight, self.eps, rounding)
 
     def after(self, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(residual + delta, norm of that sum), [N, H] each.

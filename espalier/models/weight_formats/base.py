@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.layers.silu import silu_mul
 
 
@@ -58,6 +58,15 @@ class Weight(ABC):
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """silu(gate) · up [rows, out / 2], for a weight that stacks gate and up."""
         return silu_mul(self.apply(x, bias))
+
+    @property
+    def rounding(self) -> InputScales | None:
+        """How inputs must be rounded that `of_rounded` takes; None: it takes none."""
+        return None
+
+    def of_rounded(self, x: RoundedRows, bias: Tensor | None, how: Literal["apply", "parts", "gated"]) -> Tensor:
+        """The result of `apply`, `parts` or `gated`, for inputs that are rounded already."""
+        raise NotImplementedError
 
     def rows_from(self, first: int) -> "Weight":
         """Rows first .. out-1 of the matrix, as a weight in the same memory."""

@@ -4,7 +4,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from espalier.kernels.layers.linear_quantised import (
     linear_quantised_parts,
     require_supported,
 )
-from espalier.kernels.layers.quantised import QuantisedMatrix, pack_nibbles
+from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, pack_nibbles
 from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DenseFormat
 
@@ -49,6 +49,14 @@ class QuantisedWeight(Weight):
 
     def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_quantised_gated(x, self.matrix, bias)
+
+    @property
+    def rounding(self) -> InputScales | None:
+        return self.matrix.inputs if self.matrix.order is None else None
+
+    def of_rounded(self, x: RoundedRows, bias: Tensor | None, how: Literal["apply", "parts", "gated"]) -> Tensor:
+        products = {"apply": linear_quantised, "parts": linear_quantised_parts, "gated": linear_quantised_gated}
+        return products[how](x, self.matrix, bias)
 
     def rows_from(self, first: int) -> Weight:
         if first % self.matrix.row_block:
