@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache.layer_spec import LayerSpec
-from espalier.kernels.layers.quantised import Rows
+from espalier.kernels.layers.quantised import InputScales, Rows
 from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import Attend, ModelOutput
@@ -21,6 +21,15 @@ from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.rope import RopeTables
+
+
+def rounding_of(block: object) -> InputScales | None:
+    """How `block.reads`, the one layer that reads the block's input, rounds it.
+
+    None for a block without `reads`, such as one of another family's own file: it takes the norm as a tensor.
+    """
+    reads: Linear | None = getattr(block, "reads", None)
+    return None if reads is None else reads.rounding
 
 
 class DecoderLayer:
@@ -61,9 +70,7 @@ class DecoderLayer:
         delta = self.attention(normed, rope_and_norm, attend, layer, shape)
         if isinstance(self.mlp, MixtureMLP):
             return self.mlp.after(self.mlp_norm, delta, x, live)
-        # Benchmarks and tests put other callables around an MLP, which take tensors.
-        rounding = self.mlp.gate_up.rounding if isinstance(self.mlp, GatedMLP) else None
-        x, normed = self.mlp_norm.rounded_after(delta, x, rounding)
+        x, normed = self.mlp_norm.rounded_after(delta, x, rounding_of(self.mlp))
         return x, self.mlp(normed, live)
 
 
@@ -101,7 +108,7 @@ class Decoder:
         x, delta = rows.x, None
         inputs: dict[int, Tensor] = {}
         for layer, block in enumerate(self.layers):
-            x, normed = block.attention_norm.rounded_after(delta, x, block.attention.reads.rounding)
+            x, normed = block.attention_norm.rounded_after(delta, x, rounding_of(block.attention))
             if layer in self.capture:
                 inputs[layer] = x
             x, delta = block(x, normed, rope_and_norm, attend, layer, shape, live)

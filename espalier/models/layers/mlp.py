@@ -15,6 +15,11 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
 
+    @property
+    def reads(self) -> Linear:
+        """The layer that reads the block's input."""
+        return self.gate_up
+
     def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them.
 
