@@ -22,6 +22,7 @@ Form = tuple[tuple[str, int], ...]
 # Each part begins at a multiple of so many numbers, which is one of 16 bytes.  Triton compiles another kernel for an
 # address that is none, and the number of requests would decide which addresses are.
 ALIGNMENT = 2
+ZEROS = np.zeros(ALIGNMENT, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: 
     }
     for name, (at, values) in cells.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
-    vector = np.concatenate([_padded(part, _aligned(len(part))) for part in parts.values()])
+    vector = np.concatenate([each for part in parts.values() for each in _aligned_part(part)])
     return LaunchBuffer(vector, tuple((name, len(part)) for name, part in parts.items()))
 
 
@@ -112,7 +113,13 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def _padded(values: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
+def _aligned_part(part: np.ndarray) -> tuple[np.ndarray, ...]:
+    """A part and the zeros behind it.  Every launch packs some twenty parts, so none is copied here."""
+    missing = -len(part) % ALIGNMENT
+    return (part, ZEROS[:missing]) if missing else (part,)
+
+
+def _padded(values: Sequence[int], count: int) -> np.ndarray:
     padded = np.zeros(count, dtype=np.int64)
     padded[: len(values)] = values
     return padded
