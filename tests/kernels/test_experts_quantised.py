@@ -6,12 +6,10 @@ import torch
 from espalier.kernels.layers.activation import Activation
 from espalier.kernels.layers.experts import (
     ExpertBiases,
-    _plan_of,
     grouped_experts_reference,
     grouped_experts_triton,
 )
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
-from espalier.kernels.layers.experts_tiles import tiles_of
 from espalier.kernels.layers.quantised import dequantise
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn
 
@@ -55,15 +53,6 @@ def test_the_reference_is_the_product_with_the_dequantised_experts(kind):
     ours = grouped_experts_reference(x.double(), gate_up, down, ids, weights.double())
     theirs = grouped_experts_reference(x.double(), *dense, ids, weights.double())
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("kind", ["fp8-channel", "int4", "mxfp4"])
-def test_4_bits_take_a_plan_of_their_own(kind):
-    """The plan that is given is for dense experts, whose tiles have other bytes."""
-    _, _, down, ids, _ = inputs(kind, *SHAPES[1], torch.device("cpu"))
-    tiles = tiles_of(ids, None, 5, 16)
-    plan = _plan_of(down, 128, PRODUCT, tiles, torch.zeros(9, 64))
-    assert plan == PRODUCT if kind == "fp8-channel" else (plan.block_out, plan.block_in, plan.warps) == (64, 64, 4)
 
 
 def test_biases_and_another_activation(kernel_device):

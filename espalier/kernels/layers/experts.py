@@ -27,6 +27,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.activation import SILU, Activation, apply_activation, apply_activation_reference
 from espalier.kernels.layers.experts_dense import dense_gate_up, dense_product
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
+from espalier.kernels.layers.experts_quantised import launch_options
 from espalier.kernels.layers.experts_shared import (
     PREFETCHED_STEPS,
     SharedExperts,
@@ -37,16 +38,15 @@ from espalier.kernels.layers.experts_shared import (
 )
 from espalier.kernels.layers.experts_tiles import Tiles, tiles_of
 from espalier.kernels.layers.experts_tuning import plan_for
-from espalier.kernels.layers.linear import block_rows
+from espalier.kernels.layers.linear import block_rows, gate_and_up, weight_rows
 from espalier.kernels.layers.linear_quantised import (
+    STEPS_BEHIND_A_NORM,
     kernel_codes,
     kernel_inputs,
-    max_block_in,
-    nibble_rule,
     tile_options,
 )
 from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
-from espalier.kernels.layers.quantised_tile import quantised_dot
+from espalier.kernels.layers.quantised_tile import prefetch_codes, quantised_dot
 from espalier.kernels.layers.silu import require_gated
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, require
 from espalier.kernels.runtime.pdl import ask_for, early, pdl_trigger, pdl_wait
@@ -115,11 +115,12 @@ def _gated_kernel(
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
+    # Before the branch, which needs `expert`: the other loads do not wait for it.
+    place, inside, row, _ = rows_of_tile(
+        order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, SHARED, SORTED, ROWS
+    )
     if (expert < 0) | (expert == num_experts):
         return
-    place, inside, row, _ = rows_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, num_rows, top_k, SHARED, SORTED, ROWS
-    )
     row = row.to(tl.int64)
     # Columns past the end read the last one instead; their results are not stored.
     w_row = expert * 2 * num_out + tl.minimum(column, num_out - 1)
@@ -137,14 +138,13 @@ def _gated_kernel(
         x_scale_ptrs = None
         if x_scales_ptr is not None:
             x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
-        gate = quantised_dot(
-            w_ptr, scales_ptr, zeros_ptr, w_row, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
-            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+        # One product with rows of gate and of up, so that the pipeline fills once.
+        both = expert * 2 * num_out + weight_rows(num_out, 2 * BLOCK_OUT, False, True)
+        acc = quantised_dot(
+            w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
+            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, 2 * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
-        up = quantised_dot(
-            w_ptr, scales_ptr, zeros_ptr, w_row + num_out, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0,
-            num_in, CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
-        )  # fmt: skip
+        gate, up = gate_and_up(acc, ROWS, 2 * BLOCK_OUT)
     if bias_ptr is not None:
         gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
         up += tl.load(bias_ptr + w_row + num_out).to(EXACT)[:, None]
@@ -164,12 +164,13 @@ def _down_kernel(
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    STEPS_AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + SHARED, N, num_out], and 0 for rows without expert.
 
     x: [(K + SHARED) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
     shared: [num_out, SHARED · num_in].  The weight of its pieces is 1.
+    STEPS_AHEAD: steps whose codes are prefetched before the wait.
     """
     pdl_trigger(DEPENDENT)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
@@ -183,12 +184,14 @@ def _down_kernel(
         # An L2 line of 128 bytes holds 64 numbers of two bytes: one prefetch each.
         lines = tl.arange(0, BLOCK_IN // 64) * 64
         ask_for(w_ptr + w_row[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
+    if CODE is not None and DEPENDENT:
+        prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, BLOCK_IN * STEPS_AHEAD)
     pdl_wait(DEPENDENT)
+    place, inside, row, part = rows_of_tile(
+        order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, SHARED, SORTED, ROWS
+    )
     if expert < 0:
         return
-    place, inside, row, part = rows_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, num_rows, top_k, SHARED, SORTED, ROWS
-    )
     # No steps for rows without expert: _gated_kernel writes nothing to their x.
     k_end = tl.where(expert == num_experts, 0, num_in)
     if CODE is None:
@@ -244,7 +247,8 @@ def grouped_experts_triton(
         pieces = 0 if shared is None else shared.pieces(inner)
         return weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     if plan is None:
-        plan = plan_for(ExpertsShape(num_experts, top_k, hidden, inner), num_rows, x.dtype, chip(x))
+        shape = ExpertsShape(num_experts, top_k, hidden, inner)
+        plan = plan_for(shape, num_rows, x.dtype, chip(x), (gate_up, down))
     tiles = tiles_of(ids, live, num_experts, plan.rows)
     gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared)
     return down_triton(gated, down, weights, tiles, plan.down, down_bias, extra, shared)
@@ -263,7 +267,6 @@ def gated_triton(
     """The activation of each pair and piece, in order of place: [N·(K + S), I]."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, num_experts, inner, hidden = len(x), gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
-    plan = _plan_of(gate_up, inner, plan, tiles, x)
     operands, constants = _operands(x, gate_up)
     pieces = 0 if shared is None else shared.pieces(inner)
     out = x.new_empty(num_rows * (top_k + pieces), inner)
@@ -295,7 +298,6 @@ def down_triton(
     """gated: as gated_triton returns it.  Returns parts [K + S + extra, N, H]; the last `extra` are not written."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = weights.shape
-    plan = _plan_of(down, hidden, plan, tiles, gated)
     pieces = 0 if shared is None else shared.pieces(inner)
     parts = weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     operands, constants = _operands(gated, down)
@@ -304,6 +306,7 @@ def down_triton(
         *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),
         **constants,
+        STEPS_AHEAD=STEPS_BEHIND_A_NORM,
         **_options(gated, down, tiles, plan, 1, pieces, grid),
     )
     return parts
@@ -319,37 +322,27 @@ def _operands(
     return (inputs, scales, kernel_codes(weight), weight.scales, weight.zeros), tile_options(weight)
 
 
-def _plan_of(weight: ExpertMatrix, num_out: int, plan: ProductPlan, tiles: Tiles, x: Tensor) -> ProductPlan:
-    """The plan, which is for dense experts, or the rule of 4-bit weights."""
-    if isinstance(weight, Tensor) or weight.code == "fp8":
-        return plan
-    num_in, gpu = weight.shape[2], chip(x)
-    own = nibble_rule(block_rows(tiles.rows), len(tiles.experts), num_out, num_in, weight.code, 1, gpu)
-    return ProductPlan(own.block_out, own.block_in, own.warps, own.stages)
-
-
 def _options(
     x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
 ) -> dict[str, Any]:
     """Constants and launch options.  matrices: that a program reads: 2 for gate and up, 1 for down."""
-    gpu, num_in = chip(x), weight.shape[2]
-    # A tile must not span two groups of columns.
-    block_in = plan.block_in if isinstance(weight, Tensor) else min(plan.block_in, max_block_in(weight))
-    own_stages = not isinstance(weight, Tensor) and weight.code != "fp8"
-    stages = plan.stages if own_stages else plan.stages_on(gpu, matrices, tiles.rows, x.itemsize)
-    if pieces:
-        stages = plan.stages_together(gpu, stages, matrices, tiles.rows, x.itemsize, grid[0] * grid[1])
-    return {
+    gpu = chip(x)
+    if isinstance(weight, Tensor):
+        stages = plan.stages_on(gpu, matrices, tiles.rows, x.itemsize)
+        if pieces:
+            stages = plan.stages_together(gpu, stages, matrices, tiles.rows, x.itemsize, grid[0] * grid[1])
+        own: dict[str, Any] = {"BLOCK_IN": plan.block_in, "num_stages": stages}
+    else:
+        own = launch_options(plan, weight, matrices, tiles.rows, gpu)
+    return own | {
         "SHARED": pieces,
         "SORTED": tiles.rows > 1,
         "LIVE": tiles.live is not None,
         "ROWS": block_rows(tiles.rows),
         "BLOCK_OUT": plan.block_out,
-        "BLOCK_IN": block_in,
-        "EVEN_IN": num_in % block_in == 0,
+        "EVEN_IN": weight.shape[2] % own["BLOCK_IN"] == 0,
         "EXACT": exact_type(x.dtype),
         "num_warps": plan.warps,
-        "num_stages": stages,
         **early(gpu),
     }
 
