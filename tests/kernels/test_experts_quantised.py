@@ -9,8 +9,12 @@ from espalier.kernels.layers.experts import (
     grouped_experts_reference,
     grouped_experts_triton,
 )
-from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
-from espalier.kernels.layers.quantised import dequantise
+from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
+from espalier.kernels.layers.experts_quantised import launch_options
+from espalier.kernels.layers.experts_tuning import plan_for
+from espalier.kernels.layers.quantise_rows import quantise_rows_triton
+from espalier.kernels.layers.quantised import RoundedRows, dequantise
+from espalier.kernels.runtime.launch import Chip, power_of_two
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn
 
 # (rows, experts, choices, hidden size, intermediate size); a single row is not sorted.
@@ -18,6 +22,7 @@ SHAPES = [(1, 4, 2, 64, 64), (9, 5, 2, 128, 64)]
 TOLERANCE = {torch.float16: 8e-3, torch.bfloat16: 6e-2}
 # Blocks of 64 columns divide the groups of KINDS, or are made to.
 PRODUCT = ProductPlan(32, 64, 4, 2)
+HOPPER = Chip(232448, 132, (9, 0))
 
 
 def inputs(kind, rows, experts, top_k, hidden, inner, device):
@@ -72,3 +77,35 @@ def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, kind):
     whole = grouped_experts_triton(x, gate_up, down, ids, weights, plan=plan)
     part = grouped_experts_triton(x[4:7], gate_up, down, ids[4:7], weights[4:7], plan=plan)
     assert torch.equal(whole[:, 4:7], part)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "inputs" in kind])
+def test_inputs_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
+    x, gate_up, down, ids, weights = inputs(kind, *SHAPES[1], kernel_device)
+    plan = ExpertsPlan(16, PRODUCT, PRODUCT)
+    rounded = RoundedRows(*quantise_rows_triton(x, gate_up.inputs), x.dtype)
+    ours = grouped_experts_triton(rounded, gate_up, down, ids, weights, plan=plan)
+    assert torch.equal(ours, grouped_experts_triton(x, gate_up, down, ids, weights, plan=plan))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [1, 8, 16, 100, 4096])
+def test_plans_by_rule_fit_the_chip(kind, rows):
+    """And a padded batch takes the plan of its rows alone."""
+    shape = ExpertsShape(4, 2, 256, 256)
+    matrices = drawn(kind, (4,), 512, 256, "cpu"), drawn(kind, (4,), 256, 256, "cpu", seed=1)
+    plan = plan_for(shape, rows, torch.bfloat16, HOPPER, matrices)
+    assert plan == plan_for(shape, power_of_two(rows), torch.bfloat16, HOPPER, matrices)
+    assert (plan.rows == 1) == (rows == 1)
+    for product, matrix, number in ((plan.gated, matrices[0], 2), (plan.down, matrices[1], 1)):
+        options = launch_options(product, matrix, number, plan.rows, HOPPER)
+        values = (number * product.block_out + 16) * options["BLOCK_IN"] * options["num_stages"]
+        assert values * (1 if matrix.code == "fp8" else 0.5) <= HOPPER.shared_memory
+        assert matrix.group % options["BLOCK_IN"] == 0 or options["BLOCK_IN"] % matrix.group == 0
+
+
+def test_registers_let_as_many_programs_run_as_shared_memory_does():
+    """4 of 128 threads in MXFP4 up to 16 rows: with more registers, fewer bytes would be on their way."""
+    _, _, down, *_ = inputs("mxfp4", 16, 8, 2, 2048, 2048, "cpu")
+    for stages, registers in ((3, 128), (4, 168), (6, None)):
+        assert launch_options(ProductPlan(64, 256, 4, stages), down, 1, 16, HOPPER)["maxnreg"] == registers

@@ -43,9 +43,10 @@ from espalier.kernels.layers.linear_quantised import (
     STEPS_BEHIND_A_NORM,
     kernel_codes,
     kernel_inputs,
+    stored,
     tile_options,
 )
-from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
+from espalier.kernels.layers.quantised import QuantisedMatrix, RoundedRows, Rows, linear_quantised_reference
 from espalier.kernels.layers.quantised_tile import prefetch_codes, quantised_dot
 from espalier.kernels.layers.silu import require_gated
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, require
@@ -68,7 +69,7 @@ class ExpertBiases:
 
 
 def grouped_experts(
-    x: Tensor,
+    x: Rows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     ids: Tensor,
@@ -81,15 +82,18 @@ def grouped_experts(
 ) -> Tensor:
     """The weighted results of each row's experts, in order of choice: parts [K + S + extra, N, H].
 
-    x: [N, H].  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].  ids: [N, K] int64, different experts for a row.
+    x: [N, H]; RoundedRows must be rounded as gate_up asks.  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].
+    ids: [N, K] int64, different experts for a row.
     weights: [N, K], float32 (float64 for float64); parts have its dtype.  The bias of `down` is weighted too.
     live: [N] bool; other rows go to no expert, and their parts are 0; None: all rows are live.
     extra: the number of further parts at the end.  They are allocated here, and the caller writes them.
     shared: of S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of its pieces are the parts
     behind the first K, of rows that are not live too; its activation is SILU, as that of the others must be.
     """
-    implementation = grouped_experts_triton if x.is_cuda else grouped_experts_reference
-    return implementation(x, gate_up, down, ids, weights, live, biases, activation, extra, shared)
+    rest = (gate_up, down, ids, weights, live, biases, activation, extra, shared)
+    if isinstance(x, RoundedRows) or x.is_cuda:
+        return grouped_experts_triton(x, *rest)
+    return grouped_experts_reference(x, *rest)
 
 
 @kernel
@@ -218,7 +222,7 @@ def _down_kernel(
 
 
 def grouped_experts_triton(
-    x: Tensor,
+    x: Rows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     ids: Tensor,
@@ -237,25 +241,27 @@ def grouped_experts_triton(
     other rows nor on their number.
     Raises EspalierError on other shapes, dtypes or strides.
     """
-    num_rows, hidden = x.shape
+    num_rows, hidden = stored(x).shape
     _require(x, gate_up, down, ids, weights, biases)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
     if shared is not None:
-        require_shared(shared, x, inner, is_plain=isinstance(gate_up, Tensor) and biases is None and activation == SILU)
+        require_shared(
+            shared, stored(x), inner, is_plain=isinstance(gate_up, Tensor) and biases is None and activation == SILU
+        )
     if weights.numel() * hidden == 0:
         pieces = 0 if shared is None else shared.pieces(inner)
         return weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     if plan is None:
         shape = ExpertsShape(num_experts, top_k, hidden, inner)
-        plan = plan_for(shape, num_rows, x.dtype, chip(x), (gate_up, down))
+        plan = plan_for(shape, num_rows, x.dtype, chip(ids), (gate_up, down))
     tiles = tiles_of(ids, live, num_experts, plan.rows)
     gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared)
     return down_triton(gated, down, weights, tiles, plan.down, down_bias, extra, shared)
 
 
 def gated_triton(
-    x: Tensor,
+    x: Rows,
     gate_up: ExpertMatrix,
     tiles: Tiles,
     top_k: int,
@@ -265,11 +271,11 @@ def gated_triton(
     shared: SharedExperts | None = None,
 ) -> Tensor:
     """The activation of each pair and piece, in order of place: [N·(K + S), I]."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    num_rows, num_experts, inner, hidden = len(x), gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
+    num_rows, (num_experts, wide, hidden) = len(x), gate_up.shape
+    inner = wide // 2
     operands, constants = _operands(x, gate_up)
     pieces = 0 if shared is None else shared.pieces(inner)
-    out = x.new_empty(num_rows * (top_k + pieces), inner)
+    out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.experts.device)
     grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
     _gated_kernel[grid](
         *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
@@ -313,24 +319,26 @@ def down_triton(
 
 
 def _operands(
-    x: Tensor, weight: ExpertMatrix
+    x: Rows, weight: ExpertMatrix
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
     """The kernels' first arguments (x, its scales, w, its scales and zeros), and the constants of quantised_dot."""
     if isinstance(weight, Tensor):
+        assert isinstance(x, Tensor)
+        x = x if x.stride(1) == 1 else x.contiguous()
         return (x, None, weight, None, None), {"CODE": None, "GROUP": 0, "ROW_BLOCK": 1, "INPUT_GROUP": 0}
     inputs, scales = kernel_inputs(x, weight)
     return (inputs, scales, kernel_codes(weight), weight.scales, weight.zeros), tile_options(weight)
 
 
 def _options(
-    x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
+    x: Rows, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
 ) -> dict[str, Any]:
     """Constants and launch options.  matrices: that a program reads: 2 for gate and up, 1 for down."""
-    gpu = chip(x)
+    gpu = chip(tiles.experts)
     if isinstance(weight, Tensor):
-        stages = plan.stages_on(gpu, matrices, tiles.rows, x.itemsize)
+        stages = plan.stages_on(gpu, matrices, tiles.rows, weight.itemsize)
         if pieces:
-            stages = plan.stages_together(gpu, stages, matrices, tiles.rows, x.itemsize, grid[0] * grid[1])
+            stages = plan.stages_together(gpu, stages, matrices, tiles.rows, weight.itemsize, grid[0] * grid[1])
         own: dict[str, Any] = {"BLOCK_IN": plan.block_in, "num_stages": stages}
     else:
         own = launch_options(plan, weight, matrices, tiles.rows, gpu)
@@ -348,10 +356,11 @@ def _options(
 
 
 def _require(
-    x: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix, ids: Tensor, weights: Tensor, biases: ExpertBiases | None
+    x: Rows, gate_up: ExpertMatrix, down: ExpertMatrix, ids: Tensor, weights: Tensor, biases: ExpertBiases | None
 ) -> None:
     require_gated(gate_up.shape[1])
-    num_rows, hidden = x.shape
+    values = stored(x)
+    num_rows, hidden = values.shape
     exact = torch.promote_types(x.dtype, torch.float32)
     contiguous = []
     for name, matrix, shape in (
@@ -359,17 +368,17 @@ def _require(
         ("down", down, (gate_up.shape[0], hidden, gate_up.shape[1] // 2)),
     ):
         if isinstance(matrix, Tensor):
-            require(f"grouped_experts: {name}", matrix, shape, x.dtype, x)
+            require(f"grouped_experts: {name}", matrix, shape, x.dtype, values)
             contiguous.append(matrix)
         else:
             columns = shape[2] if matrix.code == "fp8" else shape[2] // 2
-            require(f"grouped_experts: codes of {name}", matrix.codes, (*shape[:2], columns), None, x)
+            require(f"grouped_experts: codes of {name}", matrix.codes, (*shape[:2], columns), None, values)
             contiguous += matrix.tensors
-    require("grouped_experts: ids", ids, (num_rows, -1), torch.int64, x)
-    require("grouped_experts: weights", weights, tuple(ids.shape), exact, x)
+    require("grouped_experts: ids", ids, (num_rows, -1), torch.int64, values)
+    require("grouped_experts: weights", weights, tuple(ids.shape), exact, values)
     if biases is not None:
-        require("grouped_experts: biases of gate_up", biases.gate_up, tuple(gate_up.shape[:2]), x.dtype, x)
-        require("grouped_experts: biases of down", biases.down, tuple(down.shape[:2]), x.dtype, x)
+        require("grouped_experts: biases of gate_up", biases.gate_up, tuple(gate_up.shape[:2]), x.dtype, values)
+        require("grouped_experts: biases of down", biases.down, tuple(down.shape[:2]), x.dtype, values)
         contiguous += [biases.gate_up, biases.down]
     if x.dtype not in DTYPES or not all(tensor.is_contiguous() for tensor in contiguous):
         raise EspalierError(

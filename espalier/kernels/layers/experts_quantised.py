@@ -22,8 +22,9 @@ from espalier.kernels.layers.linear_quantised import (
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
-# Of a multiprocessor, and the most and the least of a thread: with fewer, values would go through memory.
-REGISTERS, MAX_REGISTERS, MIN_REGISTERS = 65536, 255, 128
+# Of a multiprocessor, and the most and the least of a thread: with fewer, values would go through memory.  A thread has
+# a multiple of UNIT.
+REGISTERS, MAX_REGISTERS, MIN_REGISTERS, UNIT = 65536, 255, 128, 8
 WARP = 32
 
 
@@ -69,7 +70,7 @@ def launch_options(plan: ProductPlan, weight: QuantisedMatrix, matrices: int, ro
     of_stage = stage_bytes(TritonPlan(matrices * plan.block_out, block_in, 1, plan.warps, 1), block_rows(rows), weight)
     stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
     sharing = max((gpu.shared_memory + KEPT_SHARED_MEMORY) // (stages * of_stage + KEPT_SHARED_MEMORY), 1)
-    registers = max(REGISTERS // (WARP * plan.warps * sharing), MIN_REGISTERS)
+    registers = max(REGISTERS // (WARP * plan.warps * sharing) // UNIT * UNIT, MIN_REGISTERS)
     return {
         "BLOCK_IN": block_in,
         "num_stages": stages,
