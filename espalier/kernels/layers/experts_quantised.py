@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
+from espalier.kernels.layers.experts_plan import MIN_STAGES, ExpertsPlan, ExpertsShape, ProductPlan
 from espalier.kernels.layers.linear import RESERVED_SHARED_MEMORY, TritonPlan, block_rows
 from espalier.kernels.layers.linear_quantised import (
     KEPT_SHARED_MEMORY,
@@ -26,6 +26,8 @@ from espalier.kernels.runtime.launch import Chip, power_of_two
 # a multiple of UNIT.
 REGISTERS, MAX_REGISTERS, MIN_REGISTERS, UNIT = 65536, 255, 128, 8
 WARP = 32
+# Steps of a loop that its pipeline does not hold from the start.
+STEPS_BEHIND_THE_PIPELINE = 2
 
 
 def quantised_rule(
@@ -57,7 +59,9 @@ def _product(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: int, 
         plan = fp8_rule(tile, num_tiles, tile <= STREAMED_ROWS, *sizes, grouped, 1, gpu, input_bytes)
     else:
         plan = nibble_rule(tile, num_tiles, num_out, num_in, weight.code, 1, gpu)
-    return ProductPlan(plan.block_out // matrices, plan.block_in, plan.warps, plan.stages)
+    # A pipeline as deep as the loop is long would hold shared memory that further programs can use.
+    stages = min(plan.stages, max(-(-num_in // plan.block_in) - STEPS_BEHIND_THE_PIPELINE, MIN_STAGES))
+    return ProductPlan(plan.block_out // matrices, plan.block_in, plan.warps, stages)
 
 
 def launch_options(plan: ProductPlan, weight: QuantisedMatrix, matrices: int, rows: int, gpu: Chip) -> dict[str, Any]:
