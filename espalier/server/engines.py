@@ -131,7 +131,7 @@ class Generation:
             self.fail(TimeoutError())
 
     def take(self, part: Part) -> None:
-        if part.piece.finish_reason is not None:
+        if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
             # Parts before this one may be lost, so it is of no use.

@@ -112,7 +112,7 @@ def test_the_engine_of_a_replica_dies(llm):
             waiting = group.pool.submit("next", [prompt], ResolvedParams(temperature=0.0, max_tokens=4), 0, False)
             del group.handle.replicas[name]
             tokens = [
-                t for parts in [p async for p in waiting.parts(None)] for part in parts for t in part.piece.token_ids
+                t for parts in [p async for p in waiting.parts(None)] for part in parts for t in part.output.token_ids
             ]
             await asyncio.sleep(0.6)
             assert not replica.client._folder.exists()

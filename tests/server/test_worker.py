@@ -65,8 +65,8 @@ def test_samples_are_the_offline_llms_and_their_last_part_has_their_usage(engine
     submit(front, "a")
     worker._take_in()
     found = parts(run(worker, front))
-    assert [token for part in found for token in part.piece.token_ids] == expected.token_ids
-    assert [part.usage is not None for part in found] == [part.piece.finish_reason is not None for part in found]
+    assert [token for part in found for token in part.output.token_ids] == expected.token_ids
+    assert [part.usage is not None for part in found] == [part.output.finish_reason is not None for part in found]
     assert found[-1].usage.completion_tokens == 8 and found[-1].speculation == expected.speculation
     assert worker.running == {}
 
@@ -76,7 +76,7 @@ def test_a_lower_priority_number_goes_first(engine):
     for name, priority in (("first", 0), ("late", 5), ("urgent", -1)):
         submit(front, name, priority=priority)
     worker._take_in()
-    ended = [part.name for part in parts(run(worker, front)) if part.piece.finish_reason]
+    ended = [part.name for part in parts(run(worker, front)) if part.output.finish_reason]
     assert ended == ["urgent", "first", "late"]
 
 
@@ -131,7 +131,7 @@ def test_a_launch_that_fails_tells_every_request_before_it_is_raised(engine, mon
         worker.run()
     found = parts(said(front))
     assert [part.name for part in found] == ["b", "a"] or [part.name for part in found] == ["a", "b"]
-    assert all("the device is lost" in part.piece.error for part in found)
+    assert all("the device is lost" in part.output.error for part in found)
 
 
 def test_a_worker_whose_front_is_gone_leaves(engine):
