@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -184,13 +185,11 @@ class Worker:
         )
 
     def _rounds(self) -> list[tuple[int, bool, int]]:
-        """Rounds by bucket.  A CUDA graph runs the rounds of a captured bucket, except those with log-probabilities."""
-        counts: dict[tuple[int, bool], int] = {}
-        for (batch, logprobs), count in self.llm.engine.scheduler.num_rounds.items():
-            bucket = bucket_of(batch, self.buckets)
-            key = (bucket, bucket in self.buckets and not logprobs)
-            counts[key] = counts.get(key, 0) + count
-        return [(bucket, graph, count) for (bucket, graph), count in sorted(counts.items())]
+        """Rounds by bucket, and whether CUDA graphs of that bucket were captured."""
+        counts: Counter[int] = Counter()
+        for batch, count in self.llm.engine.scheduler.num_rounds.items():
+            counts[bucket_of(batch, self.buckets)] += count
+        return [(bucket, bucket in self.buckets, count) for bucket, count in sorted(counts.items())]
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:

@@ -91,6 +91,16 @@ def test_what_can_never_run_is_refused_and_nothing_of_it_stays(engine):
     assert {part.name for part in parts(messages)} == {"good"}
 
 
+def test_rounds_of_a_captured_bucket_are_graphs_with_log_probabilities_too(engine):
+    worker, front = engine
+    worker.buckets = (1, 2)
+    submit(front, "a", replace(PARAMS, logprobs=1))
+    worker._take_in()
+    reports = [message.report for message in run(worker, front) if message.report is not None]
+    [(bucket, is_graph, count)] = reports[-1].rounds
+    assert (bucket, is_graph, count) == (1, True, reports[-1].totals.rounds)
+
+
 def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
     worker, front = engine
     submit(front, "a", replace(PARAMS, max_tokens=40, n=2))

@@ -163,6 +163,7 @@ def _launch(
     x = x if x.stride(-1) == 1 else x.contiguous()
     addend = x if delta is None else delta if delta.stride(-1) == 1 else delta.contiguous()
     block = power_of_two(size)
+    group = None if inputs is None else inputs.group
     _rms_norm_kernel[(rows,)](
         x,
         addend,
@@ -180,7 +181,7 @@ def _launch(
         SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
         EXACT=exact_type(x.dtype),
         BLOCK=block,
-        GROUP=block if inputs is None else min(inputs.group or block, block),
+        GROUP=block if group is None or group >= size else group,
         MOST=FP8_MAX,
         num_warps=warps_for(block),
         **early(chip(x)),
