@@ -91,10 +91,10 @@ class LLM:
         groups = self._requests(_as_list(prompts), params)
         requests = [request for group in groups for request in group]
         texts: dict[str, list[str]] = {request.id: [] for request in requests}
-        for chunk in self._run(requests):
-            texts[chunk.request_id].append(chunk.text)
+        for piece in self._run(requests):
+            texts[piece.request_id].append(piece.text)
             if on_piece is not None:
-                on_piece(chunk)
+                on_piece(piece)
         return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
@@ -230,9 +230,9 @@ class LLM:
                 if not unread:
                     self._step()
                 while unread:
-                    chunk = unread.popleft()
-                    num_left -= chunk.finish_reason is not None
-                    yield chunk
+                    piece = unread.popleft()
+                    num_left -= piece.finish_reason is not None
+                    yield piece
         finally:
             self._abort([request for request in requests if not request.done])
             self._forget(requests)
@@ -241,15 +241,15 @@ class LLM:
         """One engine step.  Ctrl-C takes effect after it: a result that is half read would be lost."""
         self._require_open()
         with _interrupt_deferred():
-            for chunk in self.step():
-                if chunk.request_id in self._unread:
-                    self._unread[chunk.request_id].append(chunk)
+            for piece in self.step():
+                if piece.request_id in self._unread:
+                    self._unread[piece.request_id].append(piece)
 
     def step(self) -> list[OutputChunk]:
         """One engine step, for callers that queue groups themselves."""
-        chunks = self.engine.step()
+        pieces = self.engine.step()
         self._warn_of_low_acceptance()
-        return chunks
+        return pieces
 
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
