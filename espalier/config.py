@@ -30,7 +30,7 @@ class SpeculationConfig:
     """The draft tree.  From SafeAILab's EAGLE settings: steps is depth + 1, num_draft_tokens is total_token."""
 
     algorithm: str = option("the draft model's format, 'ngram' (lookup in the text so far) or 'none'")
-    steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0)
+    steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0, high=256)
     topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1, high=256)
     num_draft_tokens: int | Literal["auto"] = option("nodes verified per round, including the root", low=1)
     by_batch: Mapping[Any, Any] | str | PathLike[str] = field(
@@ -73,6 +73,7 @@ class EngineConfig:
         "CPU threads of PyTorch, for the whole process; by default OMP_NUM_THREADS if it is set, else from the model's "
         "size: 1 for a small model, all physical cores for a large one",
         low=1,
+        high=1024,  # with tens of thousands the process crashes
     )
     attention: str = option("attention backend")
     draft_attention: str = option("attention backend of the draft's layers; by default the target's")
