@@ -29,7 +29,10 @@ def option(text: str, default: Any = "auto", **limits: Any) -> Any:
 class SpeculationConfig:
     """The draft tree.  From SafeAILab's EAGLE settings: steps is depth + 1, num_draft_tokens is total_token."""
 
-    algorithm: str = option("the draft model's format, 'ngram' (lookup in the text so far) or 'none'")
+    algorithm: str = option(
+        "the draft model's format, such as eagle3 or mtp; 'ngram' (lookup in the text so far); or 'none'. By default "
+        "that of the draft, without a draft 'ngram'"
+    )
     steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0, high=256)
     topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1, high=256)
     num_draft_tokens: int | Literal["auto"] = option("nodes verified per round, including the root", low=1)
@@ -75,7 +78,7 @@ class EngineConfig:
         low=1,
         high=1024,  # with tens of thousands the process crashes
     )
-    attention: str = option("attention backend")
+    attention: str = option("attention backend, such as triton or sdpa; `espalier doctor --matrix` lists them")
     draft_attention: str = option("attention backend of the draft's layers; by default the target's")
     page_size: int | Literal["auto"] = option("tokens per page of the KV cache", low=1, high=512)
     num_pages: int | Literal["auto"] | None = option(
