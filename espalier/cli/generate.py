@@ -32,7 +32,7 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object per prompt, after all are done")
     add_engine_flags(parser, leave_out=("seed",))
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, MAX_TOKENS)
 
 
 def run(args: Namespace) -> int:

@@ -63,6 +63,10 @@ class FrontOptions:
     tool_format: str = AUTO
     reasoning_format: str = AUTO
 
+    def __post_init__(self) -> None:
+        if not all(name.strip() for name in self.names):
+            raise EspalierError("--served-model-name is empty; give a name, or leave the flag out")
+
 
 class ClientLeft(Exception):
     pass

@@ -19,12 +19,11 @@ from espalier.stats import SpeculationStats
 class Start(msgspec.Struct, tag=True):
     """The first message.
 
-    settings: what the worker loads, for a model the keywords of EngineConfig; front_pid: the front, with which
-    the engine process ends; heartbeat_s: seconds between messages of an idle engine.
+    settings: what the worker loads, for a model the keywords of EngineConfig; heartbeat_s: seconds between messages of
+    an idle engine.
     """
 
     settings: dict[str, Any]
-    front_pid: int
     heartbeat_s: float
     log_level: str
     log_json: bool

@@ -31,6 +31,8 @@ from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refuse
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
+# While waiting for Start, how often the front is looked at.
+LOOK_MS = 500
 # Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
 REPORT_S = 0.1
 # While nothing runs, how often grammars that compile are looked at.
@@ -54,13 +56,13 @@ class Running:
 
 
 class Worker:
-    """socket: a connected PAIR.  start: the front's first message."""
+    """socket: a connected PAIR.  start: the front's first message.  front_pid: the front, with which this ends."""
 
-    def __init__(self, socket: zmq.Socket, llm: LLM, start: Start):
+    def __init__(self, socket: zmq.Socket, llm: LLM, start: Start, front_pid: int):
         self.socket = socket
         self.llm = llm
         self.heartbeat_ms = int(1000 * start.heartbeat_s)
-        self.front_pid = start.front_pid
+        self.front_pid = front_pid
         self.running: dict[str, Running] = {}
         # Prompts that wait for their grammars, which compile in threads.
         self.compiling: dict[str, tuple[Submit, Future[CompiledGrammar]]] = {}
@@ -206,8 +208,11 @@ def load_model(settings: dict[str, Any]) -> LLM:
 Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
-def main(address: str, load: Load = load_model) -> int:
-    """Connect, load, serve.  Sends Failed with the reason if the engine cannot go on."""
+def main(address: str, front_pid: int, load: Load = load_model) -> int:
+    """Connect, load, serve.  Sends Failed with the reason if the engine cannot go on.
+
+    front_pid: the front's process.  An argument and not in Start: the front may be gone before Start is sent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
@@ -216,14 +221,12 @@ def main(address: str, load: Load = load_model) -> int:
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
-        if not socket.poll(WAIT_FOR_START_MS):
-            return BROKEN
-        start = protocol.decode_to_engine(socket.recv())
-        if not isinstance(start, Start):
-            return BROKEN
-        logs.set_up(start.log_level, start.log_json)
         try:
-            _serve(socket, start, load)
+            start = wait_for_start(socket, front_pid)
+            if start is None:
+                return BROKEN
+            logs.set_up(start.log_level, start.log_json)
+            _serve(socket, start, front_pid, load)
         except Exception as error:
             refused = isinstance(error, EspalierError)
             if not refused:
@@ -231,9 +234,20 @@ def main(address: str, load: Load = load_model) -> int:
             socket.send(protocol.encode(Failed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused)))
             return REFUSED if refused else BROKEN
         finally:
-            if os.getppid() != start.front_pid:
+            if os.getppid() != front_pid:
                 _remove_socket(Path(address.removeprefix("ipc://")))
     return DONE
+
+
+def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
+    """The front's first message; None if the front is gone, is silent for WAIT_FOR_START_MS, or sends another."""
+    for _ in range(WAIT_FOR_START_MS // LOOK_MS):
+        if socket.poll(LOOK_MS):
+            start = protocol.decode_to_engine(socket.recv())
+            return start if isinstance(start, Start) else None
+        if os.getppid() != front_pid:
+            break
+    return None
 
 
 def _remove_socket(path: Path) -> None:
@@ -243,12 +257,12 @@ def _remove_socket(path: Path) -> None:
         path.parent.rmdir()
 
 
-def _serve(socket: zmq.Socket, start: Start, load: Load) -> None:
+def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load) -> None:
     began = time.perf_counter()
     with load(start.settings) as llm:
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(Ready(llm.inputs.facts, asdict(llm.config))))
-        worker = Worker(socket, llm, start)
+        worker = Worker(socket, llm, start, front_pid)
         # The loaded model lives as long as the process: garbage collections must not search it.
         gc.collect()
         gc.freeze()
@@ -256,4 +270,4 @@ def _serve(socket: zmq.Socket, start: Start, load: Load) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

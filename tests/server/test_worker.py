@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -10,7 +11,7 @@ from espalier import LLM, SamplingParams, SpeculationConfig
 from espalier.request import ResolvedParams
 from espalier.server import protocol
 from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit, Submits
-from espalier.server.worker import Worker, settings_of
+from espalier.server.worker import Worker, settings_of, wait_for_start
 from tests.harness import directories
 
 SETTINGS = {
@@ -31,7 +32,7 @@ def engine():
         front.bind("inproc://engine")
         socket.connect("inproc://engine")
         with LLM(model=target, draft=draft, **SETTINGS) as llm:
-            yield Worker(socket, llm, Start({}, os.getppid(), 0.05, "info", False)), front
+            yield Worker(socket, llm, Start({}, 0.05, "info", False), os.getppid()), front
 
 
 def submit(front, name, params=PARAMS, priority=0, prompt=(1, 2, 3)):
@@ -126,7 +127,6 @@ def test_a_launch_that_fails_tells_every_request_before_it_is_raised(engine, mon
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(worker.llm.engine.executor, "launch", launch)
-    worker.front_pid = os.getppid()
     with pytest.raises(RuntimeError, match="the device is lost"):
         worker.run()
     found = parts(said(front))
@@ -138,6 +138,14 @@ def test_a_worker_whose_front_is_gone_leaves(engine):
     worker, _ = engine
     worker.front_pid = -1
     worker.run()
+
+
+def test_a_worker_whose_front_is_gone_before_the_first_message_does_not_wait_for_it():
+    """Such as a batch that is killed while its engine process still imports PyTorch."""
+    polled = []
+    silent = SimpleNamespace(poll=lambda ms: polled.append(ms) or 0)
+    assert wait_for_start(silent, front_pid=-1) is None
+    assert len(polled) == 1
 
 
 def test_messages_come_back_as_they_went():
