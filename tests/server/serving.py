@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.worded import worded
+
 ROOT = Path(__file__).parents[2]
 START_S = 120
 # float64, so that tokens are the offline LLM's whatever runs beside them.
@@ -118,13 +120,19 @@ def exists(pid: int) -> bool:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, model: str = "bundled") -> Iterator[Served]:
-    """A server with these flags, ended by SIGTERM; nothing of it is left."""
+def serving(folder: Path, *flags: str) -> Iterator[Served]:
+    """A server with these flags, ended by SIGTERM; nothing of it is left.
+
+    A first flag without a dash is its model.  Else it has a tiny one, called "bundled".
+    """
+    if not flags or flags[0].startswith("-"):
+        target, draft = map(str, worded())
+        flags = (target, "--draft", draft, "--served-model-name", "bundled", *flags)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = folder / f"server-{port}.log"
-    command = [sys.executable, "-m", "espalier", "serve", model, "--port", str(port), *FLAGS, *flags]
+    command = [sys.executable, "-m", "espalier", "serve", *flags[:1], "--port", str(port), *FLAGS, *flags[1:]]
     temporary = folder / f"tmp-{port}"
     temporary.mkdir()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}

@@ -33,10 +33,10 @@ def template(tmp_path_factory):
 
 @pytest.fixture
 def guarded(servers, template):
-    """A server with a key, names, a template and a time limit of its own."""
+    """A server of the bundled model with a key, names, a template and a time limit of its own."""
     names = ("--served-model-name", "a", "--served-model-name", "b")
     limits = ("--request-timeout", "0.2", "--api-key", "secret", "--cors-origin", "https://page.example")
-    return servers("--chat-template", str(template), *names, *limits, "--log-json", "--strict-fields")
+    return servers("bundled", "--chat-template", str(template), *names, *limits, "--log-json", "--strict-fields")
 
 
 def opened(served, **fields):
@@ -73,9 +73,9 @@ def test_a_disconnect_frees_its_pages_at_the_next_harvest(served, stream):
     if stream:
         answer.close()
     connection.close()
-    served.until(lambda: idle(served))
+    # A report may come between the abort and its count.
+    served.until(lambda: idle(served) and served.metric("abort_steps_count") == aborts + 1)
     assert served.metric("pages", state="owned") == 0
-    assert served.metric("abort_steps_count") == aborts + 1
     assert served.metric("abort_steps_bucket", le="1.0") == within_one + 1
     assert served.metric("disconnects_total") == left + 1
 
