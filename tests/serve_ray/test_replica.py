@@ -1,4 +1,4 @@
-"""Engine replicas with the bundled model behind the server's front, with a handle of this process in Ray's place."""
+"""Engine replicas with a tiny model behind the server's front, with a handle of this process in Ray's place."""
 
 import asyncio
 import os
@@ -16,8 +16,8 @@ from espalier.server.engines import EngineGone
 from espalier.server.front import Front, FrontOptions
 from tests.serve_ray.handles import Handle
 from tests.server.serving import ENGINE, TREE
+from tests.worded import worded
 
-SETTINGS = {"model": "bundled", **ENGINE, "speculation": TREE}
 PROMPTS = [f"def f_{i}(x):\n" for i in range(6)]
 ASK = {"model": "bundled", "max_tokens": 12, "temperature": 0}
 
@@ -41,10 +41,12 @@ class Group:
 
     async def __aenter__(self):
         self.left = []
+        target, draft = map(str, worded())
+        settings = {"model": target, "draft": draft, **ENGINE, "speculation": TREE}
         self.replicas = {}
         for name in self.names:
             replica = self.replicas[name] = Replica.__new__(Replica)
-            await replica.__init__(SETTINGS, ClientOptions(), name, self.left.append)
+            await replica.__init__(settings, ClientOptions(), name, self.left.append)
         self.handle = Handle(dict(self.replicas))
         self.pool = EnginePool(self.handle, "bundled", len(self.names), 1, lost)
         await self.pool.start()
