@@ -8,6 +8,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
+    norm_and_rounded_triton,
     rms_norm_reference,
     rms_norm_triton,
     rounded_norm_triton,
@@ -181,6 +182,9 @@ def test_a_norm_is_rounded_as_by_a_launch_of_its_own(size, group, static, kernel
         assert torch.equal(own_total, total) and torch.equal(rounded.scales, scales)
         assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
         assert rounded.dtype == torch.float16 and len(rounded) == 3
+        own_total, own_norm, both = norm_and_rounded_triton(delta, residual, weight, EPS, inputs)
+        assert torch.equal(own_total, total) and torch.equal(own_norm, norm) and torch.equal(both.scales, scales)
+        assert torch.equal(both.values.view(torch.uint8), values.view(torch.uint8))
 
 
 def test_groups_that_no_norm_rounds(kernel_device):

@@ -271,6 +271,26 @@ def rule(
     max_splits = MAX_SPLITS if rows <= SPLIT_ROWS else 1
     if code != "fp8":
         return nibble_rule(tile, num_tiles, num_out, num_in, code, max_splits, gpu)
+    return fp8_rule(tile, num_tiles, streams, num_out, num_in, max_block, grouped, max_splits, gpu, input_bytes)
+
+
+@cache
+def fp8_rule(
+    tile: int,
+    num_tiles: int,
+    streams: bool,
+    num_out: int,
+    num_in: int,
+    max_block: int,
+    grouped: bool,
+    max_splits: int,
+    gpu: Chip,
+    input_bytes: int,
+) -> TritonPlan:
+    """The plan of FP8 weights where nothing is measured, for `num_tiles` tiles of rows.
+
+    streams: whether memory binds.
+    """
     block_in = min(max_block, 128)
     # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
     block_out, warps = (64, 4) if streams or grouped else (128, 8)
