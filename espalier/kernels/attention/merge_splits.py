@@ -101,10 +101,12 @@ def _merge_splits_kernel(
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, TWO_PAIRS: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    # Before the wait: attention waited for the splits before it let this kernel start.
+    num_splits = tl.load(start_ptr + batch)
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     # In most batches every request has one split: nothing to merge.
-    num_pairs = tl.where(tl.load(start_ptr + batch) > batch, batch * pairs_per_request, 0)
+    num_pairs = tl.where(num_splits > batch, batch * pairs_per_request, 0)
     num_programs = tl.num_programs(0)
     for pair in range(tl.program_id(0), num_pairs, 2 * num_programs if TWO_PAIRS else num_programs):
         first = _load_partials(
