@@ -29,8 +29,11 @@ def option(text: str, default: Any = "auto", **limits: Any) -> Any:
 class SpeculationConfig:
     """The draft tree.  From SafeAILab's EAGLE settings: steps is depth + 1, num_draft_tokens is total_token."""
 
-    algorithm: str = option("the draft model's format, 'ngram' (lookup in the text so far) or 'none'")
-    steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0)
+    algorithm: str = option(
+        "the draft model's format, such as eagle3 or mtp; 'ngram' (lookup in the text so far); or 'none'. By default "
+        "that of the draft, without a draft 'ngram'"
+    )
+    steps: int | Literal["auto"] = option("depth of the tree; 0 is plain decoding", low=0, high=256)
     topk: int | Literal["auto"] = option("branches kept at each level; 1 is a chain", low=1, high=256)
     num_draft_tokens: int | Literal["auto"] = option("nodes verified per round, including the root", low=1)
     by_batch: Mapping[Any, Any] | str | PathLike[str] = field(
@@ -73,8 +76,9 @@ class EngineConfig:
         "CPU threads of PyTorch, for the whole process; by default OMP_NUM_THREADS if it is set, else from the model's "
         "size: 1 for a small model, all physical cores for a large one",
         low=1,
+        high=1024,  # with tens of thousands the process crashes
     )
-    attention: str = option("attention backend")
+    attention: str = option("attention backend, such as triton or sdpa; `espalier doctor --matrix` lists them")
     draft_attention: str = option("attention backend of the draft's layers; by default the target's")
     page_size: int | Literal["auto"] = option("tokens per page of the KV cache", low=1, high=512)
     num_pages: int | Literal["auto"] | None = option(

@@ -38,6 +38,10 @@ TABLE = MappingProxyType(
         "SamplingParams.stop": "stop_sequences stop_strings",
         "SamplingParams.stop_token_ids": "eos_token_id",
         "SamplingParams.include_stop_str_in_output": "no_stop_trim",
+        "SamplingParams.seed": "sampling_seed",
+        "SamplingParams.logit_bias": "bad_words allowed_token_ids",
+        "SamplingParams.grammar=espalier.Grammar(...)": "structured_outputs guided_decoding guided_json guided_regex "
+        "guided_choice guided_grammar json_schema regex ebnf structural_tag response_format",
         "serve.cors_origin": "allowed_origins",
         "serve.log_level": "uvicorn_log_level log_level_http",
         "serve.max_queue": "max_queued_requests",
@@ -57,6 +61,8 @@ NONE = MappingProxyType(
         "a checkpoint says how its weights are quantized": "quantization load_in_8bit load_in_4bit",
         "adapters are not supported": "enable_lora lora_modules lora_paths max_loras",
         "Espalier never runs a checkpoint's code": "trust_remote_code",
+        "a request brings no code, use logit_bias or a grammar": "logits_processors logits_processor "
+        "custom_logit_processor",
         "xgrammar makes the grammars": "grammar_backend guided_decoding_backend",
         "tool calls and reasoning need no switch": "enable_auto_tool_choice enable_reasoning",
         "Espalier uses the model's tokenizer": "tokenizer tokenizer_path tokenizer_mode skip_tokenizer_init",

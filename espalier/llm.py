@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
-from espalier.errors import EspalierError, shown
+from espalier.errors import EspalierError, frames_cleared, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
@@ -36,7 +36,7 @@ log = logging.getLogger("espalier")
 
 
 class LLM:
-    """A loaded model.
+    """A loaded model.  Threads may share it: their calls take turns.
 
     Arguments are the fields of EngineConfig.  Raises EspalierError for bad or unsupported settings.
     """
@@ -61,7 +61,8 @@ class LLM:
     def _load(self, prepared: "Prepared") -> None:
         _plant_fault(prepared.config.plant_fault)
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
-        self._use(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
+        with frames_cleared():
+            self._use(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
 
     def _use(self, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> None:
         self.engine, self.config, self.inputs = engine, config, inputs
@@ -72,6 +73,8 @@ class LLM:
         self.grammars = None if tokenizer is None else GrammarCompiler(tokenizer, inputs.facts.vocab_size)
         # Unread chunks by request id; the requests of one call share a queue.
         self._unread: dict[str, deque[OutputChunk]] = {}
+        # The thread that uses the engine and the tokenizer: for all of `generate`, for one step of a stream.
+        self._turn = threading.RLock()
         self._num_requests = 0
         self._warned = False
         self._closed = False
@@ -88,13 +91,14 @@ class LLM:
         each chunk as it is generated.  Raises EspalierError, which names the prompt, before any prompt starts.  A later
         error is in Output.error.
         """
-        groups = self._requests(_as_list(prompts), params)
-        requests = [request for group in groups for request in group]
-        texts: dict[str, list[str]] = {request.id: [] for request in requests}
-        for piece in self._run(requests):
-            texts[piece.request_id].append(piece.text)
-            if on_piece is not None:
-                on_piece(piece)
+        with self._turn:
+            groups = self._requests(_as_list(prompts), params)
+            requests = [request for group in groups for request in group]
+            texts: dict[str, list[str]] = {request.id: [] for request in requests}
+            for piece in self._run(requests):
+                texts[piece.request_id].append(piece.text)
+                if on_piece is not None:
+                    on_piece(piece)
         return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
@@ -103,7 +107,8 @@ class LLM:
         Raises EspalierError for a bad prompt before the first chunk.  Leaving the loop early aborts the request.
         """
         _require_prompt("the prompt", prompt)
-        [group] = self._requests([prompt], params)
+        with self._turn:
+            [group] = self._requests([prompt], params)
         return self._run(group)
 
     def chat(
@@ -118,18 +123,21 @@ class LLM:
         messages: {"role", "content"} mappings; special tokens inside them stay text.  options: tools, tool_choice and
         others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions).
         """
-        prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
+        with self._turn:
+            prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
         return chat_output(plan, prompt, self.generate([prompt], resolved, on_piece)[0])
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
-        return self.inputs.chat(messages, **options)
+        with self._turn:
+            return self.inputs.chat(messages, **options)
 
     def close(self) -> None:
         """Free the engine's memory.  A second call does nothing."""
-        if not self._closed:
-            self._closed = True
-            self.engine.close()
+        with self._turn:
+            if not self._closed:
+                self._closed = True
+                self.engine.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -222,25 +230,32 @@ class LLM:
     def _run(self, requests: list[Request]) -> Iterator[OutputChunk]:
         """Queue the requests and yield their chunks until all have ended.  Leaving early aborts the others."""
         unread: deque[OutputChunk] = deque()
-        self._add(requests, unread)
+        with self._turn:
+            self._add(requests, unread)
         try:
             # Count last chunks, not request.done: another stream's step may end a request whose chunks are unread.
             num_left = len(requests)
             while num_left:
                 if not unread:
-                    self._step()
+                    self._step(unread)
                 while unread:
                     piece = unread.popleft()
                     num_left -= piece.finish_reason is not None
                     yield piece
         finally:
-            self._abort([request for request in requests if not request.done])
-            self._forget(requests)
+            with self._turn:
+                self._abort([request for request in requests if not request.done])
+                self._forget(requests)
 
-    def _step(self) -> None:
-        """One engine step.  Ctrl-C takes effect after it: a result that is half read would be lost."""
-        self._require_open()
-        with _interrupt_deferred():
+    def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
+        """One engine step, if another thread's has not filled `unread` by this thread's turn.
+
+        Ctrl-C takes effect after the step: a result that is half read would be lost.
+        """
+        with self._turn, _interrupt_deferred():
+            if unread:
+                return
+            self._require_open()
             for piece in self.step():
                 if piece.request_id in self._unread:
                     self._unread[piece.request_id].append(piece)

@@ -9,6 +9,7 @@ import codecs
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
@@ -173,12 +174,15 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
         log.info("%s has no tokenizer: prompts must be token ids, and outputs have no text", path)
         return None
     try:
-        tokenizer = Tokenizer(tokenizer_class(path).from_pretrained(str(path), local_files_only=True))
+        hf = tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
+        tokenizer = Tokenizer(hf)
     except Exception as error:  # transformers raises many types
         raise EspalierError(
             f"the tokenizer in {path} cannot be loaded ({one_line(error)}); "
             "restore its files, or remove them and use token ids as prompts"
         ) from None
+    # Prompts are held to max_context.  transformers would print a warning of its own about a long one.
+    hf.model_max_length = sys.maxsize
     if tokenizer.size > vocab_size:
         log.warning(
             "the tokenizer of %s has %d tokens and the model only %d: a prompt with one of the other tokens is refused",

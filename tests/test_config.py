@@ -48,6 +48,7 @@ REFUSED = [
     ({"page_size": "16"}, "page_size='16'"),
     ({"num_pages": 1}, "num_pages=1"),
     ({"max_batch": 0}, "max_batch=0"),
+    ({"threads": 1025}, "threads=1025 is not supported; use a whole number, 1 to 1024"),
     ({"max_context": 1}, "max_context=1"),
     ({"chunk_size": 8}, "chunk_size=8"),
     ({"dtype": "int8"}, "dtype='int8'"),

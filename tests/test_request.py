@@ -18,6 +18,7 @@ from espalier.request import (
     check_prompt,
     sample_seed,
 )
+from espalier.startup.generation_config import generation_config
 
 VOCAB = 100
 
@@ -165,11 +166,21 @@ def test_stop_strings_need_a_tokenizer():
         resolved(stop="x").validate(VOCAB, has_tokenizer=False)
 
 
+def test_a_default_of_the_model_that_no_request_may_have_is_refused_with_its_file(tmp_path):
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": null, "top_k": -1, "max_new_tokens": 0.5}')
+    with pytest.raises(EspalierError, match=f"{file}: max_new_tokens=0.5 is not .*; correct the file"):
+        generation_config(tmp_path)
+
+
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(EspalierError, match="'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=1)
     with pytest.raises(EspalierError, match="SamplingParams has no 'max_new_tokens'; use max_tokens"):
         SamplingParams(max_new_tokens=1)
+    for theirs in ("structured_outputs", "guided_json", "regex"):
+        with pytest.raises(EspalierError, match=rf"'{theirs}'; use grammar=espalier.Grammar\(...\)"):
+            SamplingParams(**{theirs: "[ab]"})
 
 
 @pytest.mark.parametrize(

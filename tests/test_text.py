@@ -344,13 +344,14 @@ def test_transformers_chooses_the_class_of_all_others(config, declared, tmp_path
     assert tokenizer_class(tmp_path) is AutoTokenizer
 
 
-def test_the_front_loads_the_bundled_tokenizer_without_pytorch():
+def test_the_front_tokenizes_without_pytorch_and_says_nothing_of_a_long_prompt():
     code = f"""
 import sys
 from pathlib import Path
 import espalier.server.run
 from espalier.text import load_tokenizer
-load_tokenizer(Path({str(BUNDLED_FILES / "target")!r}), 6144)
+load_tokenizer(Path({str(BUNDLED_FILES / "target")!r}), 6144).encode("a b " * 2048)
 assert "torch" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -207,7 +207,7 @@ target). Levels of the tree past the last layer use that layer again. The MTP la
 
 ## The tree
 
-`steps` from 0 (plain decoding), `topk` from 1 (a chain) to 256, `num_draft_tokens` from 1 to
+`steps` from 0 (plain decoding) to 256, `topk` from 1 (a chain) to 256, `num_draft_tokens` from 1 to
 `1 + topk + (steps - 1)·topk²`. With `by_batch` each batch may have a tree of its own, up to that one;
 `page_size` from 1 to {MAX_PAGE_SIZE}.
 

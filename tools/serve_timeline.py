@@ -215,7 +215,7 @@ def note_front(note: Note) -> None:
     def noted_take(self: Generation, part: Any) -> None:
         name = part.name.rpartition("-")[0]
         note("back", name)
-        if part.piece.finish_reason is not None:
+        if part.output.finish_reason is not None:
             note("last_back", name)
         take(self, part)
 
@@ -371,8 +371,8 @@ def run(args: Namespace) -> None:
 
 
 def main() -> int:
-    if len(sys.argv) == 2 and sys.argv[1].startswith("ipc://"):
-        return worker.main(sys.argv[1], load)
+    if len(sys.argv) == 3 and sys.argv[1].startswith("ipc://"):
+        return worker.main(sys.argv[1], int(sys.argv[2]), load)
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--concurrency", default="1,8,16,64")
     parser.add_argument("--context", type=int, default=128)

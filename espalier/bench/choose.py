@@ -78,7 +78,7 @@ def add_flags(parser: ArgumentParser, mode: Any) -> None:
         nargs="+",
         default=[],
         metavar="S,K,D",
-        help="steps, topk and num_draft_tokens",
+        help="steps, topk and num_draft_tokens of trees that --choose compares (the configured tree and smaller ones)",
     )
 
 

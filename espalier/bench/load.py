@@ -5,7 +5,7 @@ Requests arrive all at once, at a rate, or each as another finishes.  `bench thr
 
 from argparse import ArgumentParser, Namespace
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter, sleep
@@ -189,8 +189,16 @@ def _request(index: int, prompt: Sequence[int], num_tokens: int) -> Request:
 def add_flags(parser: ArgumentParser) -> None:
     engines.add_flags(parser)
     parser.add_argument("--requests", type=int, metavar="N", help="requests to serve (128; of a model 8)")
-    parser.add_argument("--input", type=bounds, metavar="N,N", help="shortest and longest prompt")
-    parser.add_argument("--output", type=bounds, metavar="N,N", help="shortest and longest output")
+    parser.add_argument(
+        "--input", type=bounds, metavar="N,N", help=f"tokens of the shortest and longest prompt ({_both(INPUTS)})"
+    )
+    parser.add_argument("--output", type=bounds, metavar="N,N", help=f"the same of the output ({_both(OUTPUTS)})")
+
+
+def _both(lengths: Mapping[bool, tuple[int, int]]) -> str:
+    """The defaults in words, of a shape and of a model."""
+    shape, model = (",".join(map(str, lengths[named])) for named in (True, False))
+    return f"with --shape: {shape}; of a model: {model}"
 
 
 def bounds(text: str) -> tuple[int, int]:

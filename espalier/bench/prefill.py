@@ -87,7 +87,7 @@ def add_flags(parser: ArgumentParser) -> None:
         nargs="+",
         type=prompt_group,
         metavar="NxL",
-        help="N prompts of L tokens, such as 1x8192 32x1024",
+        help="N prompts of L tokens (with --shape: 1x8192 32x1024; of a model: 1x256 8x64)",
     )
     parser.add_argument(
         "--running", type=int, default=8, metavar="N", help="running requests that wait for the first prompt (8)"

@@ -32,7 +32,7 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object per prompt, after all are done")
     add_engine_flags(parser, leave_out=("seed",))
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, MAX_TOKENS)
 
 
 def run(args: Namespace) -> int:
@@ -136,7 +136,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
 def _all(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> int:
     start = perf_counter()
     with progress("generating", len(prompts) * (params.n or 1)) as advance:
-        outputs = llm.generate(prompts, params, lambda piece: advance() if piece.finish_reason else None)
+        outputs = llm.generate(prompts, params, lambda chunk: advance() if chunk.finish_reason else None)
     seconds = perf_counter() - start
     console = stdout()
     for i, output in enumerate(outputs):

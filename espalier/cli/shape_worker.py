@@ -21,4 +21,4 @@ def load(sent: dict[str, Any]) -> Iterator[LLM]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], load))
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), load))

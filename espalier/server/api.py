@@ -1,5 +1,6 @@
 """The HTTP endpoints.  Each checks its request and passes it to the front of its model."""
 
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,8 @@ def answers_with(*statuses: int) -> dict[int | str, dict[str, Any]]:
 ALWAYS = (401, 500)
 READS_A_BODY = (400, 404, 408, 413, 503, *ALWAYS)
 GENERATES = (*READS_A_BODY, 429, 504)
+# As a browser sends it: no path and no slash at the end.
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,15 @@ class ApiOptions:
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float | None = 60.0
     max_file_bytes: int = 200 * 2**20
+
+    def __post_init__(self) -> None:
+        """Raises EspalierError for an origin that no browser sends."""
+        for origin in self.cors_origins:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise EspalierError(
+                    f"--cors-origin={origin!r} is no origin of a page; use a scheme and a host, such as "
+                    "https://page.example or http://localhost:3000, or *"
+                )
 
 
 def make_app(server: Server, options: ApiOptions, batches: Batches | None = None) -> tuple[ASGIApp, Gate]:

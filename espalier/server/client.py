@@ -195,12 +195,13 @@ class EngineClient:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", self.options.worker, address), stdin=asyncio.subprocess.DEVNULL
+                *(sys.executable, "-m", self.options.worker, address, str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         options = self.options
-        self._send(Start(self.settings, os.getpid(), options.heartbeat_s, options.log_level, options.log_json))
+        self._send(Start(self.settings, options.heartbeat_s, options.log_level, options.log_json))
         first = await self._first_message(socket, self.process)
         if not isinstance(first, Ready):
             raise EspalierError(first.error if isinstance(first, Failed) else "the engine process broke the protocol")

@@ -19,12 +19,11 @@ from espalier.stats import SpeculationStats
 class Start(msgspec.Struct, tag=True):
     """The first message.
 
-    settings: what the worker loads, for a model the keywords of EngineConfig; front_pid: the front, with which
-    the engine process ends; heartbeat_s: seconds between messages of an idle engine.
+    settings: what the worker loads, for a model the keywords of EngineConfig; heartbeat_s: seconds between messages of
+    an idle engine.
     """
 
     settings: dict[str, Any]
-    front_pid: int
     heartbeat_s: float
     log_level: str
     log_json: bool
@@ -77,7 +76,7 @@ class Part(msgspec.Struct, array_like=True):
     """An output chunk of one sample.  usage and speculation: the sample's totals, only with its last chunk."""
 
     name: str
-    piece: OutputChunk
+    output: OutputChunk
     usage: Usage | None = None
     speculation: SpeculationStats | None = None
 

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -30,6 +31,8 @@ from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refuse
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
+# While waiting for Start, how often the front is looked at.
+LOOK_MS = 500
 # Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
 REPORT_S = 0.1
 # While nothing runs, how often grammars that compile are looked at.
@@ -53,13 +56,13 @@ class Running:
 
 
 class Worker:
-    """socket: a connected PAIR.  start: the front's first message."""
+    """socket: a connected PAIR.  start: the front's first message.  front_pid: the front, with which this ends."""
 
-    def __init__(self, socket: zmq.Socket, llm: LLM, start: Start):
+    def __init__(self, socket: zmq.Socket, llm: LLM, start: Start, front_pid: int):
         self.socket = socket
         self.llm = llm
         self.heartbeat_ms = int(1000 * start.heartbeat_s)
-        self.front_pid = start.front_pid
+        self.front_pid = front_pid
         self.running: dict[str, Running] = {}
         # Prompts that wait for their grammars, which compile in threads.
         self.compiling: dict[str, tuple[Submit, Future[CompiledGrammar]]] = {}
@@ -71,15 +74,15 @@ class Worker:
     def run(self) -> None:
         """Serve until Shutdown.  If the engine raises, sends each request's last part and raises the same."""
         while os.getppid() == self.front_pid and self._take_in():
-            pieces: list[OutputChunk] = []
+            chunks: list[OutputChunk] = []
             if self.llm.engine.has_work:
                 try:
-                    pieces = self.llm.step()
+                    chunks = self.llm.step()
                 except Exception:
                     self._send(self.llm.engine.scheduler.take_chunks())
                     raise
                 self.steps += 1
-            self._send(pieces)
+            self._send(chunks)
 
     def _take_in(self) -> bool:
         """Handle all messages that have arrived.  If nothing runs, wait for one.  False: Shutdown was received."""
@@ -141,27 +144,27 @@ class Worker:
             for request in self.running[name].requests:
                 self.llm.engine.abort(request.id)
 
-    def _send(self, pieces: list[OutputChunk]) -> None:
-        parts = [self._part(piece) for piece in pieces]
+    def _send(self, chunks: list[OutputChunk]) -> None:
+        parts = [self._part(chunk) for chunk in chunks]
         self.socket.send(protocol.encode(Harvest(parts, self._report() if self._is_report_due() else None)))
 
     def _is_report_due(self) -> bool:
         return bool(self.abort_steps) or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
 
-    def _part(self, piece: OutputChunk) -> Part:
-        name = piece.request_id.rpartition(".")[0]
-        if piece.finish_reason is None:
-            return Part(name, piece)
+    def _part(self, chunk: OutputChunk) -> Part:
+        name = chunk.request_id.rpartition(".")[0]
+        if chunk.finish_reason is None:
+            return Part(name, chunk)
         entry = self.running[name]
-        request = entry.requests[piece.index]
-        if piece.error is not None:
-            log.error("%s", piece.error, extra=logs.about(piece.request_id))
+        request = entry.requests[chunk.index]
+        if chunk.error is not None:
+            log.error("%s", chunk.error, extra=logs.about(chunk.request_id))
         entry.num_left -= 1
         if not entry.num_left:
             del self.running[name]
             if entry.aborted_at is not None:
                 self.abort_steps.append(self.steps - entry.aborted_at)
-        return Part(name, piece, request.usage, request.stats)
+        return Part(name, chunk, request.usage, request.stats)
 
     def _report(self) -> Report:
         self.next_report_at = time.monotonic() + REPORT_S
@@ -184,13 +187,11 @@ class Worker:
         )
 
     def _rounds(self) -> list[tuple[int, bool, int]]:
-        """Rounds by bucket.  A CUDA graph runs the rounds of a captured bucket, except those with log-probabilities."""
-        counts: dict[tuple[int, bool], int] = {}
-        for (batch, logprobs), count in self.llm.engine.scheduler.num_rounds.items():
-            bucket = bucket_of(batch, self.buckets)
-            key = (bucket, bucket in self.buckets and not logprobs)
-            counts[key] = counts.get(key, 0) + count
-        return [(bucket, graph, count) for (bucket, graph), count in sorted(counts.items())]
+        """Rounds by bucket, and whether CUDA graphs of that bucket were captured."""
+        counts: Counter[int] = Counter()
+        for batch, count in self.llm.engine.scheduler.num_rounds.items():
+            counts[bucket_of(batch, self.buckets)] += count
+        return [(bucket, bucket in self.buckets, count) for bucket, count in sorted(counts.items())]
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:
@@ -207,8 +208,11 @@ def load_model(settings: dict[str, Any]) -> LLM:
 Load = Callable[[dict[str, Any]], AbstractContextManager[LLM]]
 
 
-def main(address: str, load: Load = load_model) -> int:
-    """Connect, load, serve.  Sends Failed with the reason if the engine cannot go on."""
+def main(address: str, front_pid: int, load: Load = load_model) -> int:
+    """Connect, load, serve.  Sends Failed with the reason if the engine cannot go on.
+
+    front_pid: the front's process.  An argument and not in Start: the front may be gone before Start is sent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
@@ -217,14 +221,12 @@ def main(address: str, load: Load = load_model) -> int:
         socket.set_hwm(0)
         socket.linger = 1000
         socket.connect(address)
-        if not socket.poll(WAIT_FOR_START_MS):
-            return BROKEN
-        start = protocol.decode_to_engine(socket.recv())
-        if not isinstance(start, Start):
-            return BROKEN
-        logs.set_up(start.log_level, start.log_json)
         try:
-            _serve(socket, start, load)
+            start = wait_for_start(socket, front_pid)
+            if start is None:
+                return BROKEN
+            logs.set_up(start.log_level, start.log_json)
+            _serve(socket, start, front_pid, load)
         except Exception as error:
             refused = isinstance(error, EspalierError)
             if not refused:
@@ -232,9 +234,20 @@ def main(address: str, load: Load = load_model) -> int:
             socket.send(protocol.encode(Failed(f"{error}" if refused else f"{type(error).__name__}: {error}", refused)))
             return REFUSED if refused else BROKEN
         finally:
-            if os.getppid() != start.front_pid:
+            if os.getppid() != front_pid:
                 _remove_socket(Path(address.removeprefix("ipc://")))
     return DONE
+
+
+def wait_for_start(socket: zmq.Socket, front_pid: int) -> Start | None:
+    """The front's first message; None if the front is gone, is silent for WAIT_FOR_START_MS, or sends another."""
+    for _ in range(WAIT_FOR_START_MS // LOOK_MS):
+        if socket.poll(LOOK_MS):
+            start = protocol.decode_to_engine(socket.recv())
+            return start if isinstance(start, Start) else None
+        if os.getppid() != front_pid:
+            break
+    return None
 
 
 def _remove_socket(path: Path) -> None:
@@ -244,12 +257,12 @@ def _remove_socket(path: Path) -> None:
         path.parent.rmdir()
 
 
-def _serve(socket: zmq.Socket, start: Start, load: Load) -> None:
+def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load) -> None:
     began = time.perf_counter()
     with load(start.settings) as llm:
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(Ready(llm.inputs.facts, asdict(llm.config))))
-        worker = Worker(socket, llm, start)
+        worker = Worker(socket, llm, start, front_pid)
         # The loaded model lives as long as the process: garbage collections must not search it.
         gc.collect()
         gc.freeze()
@@ -257,4 +270,4 @@ def _serve(socket: zmq.Socket, start: Start, load: Load) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig, read_json
+from espalier.request import CHECKS, GENERATION_CONFIG_NAMES
 
 # Fields of generation_config.json that transformers honours and Espalier does not, with the values that change nothing.
 NOT_HONOURED: Mapping[str, tuple[Any, ...]] = {
@@ -35,11 +37,20 @@ log = logging.getLogger("espalier")
 
 
 def generation_config(path: Path) -> dict[str, Any]:
-    """The content of the model's generation_config.json, {} without one.  Logs the fields that are not honoured."""
+    """The content of the model's generation_config.json, {} without one.  Logs the fields that are not honoured.
+
+    Raises EspalierError for a default that no request may have.
+    """
     file = path / "generation_config.json"
     if not file.exists():
         return {}
     read = read_json(file)
+    for theirs, ours in GENERATION_CONFIG_NAMES.items():
+        if (value := read.get(theirs)) is not None:
+            try:
+                CHECKS[ours](theirs, value)
+            except EspalierError as error:
+                raise EspalierError(f"{file}: {error}; correct the file, or remove this field from it") from None
     dropped = [f"{name}={read[name]!r}" for name, neutral in NOT_HONOURED.items() if read.get(name) not in neutral]
     if dropped:
         log.warning("%s sets %s, which is not supported and ignored", file, ", ".join(dropped))

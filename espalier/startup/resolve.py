@@ -358,7 +358,7 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
     if affordable < layout.least_pages:
         raise EspalierError(
             f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens and "
-            f"{free} holds {max(affordable, 0)}; lower max_context, or set num_pages yourself"
+            f"{free} holds {max(affordable, 0)}; lower max_context or max_batch, or set num_pages yourself"
         )
     return min(affordable, layout.most_pages)
 

@@ -114,8 +114,8 @@ def _from_crossover(configured: TreeShape, machine: Machine | None) -> tuple[Tre
 def _bounded(trees: Trees, configured: TreeShape, max_batch: int) -> Trees:
     """These trees and, up to the first of them, half the nodes wherever a batch would exceed MAX_VERIFY_ROWS."""
     halves: Trees = {}
-    shape, end = configured, min(trees, default=max_batch + 1)
-    while (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < min(end, max_batch + 1):
+    shape, end = configured, min([*trees, max_batch + 1])
+    while shape.num_draft_tokens > 1 and (least := MAX_VERIFY_ROWS // shape.num_draft_tokens + 1) < end:
         shape = replace(shape, num_draft_tokens=shape.num_draft_tokens // 2)
         halves[least] = shape
     return halves | trees

@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin
 
 from espalier.config import EngineConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError
-from espalier.request import SPELLED_ALIKE, SamplingParams
+from espalier.request import SPELLED_ALIKE, ResolvedParams, SamplingParams
 
 NOT_GIVEN = None
 # The alternative to --api-key, whose value every user of the machine can see in the list of processes.
@@ -25,7 +25,7 @@ SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "mxfp4")
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
     """Add the flags of EngineConfig, and those of SpeculationConfig in place of the field `speculation`."""
-    engine = parser.add_argument_group("engine (with 'auto' the engine chooses)")
+    engine = parser.add_argument_group("engine (by default the engine chooses; `espalier doctor` shows what)")
     for f in fields(EngineConfig):
         if f.name not in ("speculation", *leave_out):
             _add(engine, f)
@@ -59,11 +59,19 @@ def api_key(args: Namespace) -> str | None:
     return args.api_key or os.environ.get(KEY_VARIABLE) or None
 
 
-def add_sampling_flags(parser: ArgumentParser) -> None:
-    """Add the flags of SamplingParams."""
-    sampling = parser.add_argument_group("sampling (defaults come from the model's generation_config.json)")
+def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:
+    """Add the flags of SamplingParams.  max_tokens: the command's default."""
+    sampling = parser.add_argument_group(
+        "sampling (in brackets: the default, unless the model's generation_config.json has another)"
+    )
+    defaults = {f.name: f.default for f in fields(ResolvedParams) if type(f.default) in (int, float)}
     for f in SPELLED_ALIKE:
-        _add(sampling, f)
+        about = f.metadata["help"]
+        if f.name == "max_tokens":
+            about = f"{about.partition(';')[0]} ({max_tokens})"
+        elif f.name in defaults:
+            about = f"{about} ({defaults[f.name]:g})"
+        _add(sampling, f, about)
 
 
 def engine_settings(args: Namespace) -> dict[str, Any]:
@@ -195,14 +203,16 @@ def _destination(config: type, name: str) -> str:
     return f"{config.__name__}.{name}"
 
 
-def _add(group: _ArgumentGroup, f: Field) -> None:
+def _add(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
+    """about: the help, by default that of the field."""
     kinds = _kinds(f.type)
     config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
-    about = SUPPRESS if f.metadata.get("hidden") else f.metadata["help"]
+    about = SUPPRESS if f.metadata.get("hidden") else about or f.metadata["help"]
     how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
     if bool in kinds:
         group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
     elif Sequence in kinds:
+        how["help"] += "; may be repeated"
         group.add_argument(flag_of(f.name), action="append", type=_element(f.type), metavar="X", **how)
     else:
         group.add_argument(flag_of(f.name), type=_reader(f, kinds), metavar=_metavar(f, kinds), **how)

@@ -50,6 +50,8 @@ BAD = [
     (["generate", "x", "--topk", "257"], "topk=257 is not supported; use a whole number, 1 to 256"),
     (["serve", "--port", "http"], "argument --port: 'http' is not supported; use a whole number"),
     (["serve", "--api-key", ""], "--api-key is empty"),
+    (["serve", "--served-model-name", ""], "--served-model-name is empty"),
+    (["serve", "--cors-origin", "page.example"], "--cors-origin='page.example' is no origin of a page"),
     (["batch", __file__, "out", "--url", "localhost"], "use an address such as http://127.0.0.1:8000\n"),
     (["generate", "--file", "/no/such/file"], "/no/such/file cannot be read"),
     (["demo", "--prompts", "0"], "--prompts=0"),
@@ -90,6 +92,7 @@ def test_every_config_field_is_a_flag(command, capsys):
     fields -= {"speculation", "plant_fault"}
     if command == ["generate"]:
         fields |= {f.name for f in SPELLED_ALIKE}
+        assert "tokens to generate at most (128)" in helped and "more varied (1)" in helped, "the defaults"
     assert [name for name in sorted(fields) if f"--{name.replace('_', '-')}" not in helped] == []
 
 

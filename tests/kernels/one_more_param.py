@@ -40,7 +40,7 @@ def refusal() -> str:
 
 def flags() -> list[str]:
     parser = ArgumentParser()
-    add_sampling_flags(parser)
+    add_sampling_flags(parser, 16)
     return [flag for action in parser._actions for flag in action.option_strings]
 
 

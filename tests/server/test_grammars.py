@@ -130,7 +130,7 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
     with zmq.Context() as context, context.socket(zmq.PAIR) as front, context.socket(zmq.PAIR) as socket:
         front.bind("inproc://grammars")
         socket.connect("inproc://grammars")
-        worker = Worker(socket, llm, Start({}, os.getppid(), 0.05, "info", False))
+        worker = Worker(socket, llm, Start({}, 0.05, "info", False), os.getppid())
 
         def submit(name, grammar=None):
             params = SamplingParams(temperature=0.0, max_tokens=8, grammar=grammar)
@@ -145,7 +145,7 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
                 if isinstance(message, Refused):
                     found.append(message.name)
                 elif isinstance(message, Harvest):
-                    found += [part.name for part in message.parts if part.piece.finish_reason is not None]
+                    found += [part.name for part in message.parts if part.output.finish_reason is not None]
             return found
 
         def turn_until(*names):

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import zmq
@@ -10,7 +11,7 @@ from espalier import LLM, SamplingParams, SpeculationConfig
 from espalier.request import ResolvedParams
 from espalier.server import protocol
 from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit, Submits
-from espalier.server.worker import Worker, settings_of
+from espalier.server.worker import Worker, settings_of, wait_for_start
 from tests.harness import directories
 
 SETTINGS = {
@@ -31,7 +32,7 @@ def engine():
         front.bind("inproc://engine")
         socket.connect("inproc://engine")
         with LLM(model=target, draft=draft, **SETTINGS) as llm:
-            yield Worker(socket, llm, Start({}, os.getppid(), 0.05, "info", False)), front
+            yield Worker(socket, llm, Start({}, 0.05, "info", False), os.getppid()), front
 
 
 def submit(front, name, params=PARAMS, priority=0, prompt=(1, 2, 3)):
@@ -65,8 +66,8 @@ def test_samples_are_the_offline_llms_and_their_last_part_has_their_usage(engine
     submit(front, "a")
     worker._take_in()
     found = parts(run(worker, front))
-    assert [token for part in found for token in part.piece.token_ids] == expected.token_ids
-    assert [part.usage is not None for part in found] == [part.piece.finish_reason is not None for part in found]
+    assert [token for part in found for token in part.output.token_ids] == expected.token_ids
+    assert [part.usage is not None for part in found] == [part.output.finish_reason is not None for part in found]
     assert found[-1].usage.completion_tokens == 8 and found[-1].speculation == expected.speculation
     assert worker.running == {}
 
@@ -76,7 +77,7 @@ def test_a_lower_priority_number_goes_first(engine):
     for name, priority in (("first", 0), ("late", 5), ("urgent", -1)):
         submit(front, name, priority=priority)
     worker._take_in()
-    ended = [part.name for part in parts(run(worker, front)) if part.piece.finish_reason]
+    ended = [part.name for part in parts(run(worker, front)) if part.output.finish_reason]
     assert ended == ["urgent", "first", "late"]
 
 
@@ -89,6 +90,16 @@ def test_what_can_never_run_is_refused_and_nothing_of_it_stays(engine):
     [refused] = [message for message in messages if isinstance(message, Refused)]
     assert refused.name == "never" and "min_tokens=200" in refused.error
     assert {part.name for part in parts(messages)} == {"good"}
+
+
+def test_rounds_of_a_captured_bucket_are_graphs_with_log_probabilities_too(engine):
+    worker, front = engine
+    worker.buckets = (1, 2)
+    submit(front, "a", replace(PARAMS, logprobs=1))
+    worker._take_in()
+    reports = [message.report for message in run(worker, front) if message.report is not None]
+    [(bucket, is_graph, count)] = reports[-1].rounds
+    assert (bucket, is_graph, count) == (1, True, reports[-1].totals.rounds)
 
 
 def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
@@ -116,18 +127,25 @@ def test_a_launch_that_fails_tells_every_request_before_it_is_raised(engine, mon
         raise RuntimeError("the device is lost")
 
     monkeypatch.setattr(worker.llm.engine.executor, "launch", launch)
-    worker.front_pid = os.getppid()
     with pytest.raises(RuntimeError, match="the device is lost"):
         worker.run()
     found = parts(said(front))
     assert [part.name for part in found] == ["b", "a"] or [part.name for part in found] == ["a", "b"]
-    assert all("the device is lost" in part.piece.error for part in found)
+    assert all("the device is lost" in part.output.error for part in found)
 
 
 def test_a_worker_whose_front_is_gone_leaves(engine):
     worker, _ = engine
     worker.front_pid = -1
     worker.run()
+
+
+def test_a_worker_whose_front_is_gone_before_the_first_message_does_not_wait_for_it():
+    """Such as a batch that is killed while its engine process still imports PyTorch."""
+    polled = []
+    silent = SimpleNamespace(poll=lambda ms: polled.append(ms) or 0)
+    assert wait_for_start(silent, front_pid=-1) is None
+    assert len(polled) == 1
 
 
 def test_messages_come_back_as_they_went():

@@ -36,6 +36,7 @@ def test_by_default_wide_trees_are_halved_where_a_batch_would_have_too_many_node
     assert choose_trees("auto", deep, None, max_batch=64) == halved
     assert choose_trees("auto", deep, None, max_batch=16) == choose_trees("auto", WIDE, None, max_batch=64) == {}
     assert choose_trees({}, deep, None, max_batch=64) == {}
+    assert list(choose_trees("auto", TreeShape(1, 1, 2), None, max_batch=10**6).values()) == [TreeShape(1, 1, 1)]
     # Plain decoding from 16 requests on.
     assert choose_trees("auto", TreeShape(5, 8, 256), BIG, max_batch=64) == {16: PLAIN}
     for least, shape in {1: deep, **halved}.items():

@@ -68,7 +68,8 @@ def rounded_arguments(rounded: RoundedRows | None, inputs: InputScales | None, b
     """The arguments of a kernel that calls store_rounded, or not, for rows that it holds in blocks of `block`."""
     if rounded is None or inputs is None:
         return {"values_ptr": None, "scales_ptr": None, "static_ptr": None, "GROUP": block, "MOST": FP8_MAX}
-    group = min(inputs.group or block, block)
+    size, group = rounded.values.shape[1], inputs.group
+    group = block if group is None or group >= size else group
     pointers = {"values_ptr": rounded.values, "scales_ptr": rounded.scales, "static_ptr": inputs.static}
     return {**pointers, "GROUP": group, "MOST": FP8_MAX}
 
