@@ -27,7 +27,7 @@ def shown(value: Any) -> str:
 
 
 class ContextOverflow(EspalierError):
-    """A prompt that leaves no token of max_context for the output."""
+    """A prompt that leaves no token of max_context for the output, or fewer than max_tokens."""
 
 
 def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
@@ -35,6 +35,15 @@ def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
     return ContextOverflow(
         f"the prompt is too long: it has {size}; this model's maximum context length is {max_context} tokens for "
         f"prompt and output; shorten the prompt to {max_context - 1} tokens, or raise max_context"
+    )
+
+
+def too_little_room(name: str, value: int, prompt_tokens: int, max_context: int) -> ContextOverflow:
+    """The error for a limit of the output, called `name`, that does not fit behind the prompt.  With the same words."""
+    return ContextOverflow(
+        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; this model's maximum "
+        f"context length is {max_context} tokens for prompt and output; use at most {max_context - prompt_tokens}, "
+        "or leave it out for all that fits"
     )
 
 

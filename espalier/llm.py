@@ -159,7 +159,9 @@ class LLM:
         checked: list[tuple[list[int], ResolvedParams]] = []
         for i, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
             with naming(i, len(prompts)):
-                checked.append((self.inputs.tokens(prompt), self.inputs.resolve(prompt_params)))
+                tokens = self.inputs.tokens(prompt)
+                self.inputs.require_room(tokens, prompt_params)
+                checked.append((tokens, self.inputs.resolve(prompt_params)))
         # All grammars compile at once.
         compiling = [self.compiling(resolved.grammar) for _, resolved in checked]
         groups = []

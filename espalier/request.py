@@ -81,7 +81,7 @@ class SamplingParams:
         whole_number(0, MAX_SEED),
     )
     max_tokens: int | None = _param(
-        "tokens to generate at most; unset: up to the context's end",
+        "tokens to generate at most, which must fit behind the prompt; unset: up to the context's end",
         whole_number(0),
         generation_config="max_new_tokens",
     )

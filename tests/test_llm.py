@@ -301,7 +301,18 @@ def test_a_prompt_that_can_never_fit_the_pages_is_named_and_nothing_stays(paths)
 def test_bad_parameters_are_refused_before_anything_starts(llm):
     with pytest.raises(EspalierError, match=f"stop_token_ids entry={VOCAB}"):
         llm.generate("abc", SamplingParams(stop_token_ids=[VOCAB]))
+    with pytest.raises(
+        EspalierError, match=r"prompt 1 of 2: max_tokens=62 is more than fits .* use at most 61, or leave"
+    ):
+        llm.generate([[1, 2], [1, 2, 3]], SamplingParams(max_tokens=62))
     assert not llm.engine.has_work
+
+
+def test_a_limit_that_the_model_sets_is_cut_to_the_context(llm, monkeypatch):
+    facts = replace(llm.inputs.facts, generation_config={"max_new_tokens": 999})
+    monkeypatch.setattr(llm.inputs, "facts", facts)
+    [output] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, ignore_eos=True))
+    assert len(output.token_ids) == 61 and output.finish_reason == "length"
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,12 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ),
         ("/v1/chat/completions", {**CHAT, "max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens=0"),
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is not supported"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "max_tokens": 4096},
+            "max_tokens=4096 is more than fits behind the prompt of",
+        ),
+        ("/v1/completions", {**TEXT, "max_tokens": 4096}, "this model's maximum context length is"),
         ("/tokenize", {}, "send either prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, "tokens entry=-1"),
     ],
