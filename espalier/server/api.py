@@ -376,6 +376,10 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
             "use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /tokenize, /detokenize, /health, "
             "/metrics or /version"
         )
+        # As by a base URL without /v1, or with it where the client adds it.
+        near = [one for one in served_paths if one and (one == f"/v1{path}" or path.endswith(one))]
+        if near:
+            served = f"use {max(near, key=len)}, and check the client's base URL"
         reason = f"OpenAI's {path} is not supported: {why}" if why else f"{path} is not served; {served}"
         return ApiError(404, reason, code="unsupported" if why else None)
     return ApiError(error.status_code, str(error.detail))

@@ -319,6 +319,9 @@ def test_paths_methods_models_and_sizes(served):
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/health", None)):
         message = error_of(served.request(f"{path}/", body), 404)["message"]
         assert message == f"{path}/ is not served; use {path}, without the slash at the end"
+    wrong_bases = {"/models": "/v1/models", "/v1/v1/completions": "/v1/completions", "/v1/tokenize": "/tokenize"}
+    for path, meant in wrong_bases.items():
+        assert f"{path} is not served; use {meant}, and" in error_of(served.request(path, {}), 404)["message"]
     assert "the server does not store completions" in error_of(served.request("/v1/chat/completions/x"), 404)["message"]
     assert error_of(served.request("/v1/completions"), 405)
     assert served.request("/health", {})[1]["allow"] == "GET, HEAD"
