@@ -49,7 +49,8 @@ def too_little_room(name: str, value: int, prompt_tokens: int, max_context: int)
 
 def one_line(error: Exception) -> str:
     """Another library's error in one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    text = " ".join(str(error).split())
+    return (text if len(text) <= 200 else f"{text[:196]} ...") or type(error).__name__
 
 
 def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:
