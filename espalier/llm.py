@@ -20,6 +20,7 @@ from espalier.errors import EspalierError, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
+from espalier.layout import TreeShape
 from espalier.masking.compile import CompiledGrammar, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
@@ -137,6 +138,12 @@ class LLM:
             if not self._closed:
                 self._closed = True
                 self.engine.close()
+
+    def __repr__(self) -> str:
+        config = self.config
+        tree = TreeShape(config.steps, config.topk, config.num_draft_tokens)
+        drafts = f"{config.algorithm}, {tree}" if config.steps else str(tree)
+        return f"<LLM {config.model}: {drafts}; {config.dtype} on {config.device}{', closed' * self._closed}>"
 
     def __enter__(self) -> "LLM":
         return self

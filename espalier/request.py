@@ -119,6 +119,11 @@ class SamplingParams:
         has_own_spelling=True,
     )
 
+    def __repr__(self) -> str:
+        """With the fields that are set."""
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
+
     def __post_init__(self) -> None:
         for name, check in CHECKS.items():
             if (value := getattr(self, name)) is not None:

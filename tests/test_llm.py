@@ -403,8 +403,10 @@ def test_a_directory_without_a_tokenizer_takes_tokens_and_refuses_text():
 def test_a_closed_llm_says_so(paths):
     target, _ = paths
     llm = LLM(model=target, speculation=None, max_context=64)
+    assert repr(llm) == f"<LLM {target}: plain decoding; float32 on cpu>"
     llm.close()
     llm.close()
+    assert repr(llm).endswith("on cpu, closed>")
     with pytest.raises(EspalierError, match="closed"):
         llm.generate("abc")
 
