@@ -45,7 +45,7 @@ def shown(value: Any) -> str:
 
 
 class ContextOverflow(EspalierError):
-    """A prompt that leaves no token of max_context for the output."""
+    """A prompt that leaves no token of max_context for the output, or fewer than max_tokens."""
 
 
 def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
@@ -56,9 +56,19 @@ def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
     )
 
 
+def too_little_room(name: str, value: int, prompt_tokens: int, max_context: int) -> ContextOverflow:
+    """The error for a limit of the output, called `name`, that does not fit behind the prompt.  With the same words."""
+    return ContextOverflow(
+        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; this model's maximum "
+        f"context length is {max_context} tokens for prompt and output; use at most {max_context - prompt_tokens}, "
+        "or leave it out for all that fits"
+    )
+
+
 def one_line(error: Exception) -> str:
     """Another library's error in one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    text = " ".join(str(error).split())
+    return (text if len(text) <= 200 else f"{text[:196]} ...") or type(error).__name__
 
 
 def unknown_name(what: str, name: str, known: Collection[str]) -> EspalierError:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
-from espalier.errors import EspalierError, prompt_too_long, shown, unknown_name
+from espalier.errors import EspalierError, prompt_too_long, shown, too_little_room, unknown_name
 from espalier.grammar.check import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
@@ -117,7 +117,18 @@ class InputProcessor:
         plan = ChatPlan(tokenizer, find_formats(tokenizer.template_text, *names), tools)
         of_template: Any = {name: each for name, each in options.items() if name in ChatOptions.__annotations__}
         prompt = self.tokens(self.chat(plan.messages(messages), **of_template))
+        self.require_room(prompt, params)
         return prompt, self.planned(plan, self.resolve(params or SamplingParams()), prompt), plan
+
+    def require_room(self, prompt: Sequence[int], params: SamplingParams | None, name: str = "max_tokens") -> None:
+        """Refuse a max_tokens that does not fit behind the prompt.  Raises EspalierError.
+
+        params: as the user gave them.  Resolved ones were checked before, or have the model's default, which is a limit
+        like that of the context.  name: what the user calls max_tokens.
+        """
+        limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
+        if limit is not None and len(prompt) + limit > self.facts.max_context:
+            raise too_little_room(name, limit, len(prompt), self.facts.max_context)
 
     def planned(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
         """The parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""

@@ -20,6 +20,7 @@ from espalier.errors import EspalierError, frames_cleared, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
+from espalier.layout import TreeShape
 from espalier.masking.compile import CompiledGrammar, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
@@ -139,6 +140,12 @@ class LLM:
                 self._closed = True
                 self.engine.close()
 
+    def __repr__(self) -> str:
+        config = self.config
+        tree = TreeShape(config.steps, config.topk, config.num_draft_tokens)
+        drafts = f"{config.algorithm}, {tree}" if config.steps else str(tree)
+        return f"<LLM {config.model}: {drafts}; {config.dtype} on {config.device}{', closed' * self._closed}>"
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -160,7 +167,9 @@ class LLM:
         checked: list[tuple[list[int], ResolvedParams]] = []
         for i, (prompt, prompt_params) in enumerate(zip(prompts, each, strict=True)):
             with naming(i, len(prompts)):
-                checked.append((self.inputs.tokens(prompt), self.inputs.resolve(prompt_params)))
+                tokens = self.inputs.tokens(prompt)
+                self.inputs.require_room(tokens, prompt_params)
+                checked.append((tokens, self.inputs.resolve(prompt_params)))
         # All grammars compile at once.
         compiling = [self.compiling(resolved.grammar) for _, resolved in checked]
         groups = []

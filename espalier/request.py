@@ -81,7 +81,7 @@ class SamplingParams:
         whole_number(0, MAX_SEED),
     )
     max_tokens: int | None = _param(
-        "tokens to generate at most; unset: up to the context's end",
+        "tokens to generate at most, which must fit behind the prompt; unset: up to the context's end",
         whole_number(0),
         generation_config="max_new_tokens",
     )
@@ -118,6 +118,11 @@ class SamplingParams:
         require_grammar,
         has_own_spelling=True,
     )
+
+    def __repr__(self) -> str:
+        """With the fields that are set."""
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
 
     def __post_init__(self) -> None:
         for name, check in CHECKS.items():

@@ -7,7 +7,7 @@ import torch
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.config import EngineConfig, SpeculationConfig, is_open
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, one_line
 from espalier.layout import max_draft_tokens
 from espalier.models import DraftSpec
 from espalier.models.weights import WeightCount
@@ -68,6 +68,11 @@ REFUSED = [
     ({"kv_cache_dtype": "fp8"}, "'kv_cache_dtype'; use kv_dtype"),
     ({"tensor_parallel_size": 2}, "one engine runs on one GPU; leave it out"),
 ]
+
+
+def test_what_is_cut_of_another_librarys_error_is_seen():
+    assert one_line(ValueError("a\nb")) == "a b" and one_line(ValueError()) == "ValueError"
+    assert one_line(ValueError("x" * 201)) == "x" * 196 + " ..."
 
 
 @pytest.mark.parametrize(("settings", "named"), REFUSED, ids=[named for _, named in REFUSED])

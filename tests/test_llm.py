@@ -322,7 +322,18 @@ def test_a_prompt_that_can_never_fit_the_pages_is_named_and_nothing_stays(paths)
 def test_bad_parameters_are_refused_before_anything_starts(llm):
     with pytest.raises(EspalierError, match=f"stop_token_ids entry={VOCAB}"):
         llm.generate("abc", SamplingParams(stop_token_ids=[VOCAB]))
+    with pytest.raises(
+        EspalierError, match=r"prompt 1 of 2: max_tokens=62 is more than fits .* use at most 61, or leave"
+    ):
+        llm.generate([[1, 2], [1, 2, 3]], SamplingParams(max_tokens=62))
     assert not llm.engine.has_work
+
+
+def test_a_limit_that_the_model_sets_is_cut_to_the_context(llm, monkeypatch):
+    facts = replace(llm.inputs.facts, generation_config={"max_new_tokens": 999})
+    monkeypatch.setattr(llm.inputs, "facts", facts)
+    [output] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, ignore_eos=True))
+    assert len(output.token_ids) == 61 and output.finish_reason == "length"
 
 
 @pytest.mark.parametrize(
@@ -413,8 +424,10 @@ def test_a_directory_without_a_tokenizer_takes_tokens_and_refuses_text():
 def test_a_closed_llm_says_so(paths):
     target, _ = paths
     llm = LLM(model=target, speculation=None, max_context=64)
+    assert repr(llm) == f"<LLM {target}: plain decoding; float32 on cpu>"
     llm.close()
     llm.close()
+    assert repr(llm).endswith("on cpu, closed>")
     with pytest.raises(EspalierError, match="closed"):
         llm.generate("abc")
 

@@ -161,6 +161,10 @@ def test_good_values_pass():
     resolved(stop_token_ids=[1], logprobs=20, n=3, speculation=False, max_draft_depth=0).validate(VOCAB)
 
 
+def test_what_is_set_is_shown():
+    assert repr(SamplingParams(temperature=0.0, stop="x")) == "SamplingParams(temperature=0.0, stop='x')"
+
+
 def test_stop_strings_need_a_tokenizer():
     with pytest.raises(EspalierError, match="stop_token_ids"):
         resolved(stop="x").validate(VOCAB, has_tokenizer=False)

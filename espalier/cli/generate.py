@@ -42,22 +42,28 @@ def run(args: Namespace) -> int:
     with waiting("loading the tokenizer"):
         prepared = prepare(EngineConfig(**engine_settings(args)))
     inputs = prepared.inputs
-    if params.max_tokens is None and "max_new_tokens" not in inputs.facts.generation_config:
-        params = replace(params, max_tokens=MAX_TOKENS)
     inputs.resolve(params)
-    token_lists = [_tokens(inputs, i, prompts, args.chat) for i in range(len(prompts))]
+    checked = [_checked(inputs, i, prompts, params, args.chat) for i in range(len(prompts))]
+    token_lists, each_params = [tokens for tokens, _ in checked], [limited for _, limited in checked]
     with waiting("loading the model"):
         llm = LLM.of(prepared)
     with llm:
         if len(token_lists) == 1 and not args.json and params.n in (None, 1):
-            return _stream(llm, token_lists[0], params)
-        return _all(llm, token_lists, params, args.json)
+            return _stream(llm, token_lists[0], each_params[0])
+        return _all(llm, token_lists, each_params, args.json)
 
 
-def _tokens(inputs: InputProcessor, i: int, prompts: list[Any], chat: bool) -> list[int]:
+def _checked(
+    inputs: InputProcessor, i: int, prompts: list[Any], params: SamplingParams, chat: bool
+) -> tuple[list[int], SamplingParams]:
+    """A prompt's tokens and parameters.  This command's default of max_tokens ends at the context's end."""
     with naming(i, len(prompts)):
         prompt = inputs.chat([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
-        return inputs.tokens(prompt)
+        tokens = inputs.tokens(prompt)
+        inputs.require_room(tokens, params)
+        if params.max_tokens is None and "max_new_tokens" not in inputs.facts.generation_config:
+            params = replace(params, max_tokens=min(MAX_TOKENS, inputs.facts.max_context - len(tokens)))
+        return tokens, params
 
 
 def _prompts(args: Namespace) -> list[Any]:
@@ -133,9 +139,9 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
     return _failed(last.error)
 
 
-def _all(llm: LLM, prompts: list[Any], params: SamplingParams, as_json: bool) -> int:
+def _all(llm: LLM, prompts: list[Any], params: list[SamplingParams], as_json: bool) -> int:
     start = perf_counter()
-    with progress("generating", len(prompts) * (params.n or 1)) as advance:
+    with progress("generating", len(prompts) * (params[0].n or 1)) as advance:
         outputs = llm.generate(prompts, params, lambda chunk: advance() if chunk.finish_reason else None)
     seconds = perf_counter() - start
     console = stdout()

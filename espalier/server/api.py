@@ -163,7 +163,8 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         front = server.of(body.model)
         with refusing():
             body.check()
-            params = front.resolve(body.params())
+            asked = body.params()
+            params = front.resolve(asked)
             sent_prompts = body.prompts()
         front.check_effect(ignored := body.without_effect())
         with front.entering(len(sent_prompts) * params.n):
@@ -172,6 +173,9 @@ def _add_generation(app: FastAPI, server: Server) -> None:
                 await front.lanes.run(_prompt, body, prompt, check, size=len(prompt), field="prompt")
                 for prompt in sent_prompts
             ]
+            with refusing():
+                for prompt_ids in prompts:
+                    front.inputs.require_room(prompt_ids, asked, body.limit_name)
             echo: list[str] = []
             if body.echo:
                 skip = params.skip_special_tokens
@@ -198,7 +202,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         front.check_effect(ignored := body.without_effect())
         with refusing():
             chat = body.as_chat()
-        talk = await converse(front, chat)
+        talk = await converse(front, chat, "max_output_tokens")
         answer = ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
         return _naming(ignored, await front.respond(http, chat, [talk.prompt], answer))
 
@@ -372,6 +376,10 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
             "use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /tokenize, /detokenize, /health, "
             "/metrics or /version"
         )
+        # As by a base URL without /v1, or with it where the client adds it.
+        near = [one for one in served_paths if one and (one == f"/v1{path}" or path.endswith(one))]
+        if near:
+            served = f"use {max(near, key=len)}, and check the client's base URL"
         reason = f"OpenAI's {path} is not supported: {why}" if why else f"{path} is not served; {served}"
         return ApiError(404, reason, code="unsupported" if why else None)
     return ApiError(error.status_code, str(error.detail))

@@ -39,11 +39,12 @@ def refusing() -> Iterator[None]:
         raise refusal(error) from None
 
 
-async def converse(front: Front, body: ChatRequest) -> Conversation:
-    """Check a conversation and make its prompt.  Raises ApiError."""
+async def converse(front: Front, body: ChatRequest, limit_name: str | None = None) -> Conversation:
+    """Check a conversation and make its prompt.  limit_name: what the client calls max_tokens.  Raises ApiError."""
     with refusing():
         body.check()
-        params = front.resolve(body.params())
+        asked = body.params()
+        params = front.resolve(asked)
         plan = ChatPlan(front.inputs.tokenizer, front.formats, body.tool_use())
         _check_effort(front.inputs.tokenizer, body)
     shows_tools = front.inputs.tokenizer is not None and front.inputs.tokenizer.shows("tools")
@@ -52,6 +53,7 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
         check, size = front.require_tokenizable, num_characters(body.messages)
         prompt = await front.lanes.run(_prompt, body, plan, check, size=size, field="messages")
     with refusing():
+        front.inputs.require_room(prompt, asked, limit_name or body.limit_name)
         params = front.inputs.planned(plan, params, prompt)
     return Conversation(ignored, prompt, params, plan)
 

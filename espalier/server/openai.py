@@ -172,6 +172,11 @@ class Generating(Hinted, Constrained):
         NoEffect("the server stores no responses, so there is nothing to look up by it"),
     ] = None
 
+    @property
+    def limit_name(self) -> str:
+        """The name of the limit of the output that was sent."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
     def sampling(self, **values: Any) -> SamplingParams:
         """SamplingParams from the fields of the same names.  `values` are those that the endpoint names differently."""
         given = {name: getattr(self, name) for name in self.model_fields_set if name in SAMPLING_FIELDS}

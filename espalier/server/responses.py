@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 
-from espalier.errors import EspalierError, shown, unknown_name
+from espalier.errors import EspalierError, require_int, shown, unknown_name
+from espalier.limits import MAX_COUNT
 from espalier.server.errors import of_validation
 from espalier.server.openai import (
     FIRST,
@@ -94,6 +95,8 @@ class ResponsesRequest(_Sampling):
     def as_chat(self) -> ChatRequest:
         """The same request as a chat completion.  Raises EspalierError or ApiError."""
         fields = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
+        # Checked here so that the error has the name that was sent.
+        require_int("max_output_tokens", self.max_output_tokens, 1, MAX_COUNT, optional=True)
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
         if self.tools is not None:

@@ -215,6 +215,12 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ),
         ("/v1/chat/completions", {**CHAT, "max_tokens": None, "max_completion_tokens": 0}, "max_completion_tokens=0"),
         ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs=21 is not supported"),
+        (
+            "/v1/chat/completions",
+            {**CHAT, "max_tokens": 4096},
+            "max_tokens=4096 is more than fits behind the prompt of",
+        ),
+        ("/v1/completions", {**TEXT, "max_tokens": 4096}, "this model's maximum context length is"),
         ("/tokenize", {}, "send either prompt or messages"),
         ("/detokenize", {"tokens": [-1]}, "tokens entry=-1"),
     ],
@@ -313,6 +319,9 @@ def test_paths_methods_models_and_sizes(served):
     for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT), ("/health", None)):
         message = error_of(served.request(f"{path}/", body), 404)["message"]
         assert message == f"{path}/ is not served; use {path}, without the slash at the end"
+    wrong_bases = {"/models": "/v1/models", "/v1/v1/completions": "/v1/completions", "/v1/tokenize": "/tokenize"}
+    for path, meant in wrong_bases.items():
+        assert f"{path} is not served; use {meant}, and" in error_of(served.request(path, {}), 404)["message"]
     assert "the server does not store completions" in error_of(served.request("/v1/chat/completions/x"), 404)["message"]
     assert error_of(served.request("/v1/completions"), 405)
     assert served.request("/health", {})[1]["allow"] == "GET, HEAD"

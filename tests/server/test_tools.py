@@ -375,7 +375,8 @@ RESPONSE = {"model": "bundled", "input": "hi"}
         ({"response_format": {"type": "json_object"}}, "response_format", "use text.format"),
         ({"reasoning": {"effort": "high"}}, "reasoning_effort", "does not read it"),
         ({"modalities": ["audio"]}, "modalities", "this server supports only text"),
-        ({"max_output_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0 is not supported"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0 is not supported"),
+        ({"max_output_tokens": 10**6}, "max_output_tokens", "max_output_tokens=1000000 is more than fits"),
     ],
 )
 def test_a_response_that_cannot_be_made_is_refused(servers, fields, param, words):
