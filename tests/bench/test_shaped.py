@@ -23,7 +23,7 @@ from tests.synthetic.mixtures import mixture
 from tests.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")
-SHAPE = tiny(hot=1024)
+SHAPE = tiny(hot=1024, num_hidden_layers=3, intermediate_size=320)
 
 
 @pytest.fixture(scope="module")

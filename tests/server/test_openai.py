@@ -30,7 +30,7 @@ FIELDS = [
     ("presence_penalty", 2.0, {"max_tokens": 40}),
     ("frequency_penalty", 2.0, {"max_tokens": 40}),
     ("seed", 11, {"temperature": 1.0}),
-    ("max_tokens", 5, {}),
+    ("max_tokens", 5, {"stop_token_ids": [RETURN]}),
     ("min_tokens", 18, {"stop_token_ids": [RETURN]}),
     ("stop", ["return"], {}),
     ("stop_token_ids", [RETURN], {}),
