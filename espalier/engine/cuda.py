@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from espalier.engine.cuda_stages import EagerStages, StageMemory, Stages
+from espalier.engine.cuda_stages import EagerStages, StageMemory, Stages, no_garbage_collection
 from espalier.engine.executor import Handle, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
@@ -193,7 +193,7 @@ class CudaExecutor:
         self.stage_graphs: dict[int, Stages] = {}
         self.stage_memory = StageMemory(self.device)
         # A capture synchronizes the current device, so make that the executor's device.
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device), no_garbage_collection():
             self._capture()
 
     @torch.inference_mode()

@@ -10,8 +10,8 @@ their CUDA graphs, and that of their GrammarRows (`StageMemory`).
 """
 
 import gc
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -28,6 +28,23 @@ from espalier.engine.results import Results
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import ALL_ALLOWED, DraftGuide, mask_words
 from espalier.speculate.round import ModelRunner
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Collect garbage now, and none inside.
+
+    Garbage may hold graphs, streams and pinned memory of an earlier engine.  To free them calls CUDA, which ends a
+    capture with an error.
+    """
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(eq=False)
@@ -303,7 +320,6 @@ class EagerStages:
 
     def _captured_propose(self, pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()
-        gc.collect()
         self.ask.capture = graphs = ProposeGraphs(pool, self.ask.num_words, self.ask.memory)
         graphs.begin()
         try:

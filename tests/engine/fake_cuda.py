@@ -4,6 +4,7 @@ A repeated operation reads the tensors of the capture and writes its results int
 graph does.  So values that the host computed during the capture stay what they were.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -41,6 +42,7 @@ class FakeGraph:
 
     def capture_begin(self, pool: Any = None) -> None:
         type(self).captured += 1
+        assert not gc.isenabled(), "a garbage collection would end the capture"
         self.capture.__enter__()
 
     def capture_end(self) -> None:

@@ -1,6 +1,8 @@
 """The GPU executor's rounds in stages, on a CUDA of the CPU: what is copied, captured and repeated is what the CPU
 executor computes."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -49,6 +51,7 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(
     expected = run(setup.engine(), requests())
     fake_cuda(monkeypatch)
     engine = engine_on_fake_cuda(setup, graph_batch)
+    assert gc.isenabled()
     num_captured = FakeGraph.captured
     ran = run(engine, requests())
     assert ran.tokens == expected.tokens

@@ -1,5 +1,6 @@
 """A test that cannot fail is a defect: ways to break a launch that raise nothing are planted, and must be noticed."""
 
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from random import Random
@@ -16,7 +17,7 @@ from espalier.engine.launch_buffer import LaunchBuffer
 from espalier.engine.results import Results, read
 from espalier.request import Request
 from tests.gpu.delays import delay_segments, delay_streams
-from tests.gpu.engines import DeviceSetup, executor_of
+from tests.gpu.engines import DeviceSetup, executor_of, loaded
 from tests.gpu.near_ties import furthest_logprob, oracle
 from tests.gpu.test_no_sync import forbid_syncs
 from tests.gpu.traffic import mixed, run_staggered
@@ -203,6 +204,16 @@ def precision_as_before() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture(autouse=True)
+def models_of_its_own() -> Iterator[None]:
+    """A faulty launch may write anywhere, also to weights, which tests of a process share.  And what is left of a
+    failed engine must be freed before the next one captures its graphs."""
+    loaded.cache_clear()
+    yield
+    loaded.cache_clear()
+    gc.collect()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.plant.__name__}-{fault.noticed_by.__name__}")
