@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # Values that a warp loads: where programs are many, and where each has a multiprocessor to itself.  There the divisions
 # of a thread, one after another, would be most of the time.  So up to MAX_PARTS programs load the same group and find
-# its largest value, and each divides a part of it.  A short group has up to FEW_WARPS
-# that load the smaller number, however many programs there are.
+# its largest value, and each divides a part of it.  A short group has up to FEW_WARPS that load the smaller number,
+# however many programs there are.
 VALUES_PER_WARP, VALUES_PER_WARP_ALONE = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
 FEW_WARPS, MAX_WARPS, MAX_WARPS_ALONE = 4, 16, 32
