@@ -128,6 +128,10 @@ def _gated_kernel(
     row = row.to(tl.int64)
     # Columns past the end read the last one instead; their results are not stored.
     w_row = expert * 2 * num_out + tl.minimum(column, num_out - 1)
+    if bias_ptr is not None and (DEPENDENT and not SORTED):
+        # Where each pair is a tile, programs are too few to hide the latency of the biases.
+        ask_for(bias_ptr + w_row)
+        ask_for(bias_ptr + w_row + num_out)
     if CODE is None:
         up_at = num_out.to(tl.int64) * num_in
         if SHARED > 0:
@@ -188,6 +192,8 @@ def _down_kernel(
         # An L2 line of 128 bytes holds 64 numbers of two bytes: one prefetch each.
         lines = tl.arange(0, BLOCK_IN // 64) * 64
         ask_for(w_ptr + w_row[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
+    if bias_ptr is not None and (DEPENDENT and not SORTED):
+        ask_for(bias_ptr + w_row)
     if CODE is not None and DEPENDENT:
         prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, BLOCK_IN * STEPS_AHEAD)
     pdl_wait(DEPENDENT)

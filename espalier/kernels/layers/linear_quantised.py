@@ -67,11 +67,11 @@ STEPS_AHEAD, STEPS_BEHIND_A_NORM = 4, 1
 # Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
-# Of 4-bit weights, not measured: (most rows of a tile, (block_out, most block_in, warps), programs that registers let
-# share a multiprocessor).  Up to 16 rows a step reads 128 bytes of each row of the weight.  With more, the inputs are
-# the larger part of what is read; blocks of 128 rows of the weight halve it.  MXFP4 gains by them only from 33 rows on:
-# experts with tiles of 32 rows were measured.  A thread needs four of a step's exponents of MXFP4, or they are not
-# copied ahead.
+# Of 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), programs that registers let share a
+# multiprocessor).  Up to 16 rows a step reads 128 bytes of each row of the weight.  With more, the inputs are the
+# larger part of what is read, and blocks of 128 rows of the weight halve it.  For MXFP4 they are slower up to 32 rows
+# (docs/log.md); the rest is not measured.  A thread needs four of a step's exponents of MXFP4, or they are not copied
+# ahead.
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
     "mxfp4": ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),

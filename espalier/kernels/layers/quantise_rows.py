@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 # Values that a warp loads: where programs are many, and where each has a multiprocessor to itself.  There the divisions
 # of a thread, one after another, would be most of the time.  So up to MAX_PARTS programs load the same group and find
-# its largest value, and each divides a part of it.
+# its largest value, and each divides a part of it.  A short group has up to FEW_WARPS that load the smaller number,
+# however many programs there are.
 VALUES_PER_WARP, VALUES_PER_WARP_ALONE = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
-MAX_WARPS, MAX_WARPS_ALONE = 16, 32
+FEW_WARPS, MAX_WARPS, MAX_WARPS_ALONE = 4, 16, 32
 
 
 def quantise_rows(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
@@ -118,11 +119,12 @@ def quantise_rows_triton(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor
         block, gpu = power_of_two(group), chip(x)
         is_alone = rows * groups <= gpu.processors
         warps = block // (VALUES_PER_WARP_ALONE if is_alone else VALUES_PER_WARP)
+        warps = max(warps, min(block // VALUES_PER_WARP_ALONE, FEW_WARPS), 1)
         parts = min(block // VALUES_PER_PART, MAX_PARTS) if rows * groups * MAX_PARTS <= gpu.processors else 1
         part = block // max(parts, 1)
         _quantise_rows_kernel[rows, groups, -(-group // part)](
             *(x, inputs.static, values, scales, num_in, x.stride(0)),
             GROUP=group, BLOCK=block, PART=part, MOST=FP8_MAX, **early(gpu),
-            num_warps=min(max(warps, 1), MAX_WARPS_ALONE if is_alone else MAX_WARPS),
+            num_warps=min(warps, MAX_WARPS_ALONE if is_alone else MAX_WARPS),
         )  # fmt: skip
     return values, scales
