@@ -1,6 +1,7 @@
 """What holds for every test: one thread, reproducible examples, and no GPU test where there is no GPU."""
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -64,6 +65,10 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+        # Six times a test pytest hands its handlers to every logger that does not propagate: PyTorch has forty.
+        for logger in logging.root.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger):
+                logger.propagate = True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

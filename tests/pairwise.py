@@ -1,6 +1,6 @@
 """Arrays in which every two factors take every two of their values together: most bugs need no third."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -11,15 +11,15 @@ def pairwise(
     factors: Mapping[str, Sequence[Any]], impossible: Callable[[Mapping[str, Any]], bool]
 ) -> list[dict[str, Any]]:
     """Rows in which every two factors take every two values that go together.  Greedy and deterministic."""
-    pairs = [
-        {f: v, g: w}
+    pairs = {
+        frozenset({(f, v), (g, w)}): {f: v, g: w}
         for f, g in combinations(factors, 2)
         for v, w in product(factors[f], factors[g])
         if not impossible({f: v, g: w})
-    ]
+    }
     rows: list[dict[str, Any]] = []
     while pairs:
-        row = dict(pairs[0])
+        row = next(iter(pairs.values()))
         for factor in factors:
             if factor not in row:
                 values = [value for value in factors[factor] if not impossible({**row, factor: value})]
@@ -27,15 +27,15 @@ def pairwise(
                 row[factor] = max(
                     values, key=lambda value: (gain(pairs, row, factor, value), -used(rows, factor, value))
                 )
-        pairs = [pair for pair in pairs if not pair.items() <= row.items()]
+        for pair in combinations(row.items(), 2):
+            pairs.pop(frozenset(pair), None)
         rows.append(row)
     return rows
 
 
-def gain(pairs: list[dict[str, Any]], row: Mapping[str, Any], factor: str, value: Any) -> int:
+def gain(pairs: Container[frozenset], row: Mapping[str, Any], factor: str, value: Any) -> int:
     """Pairs that the row would newly cover with this value."""
-    known = {**row, factor: value}
-    return sum(pair.get(factor, value) == value and factor in pair and pair.items() <= known.items() for pair in pairs)
+    return sum(frozenset({(factor, value), known}) in pairs for known in row.items())
 
 
 def used(rows: list[dict[str, Any]], factor: str, value: Any) -> int:
