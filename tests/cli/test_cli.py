@@ -263,11 +263,12 @@ def test_demo_compares_draws_and_counts(tiny, tiny_heldout, capsys):
 
 
 def test_on_a_terminal_the_demo_shows_prompts_dim_and_draft_tokens_not(tiny, tiny_heldout):
-    shown = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=100)
+    shown = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=40)
     assert demo.show(parse(["demo", "--prompts", "2", "--max-tokens", "16", *tiny]), shown) == 0
     out = shown.file.getvalue()
     assert "\x1b[2mabcabc\x1b[0m" in out and "\x1b[2mddd\x1b[0m" in out
     assert re.search(r"\x1b\[1;32m[a-o]", out) and "1;2;32m" not in out
+    assert re.search("a round +[1-9]+ [█#]", out) and not re.search("(?m)^[█#]", out), "bars fit the width"
 
 
 def test_on_a_terminal_lines_break_between_words(monkeypatch):
