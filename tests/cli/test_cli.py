@@ -143,7 +143,7 @@ def test_a_sample_that_failed_is_the_status_whichever_of_n_it_is(tiny, capsys, m
 
 def test_generate_gives_json(tiny, capsys, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('"abc"\n{"prompt": "de"}\n')
+    prompts.write_text('"abc"\n{"prompt": "de"}\n', encoding="utf-8-sig")
     assert run("generate", "--file", prompts, "--json", "--n", "2", "--max-tokens", "4", *tiny) == 0
     outputs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [output["usage"]["prompt_tokens"] for output in outputs] == [3, 2]
