@@ -5,7 +5,9 @@ Its message is one line with the value, the supported values and what to do.
 
 import difflib
 import math
-from collections.abc import Callable, Collection
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
 from typing import Any, TypeVar
@@ -18,6 +20,22 @@ MAX_SHOWN = 160
 
 class EspalierError(ValueError):
     """Bad input or an unsupported combination.  It is raised before any work is lost."""
+
+
+@contextmanager
+def frames_cleared() -> Iterator[None]:
+    """An EspalierError that leaves this block keeps no variable of the functions that it left.
+
+    They may be models on a GPU, whose memory whoever handles the error needs for the next try.
+    """
+    try:
+        yield
+    except EspalierError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__context__
+        raise
 
 
 def shown(value: Any) -> str:

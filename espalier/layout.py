@@ -106,7 +106,7 @@ def logit_rows(vocab_size: int) -> int:
     return max(1, LOGITS_BYTES // (4 * vocab_size))
 
 
-def node_pieces(batch: int, nodes: int, vocab_size: int) -> list[slice]:
+def node_slices(batch: int, nodes: int, vocab_size: int) -> list[slice]:
     """Nodes of each request's tree whose logits are computed at a time, in order; one slice where all fit."""
     width = max(1, NODE_LOGITS_BYTES // (4 * vocab_size * max(batch, 1)))
     return [slice(first, min(first + width, nodes)) for first in range(0, nodes, width)]
@@ -185,11 +185,6 @@ class RoundLayout:
     def num_slots(self) -> int:
         """Rows of the slot table: one per running request, and slot 0 for padding."""
         return self.max_batch + 1
-
-    @property
-    def pool(self) -> int:
-        """Candidates that the draft scores for one tree: topk at level 1, topk² at each later level."""
-        return max_draft_tokens(self.steps, self.topk) - 1
 
     @property
     def extend_width(self) -> int:

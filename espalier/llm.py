@@ -16,7 +16,7 @@ from typing import Any, Unpack
 from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
-from espalier.errors import EspalierError, shown
+from espalier.errors import EspalierError, frames_cleared, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
@@ -62,7 +62,8 @@ class LLM:
     def _load(self, prepared: "Prepared") -> None:
         _plant_fault(prepared.config.plant_fault)
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
-        self._use(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
+        with frames_cleared():
+            self._use(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
 
     def _use(self, engine: Engine, config: ResolvedConfig, inputs: InputProcessor) -> None:
         self.engine, self.config, self.inputs = engine, config, inputs

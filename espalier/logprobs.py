@@ -60,8 +60,10 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
         A view would keep the rows of a whole batch in memory.
         """
         own = rows[:, : TOP + 2 * count].copy()
-        self.rows.append(own)
-        self._entries = None
+        # An empty array may have fewer columns: another request of its launch set their number.
+        if len(own):
+            self.rows.append(own)
+            self._entries = None
         return TokenLogprobs((own,))
 
     @property

@@ -300,7 +300,7 @@ class Request:
 
     In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, the rows of these launched so far;
     num_known, index of the last root that the host knows; rounds_in_flight, rounds launched and not yet read.
-    generation: changes whenever the request enters a slot again.
+    generation: how often it has left a slot.
     """
 
     id: str

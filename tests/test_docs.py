@@ -168,7 +168,7 @@ def test_a_wrong_reference_is_found(reference: str):
 def test_right_references_are_not():
     for right in (
         "espalier/layout.py",
-        "espalier/layout.py:RoundLayout.pool",
+        "espalier/layout.py:RoundLayout.tree",
         "tests/test_docs.py::test_links_resolve",
     ):
         assert unresolved(right) is None

@@ -35,7 +35,7 @@ def test_tokens_ahead_at_steps_5_are_13_with_overlap_and_7_in_lock_step():
 )
 def test_a_tree_is_bounded_by_what_its_levels_can_propose(steps, topk, bound):
     assert max_draft_tokens(steps, topk) == bound
-    assert layout(steps=steps, topk=topk, num_draft_tokens=bound).pool == bound - 1
+    assert layout(steps=steps, topk=topk, num_draft_tokens=bound).num_draft_tokens == bound
     with pytest.raises(
         EspalierError, match=f"num_draft_tokens={bound + 1} is not supported; use 1 to {bound} at steps={steps}"
     ):

@@ -1,9 +1,11 @@
 """The public face over a tiny model: order, samples, streams, aborts, errors.  Which tokens is for tests/properties."""
 
+import gc
 import json
 import logging
 import shutil
 import signal
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from espalier import LLM, EspalierError, SamplingParams, SpeculationConfig
 from espalier.request import Output
 from espalier.speculate.drafters.registry import what_to_check
+from espalier.startup import load
 from tests.harness import VOCAB, directories
 
 LETTERS = [*"abcdefghijklmno", "<s>"]
@@ -51,6 +54,24 @@ def llm(paths):
 
 def letters(tokens):
     return "".join(LETTERS[token] for token in tokens if token < 15)
+
+
+def test_an_error_of_the_start_keeps_no_model(monkeypatch):
+    """Whoever handles it may try again, in the memory that the model had."""
+    loaded = []
+
+    def assemble(layout, target, *args, **kwargs):
+        loaded.append(weakref.ref(target))
+        try:
+            raise MemoryError
+        except MemoryError:
+            raise EspalierError("it does not fit") from None
+
+    monkeypatch.setattr(load, "assemble", assemble)
+    with pytest.raises(EspalierError, match="it does not fit") as caught:
+        LLM(model=directories()[0], max_context=64)
+    gc.collect()
+    assert loaded[0]() is None and caught.value.__context__ is not None
 
 
 def test_outputs_come_in_the_order_of_prompts_and_say_what_happened(llm):

@@ -71,4 +71,4 @@ def test_nan_is_found():
 def test_they_reach_the_front_as_they_were(of_prompt):
     piece = OutputChunk("r", logprobs=kept(), prompt_logprobs=TokenLogprobs(of_prompt=True) if of_prompt else None)
     decoded = protocol.decode_from_engine(protocol.encode(Harvest([Part("r", piece)])))
-    assert decoded.parts[0].piece == piece and decoded.parts[0].piece.logprobs == ENTRIES
+    assert decoded.parts[0].output == piece and decoded.parts[0].output.logprobs == ENTRIES

@@ -80,7 +80,18 @@ RUNS = {
         )
         for backend in ("triton", "fa3", "flashinfer")
     },
-    "attention": Run(200, "espalier bench attention"),
+    **{
+        f"latent-{backend}": Run(
+            120, f"{ROUND} --shape deepseek-v2-lite --own-size {how} --cells 1x1024:3,4,16 32x1024:3,2,8"
+        )
+        # FlashInfer's latent kernels need exact lengths, so no overlap.
+        for backend, how in (
+            ("triton", "--attention triton"),
+            ("fa3", "--attention fa3"),
+            ("flashinfer", "--attention flashinfer --no-overlap"),
+        )
+    },
+    "attention": Run(240, "espalier bench attention"),
     # Block drafts.
     **{
         f"planted-block-{size}": Run(

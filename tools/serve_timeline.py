@@ -215,7 +215,7 @@ def note_front(note: Note) -> None:
     def noted_take(self: Generation, part: Any) -> None:
         name = part.name.rpartition("-")[0]
         note("back", name)
-        if part.piece.finish_reason is not None:
+        if part.output.finish_reason is not None:
             note("last_back", name)
         take(self, part)
 

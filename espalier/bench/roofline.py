@@ -210,6 +210,19 @@ class Roofline:
         cublas, ours = self.stopwatch.ms(chains, TURNS, SECONDS)
         return LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
 
+    def round_linears(
+        self, batch: int, steps: int, topk: int, num_draft_tokens: int, drafts: bool = True
+    ) -> LinearTimes:
+        """The linear layers of a round, timed at the first call for this batch and layout.
+
+        That call needs memory for the weights.  An engine takes all that is free, so call it before one is made.
+        """
+        layout = (steps, topk, num_draft_tokens, drafts)
+        if (batch, layout) not in self._linear_times:
+            target, draft = round_runs(self.shape, batch, *layout)
+            self._linear_times[batch, layout] = self.linears((*draft, *target), batch * num_draft_tokens)
+        return self._linear_times[batch, layout]
+
     def round(
         self,
         batch: int,
@@ -227,10 +240,7 @@ class Roofline:
         touched: as for expert_cost.
         """
         layout = (steps, topk, num_draft_tokens, drafts)
-        target, draft = round_runs(self.shape, batch, *layout)
-        if (batch, layout) not in self._linear_times:
-            self._linear_times[batch, layout] = self.linears((*draft, *target), batch * num_draft_tokens)
-        times = self._linear_times[batch, layout]
+        times = self.round_linears(batch, *layout)
         experts = round_experts(self.shape, batch, *layout, touched)
         expert_ms = sum(each.ms(ceilings) for each in experts)
         attention_ms = round_attention(self.shape, batch, context, *layout, self.value_bytes).ms(ceilings)

@@ -185,6 +185,10 @@ def measure(
     names = list(dict.fromkeys(map(sizes.name, cells)))
     for name in names:
         group = [cell for cell in cells if sizes.name(cell) == name]
+        if roofline is not None:
+            # Before the engine takes the memory.
+            for cell in group:
+                roofline.round_linears(cell.batch, *cell.tree, cell.drafts)
         for cell, rounds, engine, seconds in _in_one_engine(models, group, sizes, num_rounds):
             of_cell = None
             if roofline is not None and ceilings is not None:

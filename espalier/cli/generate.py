@@ -142,7 +142,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
 def _all(llm: LLM, prompts: list[Any], params: list[SamplingParams], as_json: bool) -> int:
     start = perf_counter()
     with progress("generating", len(prompts) * (params[0].n or 1)) as advance:
-        outputs = llm.generate(prompts, params, lambda piece: advance() if piece.finish_reason else None)
+        outputs = llm.generate(prompts, params, lambda chunk: advance() if chunk.finish_reason else None)
     seconds = perf_counter() - start
     console = stdout()
     for i, output in enumerate(outputs):

@@ -131,7 +131,7 @@ class CudaStagedHandle:
             self.stages.settle()
         # An eager round's tensors are free for the round that is launched before this one is read.
         self.stages = None
-        self.settled = self.executor.hand_back(self.place, self.launch_input, None)
+        self.settled = self.executor.start_readback(self.place, self.launch_input, None)
 
     def wait(self) -> None:
         assert self.settled is not None
@@ -208,7 +208,7 @@ class CudaExecutor:
                 self._replay(graph.graph)
             else:
                 output = self._eager(launch_input, packed)
-        return self.hand_back(place, launch_input, output)
+        return self.start_readback(place, launch_input, output)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         if self.replay_events is None:
@@ -324,7 +324,7 @@ class CudaExecutor:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
         return packed.on(vector)
 
-    def hand_back(self, place: Place, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
+    def start_readback(self, place: Place, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
         """Start the copies of the results, and of the requested log-probabilities, to the host.
 
         output: of an eager launch, the only kind that computes prompt log-probabilities; None for other launches.
@@ -357,7 +357,7 @@ class CudaExecutor:
         pool, batches = torch.cuda.graph_pool_handle(), self.captured_buckets[::-1]
         batch = batches[0]
         try:
-            self.compile(self.rounds)
+            self.compile(self.dummy_rounds)
             for batch in track(batches, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
                 self.graphs[batch] = self._captured(batch, pool)
         except torch.OutOfMemoryError:
@@ -370,8 +370,8 @@ class CudaExecutor:
             self._capture_stages(pool)
 
     @property
-    def rounds(self) -> list[LaunchInput]:
-        """Dummy rounds of all forms, the largest first."""
+    def dummy_rounds(self) -> list[LaunchInput]:
+        """Of all forms, the largest first."""
         rounds = [of_dummies(batch) for batch in self.buckets[::-1]]
         return [*rounds, *(replace(each, is_staged=True) for each in rounds if self.capture_stages)]
 

@@ -1,8 +1,9 @@
 """The engine: `Engine.step` is one turn of the main loop.  It admits requests, starts a launch and reads a launch.
 
-A round with a grammar starts like every other round, with overlap before the round before it is read.  Its begin stage
-needs no mask.  When the host has read what came before, it knows the grammars' states and resumes the round.  It makes
-the masks of the trees' nodes while the target verifies them, and settles the round at the start of the next step.
+A round with a grammar runs in stages.  It is started like every other round: with overlap, before the host has read the
+round before it.  Its first stage, begin, needs no mask.  Once the host has read that round, it knows the grammars'
+states and resumes the new one.  It makes the masks of the trees' nodes while the target verifies them, and settles the
+round with these masks at the start of the next step.
 
 scheduler.py decides which requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
 """

@@ -48,7 +48,7 @@ class Handle(Protocol):
 
 
 class StagedHandle(Handle, Protocol):
-    """A round whose begin stage was started.  No other launch may be started between `resume` and `settle`."""
+    """A round whose begin stage was started.  No other launch may be started before `settle`."""
 
     def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
         """Start the propose and the verify stage.

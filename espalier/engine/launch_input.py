@@ -24,6 +24,8 @@ class LaunchInput:
     log-probabilities.
     lengths: tokens that each slot enters in a prefill pass; empty for a round.
     width: width of the prefill pass; 0 for a round.
+    pieces: (row of the batch, offset of its first token) of each piece of a prefill pass (speculate/pieces.py); empty
+    where each slot has one.
     slot_inits: requests that get a slot; only in a prefill pass, because a round's launch input has a fixed form.
     appended_pages: (slot, column, page) for requests that already have their slot.
     cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.

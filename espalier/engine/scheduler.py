@@ -50,7 +50,7 @@ NOT_FINITE = (
 
 
 class Scheduler:
-    """num_rounds: rounds launched so far, by (requests in the batch, whether a request wants log-probabilities).
+    """num_rounds: rounds launched so far, by the number of requests in the batch.
 
     on_round: called with a RoundTrace for each request of each round; set it to trace trees.
     """
@@ -74,7 +74,7 @@ class Scheduler:
         self.totals = SpeculationStats()
         self.on_round: Callable[[RoundTrace], None] | None = None
         self.num_preempted = 0
-        self.num_rounds: Counter[tuple[int, bool]] = Counter()
+        self.num_rounds: Counter[int] = Counter()
         self._in_flight = 0
         self._last_was_prefill = False
         self._chunks: list[OutputChunk] = []
@@ -266,7 +266,7 @@ class Scheduler:
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
-        self.num_rounds[len(batch), any(r.params.logprobs is not None for r in batch)] += 1
+        self.num_rounds[len(batch)] += 1
         return self._launch(batch, committed)
 
     def _launch(
@@ -323,7 +323,7 @@ class Scheduler:
         request.rounds_in_flight -= 1
         before = request.num_known
         request.num_known += len(row.tokens)
-        pages = list(request.pages)
+        pages = request.pages
         # The last token is sampled from the target, all before it were drafted.  Without finite logits it is missing.
         num_accepted = len(row.tokens) - 1 if row.finite else len(row.tokens)
         kept = self._append(request, row, [at < num_accepted for at in range(len(row.tokens))])
@@ -335,7 +335,7 @@ class Scheduler:
             for stats in (request.stats, self.totals):
                 stats.add(kept, min(kept, num_accepted), row.tree_size.drafted, depth)
         if self.on_round is not None and row.tree is not None:
-            trace = RoundTrace(request.id, row.tree, before, row.tokens, pages, self.layout.page_size)
+            trace = RoundTrace(request.id, row.tree, before, row.tokens, [*pages], self.layout.page_size)
             self.on_round(trace)
 
     def _append(self, request: Request, row: RequestResult, from_draft: list[bool]) -> int:

@@ -52,15 +52,15 @@ def _extend_short(right):
 
 
 def _wrong_ancestor(right):
-    def grow(tokens, scores, ancestor_bits, path, first, num_words):
-        grown = right(tokens, scores, ancestor_bits, path, first, num_words)
+    def select_beams(tokens, scores, ancestor_bits, path, first, num_words):
+        beams = right(tokens, scores, ancestor_bits, path, first, num_words)
         if ancestor_bits is None:
-            return grown
-        return grown._replace(
+            return beams
+        return beams._replace(
             ancestor_bits=ancestor_bits | own_bits(first, ancestor_bits.shape[1], num_words, ancestor_bits.device)
         )
 
-    return grow
+    return select_beams
 
 
 def _rows_without_topk(right):
@@ -229,7 +229,7 @@ FAULTS = {
         Fault(
             "wrong-ancestor",
             "a selected beam attends to the rows of the beam that had its index at the level above",
-            "espalier.speculate.drafters.autoregressive:grow",
+            "espalier.speculate.drafters.autoregressive:select_beams",
             _wrong_ancestor,
         ),
         Fault(

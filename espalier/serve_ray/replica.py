@@ -44,7 +44,7 @@ class OpenPrompt:
 
     def take(self, part: Part) -> None:
         self.prompt_tokens = 0
-        self.output_tokens -= len(part.piece.token_ids)
+        self.output_tokens -= len(part.output.token_ids)
 
 
 class EngineReplica:

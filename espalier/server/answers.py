@@ -74,31 +74,31 @@ class Choice:
         """Made with the first part: before, the request would wait for it."""
         return self.make_sink()
 
-    def take(self, piece: OutputChunk, keep: bool) -> Delta:
+    def take(self, output: OutputChunk, keep: bool) -> Delta:
         """The delta of a chunk.  keep: add it to the choice too, for the whole response."""
-        ends = piece.finish_reason, piece.stop_reason
-        text = self.new_text(piece)
-        delta = Delta(text, piece.token_ids, piece.from_draft, piece.logprobs, *ends, piece.prompt_logprobs)
-        self.num_tokens += len(piece.token_ids)
+        ends = output.finish_reason, output.stop_reason
+        text = self.new_text(output)
+        delta = Delta(text, output.token_ids, output.from_draft, output.logprobs, *ends, output.prompt_logprobs)
+        self.num_tokens += len(output.token_ids)
         if keep:
             self.texts.append(text)
-            self.token_ids += piece.token_ids
-            self.from_draft += piece.from_draft
-            if piece.logprobs is not None:
+            self.token_ids += output.token_ids
+            self.from_draft += output.from_draft
+            if output.logprobs is not None:
                 self.logprobs = self.logprobs or []
-                self.logprobs += piece.logprobs
-            if piece.prompt_logprobs is not None:
-                self.prompt_logprobs = piece.prompt_logprobs
+                self.logprobs += output.logprobs
+            if output.prompt_logprobs is not None:
+                self.prompt_logprobs = output.prompt_logprobs
             self.finish_reason, self.stop_reason = ends
         return delta
 
-    def new_text(self, piece: OutputChunk) -> str:
+    def new_text(self, output: OutputChunk) -> str:
         """The text that a chunk adds.  Like the engine process, leave out the stop token's text unless keep_stop."""
         if self.sink is None:
-            return piece.text
-        ends_by_token = piece.finish_reason == "stop" and not self.keep_stop
-        self.sink.push_all(piece.token_ids[:-1] if ends_by_token else piece.token_ids)
-        return self.sink.take(final=piece.finish_reason is not None)
+            return output.text
+        ends_by_token = output.finish_reason == "stop" and not self.keep_stop
+        self.sink.push_all(output.token_ids[:-1] if ends_by_token else output.token_ids)
+        return self.sink.take(final=output.finish_reason is not None)
 
 
 class Answer:
@@ -152,21 +152,22 @@ class Answer:
 
     def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
         """Add a part of a prompt."""
-        choice = self.choices[prompt_index * self.params.n + part.piece.index]
+        choice = self.choices[prompt_index * self.params.n + part.output.index]
         if part.usage is not None:
             # A prompt's tokens count once for its n samples: use the usage of the first.
-            first = part.piece.index == 0
+            first = part.output.index == 0
             self.usages.append(part.usage if first else Usage(completion_tokens=part.usage.completion_tokens))
         if part.speculation is not None:
             self.stats.merge(part.speculation)
-        return choice, choice.take(part.piece, keep=not self.body.stream)
+        return choice, choice.take(part.output, keep=not self.body.stream)
 
     def event(self, prompt_index: int, part: Part) -> bytes:
         """Add a part of a prompt.  Returns its stream event, empty if the event would be."""
-        piece = part.piece
-        if self.text_only and piece.finish_reason is None and piece.logprobs is None and piece.prompt_logprobs is None:
-            choice = self.choices[prompt_index * self.params.n + piece.index]
-            text = choice.new_text(piece)
+        output = part.output
+        has_more = output.finish_reason or output.logprobs is not None or output.prompt_logprobs is not None
+        if self.text_only and not has_more:
+            choice = self.choices[prompt_index * self.params.n + output.index]
+            text = choice.new_text(output)
             return self._text_event(choice, text) if text else b""
         chunk = self.chunk(*self.take(prompt_index, part))
         return b"" if chunk is None else event(chunk)

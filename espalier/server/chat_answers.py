@@ -31,17 +31,17 @@ class ChatChoice(Choice):
     calls: set[int] = field(default_factory=set)
     num_reasoning: int = 0
 
-    def new_text(self, piece: OutputChunk) -> str:
+    def new_text(self, output: OutputChunk) -> str:
         if self.parser is None:
-            return super().new_text(piece)
+            return super().new_text(output)
         texts, self.parts = [], []
-        for token_piece in self._split(piece):
+        for of_token in self._split(output):
             was_reasoning = self.parser.in_reasoning
-            texts.append(super().new_text(token_piece))
+            texts.append(super().new_text(of_token))
             self.parts += self.parser.feed(texts[-1])
             if was_reasoning or self.parser.in_reasoning:
-                self.num_reasoning += len(token_piece.token_ids)
-        if piece.finish_reason is not None:
+                self.num_reasoning += len(of_token.token_ids)
+        if output.finish_reason is not None:
             self.parts += self.parser.finish()
         for part in self.parts:
             if part.kind == "call":
@@ -52,15 +52,15 @@ class ChatChoice(Choice):
             self.deltas += self.parts
         return "".join(texts)
 
-    def _split(self, piece: OutputChunk) -> Iterator[OutputChunk]:
+    def _split(self, output: OutputChunk) -> Iterator[OutputChunk]:
         """The chunk, token by token where tokens of the reasoning are counted."""
         assert self.parser is not None
-        if self.sink is None or not self.parser.may_reason or len(piece.token_ids) < 2:
-            yield piece
+        if self.sink is None or not self.parser.may_reason or len(output.token_ids) < 2:
+            yield output
             return
-        for token in piece.token_ids[:-1]:
-            yield OutputChunk(piece.request_id, piece.index, [token])
-        yield replace(piece, token_ids=piece.token_ids[-1:])
+        for token in output.token_ids[:-1]:
+            yield OutputChunk(output.request_id, output.index, [token])
+        yield replace(output, token_ids=output.token_ids[-1:])
 
     def ending(self, reason: str | None) -> str | None:
         """The finish_reason: "tool_calls" for an output that ended by itself and has calls."""

@@ -127,12 +127,11 @@ class Generation:
                 timer.cancel()
 
     def _expire(self) -> None:
-        if not self.done:
-            self.error = TimeoutError()
-            self.news.set()
+        if self.error is None and not self.done:
+            self.fail(TimeoutError())
 
     def take(self, part: Part) -> None:
-        if part.piece.finish_reason is not None:
+        if part.output.finish_reason is not None:
             self.num_running[part.name] -= 1
         if self.error is not None:
             # Parts before this one may be lost, so it is of no use.
@@ -158,7 +157,7 @@ class Generation:
             self.news.set()
 
     def fail(self, error: Exception) -> None:
-        self.num_running = dict.fromkeys(self.num_running, 0)
+        """End the reading with an error.  The samples run on until `close`, so num_running still counts them."""
         self.error = error
         self.news.set()
 

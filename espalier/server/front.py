@@ -307,10 +307,10 @@ class Run:
         """Count the parts.  Raises ApiError for one with an error."""
         metrics, now = self.metrics, asyncio.get_running_loop().time()
         for part in parts:
-            piece = part.piece
-            if count := len(piece.token_ids):
+            output = part.output
+            if count := len(output.token_ids):
                 metrics.generated.count += count
-                key = part.name, piece.index
+                key = part.name, output.index
                 last = self.last_token_at.get(key)
                 if last is None:
                     metrics.first_token.observe(now - self.began)
@@ -318,11 +318,11 @@ class Run:
                     metrics.between_tokens.observe((now - last) / count, count)
                 self.last_token_at[key] = now
             if part.usage is not None:
-                metrics.finished.labels(piece.finish_reason).inc()
+                metrics.finished.labels(output.finish_reason).inc()
                 metrics.prompt_tokens.inc(part.usage.prompt_tokens)
                 metrics.cached_tokens.inc(part.usage.cached_tokens)
-            if piece.error is not None:
-                raise ApiError(500, piece.error, retry=False)
+            if output.error is not None:
+                raise ApiError(500, output.error, retry=False)
 
     def close(self) -> None:
         """End the request: abort the samples that still run."""

@@ -76,7 +76,7 @@ class Part(msgspec.Struct, array_like=True):
     """An output chunk of one sample.  usage and speculation: the sample's totals, only with its last chunk."""
 
     name: str
-    piece: OutputChunk
+    output: OutputChunk
     usage: Usage | None = None
     speculation: SpeculationStats | None = None
 

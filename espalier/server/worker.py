@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -73,15 +74,15 @@ class Worker:
     def run(self) -> None:
         """Serve until Shutdown.  If the engine raises, sends each request's last part and raises the same."""
         while os.getppid() == self.front_pid and self._take_in():
-            pieces: list[OutputChunk] = []
+            chunks: list[OutputChunk] = []
             if self.llm.engine.has_work:
                 try:
-                    pieces = self.llm.step()
+                    chunks = self.llm.step()
                 except Exception:
                     self._send(self.llm.engine.scheduler.take_chunks())
                     raise
                 self.steps += 1
-            self._send(pieces)
+            self._send(chunks)
 
     def _take_in(self) -> bool:
         """Handle all messages that have arrived.  If nothing runs, wait for one.  False: Shutdown was received."""
@@ -143,27 +144,27 @@ class Worker:
             for request in self.running[name].requests:
                 self.llm.engine.abort(request.id)
 
-    def _send(self, pieces: list[OutputChunk]) -> None:
-        parts = [self._part(piece) for piece in pieces]
+    def _send(self, chunks: list[OutputChunk]) -> None:
+        parts = [self._part(chunk) for chunk in chunks]
         self.socket.send(protocol.encode(Harvest(parts, self._report() if self._is_report_due() else None)))
 
     def _is_report_due(self) -> bool:
         return bool(self.abort_steps) or not self.llm.engine.has_work or time.monotonic() >= self.next_report_at
 
-    def _part(self, piece: OutputChunk) -> Part:
-        name = piece.request_id.rpartition(".")[0]
-        if piece.finish_reason is None:
-            return Part(name, piece)
+    def _part(self, chunk: OutputChunk) -> Part:
+        name = chunk.request_id.rpartition(".")[0]
+        if chunk.finish_reason is None:
+            return Part(name, chunk)
         entry = self.running[name]
-        request = entry.requests[piece.index]
-        if piece.error is not None:
-            log.error("%s", piece.error, extra=logs.about(piece.request_id))
+        request = entry.requests[chunk.index]
+        if chunk.error is not None:
+            log.error("%s", chunk.error, extra=logs.about(chunk.request_id))
         entry.num_left -= 1
         if not entry.num_left:
             del self.running[name]
             if entry.aborted_at is not None:
                 self.abort_steps.append(self.steps - entry.aborted_at)
-        return Part(name, piece, request.usage, request.stats)
+        return Part(name, chunk, request.usage, request.stats)
 
     def _report(self) -> Report:
         self.next_report_at = time.monotonic() + REPORT_S
@@ -186,13 +187,11 @@ class Worker:
         )
 
     def _rounds(self) -> list[tuple[int, bool, int]]:
-        """Rounds by bucket.  A CUDA graph runs the rounds of a captured bucket, except those with log-probabilities."""
-        counts: dict[tuple[int, bool], int] = {}
-        for (batch, logprobs), count in self.llm.engine.scheduler.num_rounds.items():
-            bucket = bucket_of(batch, self.buckets)
-            key = (bucket, bucket in self.buckets and not logprobs)
-            counts[key] = counts.get(key, 0) + count
-        return [(bucket, graph, count) for (bucket, graph), count in sorted(counts.items())]
+        """Rounds by bucket, and whether CUDA graphs of that bucket were captured."""
+        counts: Counter[int] = Counter()
+        for batch, count in self.llm.engine.scheduler.num_rounds.items():
+            counts[bucket_of(batch, self.buckets)] += count
+        return [(bucket, bucket in self.buckets, count) for bucket, count in sorted(counts.items())]
 
 
 def settings_of(sent: dict[str, Any]) -> dict[str, Any]:

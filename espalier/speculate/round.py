@@ -23,7 +23,7 @@ from espalier.kernels.state.advance import NodeRows, advance
 from espalier.kernels.state.batch_state import chain, gather
 from espalier.kernels.tree.accept import Path, accept
 from espalier.kernels.tree.gather_rows import gather_rows
-from espalier.layout import RoundLayout, logit_rows, node_pieces
+from espalier.layout import RoundLayout, logit_rows, node_slices
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
@@ -72,9 +72,9 @@ class ModelRunner:
         prefix = Prefix(slots.page_table, slots.prefix_len)
         return self.backend.plan(self.pages, self.target.layer_specs, prefix, nodes)
 
-    def pieces(self, batch: int) -> list[slice]:
+    def node_slices(self, batch: int) -> list[slice]:
         """The nodes of each tree whose logits are computed at a time.  self: the runner for this batch (`at`)."""
-        return node_pieces(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
+        return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
 
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
         """The sampler for tokens at positions first .. first + width - 1.  first: [B]."""
@@ -159,10 +159,10 @@ def verify(proposed: Proposed) -> Verified:
     positions = tree.positions(slots.prefix_len)
     plan = runner.plan(slots, Nodes(positions, positions, tree.ancestors))
     num_nodes = runner.layout.num_draft_tokens
-    # A void node (token -1) runs as the root, so the target runs only tokens of the request or of the draft.
+    # Void nodes have token -1: the model reads the embedding of their request's root in its place.
     tokens = void_padding(runner, tree.tokens, slots.real[:, None])
     out = runner.target(tokens, positions, StagedPass(plan, runner.staging, num_nodes))
-    fits = len(runner.pieces(slots.batch)) == 1
+    fits = len(runner.node_slices(slots.batch)) == 1
     return Verified(proposed, out, runner.target.logits(out.hidden) if fits else None)
 
 
@@ -186,14 +186,14 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
 
 
 def sample_nodes(verified: Verified, mask: Tensor | None) -> SampledTokens:
-    """The target's token at every node.  Where `verified` has no logits, they are computed piece by piece."""
+    """The target's token at every node.  Where `verified` has no logits, they are computed slice by slice."""
     proposed = verified.proposed
     if verified.logits is not None:
         return proposed.sampler.pick_nodes(verified.logits, proposed.tree, mask)
     target, hidden = proposed.runner.target, verified.out.hidden
     parts = [
         proposed.sampler.pick_nodes(target.logits(hidden[:, nodes]), proposed.tree, mask, nodes)
-        for nodes in proposed.runner.pieces(proposed.slots.batch)
+        for nodes in proposed.runner.node_slices(proposed.slots.batch)
     ]
     return SampledTokens(*(torch.cat(values, 1) for values in zip(*parts, strict=True)))
 

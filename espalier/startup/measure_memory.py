@@ -97,7 +97,7 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, g
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
     largest = {layout.at(batch).tree: of_dummies(batch) for batch in executor.buckets}
     rounds = [*largest.values(), *(replace(each, is_staged=True) for each in largest.values())]
-    compiled = executor.rounds if graph_batch < layout.max_batch else rounds
+    compiled = executor.dummy_rounds if graph_batch < layout.max_batch else rounds
     executor.compile([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
     round_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in rounds)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]

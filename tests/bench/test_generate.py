@@ -16,7 +16,7 @@ from espalier.synthetic.checkpoint import Recipe
 from tests.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")
-SHAPE = tiny(hot=1024)
+SHAPE = tiny(hot=1024, num_hidden_layers=3, intermediate_size=320)
 TREE = SpeculationConfig(steps=3, topk=2, num_draft_tokens=8)
 SETTINGS = {"max_batch": 2, "max_context": 256, "chunk_size": 64, "overlap": False, "speculation": TREE}
 STEP = 0.01

@@ -15,7 +15,7 @@ from espalier.synthetic.checkpoint import Recipe
 from tests.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")
-SHAPE = tiny(hot=1024)
+SHAPE = tiny(hot=1024, num_hidden_layers=3, intermediate_size=320)
 SETTINGS = {
     "max_batch": 4,
     "max_context": 256,

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from tests.synthetic.mixtures import mixture
 from tests.synthetic.test_checkpoint import tiny
 
 CPU = torch.device("cpu")
-SHAPE = tiny(hot=1024)
+SHAPE = tiny(hot=1024, num_hidden_layers=3, intermediate_size=320)
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,22 @@ def test_a_cell_larger_than_its_engine_is_refused_before_models_are_made(setting
     [cell] = parse_cells([text], [16])
     with pytest.raises(EspalierError, match=says):
         UserSizes(Recipe(SHAPE), SETTINGS | settings, CPU).layout(cell, 6)
+
+
+def test_the_floors_weights_are_timed_before_an_engine_takes_the_memory():
+    order = []
+    roofline = SimpleNamespace(
+        ceilings=lambda: object(), round_linears=lambda *of: order.append(of), round=lambda *of: order.append("floor")
+    )
+
+    def opened(*_):
+        order.append("engine")
+        raise EspalierError("no engine here")
+
+    sizes = SimpleNamespace(name=lambda cell: "all", open=opened)
+    with pytest.raises(EspalierError, match="no engine here"):
+        next(measure(None, parse_cells(["1x8:2,2,4", "2x8:2,2,4"], [4]), sizes, 2, roofline))
+    assert order == [(1, 2, 2, 4, True), (2, 2, 2, 4, True), "engine"]
 
 
 def test_a_cell_that_the_pages_do_not_hold_is_refused():

@@ -100,6 +100,17 @@ def test_of_each_family_and_drafter(family: str, algorithm: str) -> None:
         check(r, family)
 
 
+def test_a_chunk_without_rows_beside_a_request_that_wants_fewer() -> None:
+    """The first prompt ends one row after a chunk, so its last chunk reports nothing, in a pass of fewer columns."""
+    requests = [
+        request(i, p, replace(WISH, prompt_logprobs=count))
+        for i, (p, count) in enumerate(zip(prompts(9, [33, 5]), (4, 1), strict=True))
+    ]
+    run_watched(replace(SETUP, chunk_size=32).engine(), [(0, r) for r in requests])
+    for r in requests:
+        check(r)
+
+
 def test_a_chunk_of_one_row() -> None:
     """A prompt that ends one row after a chunk: its token is the next chunk's first."""
     for length in (16, 17, 18, 32, 33, 34):

@@ -62,7 +62,7 @@ def delay_streams(engine: Engine, random: Random) -> None:
     """Before a launch's first work, after its last, and before its results are copied to the host."""
     executor = engine.executor
     assert isinstance(executor, CudaExecutor)
-    hand_back = executor.hand_back
+    start_readback = executor.start_readback
 
     def delayed_launch(launch: Callable[[LaunchInput], Any]) -> Callable[[LaunchInput], Any]:
         def launching(launch_input: LaunchInput) -> Any:
@@ -75,14 +75,14 @@ def delay_streams(engine: Engine, random: Random) -> None:
 
         return launching
 
-    def handing_back(*args: Any) -> Any:
+    def starting_late(*args: Any) -> Any:
         with torch.cuda.stream(executor.copies):
             sleep_between_streams(random)
-        return hand_back(*args)
+        return start_readback(*args)
 
     executor.launch = delayed_launch(executor.launch)  # type: ignore[method-assign]
     executor.launch_staged = delayed_launch(executor.launch_staged)  # type: ignore[method-assign]
-    executor.hand_back = handing_back  # type: ignore[method-assign]
+    executor.start_readback = starting_late  # type: ignore[method-assign]
 
 
 def host_sleep(random: Random) -> None:

@@ -32,7 +32,7 @@ def right() -> list[list[int]]:
         return said(llm)
 
 
-@pytest.mark.parametrize("where", ["launch", "graph", "_eager", "hand_back"])
+@pytest.mark.parametrize("where", ["launch", "graph", "_eager", "start_readback"])
 def test_an_error_inside_a_launch_stops_the_engine_by_name(where, right, monkeypatch):
     def broken(*_):
         raise RuntimeError("the device is broken")

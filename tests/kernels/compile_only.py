@@ -23,13 +23,14 @@ def pytest_collection_finish(session):
     from triton.runtime import driver
 
     from espalier.kernels.runtime.launch import launch_hook
+    from tests import interpreter
+    from tests.kernels import bounds
 
     driver.set_active(Driver())
     launch_hook.set(_compile)
-    for plugin in session.config.pluginmanager.get_plugins():
-        if hasattr(plugin, "adapt_interpreter"):
-            plugin.adapt_interpreter = lambda: None
-            plugin.checked = nullcontext
+    # What the fixture kernel_device imports at each test.
+    interpreter.adapt_interpreter = lambda: None
+    bounds.checked = nullcontext
 
 
 def _compile(function, grid, *args, **options):

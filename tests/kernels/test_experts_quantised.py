@@ -1,18 +1,22 @@
 """The expert product with quantised experts: that of the dequantised experts, for every format."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from espalier.kernels.layers.activation import Activation
 from espalier.kernels.layers.experts import (
     ExpertBiases,
-    _plan_of,
     grouped_experts_reference,
     grouped_experts_triton,
 )
-from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
-from espalier.kernels.layers.experts_tiles import tiles_of
-from espalier.kernels.layers.quantised import dequantise
+from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
+from espalier.kernels.layers.experts_quantised import launch_options
+from espalier.kernels.layers.experts_tuning import plan_for
+from espalier.kernels.layers.quantise_rows import quantise_rows_triton
+from espalier.kernels.layers.quantised import RoundedRows, dequantise
+from espalier.kernels.runtime.launch import Chip, power_of_two
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn
 
 # (rows, experts, choices, hidden size, intermediate size); a single row is not sorted.
@@ -20,6 +24,7 @@ SHAPES = [(1, 4, 2, 64, 64), (9, 5, 2, 128, 64)]
 TOLERANCE = {torch.float16: 8e-3, torch.bfloat16: 6e-2}
 # Blocks of 64 columns divide the groups of KINDS, or are made to.
 PRODUCT = ProductPlan(32, 64, 4, 2)
+HOPPER = Chip(232448, 132, (9, 0))
 
 
 def inputs(kind, rows, experts, top_k, hidden, inner, device):
@@ -57,15 +62,6 @@ def test_the_reference_is_the_product_with_the_dequantised_experts(kind):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["fp8-channel", "int4", "mxfp4"])
-def test_4_bits_take_a_plan_of_their_own(kind):
-    """The plan that is given is for dense experts, whose tiles have other bytes."""
-    _, _, down, ids, _ = inputs(kind, *SHAPES[1], torch.device("cpu"))
-    tiles = tiles_of(ids, None, 5, 16)
-    plan = _plan_of(down, 128, PRODUCT, tiles, torch.zeros(9, 64))
-    assert plan == PRODUCT if kind == "fp8-channel" else (plan.block_out, plan.block_in, plan.warps) == (64, 64, 4)
-
-
 def test_biases_and_another_activation(kernel_device):
     """GPT-OSS: MXFP4 with biases."""
     args = inputs("mxfp4", *SHAPES[1], kernel_device)
@@ -83,3 +79,39 @@ def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, kind):
     whole = grouped_experts_triton(x, gate_up, down, ids, weights, plan=plan)
     part = grouped_experts_triton(x[4:7], gate_up, down, ids[4:7], weights[4:7], plan=plan)
     assert torch.equal(whole[:, 4:7], part)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "inputs" in kind])
+def test_inputs_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
+    x, gate_up, down, ids, weights = inputs(kind, *SHAPES[1], kernel_device)
+    plan = ExpertsPlan(16, PRODUCT, PRODUCT)
+    rounded = RoundedRows(*quantise_rows_triton(x, gate_up.inputs), x.dtype)
+    ours = grouped_experts_triton(rounded, gate_up, down, ids, weights, plan=plan)
+    assert torch.equal(ours, grouped_experts_triton(x, gate_up, down, ids, weights, plan=plan))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_padded_batch_takes_the_plan_of_its_rows_alone(kind):
+    shape, chip = ExpertsShape(64, 2, 256, 256), replace(HOPPER, processors=10)
+    matrices = drawn(kind, (64,), 512, 256, "cpu"), drawn(kind, (64,), 256, 256, "cpu", seed=1)
+    plans = [plan_for(shape, rows, torch.bfloat16, chip, matrices) for rows in range(1, 129)]
+    assert all(plan == plans[power_of_two(rows) - 1] for rows, plan in enumerate(plans, 1))
+    assert [plan.rows == 1 for plan in plans[:3]] == [True, False, False] and len(set(plans)) > 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_fit_the_chip(kind):
+    for matrices, tile in ((2, 16), (1, 128)):
+        matrix = drawn(kind, (2,), 512, 512, "cpu")
+        options = launch_options(ProductPlan(64, 256, 4, 99), matrix, matrices, tile, HOPPER)
+        weights = matrices * 64 * (1 if matrix.code == "fp8" else 0.5)
+        inputs = tile * (2 if matrix.inputs is None else 1)
+        of_stage = (weights + inputs) * options["BLOCK_IN"]
+        assert 0.8 < options["num_stages"] * of_stage / HOPPER.shared_memory <= 1
+
+
+def test_registers_let_as_many_programs_run_as_shared_memory_does():
+    """4 of 128 threads in MXFP4 up to 16 rows: with more registers, fewer bytes would be on their way."""
+    down = drawn("mxfp4", (2,), 2048, 2048, "cpu")
+    for stages, registers in ((3, 128), (4, 168), (6, None)):
+        assert launch_options(ProductPlan(64, 256, 4, stages), down, 1, 16, HOPPER)["maxnreg"] == registers

@@ -10,7 +10,9 @@ from espalier.kernels.attention.kv_splits import (
     MAX_SPLIT_ROWS,
     MAX_SPLITS,
     MAX_SPLITS_OF_FEW_HEADS,
+    MIN_SHORT_SPLIT_ROWS,
     MIN_SPLIT_ROWS,
+    SMALL_TILE,
     SPLIT_STEP,
     KVSplitPolicy,
     kv_splits_reference,
@@ -103,18 +105,25 @@ def test_small_batches_make_many_splits():
     of = partial(KVSplitPolicy.of, kv_heads=8, group=4, max_rows=32768, v_size=128)
     assert [of(batch, 1).num_splits for batch in (1, 2, 4, 8, 12, 32, 64)] == [32, 16, 8, 4, 2, 1, 1]
     assert [of(batch, 64).num_splits for batch in (1, 2, 8)] == [8, 4, 1]
-    assert of(64, 1) == KVSplitPolicy(1, MAX_SPLITS), "a long request is split, whatever the batch"
+    assert of(64, 1).num_splits == 1 and of(64, 1).max_splits == MAX_SPLITS, (
+        "a long request is split, whatever the batch"
+    )
     assert of(64, 64) == KVSplitPolicy(1, 4)
     assert of(1, 2048) == KVSplitPolicy(1, 1)
-    assert KVSplitPolicy.of(1, 1, 8, 4, max_rows=17 * MIN_SPLIT_ROWS - 1, v_size=128) == KVSplitPolicy(17, 17)
-    assert KVSplitPolicy.of(64, 1, 8, 4, max_rows=MAX_SPLIT_ROWS, v_size=128) == KVSplitPolicy(1, 1), (
-        "none is ever split"
-    )
+    assert KVSplitPolicy.of(64, 1, 8, 4, max_rows=MAX_SPLIT_ROWS, v_size=128).max_splits == 1, "none is ever split"
     for batch in range(1, 65):
         for queries in (1, 2, 8, 16, 64, 129, 5000):
             policy = of(batch, queries)
             assert 1 <= policy.num_splits <= policy.max_splits <= MAX_SPLITS
             assert policy.max_splits == 1 or batch * queries * policy.max_splits * 32 * 128 <= MAX_PARTIAL_VALUES
+
+
+def test_few_queries_have_shorter_splits():
+    """Up to 16 packed queries: their partial results are few."""
+    of = partial(KVSplitPolicy.of, 1, kv_heads=8, max_rows=17 * MIN_SPLIT_ROWS - 1, v_size=128)
+    assert of(1, group=4) == of(4, group=4) == KVSplitPolicy(32, 32, min_split_rows=MIN_SHORT_SPLIT_ROWS)
+    assert of(SMALL_TILE // 4 + 1, group=4) == of(1, group=SMALL_TILE + 1) == KVSplitPolicy(17, 17)
+    assert of(1, group=4).width(1024) == MIN_SHORT_SPLIT_ROWS and of(5, group=4).width(1024) == MIN_SPLIT_ROWS
 
 
 @pytest.mark.parametrize(("kv_heads", "splits"), [(32, 8), (16, 16), (8, 32), (4, 64), (2, 128), (1, 128)])

@@ -66,14 +66,14 @@ def test_more_to_merge_than_programs(kernel_device):
     assert_equals_reference(partials, splits, out, lse)
 
 
-@pytest.mark.parametrize(("v_size", "max_splits"), [(128, 32), (200, 32), (300, 64)])
+@pytest.mark.parametrize(("v_size", "max_splits"), [(128, 32), (200, 32), (300, 64), (40, 128)])
 def test_many_splits(kernel_device, v_size, max_splits):
-    """One pair at a time, in parts of 128 values; its splits are loaded at once (32 splits) or in steps."""
+    """One pair at a time, in parts of 128 values (32 splits), of 64 or of 32."""
     policy = KVSplitPolicy(max_splits, max_splits)
     assert_equals_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, policy=policy))
 
 
-@pytest.mark.parametrize("max_splits", [8, 32])
+@pytest.mark.parametrize("max_splits", [8, 32, 128])
 def test_bits_do_not_depend_on_the_batch(kernel_device, max_splits):
     """A request's bits are the same alone and in a batch, as the first and as the second of two pairs."""
     lengths, policy = (600, 0, 5000, 1, 300), KVSplitPolicy(max_splits, max_splits)

@@ -8,6 +8,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.norm import (
     add_rms_norm_reference,
     add_rms_norm_triton,
+    norm_and_rounded_triton,
     rms_norm_reference,
     rms_norm_triton,
     rounded_norm_triton,
@@ -81,6 +82,18 @@ def test_partial_sums_are_added_in_order_and_rounded_first(shape, half, parts, m
         assert torch.equal(out, expected)
 
 
+def test_parts_of_many_rows_are_far_apart(tmp_path, kernel_device):
+    """The last part begins 2^31 numbers behind the first.  The file has no blocks but those that are written."""
+    if kernel_device.type == "cuda":
+        pytest.skip("takes 8 GiB of a GPU's memory")
+    far = torch.from_file(str(tmp_path / "parts"), shared=True, size=2**31 + 64)
+    parts = far.as_strided((3, 1, 8), (2**30, 8, 1))
+    parts.copy_(random_normal((3, 1, 8), torch.float32, kernel_device))
+    residual, weight = (torch.ones(shape, dtype=torch.float16) for shape in ((1, 8), (8,)))
+    total, _ = add_rms_norm_triton(parts, residual, weight, EPS)
+    assert torch.equal(total, add_rms_norm_reference(parts.contiguous(), residual, weight, EPS)[0])
+
+
 def test_strided_rows_and_any_batch_shape(kernel_device):
     wide, weight = (
         random_normal((6, 80), torch.float32, kernel_device),
@@ -149,7 +162,9 @@ def test_the_norm_is_of_the_rounded_sum(make, kernel_device):
     assert (out != exact).sum() <= out.numel() // 100
 
 
-@pytest.mark.parametrize(("size", "group", "static"), [(200, None, False), (512, 128, False), (200, 64, True)])
+@pytest.mark.parametrize(
+    ("size", "group", "static"), [(200, None, False), (512, 128, False), (200, 64, True), (200, 200, False)]
+)
 def test_a_norm_is_rounded_as_by_a_launch_of_its_own(size, group, static, kernel_device):
     """To the bit: the norm of a sum of parts, of a sum, and alone; a row of zeros among them."""
     residual, weight = (random_normal(shape, torch.float16, kernel_device, 1) for shape in ((3, size), (size,)))
@@ -167,6 +182,9 @@ def test_a_norm_is_rounded_as_by_a_launch_of_its_own(size, group, static, kernel
         assert torch.equal(own_total, total) and torch.equal(rounded.scales, scales)
         assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
         assert rounded.dtype == torch.float16 and len(rounded) == 3
+        own_total, own_norm, both = norm_and_rounded_triton(delta, residual, weight, EPS, inputs)
+        assert torch.equal(own_total, total) and torch.equal(own_norm, norm) and torch.equal(both.scales, scales)
+        assert torch.equal(both.values.view(torch.uint8), values.view(torch.uint8))
 
 
 def test_groups_that_no_norm_rounds(kernel_device):

@@ -4,10 +4,18 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers import experts as experts_triton
 from espalier.kernels.layers import norm_router
 from espalier.kernels.layers.norm import add_rms_norm_triton
-from espalier.kernels.layers.norm_router import norm_router_reference, norm_router_triton
+from espalier.kernels.layers.norm_router import (
+    norm_router_reference,
+    norm_router_rounded_triton,
+    norm_router_triton,
+)
+from espalier.kernels.layers.quantise_rows import quantise_rows_triton
+from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix
 from espalier.kernels.layers.routing import Routing
+from espalier.models.layers import experts
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.norm import RMSNorm
 from tests.kernels.treeing import poisoned
@@ -43,6 +51,20 @@ def test_equals_the_two_launches(kernel_device, shape, dtype):
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits.double(), normed.double() @ inputs[4].double().T, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=4 * ulp)
+
+
+@pytest.mark.parametrize("group", [None, 64])
+def test_the_norm_is_also_rounded(kernel_device, group):
+    """As by a launch of its own, to the bit, and the other results stay."""
+    inputs = drawn(3, 200, 70, 2, kernel_device)
+    *results, rounded = norm_router_rounded_triton(*inputs, InputScales(group))
+    expected = norm_router_triton(*inputs)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
+    values, scales = quantise_rows_triton(expected[1], InputScales(group))
+    assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(rounded.scales, scales)
+    with pytest.raises(EspalierError, match="groups of a power of two, not 48"):
+        norm_router_rounded_triton(*inputs, InputScales(48))
 
 
 def test_a_rows_bits_do_not_depend_on_the_others(kernel_device):
@@ -83,3 +105,24 @@ def test_a_mixtures_block_is_the_norm_and_then_the_block(kernel_device, monkeypa
     total, parts = mlp.after(norm, delta, residual, live)
     assert torch.equal(total, expected_total) and parts.any()
     torch.testing.assert_close(parts, expected, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_fp8_experts_take_what_the_norm_rounds(kernel_device, monkeypatch, few):
+    """The same bits as from a norm that does not round."""
+    delta, residual, weight, eps, router = drawn(4, 64, 8, 2, kernel_device)
+    generator, inputs = torch.Generator().manual_seed(1), InputScales()
+    matrices = []
+    for shape in ((8, 64, 64), (8, 64, 32)):
+        codes = (torch.randn(shape, generator=generator) * 60).to(FP8).to(kernel_device)
+        scales = torch.full((*shape[:2], 1), 1e-3, device=kernel_device)
+        matrices.append(QuantisedMatrix("fp8", codes, scales, shape[2], inputs=inputs))
+    mlp, norm = MixtureMLP(Routing(8, 2), router, None, *matrices), RMSNorm(weight, eps)
+    monkeypatch.setattr(norm_router, "takes", lambda residual: few)
+    monkeypatch.setattr(experts, "grouped_experts", experts_triton.grouped_experts_triton)
+    found = []
+    for rounding in (None, inputs):
+        monkeypatch.setattr(MixtureMLP, "_rounding", lambda mlp, residual, rounding=rounding: rounding)
+        found.append(mlp.after(norm, delta, residual))
+    (expected_total, expected), (total, parts) = found
+    assert torch.equal(total, expected_total) and torch.equal(parts, expected) and parts.any()

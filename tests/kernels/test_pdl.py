@@ -156,7 +156,10 @@ class MixtureWithShared(Mixture):
 
 
 class LatentLayers(MixtureWithShared):
-    """Two layers with latent attention: a lone request's splits leave most of its programs without work."""
+    """Two layers with latent attention: a lone request's splits leave most of its programs without work.
+
+    Each replay has another length, and so other splits, which the first layer computes.
+    """
 
     heads, nope, rope, rank, context = 16, 128, 64, 512, 1000
 
@@ -211,6 +214,8 @@ def test_a_replay_equals_launches_without_pdl(layers, rows, kernel_device, monke
     monkeypatch.setattr(pdl, "HOPPER", (1000, 0))
     for replay in range(20):
         chain.x.normal_()
+        if isinstance(chain, LatentLayers):
+            chain.length.random_(1, chain.context + 1)
         graph.replay()
         torch.cuda.synchronize()
         for out, expected in zip(replayed, chain(), strict=True):

@@ -20,6 +20,8 @@ ROUTINGS = [
     Routing(256, 8, "sigmoid", True, 2.5, 8, 4, "top2_sum", correction_bias=True),
     Routing(300, 5, norm_topk_prob=True),
     Routing(12, 3, "sigmoid", False, 1.0, 6, 2, "top2_sum"),
+    # Negative logits are chosen too.
+    Routing(9, 7, "topk_softmax"),
 ]
 
 
@@ -49,6 +51,8 @@ def test_kernel_is_the_reference(kernel_device, routing, rows, dtype):
 @pytest.mark.parametrize("n_group", [1, 10])
 def test_ties_go_to_the_lower_id(kernel_device, scoring, n_group):
     logits = torch.zeros(3, 200, device=kernel_device)
+    # Equal to 0.
+    logits[0, :50] = -0.0
     logits[1, 150], logits[2, 199], logits[2, 100:] = 1.0, 2.0, 1.0
     ids, _ = route_triton(logits, None, Routing(200, 3, scoring, n_group=n_group, topk_group=min(n_group, 2)))
     assert ids.tolist() == [[0, 1, 2], [0, 1, 150], [100, 101, 102]]

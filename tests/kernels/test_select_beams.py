@@ -7,7 +7,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import unpack
-from espalier.kernels.tree.select_beams import grow, select_beams_reference, select_beams_triton
+from espalier.kernels.tree.select_beams import select_beams, select_beams_reference, select_beams_triton
 from tests.kernels.treeing import drawn_scores, poisoned, random, same
 
 
@@ -118,4 +118,4 @@ def test_wrong_sizes_are_refused(kernel_device):
 
 def test_cpu_tensors_use_the_reference():
     inputs = random_inputs(2, 3, 3, 1, 0)
-    same(grow(*inputs, blank_path(2, 6), 3, 1), select_beams_reference(*inputs, blank_path(2, 6), 3, 1))
+    same(select_beams(*inputs, blank_path(2, 6), 3, 1), select_beams_reference(*inputs, blank_path(2, 6), 3, 1))

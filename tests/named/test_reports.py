@@ -44,7 +44,7 @@ def conversation_of(setup: Setup, turns: int, told: int, said: int) -> None:
     engine.close()
 
 
-def ragged(setup: Setup, lengths: tuple[int, ...], most: int = 24) -> list[Request]:
+def ragged(setup: Setup, lengths: tuple[int, ...], most: int = 16) -> list[Request]:
     requests = [
         request(i, p, SamplingParams(temperature=i % 2, max_tokens=most)) for i, p in enumerate(prompts(20, lengths))
     ]

@@ -223,7 +223,7 @@ def test_an_unknown_fault_is_refused_by_name():
 @pytest.fixture
 def healed(monkeypatch) -> Fault:
     """A fault that a test may plant for good: the right function is back afterwards."""
-    monkeypatch.setattr(autoregressive, "grow", autoregressive.grow)
+    monkeypatch.setattr(autoregressive, "select_beams", autoregressive.select_beams)
     return FAULTS["wrong-ancestor"]
 
 
@@ -234,19 +234,19 @@ def load(**settings) -> None:
 
 def test_the_switch_plants_a_fault_for_good_and_shouts_once(healed, caplog, capsys):
     load(plant_fault=healed.name)
-    planted = autoregressive.grow
+    planted = autoregressive.select_beams
     load(plant_fault=healed.name)
     load()
-    assert autoregressive.grow is planted and caught(held.PROPOSAL)
+    assert autoregressive.select_beams is planted and caught(held.PROPOSAL)
     assert [record.levelname for record in caplog.records if "WRONG BY INTENT" in record.message] == ["WARNING"]
     assert capsys.readouterr().err.count("planted fault wrong-ancestor: ") == 1
 
 
 def test_the_environment_variable_alone_plants_nothing_and_says_how(healed, monkeypatch, caplog):
-    right = autoregressive.grow
+    right = autoregressive.select_beams
     monkeypatch.setenv("ESPALIER_FAULT", healed.name)
     load()
-    assert autoregressive.grow is right
+    assert autoregressive.select_beams is right
     assert (
         "ESPALIER_FAULT=wrong-ancestor has no effect" in caplog.text and "--plant-fault wrong-ancestor" in caplog.text
     )

@@ -71,7 +71,7 @@ async def started(*replicas, **more):
 async def tokens_of(pool, prompt=PROMPT):
     generation = pool.submit("req", [prompt], ResolvedParams(), 0, False)
     try:
-        return [part.piece.token_ids async for parts in generation.parts(None) for part in parts]
+        return [part.output.token_ids async for parts in generation.parts(None) for part in parts]
     finally:
         generation.close()
 
@@ -110,7 +110,7 @@ def test_a_prompt_with_a_token_ends_with_an_error(end):
         with pytest.raises(EngineGone, match=r"gone|stopped"):
             async for parts in generation.parts(None):
                 found += parts
-        assert [part.piece.token_ids for part in found] == [[1]]
+        assert [part.output.token_ids for part in found] == [[1]]
         assert len(pool.handle.calls) == 1 and pool.open_samples == 0
         await pool.close()
 

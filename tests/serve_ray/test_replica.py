@@ -1,4 +1,4 @@
-"""Engine replicas with the bundled model behind the server's front, with a handle of this process in Ray's place."""
+"""Engine replicas with a tiny model behind the server's front, with a handle of this process in Ray's place."""
 
 import asyncio
 import os
@@ -16,8 +16,8 @@ from espalier.server.engines import EngineGone
 from espalier.server.front import Front, FrontOptions
 from tests.serve_ray.handles import Handle
 from tests.server.serving import ENGINE, TREE
+from tests.worded import worded
 
-SETTINGS = {"model": "bundled", **ENGINE, "speculation": TREE}
 PROMPTS = [f"def f_{i}(x):\n" for i in range(6)]
 ASK = {"model": "bundled", "max_tokens": 12, "temperature": 0}
 
@@ -41,10 +41,12 @@ class Group:
 
     async def __aenter__(self):
         self.left = []
+        target, draft = map(str, worded())
+        settings = {"model": target, "draft": draft, **ENGINE, "speculation": TREE}
         self.replicas = {}
         for name in self.names:
             replica = self.replicas[name] = Replica.__new__(Replica)
-            await replica.__init__(SETTINGS, ClientOptions(), name, self.left.append)
+            await replica.__init__(settings, ClientOptions(), name, self.left.append)
         self.handle = Handle(dict(self.replicas))
         self.pool = EnginePool(self.handle, "bundled", len(self.names), 1, lost)
         await self.pool.start()
@@ -112,7 +114,7 @@ def test_the_engine_of_a_replica_dies(llm):
             waiting = group.pool.submit("next", [prompt], ResolvedParams(temperature=0.0, max_tokens=4), 0, False)
             del group.handle.replicas[name]
             tokens = [
-                t for parts in [p async for p in waiting.parts(None)] for part in parts for t in part.piece.token_ids
+                t for parts in [p async for p in waiting.parts(None)] for part in parts for t in part.output.token_ids
             ]
             await asyncio.sleep(0.6)
             assert not replica.client._folder.exists()

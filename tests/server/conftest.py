@@ -7,6 +7,7 @@ from openai import OpenAI
 
 from espalier import LLM, SpeculationConfig
 from tests.server.serving import ENGINE, TREE, Served, serving
+from tests.worded import worded
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +34,8 @@ def servers(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def llm():
-    with LLM(model="bundled", speculation=SpeculationConfig(**TREE), **ENGINE) as llm:
+    target, draft = worded()
+    with LLM(model=target, draft=draft, speculation=SpeculationConfig(**TREE), **ENGINE) as llm:
         yield llm
 
 

@@ -1,5 +1,6 @@
 """A server as users start it: a process of its own, on a port that is free."""
 
+import http.client
 import json
 import os
 import signal
@@ -9,10 +10,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.worded import worded
 
 ROOT = Path(__file__).parents[2]
 START_S = 120
@@ -20,6 +23,7 @@ START_S = 120
 ENGINE = {"dtype": "float64", "max_batch": 4, "max_context": 512, "page_size": 16, "num_pages": 200}
 # Smaller than the usual tree, so that a round takes less.
 TREE = {"steps": 3, "topk": 2, "num_draft_tokens": 8}
+LONG = {"model": "bundled", "prompt": "def f(x):\n", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 FLAGS = [part for name, value in (ENGINE | TREE).items() for part in ("--" + name.replace("_", "-"), str(value))]
 
@@ -96,9 +100,26 @@ def ask_large(connection: socket.socket, headers: str = "") -> None:
     connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 
 
-def announce_body(connection: socket.socket) -> None:
+def opened(
+    served: Served, headers: Mapping[str, str] | None = None, **fields: Any
+) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+    """A stream whose first event has come: (connection, answer)."""
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    body = json.dumps({**LONG, "stream": True, **fields})
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json", **(headers or {})})
+    answer = connection.getresponse()
+    assert answer.status == 200
+    assert answer.readline().startswith(b"data: ")
+    return connection, answer
+
+
+def events(answer: http.client.HTTPResponse) -> list[bytes]:
+    return [line[6:].strip() for line in answer.read().splitlines() if line.startswith(b"data: ")]
+
+
+def announce_body(connection: socket.socket, headers: str = "") -> None:
     """Send the headers of a request whose body never comes; returns once the server waits for the body."""
-    connection.sendall(f"{HEAD}expect: 100-continue\r\ncontent-length: 1000\r\n\r\n".encode())
+    connection.sendall(f"{HEAD}{headers}expect: 100-continue\r\ncontent-length: 1000\r\n\r\n".encode())
     assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
 
 
@@ -118,13 +139,19 @@ def exists(pid: int) -> bool:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, model: str = "bundled") -> Iterator[Served]:
-    """A server with these flags, ended by SIGTERM; nothing of it is left."""
+def serving(folder: Path, *flags: str) -> Iterator[Served]:
+    """A server with these flags, ended by SIGTERM; nothing of it is left.
+
+    A first flag without a dash is its model.  Else it has a tiny one, called "bundled".
+    """
+    if not flags or flags[0].startswith("-"):
+        target, draft = map(str, worded())
+        flags = (target, "--draft", draft, "--served-model-name", "bundled", *flags)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = folder / f"server-{port}.log"
-    command = [sys.executable, "-m", "espalier", "serve", model, "--port", str(port), *FLAGS, *flags]
+    command = [sys.executable, "-m", "espalier", "serve", *flags[:1], "--port", str(port), *FLAGS, *flags[1:]]
     temporary = folder / f"tmp-{port}"
     temporary.mkdir()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}

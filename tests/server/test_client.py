@@ -10,16 +10,17 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from espalier.inputs import InputProcessor, ModelFacts
-from espalier.request import ResolvedParams
-from espalier.server import lanes
+from espalier.request import OutputChunk, ResolvedParams
+from espalier.server import lanes, protocol
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.engines import EngineGone
 from espalier.server.errors import ApiError
-from espalier.server.front import Front
+from espalier.server.front import ClientLeft, Front
 from espalier.server.gate import Gate
+from espalier.server.protocol import Abort, Part
 from tests.folders import new_folder
 
 
@@ -41,16 +42,17 @@ class Process:
 
 
 class Socket:
-    """recv hands out what it was given, and then nothing ever."""
+    """recv hands out what it was given, and then nothing ever.  sent: what was sent, decoded."""
 
     def __init__(self, *messages):
         self.messages = list(messages)
+        self.sent = []
 
     async def recv(self):
         return self.messages.pop(0) if self.messages else await asyncio.Event().wait()
 
     def send(self, message):
-        pass
+        self.sent.append(protocol.decode_to_engine(message))
 
     def close(self):
         pass
@@ -78,6 +80,23 @@ def test_what_cannot_be_read_ends_the_engine_and_tells_everyone():
         assert "an unreadable message" in await told(generation)
         await client._supervisor
         assert (client.state, client.process.returncode) == ("gone", -9)
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_the_abort():
+    """The client leaves.  Before its request is closed, the engine sends another part."""
+
+    async def run():
+        client = ready(False)
+        generation = client.submit("x", [[1]], ResolvedParams(), 0, False)
+        [name] = generation.num_running
+        generation.fail(ClientLeft())
+        client._hand_out(Part(name, OutputChunk(f"{name}.0", 0, [7])))
+        generation.close()
+        assert client._socket.sent[-1] == Abort(name)
+        assert client.open_samples == 0
         await client.close()
 
     asyncio.run(run())

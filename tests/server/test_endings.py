@@ -13,9 +13,17 @@ import pytest
 from openai import OpenAI
 
 from espalier.server.worker import _remove_socket
-from tests.server.serving import announce_body, ask_large, connected, exists, is_told_of_the_end, serving
-
-LONG = {"model": "bundled", "prompt": "def f(x):\n", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+from tests.server.serving import (
+    LONG,
+    announce_body,
+    ask_large,
+    connected,
+    events,
+    exists,
+    is_told_of_the_end,
+    opened,
+    serving,
+)
 
 
 @pytest.fixture
@@ -33,25 +41,10 @@ def template(tmp_path_factory):
 
 @pytest.fixture
 def guarded(servers, template):
-    """A server with a key, names, a template and a time limit of its own."""
+    """A server of the bundled model with a key, names, a template and a time limit of its own."""
     names = ("--served-model-name", "a", "--served-model-name", "b")
     limits = ("--request-timeout", "0.2", "--api-key", "secret", "--cors-origin", "https://page.example")
-    return servers("--chat-template", str(template), *names, *limits, "--log-json", "--strict-fields")
-
-
-def opened(served, **fields):
-    """A stream whose first event has come: (connection, answer)."""
-    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
-    body = json.dumps({**LONG, "stream": True, **fields})
-    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-    answer = connection.getresponse()
-    assert answer.status == 200
-    assert answer.readline().startswith(b"data: ")
-    return connection, answer
-
-
-def events(answer):
-    return [line[6:].strip() for line in answer.read().splitlines() if line.startswith(b"data: ")]
+    return servers("bundled", "--chat-template", str(template), *names, *limits, "--log-json", "--strict-fields")
 
 
 def idle(served):
@@ -73,9 +66,9 @@ def test_a_disconnect_frees_its_pages_at_the_next_harvest(served, stream):
     if stream:
         answer.close()
     connection.close()
-    served.until(lambda: idle(served))
+    # A report may come between the abort and its count.
+    served.until(lambda: idle(served) and served.metric("abort_steps_count") == aborts + 1)
     assert served.metric("pages", state="owned") == 0
-    assert served.metric("abort_steps_count") == aborts + 1
     assert served.metric("abort_steps_bucket", le="1.0") == within_one + 1
     assert served.metric("disconnects_total") == left + 1
 
@@ -182,20 +175,6 @@ def test_sigterm_finishes_what_runs_and_waits_for_nothing_else(own):
         assert ended[-1] == b"[DONE]" and json.loads(ended[-2])["choices"][0]["finish_reason"] == "length"
         assert own.process.wait(40) == 0
         assert not exists(engine)
-
-
-def test_ctrl_c_tells_what_runs_and_leaves_nothing(own):
-    engine = own.engine_pid()
-    _, answer = opened(own)
-    with connected(own) as upload:
-        announce_body(upload)
-        # Both, as a terminal sends it to a whole group.
-        os.kill(engine, signal.SIGINT)
-        own.process.send_signal(signal.SIGINT)
-        assert "shutting down" in json.loads(events(answer)[-1])["error"]["message"]
-        assert is_told_of_the_end(upload)
-        assert own.process.wait(20) == 0
-    assert not exists(engine) and "Traceback" not in own.log.read_text()
 
 
 def test_timeouts_keys_names_and_templates(guarded):

@@ -145,7 +145,7 @@ def test_a_grammar_that_compiles_blocks_nobody(llm, monkeypatch):
                 if isinstance(message, Refused):
                     found.append(message.name)
                 elif isinstance(message, Harvest):
-                    found += [part.name for part in message.parts if part.piece.finish_reason is not None]
+                    found += [part.name for part in message.parts if part.output.finish_reason is not None]
             return found
 
         def turn_until(*names):

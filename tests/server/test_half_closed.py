@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
+from tests.server.serving import LONG
+
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-LONG = {"model": "bundled", "prompt": "def f(x):\n", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 
 
 def sent(served, body, head=HEAD, cut=0):

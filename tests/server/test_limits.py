@@ -23,7 +23,19 @@ from espalier.server.connections import TCP_INFO, Readers, Senders, _acknowledge
 from espalier.server.errors import ApiError
 from espalier.server.front import EventStream
 from espalier.server.gate import Gate, Upload
-from tests.server.serving import FLAGS, HEAD, ROOT, answer, ask_large, connected, exists
+from tests.server.serving import (
+    FLAGS,
+    HEAD,
+    ROOT,
+    announce_body,
+    answer,
+    ask_large,
+    connected,
+    events,
+    exists,
+    is_told_of_the_end,
+    opened,
+)
 
 WITH_KEY = HEAD + "authorization: Bearer secret\r\n"
 LIMITS = ("--send-timeout", "2", "--body-timeout", "1.5", "--drain-timeout", "60", "--api-key", "secret")
@@ -239,6 +251,21 @@ def test_who_trickles_what_nobody_waits_for_loses_the_connection(limited):
     assert limited.metric("stalled_senders_total") == stalled + len(TRICKLES) + 1
     line = r"no whole request arrived in \d+ s: the connection from 127\.0\.0\.1 port (\d+) is closed"
     assert len(set(re.findall(line, limited.log.read_text()[log_end:]))) == len(TRICKLES) + 1
+
+
+def test_ctrl_c_tells_what_runs_and_leaves_nothing(limited):
+    """Last of this server's tests."""
+    _, stream = opened(limited, {"authorization": "Bearer secret"})
+    with connected(limited) as upload:
+        announce_body(upload, "authorization: Bearer secret\r\n")
+        # The engine, the reader of large bodies and the front, as a terminal sends it to a whole group.
+        group = [*children(limited.process.pid), limited.process.pid]
+        for pid in group:
+            os.kill(pid, signal.SIGINT)
+        assert "shutting down" in json.loads(events(stream)[-1])["error"]["message"]
+        assert is_told_of_the_end(upload)
+        assert limited.process.wait(20) == 0
+    assert len(group) > 1 and not any(map(exists, group)) and "Traceback" not in limited.log.read_text()
 
 
 def fill(sender):

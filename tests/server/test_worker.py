@@ -66,8 +66,8 @@ def test_samples_are_the_offline_llms_and_their_last_part_has_their_usage(engine
     submit(front, "a")
     worker._take_in()
     found = parts(run(worker, front))
-    assert [token for part in found for token in part.piece.token_ids] == expected.token_ids
-    assert [part.usage is not None for part in found] == [part.piece.finish_reason is not None for part in found]
+    assert [token for part in found for token in part.output.token_ids] == expected.token_ids
+    assert [part.usage is not None for part in found] == [part.output.finish_reason is not None for part in found]
     assert found[-1].usage.completion_tokens == 8 and found[-1].speculation == expected.speculation
     assert worker.running == {}
 
@@ -77,7 +77,7 @@ def test_a_lower_priority_number_goes_first(engine):
     for name, priority in (("first", 0), ("late", 5), ("urgent", -1)):
         submit(front, name, priority=priority)
     worker._take_in()
-    ended = [part.name for part in parts(run(worker, front)) if part.piece.finish_reason]
+    ended = [part.name for part in parts(run(worker, front)) if part.output.finish_reason]
     assert ended == ["urgent", "first", "late"]
 
 
@@ -90,6 +90,16 @@ def test_what_can_never_run_is_refused_and_nothing_of_it_stays(engine):
     [refused] = [message for message in messages if isinstance(message, Refused)]
     assert refused.name == "never" and "min_tokens=200" in refused.error
     assert {part.name for part in parts(messages)} == {"good"}
+
+
+def test_rounds_of_a_captured_bucket_are_graphs_with_log_probabilities_too(engine):
+    worker, front = engine
+    worker.buckets = (1, 2)
+    submit(front, "a", replace(PARAMS, logprobs=1))
+    worker._take_in()
+    reports = [message.report for message in run(worker, front) if message.report is not None]
+    [(bucket, is_graph, count)] = reports[-1].rounds
+    assert (bucket, is_graph, count) == (1, True, reports[-1].totals.rounds)
 
 
 def test_an_abort_is_carried_out_in_one_step_and_reported(engine):
@@ -121,7 +131,7 @@ def test_a_launch_that_fails_tells_every_request_before_it_is_raised(engine, mon
         worker.run()
     found = parts(said(front))
     assert [part.name for part in found] == ["b", "a"] or [part.name for part in found] == ["a", "b"]
-    assert all("the device is lost" in part.piece.error for part in found)
+    assert all("the device is lost" in part.output.error for part in found)
 
 
 def test_a_worker_whose_front_is_gone_leaves(engine):

@@ -32,7 +32,7 @@ POSITIONS = 512
 PLAIN = (0, 1, 1)
 
 
-def tiny(family: dict[str, Any] = LLAMA, hot: int = 256) -> Shape:
+def tiny(family: dict[str, Any] = LLAMA, hot: int = 256, **sizes: int) -> Shape:
     fields = {
         **family,
         "vocab_size": hot + 64,
@@ -48,6 +48,7 @@ def tiny(family: dict[str, Any] = LLAMA, hot: int = 256) -> Shape:
         "rope_scaling": None,
         "bos_token_id": hot + 62,
         "eos_token_id": hot + 63,
+        **sizes,
     }
     return Shape("tiny", "nobody", hot + 62, hot, fields)
 

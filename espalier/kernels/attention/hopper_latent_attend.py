@@ -41,21 +41,21 @@ def _copy_queries(
 
 
 @gluon_kernel
-def _write_half(
-    to_ptr, base, plan, first_packed, out, divisor, row_scale, at_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr,
-):
-    """Write out / divisor of 64 packed queries to columns at_column .. at_column + HALF of to_ptr [.., 2 · HALF].
-
-    base: index of the request in the results, or of the split in the partial results.  row_scale: of FP8 rows, else 1.
-    """
+def _write_half(results, plan, item, out, factor, at_column, CONSTANTS: gl.constexpr, OUT: gl.constexpr):
+    """Write out * factor to columns at_column .. at_column + HALF of the results, or of a split's partial results."""
     HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
-    at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    row = base * plan.queries * HEADS + at
-    column = at_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT))
-    to = to_ptr + (gl.expand_dims(row, 1) * (2 * HALF) + gl.expand_dims(column, 0))
-    result = out / gl.expand_dims(divisor, 1) * row_scale
-    gl.store(to, result.to(to_ptr.dtype.element_ty), mask=gl.expand_dims(at < plan.queries * HEADS, 1))
+    out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, _row_scale = results
+    result = out * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, OUT)), 1)
+    at = gl.expand_dims(item.tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT)), 1)
+    column = gl.expand_dims(at_column + gl.arange(0, HALF, layout=gl.SliceLayout(0, OUT)), 0)
+    rows = plan.queries * HEADS
+    if item.request_splits == 1:
+        row = item.request * rows + at
+        gl.store(out_ptr + (row * (2 * HALF) + column), result.to(out_ptr.dtype.element_ty), mask=at < rows)
+    else:
+        row = item.split.to(gl.int64) * rows + at
+        gl.store(partial_ptr + (row * (2 * HALF) + column), result, mask=at < rows)
 
 
 @gluon_kernel
@@ -70,7 +70,7 @@ def score_work_items(
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale = results
+    _out_ptr, lse_ptr, _partial_ptr, partial_lse_ptr, row_scale = results
     num_work_items = plan.num_splits * plan.num_tiles
     backwards = 0
     num_done = 0
@@ -92,25 +92,22 @@ def score_work_items(
             num_done += extent.num_blocks
             num_sent += extent.num_blocks
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
-            # The second warpgroup gets the divisor last, in the place of a decay.
+            # One division a query, not one a value.  row_scale: of FP8 rows, else 1.
+            factor = row_scale / divisor
+            # The second warpgroup gets the factor last, in the place of a decay.
             slot = stage_of(exchange, num_sent)
             wait_until_empty(exchange, num_sent)
-            exchange.tiles[1].index(slot).store(divisor)
+            exchange.tiles[1].index(slot).store(factor)
             hopper.mbarrier.arrive(exchange.full.index(slot), count=1)
             num_sent += 1
             lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
-            half_divisor = gl.convert_layout(divisor, gl.SliceLayout(1, OUT))
+            _write_half(results, plan, item, out, factor, 0, CONSTANTS, OUT)
             index = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-            exists = index < plan.queries * HEADS
+            rows = plan.queries * HEADS
             if item.request_splits == 1:
-                at = item.request
-                _write_half(out_ptr, at, plan, first_packed, out, half_divisor, row_scale, 0, CONSTANTS, OUT)
-                lse = lse * 0.6931471805599453
-                gl.store(lse_ptr + (at * plan.queries * HEADS + index), lse, mask=exists)
+                gl.store(lse_ptr + (item.request * rows + index), lse * 0.6931471805599453, mask=index < rows)
             else:
-                at = item.split.to(gl.int64)
-                _write_half(partial_ptr, at, plan, first_packed, out, half_divisor, row_scale, 0, CONSTANTS, OUT)
-                gl.store(partial_lse_ptr + (at * plan.queries * HEADS + index), lse, mask=exists)
+                gl.store(partial_lse_ptr + (item.split.to(gl.int64) * rows + index), lse, mask=index < rows)
 
 
 @gluon_kernel
@@ -118,7 +115,6 @@ def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.cons
     """The second warpgroup: the right half of the values, with the weights that the first warpgroup sends."""
     HALF: gl.constexpr = CONSTANTS.OUT_SIZE
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
-    out_ptr, _lse_ptr, partial_ptr, _partial_lse_ptr, row_scale = results
     weight_slots, decay_slots = exchange.tiles
     num_work_items = plan.num_splits * plan.num_tiles
     backwards = 0
@@ -147,14 +143,8 @@ def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.cons
                 num_sent += 1
             slot = stage_of(exchange, num_sent)
             wait_until_full(exchange, num_sent, True)
-            divisor = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
+            factor = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
             hopper.mbarrier.arrive(exchange.empty.index(slot), count=1)
             num_sent += 1
-            first_packed = item.tile * 64
-            if item.request_splits == 1:
-                at = item.request
-                _write_half(out_ptr, at, plan, first_packed, out, divisor, row_scale, HALF, CONSTANTS, OUT)
-            else:
-                at = item.split.to(gl.int64)
-                _write_half(partial_ptr, at, plan, first_packed, out, divisor, row_scale, HALF, CONSTANTS, OUT)
+            _write_half(results, plan, item, out, factor, HALF, CONSTANTS, OUT)
 # fmt: on

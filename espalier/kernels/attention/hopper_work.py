@@ -2,6 +2,10 @@
 
 Every group of warps goes through all work items of a program in the same order.  So each counts blocks alike, and a
 block's number says which stage it takes and which phase of the stage's barriers.
+
+No group waits forever.  For each block of a work item, 0 .. num_blocks, its writers wait once at `empty` and complete
+`full` once, and each group that reads it waits once at `full` and arrives once at `empty`.  A group that waits for a
+block holds at most the two before it, so three stages suffice; with two, it gives a block back before it waits.
 """
 
 from __future__ import annotations

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 # Splits start at multiples of this.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
-# A shorter split costs more to merge than it saves.  One tile of latent rows is read slowly, so shorter ones pay.
-MIN_SPLIT_ROWS, MIN_LATENT_SPLIT_ROWS = 128, 64
+# A shorter split costs more to merge than it saves.  Shorter ones pay for up to SMALL_TILE packed queries, which have
+# few partial results, and for one tile of latent rows, which is read slowly.
+MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS = 128, 64
+SMALL_TILE = 16
 # Longer splits are divided further, for any batch: otherwise one long request among short ones runs alone at the end.
 MAX_SPLIT_ROWS = 2048
 # Number of programs that fill a GPU (H200, docs/log.md).  One program reads K/V at about half the bandwidth of a
@@ -78,10 +80,12 @@ class KVSplitPolicy:
         programs, num_tiles, min_split_rows, max_split_rows = PROGRAMS, 1, MIN_SPLIT_ROWS, MAX_SPLIT_ROWS
         if wide_latent:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LATENT_TILE)
-            min_split_rows = MIN_LATENT_SPLIT_ROWS if num_tiles == 1 else MIN_SPLIT_ROWS
+            min_split_rows = MIN_SHORT_SPLIT_ROWS if num_tiles == 1 else MIN_SPLIT_ROWS
             max_split_rows = MAX_LATENT_SPLIT_ROWS
         elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
+        elif packed_queries <= SMALL_TILE:
+            min_split_rows = MIN_SHORT_SPLIT_ROWS
         wanted = programs // (batch * kv_heads * num_tiles)
         if wide_latent:
             # With more splits, one request would have more work items than a GPU runs at once.

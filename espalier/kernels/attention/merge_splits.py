@@ -20,12 +20,11 @@ from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Floats that one program (one warp) loads per step: as many splits of a (query, head) pair as fit, and two pairs if
-# both fit.
-STEP_VALUES = 4096
-# Values of a pair that one program merges.  Wider values are divided among programs: latent attention has few pairs,
-# but up to 128 splits of 512 values.
-MAX_PART_SIZE = 128
+# Floats that one program (one warp) loads at once: all splits of a (query, head) pair, or of two if both fit.
+PROGRAM_VALUES = 4096
+# Values of a pair that one program merges.  Wider values, or those of more splits, are divided among programs: latent
+# attention has few pairs, but up to 128 splits of 512 values.
+MIN_PART_SIZE, MAX_PART_SIZE = 32, 128
 # Size of the persistent grid.  Four times as many programs would fit, but each costs time to start, even if there is
 # nothing to merge (docs/log.md).
 PROGRAMS_PER_PROCESSOR = 8
@@ -50,64 +49,47 @@ class PartialResults:
 
 @kernel
 def _load_partials(
-    partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request, V_SIZE: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, STEP_SPLITS: tl.constexpr,
+    partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request,
+    V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """(partial_out, partial_lse, first_row, count) of a (query, head) pair; count is 0 if there is nothing to merge.
-
-    first_row: index of the pair's first partial result; count: number of splits.
-    """
+    """(partial_out, partial_lse, count) of a (query, head) pair.  count: of splits, 0 if there is nothing to merge."""
     request = tl.minimum(pair, num_pairs - 1) // pairs_per_request
     start = tl.load(start_ptr + request)
     count = tl.load(start_ptr + request + 1) - start
     count = tl.where((pair < num_pairs) & (count > 1), count, 0)
     first_row = start.to(tl.int64) * pairs_per_request + pair % pairs_per_request
-    step = tl.arange(0, STEP_SPLITS)
+    index = tl.arange(0, BLOCK_SPLITS)
     size = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     # Loaded before the log-sum-exps, so that both loads overlap.
-    mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
+    mask = (index < count)[:, None] & (size < V_SIZE)[None, :]
     partial_out = tl.load(
-        partial_ptr + (first_row + step.to(tl.int64) * pairs_per_request)[:, None] * V_SIZE + size[None, :],
+        partial_ptr + (first_row + index.to(tl.int64) * pairs_per_request)[:, None] * V_SIZE + size[None, :],
         mask=mask, other=0.0,
     )  # fmt: skip
-    index = tl.arange(0, BLOCK_SPLITS)
     partial_lse = tl.load(
         partial_lse_ptr + first_row + index * pairs_per_request, mask=index < count, other=float("-inf")
     )
-    return partial_out, partial_lse, first_row, count
+    return partial_out, partial_lse, count
 
 
 @kernel
 def _merge_pair(
-    loaded, partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, pair, pairs_per_request,
-    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, STEP_SPLITS: tl.constexpr,
+    loaded, sink_ptr, out_ptr, lse_ptr, pair, HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of a (query, head) pair and write out and lse."""
-    partial_out, partial_lse, first_row, count = loaded
+    partial_out, partial_lse, count = loaded
     size = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    index = tl.arange(0, STEP_SPLITS)
     max_lse = tl.max(partial_lse, 0)
     shift = tl.where(max_lse == float("-inf"), 0.0, max_lse)
-    total_weight = tl.sum(tl.exp2(partial_lse - shift), 0)
-    if STEP_SPLITS == BLOCK_SPLITS:
-        out = tl.sum(tl.exp2(partial_lse - shift)[:, None] * partial_out, 0)
-    else:
-        out = tl.zeros([BLOCK_V], tl.float32)
-        for at in tl.range(0, count, STEP_SPLITS):
-            step = at + index
-            row = first_row + step.to(tl.int64) * pairs_per_request
-            weight = tl.exp2(tl.load(partial_lse_ptr + row, mask=step < count, other=float("-inf")) - shift)
-            mask = (step < count)[:, None] & (size < V_SIZE)[None, :]
-            partial_out = tl.load(partial_ptr + row[:, None] * V_SIZE + size[None, :], mask=mask, other=0.0)
-            out += tl.sum(weight[:, None] * partial_out, 0)
+    weight = tl.exp2(partial_lse - shift)
+    total_weight = tl.sum(weight, 0)
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
     merged = count > 0
     lse = tl.where(total_weight == 0.0, float("-inf"), shift + tl.log2(divisor))
-    out = out / divisor
+    out = tl.sum(weight[:, None] * partial_out, 0) / divisor
     if SINK:
         out = out * _share_beside_sink(lse, sink_ptr, pair % HEADS)
-    out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + tl.cast(pair, tl.int64) * V_SIZE + size, out, mask=merged & (size < V_SIZE))
     tl.store(lse_ptr + pair, lse * 0.6931471805599453, mask=merged & (tl.program_id(1) == 0))
 
@@ -117,33 +99,28 @@ def _merge_pair(
 def _merge_splits_kernel(
     partial_ptr, partial_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, TWO_PAIRS: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, STEP_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    # Before the wait: attention waited for the splits before it let this kernel start.
+    num_splits = tl.load(start_ptr + batch)
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     # In most batches every request has one split: nothing to merge.
-    num_pairs = tl.where(tl.load(start_ptr + batch) > batch, batch * pairs_per_request, 0)
+    num_pairs = tl.where(num_splits > batch, batch * pairs_per_request, 0)
     num_programs = tl.num_programs(0)
     for pair in range(tl.program_id(0), num_pairs, 2 * num_programs if TWO_PAIRS else num_programs):
         first = _load_partials(
-            partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request,
-            V_SIZE, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
+            partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request, V_SIZE, BLOCK_V, BLOCK_SPLITS,
         )  # fmt: skip
         if TWO_PAIRS:
             # Loaded before the first pair is written, so that its load overlaps with that work.
             second = _load_partials(
                 partial_ptr, partial_lse_ptr, start_ptr, pair + num_programs, num_pairs, pairs_per_request,
-                V_SIZE, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
+                V_SIZE, BLOCK_V, BLOCK_SPLITS,
             )  # fmt: skip
-        _merge_pair(
-            first, partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, pair, pairs_per_request,
-            HEADS, V_SIZE, SINK, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
-        )  # fmt: skip
+        _merge_pair(first, sink_ptr, out_ptr, lse_ptr, pair, HEADS, V_SIZE, SINK, BLOCK_V)
         if TWO_PAIRS:
-            _merge_pair(
-                second, partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, pair + num_programs,
-                pairs_per_request, HEADS, V_SIZE, SINK, BLOCK_V, BLOCK_SPLITS, STEP_SPLITS,
-            )  # fmt: skip
+            _merge_pair(second, sink_ptr, out_ptr, lse_ptr, pair + num_programs, HEADS, V_SIZE, SINK, BLOCK_V)
 
 
 def merge_splits_triton(
@@ -164,21 +141,21 @@ def merge_splits_triton(
     pairs_per_request = queries * heads
     if not out.numel():
         return
-    block_v = min(max(32, power_of_two(v_size)), MAX_PART_SIZE)
-    block_splits, num_parts = power_of_two(splits.policy.max_splits), -(-v_size // block_v)
+    block_splits = power_of_two(splits.policy.max_splits)
+    block_v = max(MIN_PART_SIZE, min(power_of_two(v_size), MAX_PART_SIZE, PROGRAM_VALUES // block_splits))
+    num_parts = -(-v_size // block_v)
     num_programs = min(batch * pairs_per_request, chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts)
     _merge_splits_kernel[(num_programs, num_parts)](
         *(partials.out, partials.lse, splits.starts, out if sink is None else sink, out, lse, batch, pairs_per_request),
         HEADS=heads,
         V_SIZE=v_size,
         SINK=sink is not None,
-        TWO_PAIRS=2 * block_splits * block_v <= STEP_VALUES,
+        TWO_PAIRS=2 * block_splits * block_v <= PROGRAM_VALUES,
         BLOCK_V=block_v,
         BLOCK_SPLITS=block_splits,
-        STEP_SPLITS=min(STEP_VALUES // block_v, block_splits),
         num_warps=1,
-        # The batch decides whether a pair is the first or the second of two.  The compiler could fuse their operations
-        # differently, so fusion is off: a request's bits must not depend on the batch.
+        # The batch decides which pair of two is the first.  The compiler could fuse their operations differently: a
+        # request's bits would depend on the batch.
         enable_fp_fusion=False,
         **early(chip(out)),
     )

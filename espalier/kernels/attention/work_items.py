@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from espalier.kernels.runtime.launch import kernel
-from espalier.kernels.runtime.pdl import pdl_wait
+from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -50,12 +50,13 @@ class WorkItem(NamedTuple):
 
 @kernel
 def wait_and_count_splits(start_ptr, batch, DEPENDENT: tl.constexpr):
-    """Wait for the previous kernel, then return the number of splits.
+    """Wait for the previous kernel, let the next one start, then return the number of splits.
 
-    The next kernel is not triggered here: it starts when this kernel's programs end.  If it started earlier, its
-    waiting programs would take room from the working ones.
+    In this order the next kernel may read the splits before its own wait (merge_splits.py).  It takes no room from
+    this one: it starts when all programs of this persistent grid run.
     """
     pdl_wait(DEPENDENT)
+    pdl_trigger(DEPENDENT)
     return tl.load(start_ptr + batch)
 
 

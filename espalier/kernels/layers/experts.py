@@ -27,6 +27,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.activation import SILU, Activation, apply_activation, apply_activation_reference
 from espalier.kernels.layers.experts_dense import dense_gate_up, dense_product
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
+from espalier.kernels.layers.experts_quantised import launch_options
 from espalier.kernels.layers.experts_shared import (
     PREFETCHED_STEPS,
     SharedExperts,
@@ -37,16 +38,16 @@ from espalier.kernels.layers.experts_shared import (
 )
 from espalier.kernels.layers.experts_tiles import Tiles, tiles_of
 from espalier.kernels.layers.experts_tuning import plan_for
-from espalier.kernels.layers.linear import block_rows
+from espalier.kernels.layers.linear import block_rows, gate_and_up, weight_rows
 from espalier.kernels.layers.linear_quantised import (
+    STEPS_BEHIND_A_NORM,
     kernel_codes,
     kernel_inputs,
-    max_block_in,
-    nibble_rule,
+    stored,
     tile_options,
 )
-from espalier.kernels.layers.quantised import QuantisedMatrix, linear_quantised_reference
-from espalier.kernels.layers.quantised_tile import quantised_dot
+from espalier.kernels.layers.quantised import QuantisedMatrix, RoundedRows, Rows, linear_quantised_reference
+from espalier.kernels.layers.quantised_tile import prefetch_codes, quantised_dot
 from espalier.kernels.layers.silu import require_gated
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, require
 from espalier.kernels.runtime.pdl import ask_for, early, pdl_trigger, pdl_wait
@@ -68,7 +69,7 @@ class ExpertBiases:
 
 
 def grouped_experts(
-    x: Tensor,
+    x: Rows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     ids: Tensor,
@@ -81,15 +82,18 @@ def grouped_experts(
 ) -> Tensor:
     """The weighted results of each row's experts, in order of choice: parts [K + S + extra, N, H].
 
-    x: [N, H].  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].  ids: [N, K] int64, different experts for a row.
+    x: [N, H]; RoundedRows must be rounded as gate_up asks.  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].
+    ids: [N, K] int64, different experts for a row.
     weights: [N, K], float32 (float64 for float64); parts have its dtype.  The bias of `down` is weighted too.
     live: [N] bool; other rows go to no expert, and their parts are 0; None: all rows are live.
     extra: the number of further parts at the end.  They are allocated here, and the caller writes them.
     shared: of S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of its pieces are the parts
     behind the first K, of rows that are not live too; its activation is SILU, as that of the others must be.
     """
-    implementation = grouped_experts_triton if x.is_cuda else grouped_experts_reference
-    return implementation(x, gate_up, down, ids, weights, live, biases, activation, extra, shared)
+    rest = (gate_up, down, ids, weights, live, biases, activation, extra, shared)
+    if isinstance(x, RoundedRows) or x.is_cuda:
+        return grouped_experts_triton(x, *rest)
+    return grouped_experts_reference(x, *rest)
 
 
 @kernel
@@ -115,11 +119,12 @@ def _gated_kernel(
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
+    # Before the branch, which needs `expert`: the other loads do not wait for it.
+    place, inside, row, _ = rows_of_tile(
+        order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, SHARED, SORTED, ROWS
+    )
     if (expert < 0) | (expert == num_experts):
         return
-    place, inside, row, _ = rows_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, num_rows, top_k, SHARED, SORTED, ROWS
-    )
     row = row.to(tl.int64)
     # Columns past the end read the last one instead; their results are not stored.
     w_row = expert * 2 * num_out + tl.minimum(column, num_out - 1)
@@ -137,14 +142,13 @@ def _gated_kernel(
         x_scale_ptrs = None
         if x_scales_ptr is not None:
             x_scale_ptrs = x_scales_ptr + row * (tl.cdiv(num_in, INPUT_GROUP) if INPUT_GROUP > 0 else 1)
-        gate = quantised_dot(
-            w_ptr, scales_ptr, zeros_ptr, w_row, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
-            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
+        # One product with rows of gate and of up, so that the pipeline fills once.
+        both = expert * 2 * num_out + weight_rows(num_out, 2 * BLOCK_OUT, False, True)
+        acc = quantised_dot(
+            w_ptr, scales_ptr, zeros_ptr, both, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0, num_in,
+            CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, 2 * BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
-        up = quantised_dot(
-            w_ptr, scales_ptr, zeros_ptr, w_row + num_out, x_ptr + row * x_stride, x_scale_ptrs, inside, num_in, 0,
-            num_in, CODE, GROUP, ROW_BLOCK, INPUT_GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
-        )  # fmt: skip
+        gate, up = gate_and_up(acc, ROWS, 2 * BLOCK_OUT)
     if bias_ptr is not None:
         gate += tl.load(bias_ptr + w_row).to(EXACT)[:, None]
         up += tl.load(bias_ptr + w_row + num_out).to(EXACT)[:, None]
@@ -164,12 +168,13 @@ def _down_kernel(
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    STEPS_AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + SHARED, N, num_out], and 0 for rows without expert.
 
     x: [(K + SHARED) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
     shared: [num_out, SHARED · num_in].  The weight of its pieces is 1.
+    STEPS_AHEAD: steps whose codes are prefetched before the wait.
     """
     pdl_trigger(DEPENDENT)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
@@ -183,12 +188,14 @@ def _down_kernel(
         # An L2 line of 128 bytes holds 64 numbers of two bytes: one prefetch each.
         lines = tl.arange(0, BLOCK_IN // 64) * 64
         ask_for(w_ptr + w_row[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
+    if CODE is not None and DEPENDENT:
+        prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, BLOCK_IN * STEPS_AHEAD)
     pdl_wait(DEPENDENT)
+    place, inside, row, part = rows_of_tile(
+        order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, SHARED, SORTED, ROWS
+    )
     if expert < 0:
         return
-    place, inside, row, part = rows_of_tile(
-        order_ptr, ends_ptr, tile_begins_ptr, tile, expert, num_rows, top_k, SHARED, SORTED, ROWS
-    )
     # No steps for rows without expert: _gated_kernel writes nothing to their x.
     k_end = tl.where(expert == num_experts, 0, num_in)
     if CODE is None:
@@ -215,7 +222,7 @@ def _down_kernel(
 
 
 def grouped_experts_triton(
-    x: Tensor,
+    x: Rows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
     ids: Tensor,
@@ -234,24 +241,27 @@ def grouped_experts_triton(
     other rows nor on their number.
     Raises EspalierError on other shapes, dtypes or strides.
     """
-    num_rows, hidden = x.shape
+    num_rows, hidden = stored(x).shape
     _require(x, gate_up, down, ids, weights, biases)
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
     if shared is not None:
-        require_shared(shared, x, inner, is_plain=isinstance(gate_up, Tensor) and biases is None and activation == SILU)
+        require_shared(
+            shared, stored(x), inner, is_plain=isinstance(gate_up, Tensor) and biases is None and activation == SILU
+        )
     if weights.numel() * hidden == 0:
         pieces = 0 if shared is None else shared.pieces(inner)
         return weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     if plan is None:
-        plan = plan_for(ExpertsShape(num_experts, top_k, hidden, inner), num_rows, x.dtype, chip(x))
+        shape = ExpertsShape(num_experts, top_k, hidden, inner)
+        plan = plan_for(shape, num_rows, x.dtype, chip(ids), (gate_up, down))
     tiles = tiles_of(ids, live, num_experts, plan.rows)
     gated = gated_triton(x, gate_up, tiles, top_k, plan.gated, gate_up_bias, activation, shared)
     return down_triton(gated, down, weights, tiles, plan.down, down_bias, extra, shared)
 
 
 def gated_triton(
-    x: Tensor,
+    x: Rows,
     gate_up: ExpertMatrix,
     tiles: Tiles,
     top_k: int,
@@ -261,12 +271,11 @@ def gated_triton(
     shared: SharedExperts | None = None,
 ) -> Tensor:
     """The activation of each pair and piece, in order of place: [N·(K + S), I]."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    num_rows, num_experts, inner, hidden = len(x), gate_up.shape[0], gate_up.shape[1] // 2, x.shape[1]
-    plan = _plan_of(gate_up, inner, plan, tiles, x)
+    num_rows, (num_experts, wide, hidden) = len(x), gate_up.shape
+    inner = wide // 2
     operands, constants = _operands(x, gate_up)
     pieces = 0 if shared is None else shared.pieces(inner)
-    out = x.new_empty(num_rows * (top_k + pieces), inner)
+    out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.experts.device)
     grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
     _gated_kernel[grid](
         *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
@@ -295,7 +304,6 @@ def down_triton(
     """gated: as gated_triton returns it.  Returns parts [K + S + extra, N, H]; the last `extra` are not written."""
     num_experts, hidden, inner = down.shape
     num_rows, top_k = weights.shape
-    plan = _plan_of(down, hidden, plan, tiles, gated)
     pieces = 0 if shared is None else shared.pieces(inner)
     parts = weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     operands, constants = _operands(gated, down)
@@ -304,61 +312,55 @@ def down_triton(
         *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),
         **constants,
+        STEPS_AHEAD=STEPS_BEHIND_A_NORM,
         **_options(gated, down, tiles, plan, 1, pieces, grid),
     )
     return parts
 
 
 def _operands(
-    x: Tensor, weight: ExpertMatrix
+    x: Rows, weight: ExpertMatrix
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
     """The kernels' first arguments (x, its scales, w, its scales and zeros), and the constants of quantised_dot."""
     if isinstance(weight, Tensor):
+        assert isinstance(x, Tensor)
+        x = x if x.stride(1) == 1 else x.contiguous()
         return (x, None, weight, None, None), {"CODE": None, "GROUP": 0, "ROW_BLOCK": 1, "INPUT_GROUP": 0}
     inputs, scales = kernel_inputs(x, weight)
     return (inputs, scales, kernel_codes(weight), weight.scales, weight.zeros), tile_options(weight)
 
 
-def _plan_of(weight: ExpertMatrix, num_out: int, plan: ProductPlan, tiles: Tiles, x: Tensor) -> ProductPlan:
-    """The plan, which is for dense experts, or the rule of 4-bit weights."""
-    if isinstance(weight, Tensor) or weight.code == "fp8":
-        return plan
-    num_in, gpu = weight.shape[2], chip(x)
-    own = nibble_rule(block_rows(tiles.rows), len(tiles.experts), num_out, num_in, weight.code, 1, gpu)
-    return ProductPlan(own.block_out, own.block_in, own.warps, own.stages)
-
-
 def _options(
-    x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
+    x: Rows, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
 ) -> dict[str, Any]:
     """Constants and launch options.  matrices: that a program reads: 2 for gate and up, 1 for down."""
-    gpu, num_in = chip(x), weight.shape[2]
-    # A tile must not span two groups of columns.
-    block_in = plan.block_in if isinstance(weight, Tensor) else min(plan.block_in, max_block_in(weight))
-    own_stages = not isinstance(weight, Tensor) and weight.code != "fp8"
-    stages = plan.stages if own_stages else plan.stages_on(gpu, matrices, tiles.rows, x.itemsize)
-    if pieces:
-        stages = plan.stages_together(gpu, stages, matrices, tiles.rows, x.itemsize, grid[0] * grid[1])
-    return {
+    gpu = chip(tiles.experts)
+    if isinstance(weight, Tensor):
+        stages = plan.stages_on(gpu, matrices, tiles.rows, weight.itemsize)
+        if pieces:
+            stages = plan.stages_together(gpu, stages, matrices, tiles.rows, weight.itemsize, grid[0] * grid[1])
+        own: dict[str, Any] = {"BLOCK_IN": plan.block_in, "num_stages": stages}
+    else:
+        own = launch_options(plan, weight, matrices, tiles.rows, gpu)
+    return own | {
         "SHARED": pieces,
         "SORTED": tiles.rows > 1,
         "LIVE": tiles.live is not None,
         "ROWS": block_rows(tiles.rows),
         "BLOCK_OUT": plan.block_out,
-        "BLOCK_IN": block_in,
-        "EVEN_IN": num_in % block_in == 0,
+        "EVEN_IN": weight.shape[2] % own["BLOCK_IN"] == 0,
         "EXACT": exact_type(x.dtype),
         "num_warps": plan.warps,
-        "num_stages": stages,
         **early(gpu),
     }
 
 
 def _require(
-    x: Tensor, gate_up: ExpertMatrix, down: ExpertMatrix, ids: Tensor, weights: Tensor, biases: ExpertBiases | None
+    x: Rows, gate_up: ExpertMatrix, down: ExpertMatrix, ids: Tensor, weights: Tensor, biases: ExpertBiases | None
 ) -> None:
     require_gated(gate_up.shape[1])
-    num_rows, hidden = x.shape
+    values = stored(x)
+    num_rows, hidden = values.shape
     exact = torch.promote_types(x.dtype, torch.float32)
     contiguous = []
     for name, matrix, shape in (
@@ -366,17 +368,17 @@ def _require(
         ("down", down, (gate_up.shape[0], hidden, gate_up.shape[1] // 2)),
     ):
         if isinstance(matrix, Tensor):
-            require(f"grouped_experts: {name}", matrix, shape, x.dtype, x)
+            require(f"grouped_experts: {name}", matrix, shape, x.dtype, values)
             contiguous.append(matrix)
         else:
             columns = shape[2] if matrix.code == "fp8" else shape[2] // 2
-            require(f"grouped_experts: codes of {name}", matrix.codes, (*shape[:2], columns), None, x)
+            require(f"grouped_experts: codes of {name}", matrix.codes, (*shape[:2], columns), None, values)
             contiguous += matrix.tensors
-    require("grouped_experts: ids", ids, (num_rows, -1), torch.int64, x)
-    require("grouped_experts: weights", weights, tuple(ids.shape), exact, x)
+    require("grouped_experts: ids", ids, (num_rows, -1), torch.int64, values)
+    require("grouped_experts: weights", weights, tuple(ids.shape), exact, values)
     if biases is not None:
-        require("grouped_experts: biases of gate_up", biases.gate_up, tuple(gate_up.shape[:2]), x.dtype, x)
-        require("grouped_experts: biases of down", biases.down, tuple(down.shape[:2]), x.dtype, x)
+        require("grouped_experts: biases of gate_up", biases.gate_up, tuple(gate_up.shape[:2]), x.dtype, values)
+        require("grouped_experts: biases of down", biases.down, tuple(down.shape[:2]), x.dtype, values)
         contiguous += [biases.gate_up, biases.down]
     if x.dtype not in DTYPES or not all(tensor.is_contiguous() for tensor in contiguous):
         raise EspalierError(

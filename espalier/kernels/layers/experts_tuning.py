@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import PAIRS_BUCKETS, ExpertsPlan, ExpertsShape, ProductPlan, rule
+from espalier.kernels.layers.experts_quantised import quantised_rule
 from espalier.kernels.layers.linear_tuning import (
     DTYPES,
     SHIPPED,
@@ -26,6 +28,7 @@ from espalier.kernels.layers.linear_tuning import (
     read_entries,
     write_entries,
 )
+from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip
 
 # Key of the list of tables in the file.
@@ -51,11 +54,18 @@ class ExpertsTable:
         return self.chip, self.dtype
 
 
-def plan_for(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
-    """The plan for a number of rows."""
+def plan_for(
+    shape: ExpertsShape,
+    rows: int,
+    dtype: torch.dtype,
+    gpu: Chip,
+    matrices: tuple[Tensor | QuantisedMatrix, Tensor | QuantisedMatrix] | None = None,
+) -> ExpertsPlan:
+    """The plan for a number of rows.  matrices: gate_up and down; None: both are dense."""
     plan = _measured_or_rule(shape, rows, dtype, gpu)
     # The experts of one row differ: there is nothing to sort.
-    return replace(plan, rows=1) if rows == 1 else plan
+    plan = replace(plan, rows=1) if rows == 1 else plan
+    return plan if matrices is None else quantised_rule(shape, rows, plan, *matrices, gpu)
 
 
 def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:

@@ -215,6 +215,13 @@ def weight_rows(num_out, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, GATED:
 
 
 @kernel
+def gate_and_up(tile, BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr):
+    """The two halves, [BLOCK_OUT / 2, BLOCK_ROWS] each, of a tile [BLOCK_OUT, BLOCK_ROWS] of gated `weight_rows`."""
+    pairs = tl.reshape(tile, (BLOCK_OUT // 16, 2, 8, BLOCK_ROWS)).permute(0, 2, 3, 1)
+    return tl.split(tl.reshape(pairs, (BLOCK_OUT // 2, BLOCK_ROWS, 2)))
+
+
+@kernel
 def store_tile(
     acc, out_ptr, split, rows, num_rows, num_out,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, GATED: tl.constexpr,
@@ -223,8 +230,7 @@ def store_tile(
     BLOCK_WRITTEN: tl.constexpr = BLOCK_OUT // 2 if GATED else BLOCK_OUT
     result = acc.to(out_ptr.dtype.element_ty)
     if GATED:
-        pairs = tl.reshape(result, (BLOCK_OUT // 16, 2, 8, BLOCK_ROWS)).permute(0, 2, 3, 1)
-        gate, up = tl.split(tl.reshape(pairs, (BLOCK_WRITTEN, BLOCK_ROWS, 2)))
+        gate, up = gate_and_up(result, BLOCK_ROWS, BLOCK_OUT)
         result = silu_times(gate.to(tl.float32), up.to(tl.float32)).to(out_ptr.dtype.element_ty)
     columns = tl.program_id(0) * BLOCK_WRITTEN + tl.arange(0, BLOCK_WRITTEN)
     offsets = (split.to(tl.int64) * num_rows + rows)[:, None] * num_out + columns[None, :]
@@ -236,8 +242,10 @@ def store_tile(
 def load_sum(pointer, split_stride, mask, SPLITS: tl.constexpr, TYPE: tl.constexpr, EXACT: tl.constexpr):
     """Load partial sums and add them in order, in EXACT.  Rounded to TYPE as `linear` rounds, returned as EXACT."""
     total = tl.load(pointer, mask=mask, other=0.0).to(EXACT)
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(pointer + split * split_stride, mask=mask, other=0.0).to(EXACT)
+    for _ in tl.static_range(1, SPLITS):
+        # Step by step: the stride times a number of parts may be above 2^31.
+        pointer += split_stride
+        total += tl.load(pointer, mask=mask, other=0.0).to(EXACT)
     return total.to(TYPE).to(EXACT)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import load_sum, sum_parts_reference
-from espalier.kernels.layers.quantise_rows import over_scale, scale_of
-from espalier.kernels.layers.quantised import FP8, FP8_MAX, InputScales, RoundedRows
+from espalier.kernels.layers.quantise_rows import empty_rounded, rounded_arguments, store_rounded
+from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 
@@ -52,6 +52,7 @@ def _rms_norm_kernel(
     x_row_stride,
     delta_row_stride,
     delta_split_stride,
+    values_ptr,
     scales_ptr,
     static_ptr,
     EPS: tl.constexpr,
@@ -65,7 +66,8 @@ def _rms_norm_kernel(
 ):
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta.
 
-    scales_ptr: None, or the norm is rounded to FP8 with a scale for GROUP columns, as quantise_rows.py rounds it.
+    out_ptr: None, or the norm is written.  values_ptr: None, or it is rounded to FP8 with a scale for GROUP columns, as
+    quantise_rows.py rounds it.
     """
     pdl_wait_if(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -84,14 +86,11 @@ def _rms_norm_kernel(
         x = x.to(EXACT)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
     norm = x * scale * weight
-    if scales_ptr is not None:
-        groups = tl.arange(0, BLOCK // GROUP)
-        grouped = tl.reshape(norm.to(x_ptr.dtype.element_ty).to(tl.float32), (BLOCK // GROUP, GROUP))
-        of_group = scale_of(tl.max(tl.abs(grouped), 1), static_ptr, MOST)
-        norm = tl.reshape(over_scale(grouped, of_group[:, None], MOST), (BLOCK,))
-        num_groups = tl.cdiv(SIZE, GROUP)
-        tl.store(scales_ptr + row * num_groups + groups, of_group, mask=groups < num_groups)
-    tl.store(out_ptr + row * SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)
+    if values_ptr is not None:
+        of_type = norm.to(x_ptr.dtype.element_ty).to(tl.float32)
+        store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, MOST)
+    if out_ptr is not None:
+        tl.store(out_ptr + row * SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -120,17 +119,30 @@ def rounded_norm_triton(
 
     The same bits as quantise_rows of the norm.  Raises EspalierError unless `rounds_norm` takes the sizes.
     """
+    total, rounded = _begin_rounded(delta, residual, inputs)
+    _launch(residual, delta, weight, eps, total, None, rounded, inputs)
+    return residual if total is None else total, rounded
+
+
+def norm_and_rounded_triton(
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales
+) -> tuple[Tensor, Tensor, RoundedRows]:
+    """As rounded_norm_triton, with the norm itself between the two."""
+    total, rounded = _begin_rounded(delta, residual, inputs)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
+    _launch(residual, delta, weight, eps, total, out, rounded, inputs)
+    return residual if total is None else total, out, rounded
+
+
+def _begin_rounded(delta: Tensor | None, residual: Tensor, inputs: InputScales) -> tuple[Tensor | None, RoundedRows]:
+    """Memory for the sum, None if there is none, and for the rounded norm."""
     size = residual.shape[1]
     if not rounds_norm(size, inputs):
         raise EspalierError(f"a norm of {size} columns is rounded in groups of a power of two, not {inputs.group}")
     if delta is not None:
         _require_delta(delta, residual)
-    groups = -(-size // min(inputs.group or size, size))
-    values = torch.empty(residual.shape, dtype=FP8, device=residual.device)
-    scales = torch.empty(len(residual), groups, dtype=torch.float32, device=residual.device)
-    total = residual if delta is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
-    _launch(residual, delta, weight, eps, None if delta is None else total, values, scales, inputs)
-    return total, RoundedRows(values, scales, residual.dtype)
+    total = None if delta is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
+    return total, empty_rounded(residual, inputs)
 
 
 def rounds_norm(size: int, inputs: InputScales) -> bool:
@@ -152,8 +164,8 @@ def _launch(
     weight: Tensor,
     eps: float,
     total: Tensor | None,
-    out: Tensor,
-    scales: Tensor | None = None,
+    out: Tensor | None,
+    rounded: RoundedRows | None = None,
     inputs: InputScales | None = None,
 ) -> None:
     rows, size = x.shape
@@ -167,22 +179,19 @@ def _launch(
         x,
         addend,
         weight.contiguous(),
-        out if total is None else total,
+        x if total is None else total,
         out,
         x.stride(0),
         addend.stride(-2),
         addend.stride(0),
-        scales,
-        None if inputs is None else inputs.static,
         # constexpr: as a run-time argument eps would be rounded to float32.
         EPS=eps,
         SIZE=size,
         SPLITS=0 if delta is None else delta.shape[0] if delta.ndim == 3 else 1,
         EXACT=exact_type(x.dtype),
         BLOCK=block,
-        GROUP=block if inputs is None else min(inputs.group or block, block),
-        MOST=FP8_MAX,
         num_warps=warps_for(block),
+        **rounded_arguments(rounded, inputs, block),
         **early(chip(x)),
     )
 

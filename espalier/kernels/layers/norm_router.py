@@ -15,7 +15,9 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import DTYPES, load_sum
-from espalier.kernels.layers.norm import add_rms_norm_reference, warps_for
+from espalier.kernels.layers.norm import add_rms_norm_reference, rounds_norm, warps_for
+from espalier.kernels.layers.quantise_rows import empty_rounded, rounded_arguments, store_rounded
+from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
 
@@ -35,11 +37,14 @@ def takes(residual: Tensor) -> bool:
 @kernel
 def _norm_router_kernel(
     x_ptr, delta_ptr, weight_ptr, router_ptr, sum_ptr, out_ptr, logits_ptr,
-    x_row_stride, delta_row_stride, delta_split_stride, num_experts,
+    x_row_stride, delta_row_stride, delta_split_stride, num_experts, values_ptr, scales_ptr, static_ptr,
     EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    GROUP: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """SPLITS: the number of delta's partial sums; 1 for a delta without splits."""
+    """SPLITS: the number of delta's partial sums; 1 for a delta without splits.
+
+    values_ptr: None, or the norm is also rounded, as norm.py rounds it.
+    """
     pdl_trigger(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column, expert = tl.arange(0, BLOCK), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -62,6 +67,9 @@ def _norm_router_kernel(
     if tl.program_id(1) == 0:
         tl.store(sum_ptr + row * SIZE + column, total, mask=mask)
         tl.store(out_ptr + row * SIZE + column, normed, mask=mask)
+        if values_ptr is not None:
+            of_type = normed.to(tl.float32)
+            store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, MOST)
     logits = tl.sum(router.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
     tl.store(logits_ptr + row * num_experts + expert, logits, mask=expert < num_experts)
 
@@ -75,6 +83,28 @@ def norm_router_triton(
     router: [E, H], contiguous.  logits: norm · routerᵀ [rows, E], computed and returned in float32.
     Raises EspalierError on other shapes, dtypes or strides.
     """
+    return _launch(delta, residual, weight, eps, router, None, None)
+
+
+def norm_router_rounded_triton(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, inputs: InputScales
+) -> tuple[Tensor, Tensor, Tensor, RoundedRows]:
+    """As norm_router_triton, and the norm rounded: the same bits as quantise_rows of the norm."""
+    if not rounds_norm(residual.shape[1], inputs):
+        raise EspalierError(f"norm_router: a norm is rounded in groups of a power of two, not {inputs.group}")
+    rounded = empty_rounded(residual, inputs)
+    return *_launch(delta, residual, weight, eps, router, rounded, inputs), rounded
+
+
+def _launch(
+    delta: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    router: Tensor,
+    rounded: RoundedRows | None,
+    inputs: InputScales | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, size = residual.shape
     num_experts = router.shape[0]
     parts = delta if delta.ndim == 3 else delta[None]
@@ -99,7 +129,7 @@ def norm_router_triton(
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
         # constexpr: as a run-time argument eps would be rounded to float32.
         EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
-        num_warps=warps_for(block), **early(chip(residual)),
+        num_warps=warps_for(block), **rounded_arguments(rounded, inputs, block), **early(chip(residual)),
     )  # fmt: skip
     return total, out, logits
 

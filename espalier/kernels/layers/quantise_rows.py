@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import FP8, FP8_MAX, InputScales, quantise_inputs
+from espalier.kernels.layers.quantised import FP8, FP8_MAX, InputScales, RoundedRows, quantise_inputs
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 
@@ -47,6 +47,38 @@ def over_scale(values, scale, MOST: tl.constexpr):
     value = tl.div_rn(values, tl.zeros_like(values) + scale)
     # NaN stays NaN: both comparisons are false.
     return tl.where(value > MOST, MOST, tl.where(value < -MOST, -MOST, value))
+
+
+@kernel
+def store_rounded(
+    x, row, values_ptr, scales_ptr, static_ptr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Round a row that a program holds, x [BLOCK] float32 with zeros from SIZE on, in groups of GROUP columns."""
+    group, column = tl.arange(0, BLOCK // GROUP), tl.arange(0, BLOCK)
+    grouped = tl.reshape(x, (BLOCK // GROUP, GROUP))
+    scale = scale_of(tl.max(tl.abs(grouped), 1), static_ptr, MOST)
+    value = tl.reshape(over_scale(grouped, scale[:, None], MOST), (BLOCK,))
+    num_groups = tl.cdiv(SIZE, GROUP)
+    tl.store(values_ptr + row * SIZE + column, value.to(values_ptr.dtype.element_ty), mask=column < SIZE)
+    tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
+
+
+def rounded_arguments(rounded: RoundedRows | None, inputs: InputScales | None, block: int) -> dict[str, object]:
+    """The arguments of a kernel that calls store_rounded, or not, for rows that it holds in blocks of `block`."""
+    if rounded is None or inputs is None:
+        return {"values_ptr": None, "scales_ptr": None, "static_ptr": None, "GROUP": block, "MOST": FP8_MAX}
+    size, group = rounded.values.shape[1], inputs.group
+    group = block if group is None or group >= size else group
+    pointers = {"values_ptr": rounded.values, "scales_ptr": rounded.scales, "static_ptr": inputs.static}
+    return {**pointers, "GROUP": group, "MOST": FP8_MAX}
+
+
+def empty_rounded(x: Tensor, inputs: InputScales) -> RoundedRows:
+    """Memory for the rows of x [rows, in], rounded."""
+    groups = -(-x.shape[1] // min(inputs.group or x.shape[1], x.shape[1]))
+    values = torch.empty(x.shape, dtype=FP8, device=x.device)
+    return RoundedRows(values, torch.empty(len(x), groups, dtype=torch.float32, device=x.device), x.dtype)
 
 
 @kernel

@@ -23,9 +23,8 @@ SCORINGS = ("softmax", "sigmoid", "topk_softmax")
 GROUP_SCORES = ("max", "top2_sum")
 # Added to the sum that weights are divided by, as DeepSeek-V3 does: sigmoid scores may all be 0.
 NORM_EPS = 1e-20
-# The most experts of which all pairs are compared; more would take too many registers, and minutes to compile.
-# PAIRS_PER_THREAD: pairs that a thread compares; MAX_WARPS: of a program.
-MAX_PAIRED, PAIRS_PER_THREAD, MAX_WARPS, WARP = 256, 128, 8, 32
+# Experts that a warp holds.  Within a warp, reductions need no shared memory.
+WARP_EXPERTS = 512
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def _route_kernel(
     PARTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
     HAS_BIAS: tl.constexpr, LOGIT_BIAS: tl.constexpr,
     NORM: tl.constexpr, NORM_EPS: tl.constexpr, SCALE: tl.constexpr, N_GROUP: tl.constexpr, TOPK_GROUP: tl.constexpr,
-    TOP2_SUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, MAX_PAIRED: tl.constexpr, DEPENDENT: tl.constexpr,
+    TOP2_SUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a row, which holds all logits."""
     pdl_wait_if(DEPENDENT)
@@ -131,18 +130,14 @@ def _route_kernel(
     left = inside
     if N_GROUP > 1:
         left = inside & best_groups(choosing, expert, inside, NUM_EXPERTS // N_GROUP, N_GROUP, TOPK_GROUP, TOP2_SUM)
-    if BLOCK <= MAX_PAIRED:
-        # All pairs are compared at once: TOP_K reductions, one after another, take longer.
-        other, others = choosing[None, :], expert[None, :]
-        is_before = (other > choosing[:, None]) | ((other == choosing[:, None]) & (others < expert[:, None]))
-        chosen = left & (tl.sum((is_before & left[None, :]).to(tl.int32), 1) < TOP_K)
-    else:
-        chosen = expert < 0
-        for _ in tl.static_range(TOP_K):
-            best = tl.max(tl.where(left, choosing, -float("inf")), 0)
-            is_next = expert == tl.min(tl.where(left & (choosing == best), expert, BLOCK), 0)
-            chosen = chosen | is_next
-            left = left & ~is_next
+    # Below every value that `ordered` gives.
+    LEAST: tl.constexpr = -(1 << (EXACT.primitive_bitwidth - 1))
+    order = tl.where(left, ordered(choosing), LEAST)
+    chosen = expert < 0
+    for _ in tl.static_range(TOP_K):
+        best = tl.min(tl.where(order == tl.max(order, 0), expert, BLOCK), 0)
+        chosen = chosen | (expert == best)
+        order = tl.where(expert == best, LEAST, order)
     weights = tl.where(chosen, scores, 0.0)
     if SCORING == "topk_softmax":
         exps = tl.where(chosen, tl.exp(logits - tl.max(tl.where(chosen, logits, -float("inf")), 0)), 0.0)
@@ -152,6 +147,15 @@ def _route_kernel(
     place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), 0) - 1
     tl.store(ids_ptr + place, expert.to(tl.int64), mask=chosen)
     tl.store(weights_ptr + place, weights * SCALE, mask=chosen)
+
+
+@kernel
+def ordered(values):
+    """Integers in the order of float values without NaN.  A warp finds the largest of 32 bits in one instruction."""
+    BITS: tl.constexpr = values.dtype.primitive_bitwidth
+    # The sum turns -0 into 0.  Bits of negative values are in reverse order.
+    bits = (values + 0.0).to(tl.int64 if BITS == 64 else tl.int32, bitcast=True)
+    return bits ^ ((bits >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))
 
 
 @kernel
@@ -207,8 +211,7 @@ def route_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
             TOP2_SUM=routing.group_score == "top2_sum",
             EXACT=exact_type(logits.dtype),
             BLOCK=block,
-            MAX_PAIRED=MAX_PAIRED,
-            num_warps=min(max(block * block // (WARP * PAIRS_PER_THREAD), 1), MAX_WARPS) if block <= MAX_PAIRED else 2,
+            num_warps=max(block // WARP_EXPERTS, 1),
             **early(chip(logits)),
         )
     return ids, weights

@@ -11,7 +11,7 @@ waited for its own predecessor or, launched without PDL, started after it.  So a
 and kernels with and without PDL can be mixed in any order (tests/kernels/test_pdl.py).
 
 A kernel that triggers only after its wait lets the next kernel also read, before that one's wait, what earlier kernels
-wrote (kernels/layers/experts.py).
+wrote (kernels/layers/experts.py, kernels/attention/merge_splits.py).
 
 The launcher passes `**early(chip(x))`, which sets the constant DEPENDENT.  The kernel begins with
 `pdl_wait_if(DEPENDENT)`, which triggers and waits.

@@ -37,7 +37,7 @@ class SelectedBeams(NamedTuple):
     ancestor_bits: Tensor
 
 
-def grow(
+def select_beams(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
 ) -> SelectedBeams:
     """The K best of P · K candidates become draft rows first to first + K - 1.

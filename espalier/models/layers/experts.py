@@ -13,6 +13,8 @@ from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix, grouped_experts
 from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS, SharedExperts
 from espalier.kernels.layers.linear import TritonPlan, linear_parts_triton
+from espalier.kernels.layers.norm import norm_and_rounded_triton, rounds_norm
+from espalier.kernels.layers.quantised import InputScales, Rows
 from espalier.kernels.layers.routing import Routing, route
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
@@ -69,27 +71,46 @@ class MixtureMLP:
 
         live: [N] bool; other rows go to no expert.  None: all rows are live.
         """
-        return self._mixed(x, router_logits(x, self.router), live)
+        return self._mixed(x, x, router_logits(x, self.router), live)
 
     def after(
         self, norm: RMSNorm, delta: Tensor, residual: Tensor, live: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(residual + delta, the block's parts for the norm of that sum), as `norm.after` and then a call give them.
 
-        For a few rows the norm and the router are one launch.
+        For a few rows the norm and the router are one launch.  The launch that norms also rounds what experts take
+        rounded.
         """
-        if not norm_router.takes(residual):
-            total, normed = norm.after(delta, residual)
-            return total, self(normed, live)
-        total, normed, logits = norm_router.norm_router_triton(delta, residual, norm.weight, norm.eps, self.router)
-        return total, self._mixed(normed, logits, live)
+        arguments = delta, residual, norm.weight, norm.eps
+        rounding = self._rounding(residual)
+        if norm_router.takes(residual) and rounding is not None:
+            total, x, logits, rounded = norm_router.norm_router_rounded_triton(*arguments, self.router, rounding)
+            return total, self._mixed(x, rounded, logits, live)
+        if norm_router.takes(residual):
+            total, x, logits = norm_router.norm_router_triton(*arguments, self.router)
+            return total, self._mixed(x, x, logits, live)
+        if rounding is not None:
+            total, x, rounded = norm_and_rounded_triton(*arguments, rounding)
+            return total, self._mixed(x, rounded, router_logits(x, self.router), live)
+        total, x = norm.after(delta, residual)
+        return total, self(x, live)
 
-    def _mixed(self, x: Tensor, logits: Tensor, live: Tensor | None) -> Tensor:
+    def _rounding(self, residual: Tensor) -> InputScales | None:
+        """How the norm is rounded in its own launch for the routed experts; None: it is not."""
+        weight = self.gate_up
+        if isinstance(weight, Tensor) or weight.inputs is None or weight.order is not None or not residual.is_cuda:
+            return None
+        return weight.inputs if rounds_norm(residual.shape[1], weight.inputs) else None
+
+    def _mixed(self, x: Tensor, of_experts: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
+        """of_experts: x, as the routed experts take it."""
         ids, weights = route(logits, self.bias, self.routing)
         if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
-            return grouped_experts(x, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles)
+            return grouped_experts(
+                of_experts, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles
+            )
         extra = 0 if self.shared is None else 1 if self.shared_gate is not None else self.shared.num_parts(len(x))
-        experts = (x, self.gate_up, self.down, ids, weights)
+        experts = (of_experts, self.gate_up, self.down, ids, weights)
         parts = grouped_experts(*experts, live=live, biases=self.biases, activation=self.activation, extra=extra)
         if self.shared is not None and self.shared_gate is not None:
             gate = self.shared_gate(x).to(parts.dtype).sigmoid()

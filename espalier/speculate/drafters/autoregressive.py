@@ -16,7 +16,7 @@ from espalier.attention import CommittedLengths, Nodes
 from espalier.attention.staged import Commit, StagedPass
 from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.state.batch_state import Chain, carry, chain
-from espalier.kernels.tree.select_beams import SelectedBeams, grow
+from espalier.kernels.tree.select_beams import SelectedBeams, select_beams
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import Above
 from espalier.slots import BatchState
@@ -90,7 +90,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
             if level < self.layout.steps:
                 first, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)
                 bits = None if above is None else above.ancestor_bits
-                beams = grow(tokens, scores, bits, rows.tokens, first, self.layout.beam_words)
+                beams = select_beams(tokens, scores, bits, rows.tokens, first, self.layout.beam_words)
                 pool.keep(beams.places)
                 rows.levels.append(beams)
                 path_scores, above = beams.scores, Above(rows.tokens[:, :end], beams.ancestor_bits)

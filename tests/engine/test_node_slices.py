@@ -1,4 +1,4 @@
-"""Logits of very many nodes are computed piece by piece: with pieces of a few rows every output is the same."""
+"""Logits of very many nodes are computed slice by slice: with slices of a few rows every output is the same."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier import layout
-from espalier.layout import NODE_LOGITS_BYTES, node_pieces
+from espalier.layout import NODE_LOGITS_BYTES, node_slices
 from espalier.request import SamplingParams
 from espalier.startup.tree_policy import MAX_VERIFY_ROWS
 from tests.grammar.test_lossless import END, GRAMMARS, masker_of
@@ -33,7 +33,7 @@ def ran(setup: Setup, with_grammar: bool) -> Ran:
 
 @pytest.mark.parametrize("with_grammar", [False, True], ids=["free", "grammar"])
 @pytest.mark.parametrize("setup", SETUPS, ids=["eagle3", "dspark", "jetspec"])
-def test_pieces_of_a_trees_logits_equal_the_whole(setup, with_grammar, monkeypatch):
+def test_slices_of_a_trees_logits_equal_the_whole(setup, with_grammar, monkeypatch):
     whole = ran(setup, with_grammar)
     rows: list[int] = []
     target = setup.models(setup.layout.position_rows)[0]
@@ -41,24 +41,24 @@ def test_pieces_of_a_trees_logits_equal_the_whole(setup, with_grammar, monkeypat
     monkeypatch.setattr(type(target), "logits", lambda model, x: rows.append(x[..., 0].numel()) or logits(model, x))
     # Seven rows: two nodes of each of three requests, three of two, all seven of one.
     monkeypatch.setattr(layout, "NODE_LOGITS_BYTES", 7 * 4 * VOCAB)
-    pieces = ran(setup, with_grammar)
-    # Besides pieces, the rows of accepted paths; a whole tree has twenty.
+    sliced = ran(setup, with_grammar)
+    # Besides slices, the rows of accepted paths; a whole tree has twenty.
     assert 7 in rows and max(rows) <= 3 * setup.layout.extend_width < 3 * setup.layout.num_draft_tokens
-    assert pieces.tokens == whole.tokens and pieces.stats == whole.stats
-    for apart, together in zip(pieces.requests, whole.requests, strict=True):
+    assert sliced.tokens == whole.tokens and sliced.stats == whole.stats
+    for apart, together in zip(sliced.requests, whole.requests, strict=True):
         for one, other in zip(apart.logprobs, together.logprobs, strict=True):
             assert (one.token_id, one.rank) == (other.token_id, other.rank)
             assert one.logprob == pytest.approx(other.logprob, abs=1e-12)
             assert [t for t, _ in one.top] == [t for t, _ in other.top]
 
 
-def test_pieces_hold_what_the_bytes_say_and_default_trees_need_one():
+def test_slices_hold_what_the_bytes_say_and_default_trees_need_one():
     for batch, nodes, vocab in ((64, 256, 128_256), (1, 256, 128_256), (3, 7, 16), (512, 9, 2**30), (0, 4, 16)):
-        pieces = node_pieces(batch, nodes, vocab)
-        assert torch.cat([torch.arange(nodes)[piece] for piece in pieces]).tolist() == list(range(nodes))
+        slices = node_slices(batch, nodes, vocab)
+        assert torch.cat([torch.arange(nodes)[each] for each in slices]).tolist() == list(range(nodes))
         assert all(
-            (piece.stop - piece.start) * batch * vocab * 4 <= NODE_LOGITS_BYTES or piece.stop == piece.start + 1
-            for piece in pieces
+            (each.stop - each.start) * batch * vocab * 4 <= NODE_LOGITS_BYTES or each.stop == each.start + 1
+            for each in slices
         )
-    assert len(node_pieces(64, 256, 128_256)) > 1
-    assert len(node_pieces(MAX_VERIFY_ROWS // 64, 64, 128_256)) == 1
+    assert len(node_slices(64, 256, 128_256)) > 1
+    assert len(node_slices(MAX_VERIFY_ROWS // 64, 64, 128_256)) == 1
