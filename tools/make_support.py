@@ -242,7 +242,7 @@ Also {codes(COMBINING)}. No other keyword may stand beside one of them, except `
 - `multipleOf` is for integers: with two bounds, or with none and at most {MAX_MULTIPLE}.
 - `minProperties` above 1 needs named properties.
 - Formats: {codes(sorted(STRING_FORMATS))}.
-- Without effect: {codes(sorted(ANNOTATIONS))}.
+- Without effect: {codes(sorted(ANNOTATIONS))}, and `uniqueItems` false.
 
 ## Refused in a config.json
 

@@ -5,6 +5,7 @@ Input: {"custom_id", "method", "url", "body"}.  Output: {"id", "custom_id", "res
 input file and line.
 """
 
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,10 @@ class LineError(Exception):
 
 
 def raw_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
-    """(number, bytes) of each line that is not blank.  Raises EspalierError for a line that is too long."""
+    """(number, bytes) of each line that is not blank, without the byte order mark that some editors put first.
+
+    Raises EspalierError for a line that is too long.
+    """
     number = 0
     while data := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -54,7 +58,9 @@ def raw_lines(file: BinaryIO, name: Path) -> Iterator[tuple[int, bytes]]:
             raise EspalierError(
                 f"{name}, line {number}: it is longer than {MAX_LINE_BYTES} bytes; write one request on each line"
             )
-        if not data.isspace():
+        if number == 1:
+            data = data.removeprefix(BOM_UTF8)
+        if data and not data.isspace():
             yield number, data
 
 

@@ -196,13 +196,15 @@ def _figures(console: Console, plain: Run, tree: Run) -> None:
     console.print(
         Text(f"  accept length  {tree.stats.accept_length:7.2f} tokens a round, over {tree.stats.rounds} rounds")
     )
-    for line in _histogram(tree.stats, signs(console)):
+    for line in _histogram(tree.stats, signs(console), console.width):
         console.print(Text(line))
 
 
-def _histogram(stats: SpeculationStats, signs: Signs) -> Iterator[str]:
+def _histogram(stats: SpeculationStats, signs: Signs, width: int) -> Iterator[str]:
+    """A line for each accept length, within `width` columns if the longest bar then has one."""
     max_rounds = max(stats.histogram, default=0)
     for length, rounds in enumerate(stats.histogram):
         if length:
-            bar = signs.bar * round(BAR_WIDTH * rounds / max_rounds)
-            yield f"  {length} token{'s' if length > 1 else ' '} a round  {rounds:5d} {bar}"
+            label = f"  {length} token{'s' if length > 1 else ' '} a round  {rounds:5d} "
+            longest = max(1, min(BAR_WIDTH, width - len(label)))
+            yield label + signs.bar * round(longest * rounds / max_rounds)

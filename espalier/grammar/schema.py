@@ -90,6 +90,8 @@ class _Walk:
             )
         self.seen[place] = schema
         rules = {name: value for name, value in schema.items() if name not in ANNOTATIONS | DEFINITIONS}
+        if rules.get("uniqueItems") is False:  # the default
+            del rules["uniqueItems"]
         made = self._rules(rules, place, depth)
         for name in DEFINITIONS & schema.keys():
             made = {**made, name: self._each(schema[name], f"{place}/{name}", depth)}

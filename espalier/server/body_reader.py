@@ -21,6 +21,8 @@ log = logging.getLogger("espalier.server")
 # The front reads any body of this size in a few milliseconds.
 SMALL_BYTES = 65536
 MAX_WAITING = 32
+# The content-encoding of a body that is sent as it is.
+IDENTITY = "identity"
 
 
 class BodyReader:
@@ -36,6 +38,8 @@ class BodyReader:
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
         """The body as a record of `model`.  Raises ApiError."""
         data, content_type = await http.body(), http.headers.get("content-type", "")
+        if (encoding := http.headers.get("content-encoding", IDENTITY)) != IDENTITY:
+            raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
         if len(data) <= SMALL_BYTES:
             return read_body(model.__name__, content_type, data, self.limits)
         if self._num_waiting >= MAX_WAITING:

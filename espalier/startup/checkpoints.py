@@ -3,7 +3,7 @@
 from os import PathLike
 from pathlib import Path
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, one_line
 
 BUNDLED = "bundled"
 BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
@@ -73,8 +73,7 @@ def _download(what: str, name: str, files: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
     except Exception as error:  # no network, no such repository, no permission, no space: each has another class
-        reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise EspalierError(
-            f"{what}={name!r} is not a directory, and the download from the Hugging Face hub failed ({reason}); "
-            "check the name and the network, or give a directory"
+            f"{what}={name!r} is not a directory, and the download from the Hugging Face hub failed "
+            f"({one_line(error)}); check the name and the network, or give a directory"
         ) from None

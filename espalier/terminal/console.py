@@ -121,9 +121,9 @@ def has_colour(console: Console) -> bool:
 
 
 def read_text(flag: str, path: Path) -> str:
-    """A file's text.  Raises EspalierError."""
+    """A file's text, without the byte order mark that some editors put first.  Raises EspalierError."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise EspalierError(f"{flag} {path} cannot be read ({error.strerror}); use a text file") from None
     except UnicodeDecodeError as error:

@@ -1,6 +1,8 @@
 """The input and the output of a batch: what is refused before anything is sent, and what a killed run leaves behind."""
 
 import json
+from codecs import BOM_UTF8
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +20,9 @@ def test_a_survey_counts_lines_and_changes_with_every_byte(tmp_path):
     path = write(tmp_path / "in.jsonl", [line(1), "", "{bad", "  ", line(5)])
     found = scan_input(path)
     assert (found.num_lines, found.last) == (3, 5)
+    marked = tmp_path / "marked.jsonl"
+    marked.write_bytes(BOM_UTF8 + path.read_bytes())
+    assert replace(scan_input(marked), path=path) == found, "some editors begin a file with a byte order mark"
     path.write_bytes(path.read_bytes().replace(b"f5", b"f6"))
     assert scan_input(path).digest != found.digest
 

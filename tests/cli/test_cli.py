@@ -143,7 +143,7 @@ def test_a_sample_that_failed_is_the_status_whichever_of_n_it_is(tiny, capsys, m
 
 def test_generate_gives_json(tiny, capsys, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('"abc"\n{"prompt": "de"}\n')
+    prompts.write_text('"abc"\n{"prompt": "de"}\n', encoding="utf-8-sig")
     assert run("generate", "--file", prompts, "--json", "--n", "2", "--max-tokens", "4", *tiny) == 0
     outputs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [output["usage"]["prompt_tokens"] for output in outputs] == [3, 2]
@@ -263,11 +263,12 @@ def test_demo_compares_draws_and_counts(tiny, tiny_heldout, capsys):
 
 
 def test_on_a_terminal_the_demo_shows_prompts_dim_and_draft_tokens_not(tiny, tiny_heldout):
-    shown = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=100)
+    shown = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=40)
     assert demo.show(parse(["demo", "--prompts", "2", "--max-tokens", "16", *tiny]), shown) == 0
     out = shown.file.getvalue()
     assert "\x1b[2mabcabc\x1b[0m" in out and "\x1b[2mddd\x1b[0m" in out
     assert re.search(r"\x1b\[1;32m[a-o]", out) and "1;2;32m" not in out
+    assert re.search("a round +[1-9]+ [█#]", out) and not re.search("(?m)^[█#]", out), "bars fit the width"
 
 
 def test_on_a_terminal_lines_break_between_words(monkeypatch):

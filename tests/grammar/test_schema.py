@@ -26,7 +26,7 @@ ENFORCED = [
     ({"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "minProperties": 1}, {"b": 2}, [{}]),
     ({"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "maxProperties": 1}, {"b": 2}, [{"a": 1, "b": 2}]),
     ({"type": "array", "items": INTEGER, "minItems": 1, "maxItems": 2}, [1, 2], [[], [1, 2, 3], ["a"]]),
-    ({"type": "array", "minItems": 1}, [{"a": None}], [[]]),
+    ({"type": "array", "minItems": 1, "uniqueItems": False}, [{"a": None}], [[]]),
     ({"type": "array", "prefixItems": [INTEGER, {"type": "string"}]}, [1, "a"], [["a"], [1, 2]]),
     ({"items": INTEGER}, [1], [["a"]]),
     ({"maxItems": 1}, [1], [[1, 2]]),

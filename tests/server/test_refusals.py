@@ -1,5 +1,6 @@
 """What is not honoured is refused by name, in OpenAI's shape, and the page of fields says so."""
 
+import gzip
 import http.client
 import json
 import logging
@@ -293,6 +294,11 @@ def test_json_of_another_content_type_is_told_so(kind, said):
     with pytest.raises(ApiError) as refused:
         read_body("TokenizeRequest", kind, b'{"prompt": "x"}', BodyLimits(16, 64, 1, 64))
     assert refused.value.detail == f"{said}send a JSON object with content-type application/json"
+
+
+def test_a_compressed_body_is_told_so(served):
+    error = error_of(served.request("/v1/completions", gzip.compress(b"{}"), content_encoding="gzip"))
+    assert error["message"] == "content-encoding gzip is not supported; send the body as plain JSON"
 
 
 def test_a_body_nested_too_deep_is_refused():
