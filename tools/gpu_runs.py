@@ -82,7 +82,7 @@ RUNS = {
     },
     **{
         f"latent-{backend}": Run(
-            120, f"{ROUND} --shape deepseek-v2-lite --own-size {how} --cells 1x1024:3,4,16 32x1024:3,2,8"
+            240, f"{ROUND} --shape deepseek-v2-lite --own-size {how} --cells 1x1024:3,4,16 32x1024:3,2,8"
         )
         # FlashInfer's latent kernels need exact lengths, so no overlap.
         for backend, how in (
