@@ -1,20 +1,46 @@
 """The command line.  Each command is a module with `add_flags` and `run`; most flags come from the config fields."""
 
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 INTERRUPTED = 130
 
 
 def start(arguments: Sequence[str] | None = None) -> int:
     """The entry point of `espalier`.  Ctrl-C during the imports, which take seconds, also gives one line."""
-    try:
-        from espalier.cli.main import main
-    except KeyboardInterrupt:
-        return interrupted()
-    return main(arguments)
+    with _terminating_as_interrupting():
+        try:
+            from espalier.cli.main import main
+        except KeyboardInterrupt:
+            return interrupted()
+        return main(arguments)
 
 
 def interrupted() -> int:
     print("espalier: interrupted", file=sys.stderr)
     return INTERRUPTED
+
+
+@contextmanager
+def _terminating_as_interrupting() -> Iterator[None]:
+    """SIGTERM acts like Ctrl-C, so that a command ends the processes that it has started.  A server has its own way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
+    # A shell's background job ignores SIGINT, and must end at SIGTERM all the same.
+    if not callable(on_ctrl_c):
+        raise KeyboardInterrupt
+    on_ctrl_c(signal.SIGINT, frame)

@@ -38,7 +38,8 @@ def parse(arguments: Sequence[str] | None) -> Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.  Returns the exit status.
 
-    0: success; 1: a check or the system failed; 2: bad input, with one line on stderr; 130: interrupted.
+    0: success; 1: a check or the system failed; 2: bad input, with one line on stderr; 130: interrupted, by Ctrl-C or
+    SIGTERM.
     """
     try:
         args = parse(arguments)  # imports the command's module

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import runpy
+import signal
 import sys
 from dataclasses import replace
 
@@ -386,6 +387,26 @@ def test_an_interrupt_while_modules_load_ends_in_a_line(module, monkeypatch, cap
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
     assert cli.start(["demo"] if module == "espalier.cli.demo" else ["bench", "round"]) == 130
     assert capsys.readouterr().err == "espalier: interrupted\n"
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["", "a shell's background job ignores SIGINT"])
+def test_sigterm_ends_a_command_like_ctrl_c(in_background, monkeypatch, capsys):
+    ended = []
+
+    def show(*_):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            ended.append("what it started")
+
+    monkeypatch.setattr(demo, "show", show)
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if in_background else signal.default_int_handler)
+    try:
+        assert (run("demo"), ended) == (130, ["what it started"])
+    finally:
+        signal.signal(signal.SIGINT, before[0])
+    assert capsys.readouterr().err == "espalier: interrupted\n" and signal.getsignal(signal.SIGTERM) == before[1]
 
 
 def test_doctor_prints_the_support_matrix_without_a_model(capsys):
