@@ -84,11 +84,11 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        on_piece: Callable[[OutputChunk], None] | None = None,
+        on_chunk: Callable[[OutputChunk], None] | None = None,
     ) -> list[Output]:
         """Complete all prompts.  Returns outputs in the order of the prompts.
 
-        prompts: text or token ids, one or several; params: one for all prompts, or one for each; on_piece: called with
+        prompts: text or token ids, one or several; params: one for all prompts, or one for each; on_chunk: called with
         each chunk as it is generated.  Raises EspalierError, which names the prompt, before any prompt starts.  A later
         error is in Output.error.
         """
@@ -96,10 +96,10 @@ class LLM:
             groups = self._requests(_as_list(prompts), params)
             requests = [request for group in groups for request in group]
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
-            for piece in self._run(requests):
-                texts[piece.request_id].append(piece.text)
-                if on_piece is not None:
-                    on_piece(piece)
+            for chunk in self._run(requests):
+                texts[chunk.request_id].append(chunk.text)
+                if on_chunk is not None:
+                    on_chunk(chunk)
         return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
@@ -116,7 +116,7 @@ class LLM:
         self,
         messages: Messages,
         params: SamplingParams | None = None,
-        on_piece: Callable[[OutputChunk], None] | None = None,
+        on_chunk: Callable[[OutputChunk], None] | None = None,
         **options: Unpack[ConversationOptions],
     ) -> ChatOutput:
         """Generate the assistant's answer to a conversation, with the model's chat template.
@@ -126,7 +126,7 @@ class LLM:
         """
         with self._turn:
             prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
-        return chat_output(plan, prompt, self.generate([prompt], resolved, on_piece)[0])
+        return chat_output(plan, prompt, self.generate([prompt], resolved, on_chunk)[0])
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
@@ -248,9 +248,9 @@ class LLM:
                 if not unread:
                     self._step(unread)
                 while unread:
-                    piece = unread.popleft()
-                    num_left -= piece.finish_reason is not None
-                    yield piece
+                    chunk = unread.popleft()
+                    num_left -= chunk.finish_reason is not None
+                    yield chunk
         finally:
             with self._turn:
                 self._abort([request for request in requests if not request.done])
@@ -265,15 +265,15 @@ class LLM:
             if unread:
                 return
             self._require_open()
-            for piece in self.step():
-                if piece.request_id in self._unread:
-                    self._unread[piece.request_id].append(piece)
+            for chunk in self.step():
+                if chunk.request_id in self._unread:
+                    self._unread[chunk.request_id].append(chunk)
 
     def step(self) -> list[OutputChunk]:
         """One engine step, for callers that queue groups themselves."""
-        pieces = self.engine.step()
+        chunks = self.engine.step()
         self._warn_of_low_acceptance()
-        return pieces
+        return chunks
 
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:

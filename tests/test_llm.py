@@ -376,7 +376,7 @@ def test_calls_and_reasoning_are_read_offline_as_from_the_server(llm, monkeypatc
     """With an engine that says what such a model would."""
     asked, said = [], "<think>Which?</think>" + '<tool_call>{"name": "f"}</tool_call>'
 
-    def generate(prompts, params, on_piece):
+    def generate(prompts, params, on_chunk):
         asked.append(params)
         return [Output(said, [], "stop", choices=[Output(said, [], "stop"), Output("<think>a", [], "length")])]
 

@@ -88,7 +88,7 @@ def inside_a_launch(llm: LLM) -> Callable[..., None]:
 def test_ctrl_c_leaves_an_engine_that_goes_on(press, right):
     with LLM("bundled", **SETTINGS) as llm:
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, LONG, on_piece=press(llm))
+            llm.generate(PROMPTS, LONG, on_chunk=press(llm))
         assert not (llm.engine.scheduler.running or llm.engine.scheduler.waiting)
         llm.engine.check_pages()
         assert said(llm) == right
