@@ -163,8 +163,8 @@ def _padding_routed(right):
 def _shared_twice(right):
     """Only where the shared expert runs in the launches of the others."""
 
-    def mixed(mlp, x, logits, live):
-        parts = right(mlp, x, logits, live)
+    def mixed(mlp, x, of_experts, logits, live):
+        parts = right(mlp, x, of_experts, logits, live)
         if mlp.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             parts[mlp.routing.top_k :] *= 2
         return parts
