@@ -85,8 +85,9 @@ def test_what_cannot_be_read_ends_the_engine_and_tells_everyone():
     asyncio.run(run())
 
 
-def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_the_abort():
+def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_the_abort(monkeypatch):
     """The client leaves.  Before its request is closed, the engine sends another part."""
+    monkeypatch.setattr("espalier.server.client.SHUTDOWN_S", 0.01)
 
     async def run():
         client = ready(False)
