@@ -223,7 +223,7 @@ def kernel_codes(weight: QuantisedMatrix) -> Tensor:
 def tile_options(weight: QuantisedMatrix) -> dict[str, Any]:
     """The constants of quantised_dot that follow from the matrix."""
     num_in, inputs = weight.shape[-1], weight.inputs
-    input_group = 0 if inputs is None or inputs.group is None or inputs.group >= num_in else inputs.group
+    input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
     group = 0 if weight.group >= num_in and weight.code != "mxfp4" else weight.group
     return {"CODE": CODES[weight.code], "GROUP": group, "ROW_BLOCK": weight.row_block, "INPUT_GROUP": input_group}
 

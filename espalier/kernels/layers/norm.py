@@ -147,7 +147,8 @@ def _begin_rounded(delta: Tensor | None, residual: Tensor, inputs: InputScales) 
 
 def rounds_norm(size: int, inputs: InputScales) -> bool:
     """Whether a norm of `size` columns can be rounded in its own launch."""
-    return inputs.group is None or inputs.group >= size or power_of_two(inputs.group) == inputs.group
+    group = inputs.columns(size)
+    return group == size or power_of_two(group) == group
 
 
 def _require_delta(delta: Tensor, residual: Tensor) -> None:

@@ -69,15 +69,15 @@ def rounded_arguments(rounded: RoundedRows | None, inputs: InputScales | None, b
     """The arguments of a kernel that calls store_rounded, or not, for rows that it holds in blocks of `block`."""
     if rounded is None or inputs is None:
         return {"values_ptr": None, "scales_ptr": None, "static_ptr": None, "GROUP": block, "MOST": FP8_MAX}
-    size, group = rounded.values.shape[1], inputs.group
-    group = block if group is None or group >= size else group
+    size = rounded.values.shape[1]
+    group = inputs.columns(size)
     pointers = {"values_ptr": rounded.values, "scales_ptr": rounded.scales, "static_ptr": inputs.static}
-    return {**pointers, "GROUP": group, "MOST": FP8_MAX}
+    return {**pointers, "GROUP": group if group < size else block, "MOST": FP8_MAX}
 
 
 def empty_rounded(x: Tensor, inputs: InputScales) -> RoundedRows:
     """Memory for the rows of x [rows, in], rounded."""
-    groups = -(-x.shape[1] // min(inputs.group or x.shape[1], x.shape[1]))
+    groups = -(-x.shape[1] // inputs.columns(x.shape[1]))
     values = torch.empty(x.shape, dtype=FP8, device=x.device)
     return RoundedRows(values, torch.empty(len(x), groups, dtype=torch.float32, device=x.device), x.dtype)
 
@@ -111,7 +111,7 @@ def quantise_rows_triton(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor
     require("quantise_rows: x", x, (-1, -1), None, x)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, num_in = x.shape
-    group = min(inputs.group or num_in, num_in)
+    group = inputs.columns(num_in)
     groups = -(-num_in // group)
     values = torch.empty(rows, num_in, dtype=FP8, device=x.device)
     scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)

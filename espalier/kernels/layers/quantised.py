@@ -51,6 +51,10 @@ class InputScales:
     group: int | None = None
     static: Tensor | None = None
 
+    def columns(self, size: int) -> int:
+        """Columns of a row of `size` columns that share a scale."""
+        return min(self.group or size, size)
+
 
 @dataclass(frozen=True)
 class RoundedRows:
@@ -278,7 +282,7 @@ def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)], float32 at least)."""
     exact = x.to(torch.promote_types(x.dtype, torch.float32))
     rows, num_in = x.shape
-    group = min(inputs.group or num_in, num_in)
+    group = inputs.columns(num_in)
     padded = F.pad(exact, (0, -num_in % group)).unflatten(1, (-1, group))
     if inputs.static is None:
         largest = padded.abs().amax(2)
@@ -293,7 +297,7 @@ def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
 def rounded_inputs(x: Tensor, inputs: InputScales) -> Tensor:
     """The values that quantise_inputs keeps of x, in float32 at least."""
     values, scales = quantise_inputs(x, inputs)
-    group = min(inputs.group or x.shape[1], x.shape[1])
+    group = inputs.columns(x.shape[1])
     return values.to(scales.dtype) * scales.repeat_interleave(group, 1)[:, : x.shape[1]]
 
 

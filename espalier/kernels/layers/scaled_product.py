@@ -63,7 +63,7 @@ def _has_row_scales(weight: QuantisedMatrix) -> bool:
         inputs is not None
         and _is_fp8(weight)
         and weight.group >= num_in
-        and (inputs.group is None or inputs.group >= num_in)
+        and inputs.columns(num_in) == num_in
         and (weight.row_block == 1 or weight.row_block >= num_out)
     )
 
