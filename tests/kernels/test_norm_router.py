@@ -9,7 +9,6 @@ from espalier.kernels.layers import norm_router
 from espalier.kernels.layers.norm import add_rms_norm_triton
 from espalier.kernels.layers.norm_router import (
     norm_router_reference,
-    norm_router_rounded_triton,
     norm_router_triton,
 )
 from espalier.kernels.layers.quantise_rows import quantise_rows_triton
@@ -43,7 +42,8 @@ def test_equals_the_two_launches(kernel_device, shape, dtype):
     """The sum to the bit; the norm within two ulps; the logits as far as their own norm gives them in float32."""
     inputs = drawn(*shape, kernel_device, dtype)
     with poisoned():
-        total, normed, logits = norm_router_triton(*inputs)
+        total, normed, rows, logits = norm_router_triton(*inputs)
+    assert rows is normed
     expected_total, expected_normed, expected_logits = norm_router_reference(*inputs)
     assert torch.equal(total, expected_total) and torch.equal(total, add_rms_norm_triton(*inputs[:4])[0])
     ulp = torch.finfo(dtype).eps
@@ -57,14 +57,14 @@ def test_equals_the_two_launches(kernel_device, shape, dtype):
 def test_the_norm_is_also_rounded(kernel_device, group):
     """As by a launch of its own, to the bit, and the other results stay."""
     inputs = drawn(3, 200, 70, 2, kernel_device)
-    *results, rounded = norm_router_rounded_triton(*inputs, InputScales(group))
-    expected = norm_router_triton(*inputs)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True))
-    values, scales = quantise_rows_triton(expected[1], InputScales(group))
+    total, normed, rounded, logits = norm_router_triton(*inputs, InputScales(group))
+    expected_total, expected, _, expected_logits = norm_router_triton(*inputs)
+    assert torch.equal(total, expected_total) and torch.equal(normed, expected) and torch.equal(logits, expected_logits)
+    values, scales = quantise_rows_triton(expected, InputScales(group))
     assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(rounded.scales, scales)
     with pytest.raises(EspalierError, match="groups of a power of two, not 48"):
-        norm_router_rounded_triton(*inputs, InputScales(48))
+        norm_router_triton(*inputs, InputScales(48))
 
 
 def test_a_rows_bits_do_not_depend_on_the_others(kernel_device):

@@ -17,7 +17,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import DTYPES, load_sum
 from espalier.kernels.layers.norm import add_rms_norm_reference, rounds_norm, warps_for
 from espalier.kernels.layers.quantise_rows import empty_rounded, rounded_arguments, store_rounded
-from espalier.kernels.layers.quantised import InputScales, RoundedRows
+from espalier.kernels.layers.quantised import InputScales, Rows
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
 
@@ -75,36 +75,15 @@ def _norm_router_kernel(
 
 
 def norm_router_triton(
-    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(sum, norm, logits) for 1 to MAX_ROWS rows of bfloat16 or float16.
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, rounding: InputScales | None = None
+) -> tuple[Tensor, Tensor, Rows, Tensor]:
+    """(sum, norm, rows, logits) for 1 to MAX_ROWS rows of bfloat16 or float16.
 
     sum, norm: as kernels/layers/norm.py:add_rms_norm gives them, with its tolerance; delta may be partial sums.
+    rows: the norm as quantise_rows rounds it, to the bit; without `rounding` the norm itself.
     router: [E, H], contiguous.  logits: norm · routerᵀ [rows, E], computed and returned in float32.
-    Raises EspalierError on other shapes, dtypes or strides.
+    Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `rounds_norm` refuses.
     """
-    return _launch(delta, residual, weight, eps, router, None, None)
-
-
-def norm_router_rounded_triton(
-    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, inputs: InputScales
-) -> tuple[Tensor, Tensor, Tensor, RoundedRows]:
-    """As norm_router_triton, and the norm rounded: the same bits as quantise_rows of the norm."""
-    if not rounds_norm(residual.shape[1], inputs):
-        raise EspalierError(f"norm_router: a norm is rounded in groups of a power of two, not {inputs.group}")
-    rounded = empty_rounded(residual, inputs)
-    return *_launch(delta, residual, weight, eps, router, rounded, inputs), rounded
-
-
-def _launch(
-    delta: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    router: Tensor,
-    rounded: RoundedRows | None,
-    inputs: InputScales | None,
-) -> tuple[Tensor, Tensor, Tensor]:
     rows, size = residual.shape
     num_experts = router.shape[0]
     parts = delta if delta.ndim == 3 else delta[None]
@@ -120,7 +99,10 @@ def _launch(
         )
     if not router.is_contiguous():
         raise EspalierError(f"norm_router: the router must be contiguous, but has strides {router.stride()}")
+    if rounding is not None and not rounds_norm(size, rounding):
+        raise EspalierError(f"norm_router: a norm is rounded in groups of a power of two, not {rounding.group}")
     total, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+    rounded = None if rounding is None else empty_rounded(residual, rounding)
     logits = residual.new_empty(rows, num_experts, dtype=torch.float32)
     block = power_of_two(size)
     block_e = max(min(TILE // block, power_of_two(num_experts)), 1)
@@ -129,9 +111,9 @@ def _launch(
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
         # constexpr: as a run-time argument eps would be rounded to float32.
         EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
-        num_warps=warps_for(block), **rounded_arguments(rounded, inputs, block), **early(chip(residual)),
+        num_warps=warps_for(block), **rounded_arguments(rounded, rounding, block), **early(chip(residual)),
     )  # fmt: skip
-    return total, out, logits
+    return total, out, out if rounded is None else rounded, logits
 
 
 def norm_router_reference(

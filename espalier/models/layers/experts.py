@@ -13,7 +13,7 @@ from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix, grouped_experts
 from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS, SharedExperts
 from espalier.kernels.layers.linear import TritonPlan, linear_parts_triton
-from espalier.kernels.layers.norm import norm_and_rounded_triton, rounds_norm
+from espalier.kernels.layers.norm import rounds_norm
 from espalier.kernels.layers.quantised import InputScales, Rows
 from espalier.kernels.layers.routing import Routing, route
 from espalier.models.layers.linear import Linear
@@ -81,19 +81,15 @@ class MixtureMLP:
         For a few rows the norm and the router are one launch.  The launch that norms also rounds what experts take
         rounded.
         """
-        arguments = delta, residual, norm.weight, norm.eps
         rounding = self._rounding(residual)
-        if norm_router.takes(residual) and rounding is not None:
-            total, x, logits, rounded = norm_router.norm_router_rounded_triton(*arguments, self.router, rounding)
-            return total, self._mixed(x, rounded, logits, live)
         if norm_router.takes(residual):
-            total, x, logits = norm_router.norm_router_triton(*arguments, self.router)
-            return total, self._mixed(x, x, logits, live)
-        if rounding is not None:
-            total, x, rounded = norm_and_rounded_triton(*arguments, rounding)
-            return total, self._mixed(x, rounded, router_logits(x, self.router), live)
-        total, x = norm.after(delta, residual)
-        return total, self(x, live)
+            total, x, rows, logits = norm_router.norm_router_triton(
+                delta, residual, norm.weight, norm.eps, self.router, rounding
+            )
+        else:
+            total, x, rows = norm.both_after(delta, residual, rounding)
+            logits = router_logits(x, self.router)
+        return total, self._mixed(x, rows, logits, live)
 
     def _rounding(self, residual: Tensor) -> InputScales | None:
         """How the norm is rounded in its own launch for the routed experts; None: it is not."""

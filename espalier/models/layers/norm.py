@@ -7,6 +7,7 @@ from espalier.kernels.layers.linear import sum_parts_reference
 from espalier.kernels.layers.norm import (
     add_rms_norm,
     length_constants,
+    norm_and_rounded_triton,
     norm_by_length,
     rms_norm,
     rounded_norm_triton,
@@ -44,6 +45,18 @@ class RMSNorm:
         if rounding is None or not few or not rounds_norm(residual.shape[1], rounding):
             return self.after(delta, residual)
         return rounded_norm_triton(delta, residual, self.weight, self.eps, rounding)
+
+    def both_after(
+        self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
+    ) -> tuple[Tensor, Tensor, Rows]:
+        """As `after`, and behind it the norm rounded in the same launch, on a GPU, for widths that `rounds_norm` takes.
+
+        rounding None: the norm once more.
+        """
+        if rounding is not None:
+            return norm_and_rounded_triton(delta, residual, self.weight, self.eps, rounding)
+        total, norm = self.after(delta, residual)
+        return total, norm, norm
 
     def after(self, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(residual + delta, norm of that sum), [N, H] each.
