@@ -156,7 +156,7 @@ def _hopper_attention_kernel(
     stages = make_stages(dtype, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
     # FP8 rows are loaded into stages of their own.
     loaded = stages
-    num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
     if FP8:
         loaded = make_stages(k_ptr.dtype.element_ty, RAW_STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
     num_tiles = (queries * GROUP_SIZE + CONSTANTS.BLOCK_M - 1) // CONSTANTS.BLOCK_M

@@ -115,7 +115,7 @@ def _hopper_latent_kernel(
     weights = gl.allocate_shared_memory(dtype, [SLOTS, 64, BLOCK_N], weight_layout)
     decays = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     exchange = Stages((weights, decays), sent, received)
-    num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
     plan = Plan(split_ptr, start_ptr, num_splits, (queries * HEADS + 63) // 64, queries, rows, first)
     # FP8 rows are loaded into stages of their own.
     loaded = stages

@@ -72,7 +72,7 @@ def _latent_attention_kernel(
     )
     tiles = Tiles(row_ptr, row_stride, row_ptr + V_SIZE, row_stride)
     num_tiles = (queries * HEADS + BLOCK_M - 1) // BLOCK_M
-    num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
     num_work_items = num_splits * num_tiles
     plan = Plan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
     scale = _times_scale(scale, row_scale_ptr, 0)

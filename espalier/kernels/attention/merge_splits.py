@@ -101,7 +101,7 @@ def _merge_splits_kernel(
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, TWO_PAIRS: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    # Before the wait: attention waited for the splits before it let this kernel start.
+    # Before the wait: attention waited for the splits before it let this kernel start, or it has ended.
     num_splits = tl.load(start_ptr + batch)
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)

@@ -80,7 +80,7 @@ def _tree_attention_kernel(
         PAGE_SIZE, WINDOW, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
     )
     num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
-    num_splits = wait_and_count_splits(start_ptr, batch, DEPENDENT)
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
     num_work_items, backwards = num_splits * num_tiles * KV_HEADS, 0
     next_split = split_of(tl.program_id(0), num_splits, num_tiles, KV_HEADS, LONGEST_FIRST)
     exists = tl.program_id(0) < num_work_items

@@ -49,15 +49,19 @@ class WorkItem(NamedTuple):
 
 
 @kernel
-def wait_and_count_splits(start_ptr, batch, DEPENDENT: tl.constexpr):
-    """Wait for the previous kernel, let the next one start, then return the number of splits.
+def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
+    """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
-    In this order the next kernel may read the splits before its own wait (merge_splits.py).  It takes no room from
-    this one: it starts when all programs of this persistent grid run.
+    The trigger comes after the wait, so the merge may read the splits before its own wait (merge_splits.py).  A large
+    merge starts when all programs of this kernel have ended: earlier, its programs would crowd the few processors that
+    are free first.
     """
     pdl_wait(DEPENDENT)
-    pdl_trigger(DEPENDENT)
-    return tl.load(start_ptr + batch)
+    num_splits = tl.load(start_ptr + batch)
+    # Without requests of several splits there is nothing to merge.  16 queries: docs/log.md.
+    if (num_splits <= batch) | (batch * queries <= 16):
+        pdl_trigger(DEPENDENT)
+    return num_splits
 
 
 @kernel
