@@ -208,6 +208,20 @@ def test_rounded_inputs_are_the_references(kernel_device, rows, num_in, group, s
     assert is_right.all()
 
 
+@pytest.mark.parametrize("num_in", [96, 104])
+def test_groups_of_many_rows_share_a_program(kernel_device, monkeypatch, num_in):
+    """To the bits of a program each, with scales in either order; two programs a row, the last with an empty group."""
+    x, inputs = x_of(50, num_in, kernel_device), InputScales(16)
+    values, scales = quantise_rows_triton(x[:40], inputs)
+    monkeypatch.setattr(quantise_rows, "GROUPS_A_PROGRAM", 4)
+    monkeypatch.setattr(quantise_rows, "oversubscribed", lambda *_: True)
+    for by_group in (False, True):
+        together, scales_together = quantise_rows_triton(x[:40], inputs, by_group)
+        assert torch.equal(together.view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(scales_together, scales)
+        assert scales_together.stride() == ((1, 256) if by_group else (scales.shape[1], 1))
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("group", [None, 48])
 def test_parts_of_a_row_are_rounded_by_programs_of_their_own(kernel_device, monkeypatch, rows, group):
