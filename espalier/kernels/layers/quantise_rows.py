@@ -27,20 +27,13 @@ VALUES_PER_PART, MAX_PARTS = 1024, 8
 FEW_WARPS, MAX_WARPS, MAX_WARPS_ALONE = 4, 16, 32
 # Groups of a program, where a program for each would take longer to start than to run.
 GROUPS_A_PROGRAM = 16
-# Scales that lie group by group have room for rows in a multiple of this.
-ROOM = 256
+# The library multiplies rows in scaled blocks only in multiples of this.
+ROWS_FILLED = 16
 
 
 def quantise_rows(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
     """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32)."""
     return (quantise_rows_triton if x.is_cuda else quantise_inputs)(x, inputs)
-
-
-def empty_scales(rows: int, groups: int, by_group: bool, device: torch.device) -> Tensor:
-    """Memory for scales [rows, groups].  by_group: those of a group lie together, with room for more rows (ROOM)."""
-    if not by_group:
-        return torch.empty(rows, groups, dtype=torch.float32, device=device)
-    return torch.empty(groups, -(-rows // ROOM) * ROOM, dtype=torch.float32, device=device).t()[:rows]
 
 
 @kernel
@@ -120,18 +113,21 @@ def _quantise_rows_kernel(
     tl.store(scales_ptr + row * scale_row + group * scale_group, scale, mask=exists)
 
 
-def quantise_rows_triton(x: Tensor, inputs: InputScales, by_group: bool = False) -> tuple[Tensor, Tensor]:
-    """x: bfloat16 or float16; its rows are contiguous.  by_group: see `empty_scales`.
+def quantise_rows_triton(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
+    """x: bfloat16 or float16; its rows are contiguous.  Raises EspalierError on other shapes.
 
-    Raises EspalierError on other shapes.
+    for_library: the scales of a group lie together in memory, and there are more rows, up to a multiple of ROWS_FILLED;
+    they hold anything.
     """
     require("quantise_rows: x", x, (-1, -1), None, x)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, num_in = x.shape
     group = inputs.columns(num_in)
     groups = -(-num_in // group)
-    values = torch.empty(rows, num_in, dtype=FP8, device=x.device)
-    scales = empty_scales(rows, groups, by_group, x.device)
+    all_rows = -(-rows // ROWS_FILLED) * ROWS_FILLED if for_library else rows
+    values = torch.empty(all_rows, num_in, dtype=FP8, device=x.device)
+    scales = torch.empty((groups, all_rows) if for_library else (rows, groups), dtype=torch.float32, device=x.device)
+    scales = scales.t() if for_library else scales
     if values.numel():
         block, gpu = power_of_two(group), chip(x)
         together = min(power_of_two(groups), GROUPS_A_PROGRAM) if oversubscribed(rows * groups, gpu) else 1
