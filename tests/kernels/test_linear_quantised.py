@@ -208,6 +208,21 @@ def test_rounded_inputs_are_the_references(kernel_device, rows, num_in, group, s
     assert is_right.all()
 
 
+@pytest.mark.parametrize("num_in", [96, 104])
+@pytest.mark.parametrize("for_library", [False, True])
+def test_groups_of_many_rows_share_a_program(kernel_device, monkeypatch, num_in, for_library):
+    """To the bits of a program each; the last program of a row has groups that do not exist."""
+    x, inputs = x_of(40, num_in, kernel_device), InputScales(16)
+    values, scales = quantise_rows_triton(x, inputs)
+    monkeypatch.setattr(quantise_rows, "GROUPS_A_PROGRAM", 4)
+    monkeypatch.setattr(quantise_rows, "oversubscribed", lambda *_: True)
+    together, scales_together = quantise_rows_triton(x, inputs, for_library)
+    assert torch.equal(together[:40].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(scales_together[:40], scales)
+    if for_library:
+        assert together.shape == (48, num_in) and scales_together.stride() == (1, 48)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("group", [None, 48])
 def test_parts_of_a_row_are_rounded_by_programs_of_their_own(kernel_device, monkeypatch, rows, group):

@@ -1,7 +1,7 @@
 """Rounds the inputs of a product to FP8: each row, or each group of a row's columns, with a scale of its own.
 
-Grid: (rows, groups, parts of a group).  Values and scales are divided exactly (IEEE), so they equal the reference's to
-the bit.
+Grid: (rows, one or some of a row's groups, parts of a group).  Values and scales are divided exactly (IEEE), so they
+equal the reference's to the bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import FP8, FP8_MAX, InputScales, RoundedRows, quantise_inputs
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import chip, kernel, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 VALUES_PER_WARP, VALUES_PER_WARP_ALONE = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
 FEW_WARPS, MAX_WARPS, MAX_WARPS_ALONE = 4, 16, 32
+# Groups of a program, where a program for each would take longer to start than to run.
+GROUPS_A_PROGRAM = 16
+# The library multiplies rows in scaled blocks only in multiples of this.
+ROWS_FILLED = 16
 
 
 def quantise_rows(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
@@ -84,47 +88,57 @@ def empty_rounded(x: Tensor, inputs: InputScales) -> RoundedRows:
 
 @kernel
 def _quantise_rows_kernel(
-    x_ptr, static_ptr, out_ptr, scales_ptr, num_in, x_stride,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+    x_ptr, static_ptr, out_ptr, scales_ptr, num_in, x_stride, scale_row, scale_group,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, MOST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_wait_if(DEPENDENT)
-    row, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    offset = tl.arange(0, BLOCK)
-    column = group * GROUP + offset
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    offset = tl.arange(0, BLOCK)[None, :]
+    column = group[:, None] * GROUP + offset
     mask = (offset < GROUP) & (column < num_in)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     own = x
     if PART < BLOCK:
         # Loaded before the reduction, so that both loads overlap.
-        offset = part * PART + tl.arange(0, PART)
-        column = group * GROUP + offset
+        offset = part * PART + tl.arange(0, PART)[None, :]
+        column = group[:, None] * GROUP + offset
         mask = (offset < GROUP) & (column < num_in)
         own = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
-    scale = scale_of(tl.max(tl.abs(x), 0), static_ptr, MOST)
-    value = over_scale(own, scale, MOST)
+    scale = scale_of(tl.max(tl.abs(x), 1), static_ptr, MOST)
+    value = over_scale(own, scale[:, None], MOST)
     tl.store(out_ptr + row * num_in + column, value.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(scales_ptr + row * tl.num_programs(1) + group, scale, mask=part == 0)
+    exists = (part == 0) & (group < tl.cdiv(num_in, GROUP))
+    tl.store(scales_ptr + row * scale_row + group * scale_group, scale, mask=exists)
 
 
-def quantise_rows_triton(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
-    """x: bfloat16 or float16; its rows are contiguous.  Raises EspalierError on other shapes."""
+def quantise_rows_triton(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
+    """x: bfloat16 or float16; its rows are contiguous.  Raises EspalierError on other shapes.
+
+    for_library: the scales of a group lie together in memory, and there are more rows, up to a multiple of ROWS_FILLED;
+    they hold anything.
+    """
     require("quantise_rows: x", x, (-1, -1), None, x)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, num_in = x.shape
     group = inputs.columns(num_in)
     groups = -(-num_in // group)
-    values = torch.empty(rows, num_in, dtype=FP8, device=x.device)
-    scales = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    all_rows = -(-rows // ROWS_FILLED) * ROWS_FILLED if for_library else rows
+    values = torch.empty(all_rows, num_in, dtype=FP8, device=x.device)
+    scales = torch.empty((groups, all_rows) if for_library else (rows, groups), dtype=torch.float32, device=x.device)
+    scales = scales.t() if for_library else scales
     if values.numel():
         block, gpu = power_of_two(group), chip(x)
+        together = min(power_of_two(groups), GROUPS_A_PROGRAM) if oversubscribed(rows * groups, gpu) else 1
         is_alone = rows * groups <= gpu.processors
-        warps = block // (VALUES_PER_WARP_ALONE if is_alone else VALUES_PER_WARP)
+        warps = together * block // (VALUES_PER_WARP_ALONE if is_alone else VALUES_PER_WARP)
         warps = max(warps, min(block // VALUES_PER_WARP_ALONE, FEW_WARPS), 1)
         parts = min(block // VALUES_PER_PART, MAX_PARTS) if rows * groups * MAX_PARTS <= gpu.processors else 1
         part = block // max(parts, 1)
-        _quantise_rows_kernel[rows, groups, -(-group // part)](
-            *(x, inputs.static, values, scales, num_in, x.stride(0)),
-            GROUP=group, BLOCK=block, PART=part, MOST=FP8_MAX, **early(gpu),
+        _quantise_rows_kernel[rows, -(-groups // together), -(-group // part)](
+            *(x, inputs.static, values, scales, num_in, x.stride(0), *scales.stride()),
+            GROUP=group, GROUPS=together, BLOCK=block, PART=part, MOST=FP8_MAX, **early(gpu),
             num_warps=min(warps, MAX_WARPS_ALONE if is_alone else MAX_WARPS),
         )  # fmt: skip
     return values, scales

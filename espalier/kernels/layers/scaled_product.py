@@ -6,11 +6,10 @@ format of DeepSeek-V3); only Hopper has it.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from espalier.kernels.layers.quantise_rows import quantise_rows
+from espalier.kernels.layers.quantise_rows import quantise_rows, quantise_rows_triton
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.runtime.launch import chip
 
@@ -39,21 +38,19 @@ def scaled_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> T
     Tolerance: that of linear_quantised.py for rounded inputs on a GPU.
     """
     assert weight.inputs is not None
-    num_rows, num_out = len(x), weight.shape[0]
-    # The library refuses other numbers of rows with scaled blocks.
-    x = F.pad(x, (0, 0, 0, -num_rows % UNIT)) if _has_block_scales(weight) else x
-    inputs, input_scales = quantise_rows(x, weight.inputs)
-    scales = weight.scales.float()
+    num_out, scales = weight.shape[0], weight.scales.float()
     if _has_row_scales(weight):
+        inputs, input_scales = quantise_rows(x, weight.inputs)
         scales = scales.expand(num_out, 1).reshape(1, num_out).contiguous()
         kinds = ScalingType.RowWise, ScalingType.RowWise
     else:
-        input_scales, scales = input_scales.t().contiguous().t(), scales.t()
+        inputs, input_scales = quantise_rows_triton(x, weight.inputs, for_library=True)
+        scales = scales.t()
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     product = scaled_mm(
         inputs, weight.codes.t(), input_scales, kinds[0], scales, kinds[1], bias=bias, output_dtype=x.dtype
     )
-    return product[:num_rows]
+    return product[: len(x)]
 
 
 def _has_row_scales(weight: QuantisedMatrix) -> bool:
