@@ -23,7 +23,8 @@ Attend = Callable[[int, Projections], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """hidden: [B, Q, H], after the final norm; captured: [B, Q, n·H], the inputs of the n captured layers, in order."""
+    """hidden: [B, Q, H], after the final norm, or [N, 1, H] of the rows that a call needs; captured: [B, Q, n·H], the
+    inputs of the n captured layers, in order."""
 
     hidden: Tensor
     captured: Tensor | None
@@ -42,8 +43,10 @@ class CausalLM(Protocol):
     embed: Embedding
     head: Linear
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, needed: Tensor | None = None) -> ModelOutput:
         """Run over new rows.  tokens, positions: int64 [B, Q].
+
+        needed: [N] int64, the rows of B·Q whose `hidden` is read; None: all.  Each layer attends with all rows.
 
         A row with a negative token (a void node, padding) runs with the token of its request's first row, or with token
         0 if that is negative too; it goes to no expert.  Positions are below the `position_rows` given at loading.

@@ -6,10 +6,10 @@ A piece attends to the pieces before it through the pages, so each layer commits
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from espalier.kernels.state.batch_state import gather
-from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.slots import BatchState
 
 
@@ -20,6 +20,16 @@ class Pieces(NamedTuple):
     request: Tensor
     offset: Tensor
     last: Tensor
+
+
+class LastTokens(NamedTuple):
+    """Where a prefill pass holds the last token of each request.
+
+    row: [B], of all P·W rows of the pass; piece: [B], the piece; None where each request has one.
+    """
+
+    row: Tensor
+    piece: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -43,10 +53,8 @@ class PieceRows:
         moved = replace(made, prefix_len=made.prefix_len + pieces.offset, num_tokens=made.num_tokens + pieces.offset)
         return cls(moved, (length[pieces.request] - pieces.offset).clamp(max=width), pieces.last)
 
-    def last_token(self, hidden: Tensor) -> Tensor:
-        """Of hidden [P, W, H], the row of each request's last token: [B, 1, H]."""
+    def last_tokens(self, width: int) -> LastTokens:
         rows = (self.length - 1).clamp(min=0)
         if self.last is None:
-            return gather_rows(hidden, rows[:, None])
-        flat = self.last * hidden.shape[1] + rows[self.last]
-        return gather_rows(hidden.flatten(0, 1)[None], flat[None]).transpose(0, 1)
+            return LastTokens(torch.arange(len(rows), device=rows.device) * width + rows, None)
+        return LastTokens(self.last * width + rows[self.last], self.last)

@@ -13,7 +13,7 @@ from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import Attend, ModelOutput
 from espalier.models.config import ModelConfig
-from espalier.models.layers.attention import Attention
+from espalier.models.layers.attention import Attention, rows_of
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.latent_attention import LatentAttention
@@ -61,13 +61,17 @@ class DecoderLayer:
         layer: int,
         shape: tuple[int, int],
         live: Tensor | None = None,
+        needed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [B·Q, H] and normed = attention_norm(x) -> (x after attention, the MLP's output to be added to it).
 
         live: [B·Q] bool, the rows that go to experts; None: all.
+        needed: [N], the rows that are returned; None: all.
         Does not write to the x that it gets, because x may have been captured.
         """
-        delta = self.attention(normed, rope_and_norm, attend, layer, shape)
+        delta = self.attention(normed, rope_and_norm, attend, layer, shape, needed)
+        x = rows_of(x, needed)
+        live = None if live is None else rows_of(live, needed)
         if isinstance(self.mlp, MixtureMLP):
             return self.mlp.after(self.mlp_norm, delta, x, live)
         x, normed = self.mlp_norm.rounded_after(delta, x, rounding_of(self.mlp))
@@ -99,7 +103,7 @@ class Decoder:
         self.head = head
         self.kv_scales = kv_scales
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, needed: Tensor | None = None) -> ModelOutput:
         shape = (tokens.shape[0], tokens.shape[1])
         rows = self.embed(tokens, positions, self.rope)
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
@@ -107,14 +111,19 @@ class Decoder:
         live = None if self.config.experts is None else (tokens >= 0).flatten()
         x, delta = rows.x, None
         inputs: dict[int, Tensor] = {}
+        # What is captured is read at every row.
+        of_last = None if len(self.layers) in self.capture else needed
         for layer, block in enumerate(self.layers):
             x, normed = block.attention_norm.rounded_after(delta, x, rounding_of(block.attention))
             if layer in self.capture:
                 inputs[layer] = x
-            x, delta = block(x, normed, rope_and_norm, attend, layer, shape, live)
+            of_layer = of_last if block is self.layers[-1] else None
+            x, delta = block(x, normed, rope_and_norm, attend, layer, shape, live, of_layer)
         x, hidden = self.norm.after(delta, x)
         inputs[len(self.layers)] = x
         captured = torch.cat([inputs[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None
+        if needed is not None:
+            hidden, shape = hidden if of_last is not None else hidden[needed], (len(needed), 1)
         return ModelOutput(hidden=hidden.unflatten(0, shape), captured=captured)
 
     def logits(self, hidden: Tensor) -> Tensor:

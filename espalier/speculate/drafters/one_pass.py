@@ -27,6 +27,7 @@ from espalier.models.draft import BlockModel
 from espalier.slots import BatchState
 from espalier.speculate.drafters.base import Grow
 from espalier.speculate.drafters.model_drafter import ModelDrafter
+from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
 
@@ -82,7 +83,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return BlockAttend(passes, self.spec.causal)
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
         assert target_features is not None
         width = target_features.shape[1]
