@@ -17,8 +17,8 @@ from espalier.models.base import Attend, CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
-from espalier.models.layers.attention import Attention, rows_of
-from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.attention import Attention
+from espalier.models.layers.decoder import DecoderLayer, attend_for
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
@@ -77,9 +77,11 @@ class Eagle3Draft:
             tokens, positions, self.rope, DraftHidden(hidden, parents, *norms, self.config.norm_before_residual)
         )
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
-        of_first = None if self.rest else needed
-        delta = self.attention(rows.x, rope_and_norm, attend, 0, shape, of_first)
-        x, normed = self.mlp_norm.after(delta, rows_of(rows.residual, of_first))
+        residual, attend_first = rows.residual, attend
+        if needed is not None and not self.rest:
+            residual, attend_first = residual[needed], attend_for(needed, attend)
+        delta = self.attention(rows.x, rope_and_norm, attend_first, 0, shape)
+        x, normed = self.mlp_norm.after(delta, residual)
         delta = self.mlp(normed)
         for i, layer in enumerate(self.rest, 1):
             x, normed = layer.attention_norm.after(delta, x)

@@ -16,11 +16,6 @@ from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 
 
-def rows_of(x: Tensor, needed: Tensor | None) -> Tensor:
-    """Rows `needed` [N] of x [R, ...]; all if None."""
-    return x if needed is None else x[needed]
-
-
 class Attention:
     """qkv: stacked weights of q, k and v, [num_heads·head_size, in]; num_heads: heads + 2·kv_heads.
 
@@ -51,18 +46,11 @@ class Attention:
         return self.qkv
 
     def __call__(
-        self,
-        x: Rows,
-        rope_and_norm: RopeAndNorm,
-        attend: Attend,
-        layer: int,
-        shape: tuple[int, int],
-        needed: Tensor | None = None,
+        self, x: Rows, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
     ) -> Tensor:
         """x [B·Q, in] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them.
 
         rope_and_norm: cos and sin of the rows; shape: (B, Q), the shape of the rows for `attend`.
-        needed: [N], the rows whose result is computed; None: all.
         """
         if self.q_norm is not None and self.k_norm is not None:
             rope_and_norm = replace(
@@ -71,4 +59,4 @@ class Attention:
         qkv = self.qkv.in_parts(x)
         qkv = qkv.view(*qkv.shape[:-2], *shape, self.num_heads, qkv.shape[-1] // self.num_heads)
         attended = attend(layer, HeadProjections(qkv, rope_and_norm, self.sink))
-        return self.out.in_parts(rows_of(attended.flatten(2).flatten(0, 1), needed))
+        return self.out.in_parts(attended.flatten(2).flatten(0, 1))

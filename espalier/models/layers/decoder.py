@@ -13,7 +13,7 @@ from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import Attend, ModelOutput
 from espalier.models.config import ModelConfig
-from espalier.models.layers.attention import Attention, rows_of
+from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.latent_attention import LatentAttention
@@ -30,6 +30,11 @@ def rounding_of(block: object) -> InputScales | None:
     """
     reads: Linear | None = getattr(block, "reads", None)
     return None if reads is None else reads.rounding
+
+
+def attend_for(needed: Tensor, attend: Attend) -> Attend:
+    """An `attend` that returns rows `needed` [N] of B·Q alone, as [N, 1, heads, size]."""
+    return lambda layer, projections: attend(layer, projections).flatten(0, 1)[needed][:, None]
 
 
 class DecoderLayer:
@@ -69,9 +74,9 @@ class DecoderLayer:
         needed: [N], the rows that are returned; None: all.
         Does not write to the x that it gets, because x may have been captured.
         """
-        delta = self.attention(normed, rope_and_norm, attend, layer, shape, needed)
-        x = rows_of(x, needed)
-        live = None if live is None else rows_of(live, needed)
+        if needed is not None:
+            attend, x, live = attend_for(needed, attend), x[needed], None if live is None else live[needed]
+        delta = self.attention(normed, rope_and_norm, attend, layer, shape)
         if isinstance(self.mlp, MixtureMLP):
             return self.mlp.after(self.mlp_norm, delta, x, live)
         x, normed = self.mlp_norm.rounded_after(delta, x, rounding_of(self.mlp))

@@ -12,7 +12,6 @@ from espalier.kernels.layers.latent import LatentRopeAndNorm
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models.base import Attend
-from espalier.models.layers.attention import rows_of
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 
@@ -59,13 +58,7 @@ class LatentAttention:
         return self.down
 
     def __call__(
-        self,
-        x: Rows,
-        rope_and_norm: RopeAndNorm,
-        attend: Attend,
-        layer: int,
-        shape: tuple[int, int],
-        needed: Tensor | None = None,
+        self, x: Rows, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
     ) -> Tensor:
         """As espalier/models/layers/attention.py:Attention."""
         down = self.down(x)
@@ -75,4 +68,4 @@ class LatentAttention:
         q = q.unflatten(1, (self.k_up.shape[0], -1)).unflatten(0, shape)
         with_norm = LatentRopeAndNorm(rope_and_norm.cos, rope_and_norm.sin, self.kv_norm, NORM_EPS, self.interleaved)
         values = attend(layer, LatentProjections(q, latent, with_norm, self.k_up, self.v_up))
-        return self.out.in_parts(rows_of(values.flatten(2).flatten(0, 1), needed))
+        return self.out.in_parts(values.flatten(2).flatten(0, 1))
