@@ -43,8 +43,8 @@ def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput
             requests = min(max(num_pieces // 2, 1), layout.max_batch)
             yield dummy_pass(narrowest, num_pieces, requests, (num_pieces - 1) * narrowest + 1)
     # Without log-probabilities, the last layer's output is computed for a row of each request.
-    few = [power for power in powers if power <= min(most, layout.max_batch)]
-    for requests in (*few, *(power + 1 for power in few if power < min(most, layout.max_batch))):
+    most_requests = min(most, layout.max_batch)
+    for requests in {most_requests - 1, *(power + 1 for power in powers if power < most_requests)} - {0}:
         yield dummy_pass(narrowest, requests, requests, 0)
     # Attention chooses by the width, and by whether few pieces fill the GPU.
     for width in wider:
