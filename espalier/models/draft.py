@@ -115,7 +115,7 @@ class DraftConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """[B, Q, H] each, or [N, 1, H] of the rows that a call needs.  hidden: input of the rows that follow; normed: input
+    """[B, Q, H] each, or [B, 1, H] of the rows that a call needs.  hidden: input of the rows that follow; normed: input
     of the lm_head."""
 
     hidden: Tensor
@@ -145,7 +145,7 @@ class DraftModule(Protocol):
         A row with a negative token (padding) runs with another token, and goes to no expert.
         hidden: [B, R, H], fused features or the hidden states of earlier rows; parents: int64 [B, Q], index of the row
         of `hidden` that each new row reads; None: row i reads row i.
-        needed: [N] int64, the rows of B·Q whose output is read, which is [N, 1, H] then; None: all.
+        needed: [B] int64, of each request's Q rows the one whose output is read; None: all are.
         """
         ...
 

@@ -5,6 +5,7 @@ feature of the target, or, inside a tree, the draft's own output.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.decoder import DecoderLayer, attend_for
+from espalier.models.layers.decoder import DecoderLayer, rows_of
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
@@ -79,7 +80,7 @@ class Eagle3Draft:
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
         residual, attend_first = rows.residual, attend
         if needed is not None and not self.rest:
-            residual, attend_first = residual[needed], attend_for(needed, attend)
+            residual, attend_first = rows_of(residual, shape, needed), partial(attend, needed=needed)
         delta = self.attention(rows.x, rope_and_norm, attend_first, 0, shape)
         x, normed = self.mlp_norm.after(delta, residual)
         delta = self.mlp(normed)
@@ -88,7 +89,7 @@ class Eagle3Draft:
             of_layer = needed if layer is self.rest[-1] else None
             x, delta = layer(x, normed, rope_and_norm, attend, i, shape, needed=of_layer)
         x, normed = self.norm.after(delta, x)
-        out_shape = shape if needed is None else (len(needed), 1)
+        out_shape = shape if needed is None else (shape[0], 1)
         x, normed = x.unflatten(0, out_shape), normed.unflatten(0, out_shape)
         return DraftOutput(normed if self.config.norm_output else x, normed)
 

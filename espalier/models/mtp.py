@@ -64,7 +64,7 @@ class MTPModule:
         live = (tokens >= 0).flatten() if self.has_experts else None
         x, delta = self.layer(x, normed, RopeAndNorm(rows.cos, rows.sin), attend, 0, shape, live, needed)
         x, normed = self.norm.after(delta, x)
-        out_shape = shape if needed is None else (len(needed), 1)
+        out_shape = shape if needed is None else (shape[0], 1)
         return handed_on(self, x.unflatten(0, out_shape), normed.unflatten(0, out_shape))
 
     def output_of(self, hidden: Tensor) -> DraftOutput:

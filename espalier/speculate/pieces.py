@@ -6,7 +6,6 @@ A piece attends to the pieces before it through the pages, so each layer commits
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from espalier.kernels.state.batch_state import gather
@@ -23,13 +22,18 @@ class Pieces(NamedTuple):
 
 
 class LastTokens(NamedTuple):
-    """Where a prefill pass holds the last token of each request.
+    """Where a prefill pass holds last tokens.
 
-    row: [B], of all P·W rows of the pass; piece: [B], the piece; None where each request has one.
+    row: [P], of each piece's rows the one of its last token; piece: [B], each request's last piece; None where each
+    request has one.
     """
 
     row: Tensor
     piece: Tensor | None
+
+    def of_requests(self, values: Tensor) -> Tensor:
+        """Of values [P, ...], those of the last pieces: [B, ...]."""
+        return values if self.piece is None else values[self.piece]
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,6 @@ class PieceRows:
         moved = replace(made, prefix_len=made.prefix_len + pieces.offset, num_tokens=made.num_tokens + pieces.offset)
         return cls(moved, (length[pieces.request] - pieces.offset).clamp(max=width), pieces.last)
 
-    def last_tokens(self, width: int) -> LastTokens:
-        rows = (self.length - 1).clamp(min=0)
-        if self.last is None:
-            return LastTokens(torch.arange(len(rows), device=rows.device) * width + rows, None)
-        return LastTokens(self.last * width + rows[self.last], self.last)
+    @property
+    def last_tokens(self) -> LastTokens:
+        return LastTokens((self.length - 1).clamp(min=0), self.last)

@@ -106,7 +106,7 @@ class ToyDraft:
             of_layer = needed if block is self.layers[-1] else None
             x, added = block(x, normed, RopeAndNorm(entered.cos, entered.sin), attend, i, shape, needed=of_layer)
         x, normed = self.norm.after(added, x)
-        shape = shape if needed is None else (len(needed), 1)
+        shape = shape if needed is None else (shape[0], 1)
         return DraftOutput(x.unflatten(0, shape), normed.unflatten(0, shape))
 
     def output_of(self, hidden: Tensor) -> DraftOutput:

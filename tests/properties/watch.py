@@ -256,7 +256,7 @@ class Watch:
     ) -> None:
         """Each layer with experts routes the rows of requests, and neither padding nor void nodes.  The draft's extend
         comes last; there module k has at most k - 1 rows fewer than there are new tokens.  Where only the output at
-        the last tokens of a prefill pass is read, the last layer routes these alone."""
+        the last tokens of a prefill pass is read, the last layer routes those of its pieces alone."""
         runner = self.engine.executor.runner
         target = runner.target
         layers = () if target.config.experts is None else target.config.experts.layers
@@ -272,8 +272,8 @@ class Watch:
         if launch_input.is_prefill:
             reads_all = launch_input.prompt_rows is not None or runner.drafter.spec.reads == "hidden"
             if last in due and not reads_all and last + 1 not in target.capture:
-                due[last] = len(launch_input.lengths)
-            extended = len(launch_input.lengths) if modules == 1 else extended
+                due[last] = len(launch_input.pieces or launch_input.lengths)
+            extended = len(launch_input.pieces or launch_input.lengths) if modules == 1 else extended
         assert of_target == [*due.values()], f"{of_target} rows were routed to experts, {due} are due by layer"
         for module, (held, number) in enumerate(routed[-modules:] if modules else (), 1):
             fewer = (module - 1) * len(launch_input.lengths or rows)

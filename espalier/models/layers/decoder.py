@@ -4,6 +4,8 @@ Rows of a batch are flat, [B·Q, hidden]: two-dimensional matrix products are ch
 which row belongs to which request.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -32,9 +34,9 @@ def rounding_of(block: object) -> InputScales | None:
     return None if reads is None else reads.rounding
 
 
-def attend_for(needed: Tensor, attend: Attend) -> Attend:
-    """An `attend` that returns rows `needed` [N] of B·Q alone, as [N, 1, heads, size]."""
-    return lambda layer, projections: attend(layer, projections).flatten(0, 1)[needed][:, None]
+def rows_of(x: Tensor, shape: tuple[int, int], needed: Tensor) -> Tensor:
+    """Of x [B·Q, ...], the row `needed` [B] of each request: [B, ...].  shape: (B, Q)."""
+    return x[torch.arange(shape[0], device=x.device) * shape[1] + needed]
 
 
 class DecoderLayer:
@@ -71,11 +73,12 @@ class DecoderLayer:
         """x [B·Q, H] and normed = attention_norm(x) -> (x after attention, the MLP's output to be added to it).
 
         live: [B·Q] bool, the rows that go to experts; None: all.
-        needed: [N], the rows that are returned; None: all.
+        needed: [B], of each request's Q rows the one that is returned; None: all are.
         Does not write to the x that it gets, because x may have been captured.
         """
         if needed is not None:
-            attend, x, live = attend_for(needed, attend), x[needed], None if live is None else live[needed]
+            attend, x = partial(attend, needed=needed), rows_of(x, shape, needed)
+            live = None if live is None else rows_of(live, shape, needed)
         delta = self.attention(normed, rope_and_norm, attend, layer, shape)
         if isinstance(self.mlp, MixtureMLP):
             return self.mlp.after(self.mlp_norm, delta, x, live)
@@ -128,7 +131,8 @@ class Decoder:
         inputs[len(self.layers)] = x
         captured = torch.cat([inputs[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None
         if needed is not None:
-            hidden, shape = hidden if of_last is not None else hidden[needed], (len(needed), 1)
+            hidden = rows_of(hidden, shape, needed) if of_last is None else hidden
+            shape = (shape[0], 1)
         return ModelOutput(hidden=hidden.unflatten(0, shape), captured=captured)
 
     def logits(self, hidden: Tensor) -> Tensor:

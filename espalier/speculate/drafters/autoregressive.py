@@ -158,11 +158,10 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 feed = feeds.of(module)
                 feeds.outputs.append(self._extend_module(module, modules[module - 1], feed, length, is_split))
                 kept[feed_name(module)] = feeds.kept(module)
+        if needed is not None:
+            kept["hidden"] = hidden, torch.ones_like(length)
         if pieces is not None:
             slots = replace(slots, index=slots.index[pieces])
-        if needed is not None:
-            kept["hidden"] = hidden, torch.ones_like(needed)
-        elif pieces is not None:
             kept = {name: (values[pieces], count[pieces]) for name, (values, count) in kept.items()}
         for name, (values, count) in kept.items():
             carry(slots, name, values, count)
@@ -186,8 +185,10 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         positions, tokens, page_rows = extend_rows(rows.slots, length, width)
         # Modules fill different rows, so each commits its own.
         commit = Commit(self.pages, page_rows.flatten(), by_layer=is_split or self.spec.modules > 1)
-        plan = self.plan(rows.prefix, Nodes.chain(positions))
-        attend = StagedPass(plan, self.staging, width, first_layer=self._first_layer(module), commit=commit)
+        plan = partial(self.plan, rows.prefix)
+        attend = StagedPass(
+            plan(Nodes.chain(positions)), self.staging, width, 0, self._first_layer(module), commit, plan
+        )
         if self.draft.has_experts:
             tokens = tokens.masked_fill(positions > rows.slots.prefix_len[:, None] + length[:, None], VOID)
         out = self.draft.modules[module - 1](tokens, hidden, rope_positions(positions, module), attend, parents, needed)

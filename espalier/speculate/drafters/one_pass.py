@@ -39,8 +39,8 @@ class BlockAttend:
     passes: dict[bool, StagedPass]
     causal: tuple[bool, ...]
 
-    def __call__(self, layer: int, projections: Projections) -> Tensor:
-        return self.passes[self.causal[layer]](layer, projections)
+    def __call__(self, layer: int, projections: Projections, needed: Tensor | None = None) -> Tensor:
+        return self.passes[self.causal[layer]](layer, projections, needed)
 
 
 class OnePassDrafter(ModelDrafter[BlockModel]):
