@@ -34,7 +34,7 @@ SPECIALISED = {
     *("_head_product_kernel.num_rows", "_hopper_attention_kernel.first", "_hopper_latent_kernel.partial_ptr"),
     *("_kv_splits_kernel.batch", "_linear_kernel.num_rows", "_linear_kernel.out_ptr", "_merge_logprobs_kernel.width"),
     *("_select_beams_kernel.first", "_sort_pairs_kernel.num_pairs", "_split_logprobs_kernel.width"),
-    *("_tree_attention_kernel.rows", "_write_latents_kernel.num_rows"),
+    *("_tree_attention_kernel.first", "_tree_attention_kernel.rows", "_write_latents_kernel.num_rows"),
 }
 MANY = [
     {**sizes, "passes": 300, **other}
