@@ -16,7 +16,7 @@ from torch import Tensor
 from espalier.attention.support import Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
-from espalier.kernels.attention.ancestor_bits import seen_rows
+from espalier.kernels.attention.ancestor_bits import bits_up_to, seen_rows
 from espalier.kernels.attention.merge import merge
 from espalier.kernels.attention.rows import Staged
 from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention
@@ -84,7 +84,7 @@ class Nodes:
 
     positions: [B, Q], of the queries; row_positions: [B, R], of the staged rows; ancestor_bits: [B, Q, W] int64, the
     staged rows that a query sees (its ancestors and itself), or None for a chain, where each row follows the previous
-    one.  The queries are the last Q of the R rows; in a chain Q = R.
+    one.  The queries are some of the R rows; in a chain Q = R.
     """
 
     positions: Tensor
@@ -95,6 +95,11 @@ class Nodes:
     def chain(cls, positions: Tensor) -> "Nodes":
         """A chain at positions [B, Q]."""
         return cls(positions, positions, None)
+
+    def only(self, row: Tensor) -> "Nodes":
+        """Of a chain, the query in `row` [B] of each request, over the same rows."""
+        positions = self.positions.gather(1, row[:, None])
+        return Nodes(positions, self.row_positions, bits_up_to(row, self.row_positions.shape[1]))
 
     def seen(self, window: int | None) -> Tensor:
         """[B, Q, R] bool: ancestors inside the window.  Every row sees itself, also padding: no softmax is empty."""

@@ -4,14 +4,15 @@ A model calls `attend(layer, projections)` once per layer and gets the heads' va
 normalizes and rotates the projections, writes the new rows to staging, and runs the attention plan of the pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention
+from espalier.attention.base import Attention, Nodes
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.kernels.layers.head_product import head_product
 from espalier.kernels.layers.latent import LatentRopeAndNorm, write_latents
@@ -108,6 +109,7 @@ class StagedPass:
     """The callback of one pass.  Each request has `width` staged rows; this pass writes rows at .. at+Q of them.
 
     commit: None where the caller commits some of the rows, or none.
+    plan: plans attention of other queries over the same rows, for a chain of which a layer needs one query a request.
     """
 
     attention: Attention
@@ -116,8 +118,9 @@ class StagedPass:
     at: int = 0
     first_layer: int = 0
     commit: Commit | None = None
+    plan: Callable[[Nodes], Attention] | None = None
 
-    def __call__(self, layer: int, projections: Projections) -> Tensor:
+    def __call__(self, layer: int, projections: Projections, needed: Tensor | None = None) -> Tensor:
         layer += self.first_layer
         batch, queries = self.attention.nodes.positions.shape
         scales = self.attention.pages.scales.get(layer)
@@ -126,7 +129,14 @@ class StagedPass:
             self.commit.pages.commit_layer(self.staged, layer, self.rows, self.commit.rows)
         planes = self.staged.rows_of(layer, batch, queries, self.width, self.at)
         k, v = self.attention.specs[layer].rows.read(planes)
-        return projections.values(self.attention.attend(layer, q, k, v, projections.sink))
+        attention = self.attention
+        if needed is not None:
+            assert self.plan is not None
+            attention, q = (
+                self.plan(attention.nodes.only(needed)),
+                q[torch.arange(batch, device=q.device), needed][:, None],
+            )
+        return projections.values(attention.attend(layer, q, k, v, projections.sink))
 
     def end(self) -> None:
         """After the last layer: commit what no layer has."""

@@ -26,6 +26,8 @@ from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
 
 Shape = tuple[int, int]
+# The ends of the names of a layer's products up to attention, the one that gives the values of latent heads included.
+UP_TO_ATTENTION = ("fc", "project", "context", "qkv", "q and kv", "q up", "k up", "v up")
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,27 @@ class ModelShape:
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.modules + 1)]
         return tuple(run for of_module in passes for run in of_module)
 
+    def prefill_pass(self, rows: int, requests: int, drafts: bool = True) -> tuple[Run, ...]:
+        """A prefill pass: the target over `rows` rows, its lm_head over a row of each request, and the draft's extend.
+
+        A last layer whose output is read at the last tokens alone computes it there alone (speculate/round.py).
+        """
+        extend = self.extend_passes(rows) if drafts else ()
+        if self.modules == 1:
+            extend = _read_at(requests, extend)
+        if drafts and self.mtp is not None:
+            # MTP modules read the target's output at every row.
+            return (*self.target_pass(rows, requests), *extend)
+        experts = self.experts
+        rest = replace(self, experts=experts and replace(experts, layers=experts.layers - 1))
+        last = replace(self, experts=experts and replace(experts, layers=1))
+        return (
+            *rest._layers("", self.hidden, self.layers - 1, rows),
+            *_read_at(requests, last._layers("", self.hidden, 1, rows)),
+            self._head("lm_head", self.vocab, rows, requests),
+            *extend,
+        )
+
     @property
     def modules(self) -> int:
         return 1 if self.mtp is None else self.mtp.modules
@@ -272,6 +295,11 @@ class ModelShape:
 
     def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> Run:
         return Run(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
+
+
+def _read_at(rows: int, layer: Sequence[Run]) -> tuple[Run, ...]:
+    """The runs of a layer whose output is read at `rows` rows: those behind attention compute no others."""
+    return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, rows=rows) for run in layer)
 
 
 def model_sizes(config: ModelConfig) -> ModelShape:

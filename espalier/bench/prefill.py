@@ -163,25 +163,28 @@ def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
 
 
 def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: Roofline) -> float:
-    """ms of the linear layers of all passes.  A pass runs batch x width rows, and the lm_head one row a request."""
+    """ms of the linear layers of all passes.  A pass runs batch x width rows."""
     drafts = bench.config.algorithm not in WITHOUT_FILES
     ms_of_pass: dict[tuple[int, int], float] = {}
     for batch, width in set(passes):
         rows = batch * width
-        draft = roofline.shape.extend_passes(rows) if drafts else ()
-        runs = (*roofline.shape.target_pass(rows, batch), *draft)
+        runs = roofline.shape.prefill_pass(rows, batch, drafts)
         ms_of_pass[batch, width] = roofline.linears(runs, rows).fastest_ms
     return sum(ms_of_pass[each] for each in passes)
 
 
 def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: Roofline) -> float | None:
-    """ms of the target's product with experts in all passes, by the engine's kernels; None for a dense model."""
+    """ms of the target's product with experts in all passes, by the engine's kernels; None for a dense model.
+
+    Without that of the last layer if it computes only the rows that are read.
+    """
     sizes, mixed = roofline.shape.experts, mixture_blocks(bench.engine)
     if sizes is None:
         return None
     layer = ExpertProduct(sizes.shape, mixed[0].gate_up, mixed[0].down, roofline.weights.dtype, roofline.stopwatch)
     us_of_rows = {rows: layer.us(rows, TURNS)[0] for rows in {batch * width for batch, width in passes}}
-    return len(mixed) * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
+    layers = len(mixed) - (bench.engine.executor.runner.drafter.spec.reads != "hidden")
+    return layers * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
 
 
 def pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:

@@ -114,12 +114,12 @@ def _before_norm(right):
 def _packed_stride(right):
     """Reads a request's features as if requests were packed by length; each request takes `width` rows."""
 
-    def extend(drafter, slots, captured, length, last_pieces=None):
+    def extend(drafter, slots, captured, length, last=None):
         batch, width = captured.shape[:2]
         first = length.cumsum(0) - length
         rows = first[:, None] + torch.arange(width, device=length.device)
         packed = captured.flatten(0, 1)[rows.clamp(max=max(batch * width - 1, 0))]
-        right(drafter, slots, packed, length, last_pieces)
+        right(drafter, slots, packed, length, last)
 
     return extend
 

@@ -5,7 +5,6 @@ A model never sees the KV cache.  A layer calls `attend(layer, projections)` and
 `attend` may overwrite them.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,12 +17,17 @@ from espalier.models.config import ModelConfig
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 
-Attend = Callable[[int, Projections], Tensor]
+
+class Attend(Protocol):
+    def __call__(self, layer: int, projections: Projections, needed: Tensor | None = None) -> Tensor:
+        """The heads' values [B, Q, heads, size], or [B, 1, heads, size] of the row `needed` [B] of each request."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """hidden: [B, Q, H], after the final norm; captured: [B, Q, n·H], the inputs of the n captured layers, in order."""
+    """hidden: [B, Q, H], after the final norm, or [B, 1, H] of the rows that a call needs; captured: [B, Q, n·H], the
+    inputs of the n captured layers, in order."""
 
     hidden: Tensor
     captured: Tensor | None
@@ -42,8 +46,11 @@ class CausalLM(Protocol):
     embed: Embedding
     head: Linear
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, needed: Tensor | None = None) -> ModelOutput:
         """Run over new rows.  tokens, positions: int64 [B, Q].
+
+        needed: [B] int64, of each request's Q rows the one whose `hidden` is read; None: all are.  Every layer gives
+        `attend` the projections of all rows.
 
         A row with a negative token (a void node, padding) runs with the token of its request's first row, or with token
         0 if that is negative too; it goes to no expert.  Positions are below the `position_rows` given at loading.

@@ -115,7 +115,8 @@ class DraftConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """[B, Q, H] each.  hidden: input of the rows that follow; normed: input of the lm_head."""
+    """[B, Q, H] each, or [B, 1, H] of the rows that a call needs.  hidden: input of the rows that follow; normed: input
+    of the lm_head."""
 
     hidden: Tensor
     normed: Tensor
@@ -131,13 +132,20 @@ class DraftModule(Protocol):
     """One module of a draft.  A row of module k belongs to its token q; the caller passes q - k as RoPE position."""
 
     def __call__(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        parents: Tensor | None = None,
+        needed: Tensor | None = None,
     ) -> DraftOutput:
         """Run over new rows.  tokens, positions: int64 [B, Q]; layer i of the module calls `attend(i, ...)`.
 
         A row with a negative token (padding) runs with another token, and goes to no expert.
         hidden: [B, R, H], fused features or the hidden states of earlier rows; parents: int64 [B, Q], index of the row
         of `hidden` that each new row reads; None: row i reads row i.
+        needed: [B] int64, of each request's Q rows the one whose output is read; None: all are.
         """
         ...
 

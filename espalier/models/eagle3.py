@@ -5,6 +5,7 @@ feature of the target, or, inside a tree, the draft's own output.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.decoder import DecoderLayer, rows_of
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
@@ -63,7 +64,13 @@ class Eagle3Draft:
         return (self,)
 
     def __call__(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        parents: Tensor | None = None,
+        needed: Tensor | None = None,
     ) -> DraftOutput:
         shape = (tokens.shape[0], tokens.shape[1])
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
@@ -71,14 +78,20 @@ class Eagle3Draft:
             tokens, positions, self.rope, DraftHidden(hidden, parents, *norms, self.config.norm_before_residual)
         )
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
-        x, normed = self.mlp_norm.after(self.attention(rows.x, rope_and_norm, attend, 0, shape), rows.residual)
+        residual, attend_first = rows.residual, attend
+        if needed is not None and not self.rest:
+            residual, attend_first = rows_of(residual, shape, needed), partial(attend, needed=needed)
+        delta = self.attention(rows.x, rope_and_norm, attend_first, 0, shape)
+        x, normed = self.mlp_norm.after(delta, residual)
         delta = self.mlp(normed)
         for i, layer in enumerate(self.rest, 1):
             x, normed = layer.attention_norm.after(delta, x)
-            x, delta = layer(x, normed, rope_and_norm, attend, i, shape)
+            of_layer = needed if layer is self.rest[-1] else None
+            x, delta = layer(x, normed, rope_and_norm, attend, i, shape, needed=of_layer)
         x, normed = self.norm.after(delta, x)
-        normed = normed.unflatten(0, shape)
-        return DraftOutput(normed if self.config.norm_output else x.unflatten(0, shape), normed)
+        out_shape = shape if needed is None else (shape[0], 1)
+        x, normed = x.unflatten(0, out_shape), normed.unflatten(0, out_shape)
+        return DraftOutput(normed if self.config.norm_output else x, normed)
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden if self.config.norm_output else self.norm(hidden))

@@ -49,16 +49,23 @@ class MTPModule:
     has_experts: bool
 
     def __call__(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        parents: Tensor | None = None,
+        needed: Tensor | None = None,
     ) -> DraftOutput:
         shape = (tokens.shape[0], tokens.shape[1])
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         rows = self.embed(tokens, positions, self.rope, DraftHidden(hidden, parents, *norms, normed_residual=False))
         x, normed = self.layer.attention_norm.after(None, self.project(rows.x))
         live = (tokens >= 0).flatten() if self.has_experts else None
-        x, delta = self.layer(x, normed, RopeAndNorm(rows.cos, rows.sin), attend, 0, shape, live)
+        x, delta = self.layer(x, normed, RopeAndNorm(rows.cos, rows.sin), attend, 0, shape, live, needed)
         x, normed = self.norm.after(delta, x)
-        return handed_on(self, x.unflatten(0, shape), normed.unflatten(0, shape))
+        out_shape = shape if needed is None else (shape[0], 1)
+        return handed_on(self, x.unflatten(0, out_shape), normed.unflatten(0, out_shape))
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden if self.hands_on_normed else self.norm(hidden))

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from espalier.kernels.state.batch_state import gather
-from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.slots import BatchState
 
 
@@ -20,6 +19,21 @@ class Pieces(NamedTuple):
     request: Tensor
     offset: Tensor
     last: Tensor
+
+
+class LastTokens(NamedTuple):
+    """Where a prefill pass holds last tokens.
+
+    row: [P], of each piece's rows the one of its last token; piece: [B], each request's last piece; None where each
+    request has one.
+    """
+
+    row: Tensor
+    piece: Tensor | None
+
+    def of_requests(self, values: Tensor) -> Tensor:
+        """Of values [P, ...], those of the last pieces: [B, ...]."""
+        return values if self.piece is None else values[self.piece]
 
 
 @dataclass(frozen=True)
@@ -43,10 +57,6 @@ class PieceRows:
         moved = replace(made, prefix_len=made.prefix_len + pieces.offset, num_tokens=made.num_tokens + pieces.offset)
         return cls(moved, (length[pieces.request] - pieces.offset).clamp(max=width), pieces.last)
 
-    def last_token(self, hidden: Tensor) -> Tensor:
-        """Of hidden [P, W, H], the row of each request's last token: [B, 1, H]."""
-        rows = (self.length - 1).clamp(min=0)
-        if self.last is None:
-            return gather_rows(hidden, rows[:, None])
-        flat = self.last * hidden.shape[1] + rows[self.last]
-        return gather_rows(hidden.flatten(0, 1)[None], flat[None]).transpose(0, 1)
+    @property
+    def last_tokens(self) -> LastTokens:
+        return LastTokens((self.length - 1).clamp(min=0), self.last)

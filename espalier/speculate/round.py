@@ -12,6 +12,7 @@ one launch to the next.  `prefill` does the same work for a chain of known token
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -218,17 +219,21 @@ def prefill(
     runner.layout.require_chunk(rows.slots.batch, width)
     positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
     kept = Commit(runner.pages, page_rows.flatten(), by_layer=pieces is not None)
-    attend = StagedPass(runner.plan(rows.slots, Nodes.chain(positions)), runner.staging, width, commit=kept)
+    plan = partial(runner.plan, rows.slots)
+    attend = StagedPass(plan(Nodes.chain(positions)), runner.staging, width, commit=kept, plan=plan)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
-    out = runner.target(void_padding(runner, tokens, exists), positions, attend)
+    last = rows.last_tokens
+    reads_all = prompt_rows is not None or runner.drafter.spec.reads == "hidden"
+    out = runner.target(void_padding(runner, tokens, exists), positions, attend, None if reads_all else last.row)
     attend.end()
     logprobs = None
     if prompt_rows is not None:
         logprobs = logprobs_of_prompt(runner, rows.slots, positions, out.hidden, prompt_rows)
-    logits = runner.target.logits(rows.last_token(out.hidden))
+    hidden = gather_rows(out.hidden, last.row[:, None]) if reads_all else out.hidden
+    logits = runner.target.logits(last.of_requests(hidden))
     sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
-    runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, rows.last)
+    runner.drafter.extend(rows.slots, draft_features(runner.drafter, out), rows.length, last)
     path = Path(torch.zeros_like(sampled.tokens), num_emitted, sampled.tokens, num_emitted * sampled.finite[:, 0])
     return RoundOutput(path, logits, slots.num_logprobs, path.rows, prompt_logprobs=logprobs)
 

@@ -42,6 +42,11 @@ def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput
         if num_pieces <= most:
             requests = min(max(num_pieces // 2, 1), layout.max_batch)
             yield dummy_pass(narrowest, num_pieces, requests, (num_pieces - 1) * narrowest + 1)
+    # Without log-probabilities, the last layer computes a row of each piece.
+    for num_pieces in {most - 1, *(power + 1 for power in powers if power < most)} - {0}:
+        yield dummy_pass(narrowest, num_pieces, min(num_pieces, layout.max_batch), 0)
+    for width in wider[:1]:
+        yield dummy_pass(width, layout.max_pieces(width), 1, 0)
     # Attention chooses by the width, and by whether few pieces fill the GPU.
     for width in wider:
         for num_pieces in range(1, min(3, layout.max_pieces(width))):

@@ -65,6 +65,31 @@ def test_the_extend_of_its_draft():
     }
 
 
+def test_a_prefill_pass_reads_the_output_of_a_row_of_each_request():
+    """So o and the MLP of the last layers run over these rows alone: 31 layers and the head's one over all rows."""
+    rows = [(run.name, run.count, run.rows) for run in LLAMA.prefill_pass(2048, 2)]
+    of_layer = ("qkv", "o", "gate_up", "down")
+    assert rows[:4] == [(name, 31, 2048) for name in of_layer]
+    assert rows[4:9] == [("qkv", 1, 2048), *((name, 1, 2) for name in of_layer[1:]), ("lm_head", 1, 2)]
+    assert rows[9:11] == [("draft fc", 1, 2048), ("draft qkv", 1, 2048)]
+    assert rows[11:] == [(f"draft {name}", 1, 2) for name in of_layer[1:]]
+    assert [(run.count, run.rows) for run in LLAMA.prefill_pass(64, 2, drafts=False)][-2:] == [(1, 2), (1, 2)]
+
+
+def test_mtp_modules_read_all_rows_of_a_prefill_pass():
+    one, three = (shape_named("llama-3.1-8b", mtp_layers=modules) for modules in (1, 3))
+    assert three.prefill_pass(64, 2) == (*three.target_pass(64, 2), *three.extend_passes(64))
+    assert [run.rows for run in one.prefill_pass(64, 2)[5:]] == [64, 64, 2, 2, 2]
+
+
+def test_a_mixtures_last_layer_has_experts():
+    runs = QWEN.prefill_pass(64, 2)
+    assert [(run.name, run.count, run.rows) for run in runs if run.name == "router"] == [
+        ("router", 47, 64),
+        ("router", 1, 2),
+    ]
+
+
 def test_the_weights_of_llama_are_those_of_its_checkpoint():
     parameters = sum(run.weight_bytes for run in LLAMA.target_pass(1)) // 2
     embedding, norms = 128256 * 4096, 65 * 4096

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack, unpack
+from espalier.kernels.attention.ancestor_bits import WORDS_UNIT, ancestor_mask, bits_up_to, pack, unpack
+from espalier.layout import ANCESTOR_BITS
 
 SIZES = [1, 2, 3, 63, 64, 65, 128, 129]
 
@@ -65,3 +66,12 @@ def test_an_empty_batch_is_legal():
         5,
         5,
     )
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1024, 1025])
+def test_the_bits_up_to_a_row_are_those_of_a_chain(rows):
+    row = torch.tensor(sorted({0, min(62, rows - 1), min(63, rows - 1), min(64, rows - 1), rows - 1}))
+    bits = bits_up_to(row, rows)
+    assert bits.shape[:2] == (len(row), 1) and bits.shape[2] % WORDS_UNIT == 0
+    assert torch.equal(unpack(bits, bits.shape[2] * ANCESTOR_BITS)[:, 0].sum(1), row + 1)
+    assert torch.equal(unpack(bits, rows)[:, 0], torch.arange(rows) <= row[:, None])

@@ -122,7 +122,7 @@ class DenseAttend:
         self.scales = scales
         self.kept: dict[int, tuple[Tensor, ...]] = {}
 
-    def __call__(self, layer: int, projections: Projections) -> Tensor:
+    def __call__(self, layer: int, projections: Projections, needed: Tensor | None = None) -> Tensor:
         layout = self.layer_specs[layer]
         own = attended(projections, layout, None if self.scales is None else self.scales[layer])
         q, k, v, self.kept[layer] = own.q, own.k, own.v, own.kept
@@ -130,7 +130,8 @@ class DenseAttend:
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * layout.softmax_scale
         scores = scores.masked_fill(~self._visible(q, layout)[:, None], float("-inf"))
-        return torch.einsum("bhqk,bkhd->bqhd", softmax_of(scores, projections.sink), v)
+        values = torch.einsum("bhqk,bkhd->bqhd", softmax_of(scores, projections.sink), v)
+        return values if needed is None else values[torch.arange(len(values)), needed][:, None]
 
     def _visible(self, q: Tensor, layout: LayerSpec) -> Tensor:
         batch, width = q.shape[:2]

@@ -88,7 +88,13 @@ class ToyDraft:
         weights.finish()
 
     def __call__(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        parents: Tensor | None = None,
+        needed: Tensor | None = None,
     ) -> DraftOutput:
         shape = (tokens.shape[0], tokens.shape[1])
         entered = self.embed(tokens, positions, self.rope)
@@ -97,8 +103,10 @@ class ToyDraft:
         x, added = self.join(torch.cat((entered.x, hidden.flatten(0, 1)), 1)), None
         for i, block in enumerate(self.layers):
             x, normed = block.attention_norm.after(added, x)
-            x, added = block(x, normed, RopeAndNorm(entered.cos, entered.sin), attend, i, shape)
+            of_layer = needed if block is self.layers[-1] else None
+            x, added = block(x, normed, RopeAndNorm(entered.cos, entered.sin), attend, i, shape, needed=of_layer)
         x, normed = self.norm.after(added, x)
+        shape = shape if needed is None else (shape[0], 1)
         return DraftOutput(x.unflatten(0, shape), normed.unflatten(0, shape))
 
     def output_of(self, hidden: Tensor) -> DraftOutput:

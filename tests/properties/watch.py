@@ -255,9 +255,11 @@ class Watch:
         self, launch_input: LaunchInput, rows: list[RequestResult], routed: list[tuple[Tensor, int]]
     ) -> None:
         """Each layer with experts routes the rows of requests, and neither padding nor void nodes.  The draft's extend
-        comes last; there module k has at most k - 1 rows fewer than there are new tokens."""
-        target = self.engine.executor.runner.target
-        layers = 0 if target.config.experts is None else len(target.config.experts.layers)
+        comes last; there module k has at most k - 1 rows fewer than there are new tokens.  Where only the output at
+        the last tokens of a prefill pass is read, the last layer routes those of its pieces alone."""
+        runner = self.engine.executor.runner
+        target = runner.target
+        layers = () if target.config.experts is None else target.config.experts.layers
         own = {id(layer.mlp.gate_up) for layer in target.layers if hasattr(layer.mlp, "gate_up")}  # type: ignore[attr-defined]
         if launch_input.is_prefill:
             count = extended = sum(launch_input.lengths)
@@ -265,8 +267,14 @@ class Watch:
             count = sum(token != VOID for row in rows if row.tree is not None for token in row.tree.tokens)
             extended = sum(len(row.tokens) for row in rows)
         of_target = [number for held, number in routed if id(held) in own]
-        assert of_target == [count] * layers, f"{of_target} rows were routed to experts, {count} in each layer are due"
+        due, last = dict.fromkeys(sorted(layers), count), target.config.num_layers - 1
         modules = len(self.reference.modules)
+        if launch_input.is_prefill:
+            reads_all = launch_input.prompt_rows is not None or runner.drafter.spec.reads == "hidden"
+            if last in due and not reads_all and last + 1 not in target.capture:
+                due[last] = len(launch_input.pieces or launch_input.lengths)
+            extended = len(launch_input.pieces or launch_input.lengths) if modules == 1 else extended
+        assert of_target == [*due.values()], f"{of_target} rows were routed to experts, {due} are due by layer"
         for module, (held, number) in enumerate(routed[-modules:] if modules else (), 1):
             fewer = (module - 1) * len(launch_input.lengths or rows)
             assert id(held) in own or extended - fewer <= number <= extended, (

@@ -94,7 +94,8 @@ def test_a_batch_padded_by_the_dummy_slot_is_the_batch(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
-    """Neither padding of a chunk, nor requests that pad a batch, nor void nodes."""
+    """Neither padding of a chunk, nor requests that pad a batch, nor void nodes.  Of a chunk's last layer, the output
+    at each request's last token is computed alone."""
     rows_to_experts: list[torch.Tensor] = []
 
     def recorded(*experts, live, **how):
@@ -118,7 +119,9 @@ def test_only_rows_of_requests_go_to_experts(algorithm, monkeypatch):
         assert tree.tokens[0].max() >= 0, "padding is void all the same, and shows nothing"
         rows_to_experts.clear()
         prefill(runner, slots, torch.tensor([0, 2, 0, 5]), 8, SamplingNeeds())
-        for live in rows_to_experts:
+        *of_all_rows, of_last_tokens = rows_to_experts
+        assert of_all_rows and of_last_tokens.tolist() == [False, True, False, True]
+        for live in of_all_rows:
             assert live.view(4, -1).sum(1).tolist() == [0, 2, 0, 5] and live.view(4, -1)[1, :2].all()
 
 

@@ -10,6 +10,9 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import require
 from espalier.layout import ANCESTOR_BITS
 
+# Triton compiles the same code for all strides that this divides.
+WORDS_UNIT = 16
+
 
 def ancestor_mask(parents: Tensor, void: Tensor, levels: int) -> Tensor:
     """[B, D, D] bool: entry [b, i, j] says that node j is an ancestor of node i, or i itself.
@@ -48,6 +51,15 @@ def own_bits(first: int, count: int, num_words: int, device: torch.device) -> Te
     rows = torch.arange(first, first + count, device=device)
     bits = torch.ones_like(rows) << rows % ANCESTOR_BITS
     return bits[:, None] * (torch.arange(num_words, device=device) == (rows // ANCESTOR_BITS)[:, None])
+
+
+def bits_up_to(row: Tensor, rows: int) -> Tensor:
+    """[B, 1, W] int64: the bits of rows 0 .. row of a chain of `rows` rows.  row: [B]; W: a multiple of WORDS_UNIT."""
+    words = torch.arange(-(-rows // (ANCESTOR_BITS * WORDS_UNIT)) * WORDS_UNIT, device=row.device)
+    seen = (row[:, None] + 1 - ANCESTOR_BITS * words).clamp(0, ANCESTOR_BITS)
+    # A shift by 64 is not defined.
+    some = (torch.ones_like(seen) << seen.clamp(max=ANCESTOR_BITS - 1)) - 1
+    return torch.where(seen == ANCESTOR_BITS, -1, some)[:, None]
 
 
 def require_bits(name: str, ancestor_bits: Tensor, rows: int, q: Tensor) -> None:

@@ -4,6 +4,8 @@ Rows of a batch are flat, [B·Q, hidden]: two-dimensional matrix products are ch
 which row belongs to which request.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,11 @@ def rounding_of(block: object) -> InputScales | None:
     """
     reads: Linear | None = getattr(block, "reads", None)
     return None if reads is None else reads.rounding
+
+
+def rows_of(x: Tensor, shape: tuple[int, int], needed: Tensor) -> Tensor:
+    """Of x [B·Q, ...], the row `needed` [B] of each request: [B, ...].  shape: (B, Q)."""
+    return x[torch.arange(shape[0], device=x.device) * shape[1] + needed]
 
 
 class DecoderLayer:
@@ -61,12 +68,17 @@ class DecoderLayer:
         layer: int,
         shape: tuple[int, int],
         live: Tensor | None = None,
+        needed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """x [B·Q, H] and normed = attention_norm(x) -> (x after attention, the MLP's output to be added to it).
 
         live: [B·Q] bool, the rows that go to experts; None: all.
+        needed: [B], of each request's Q rows the one that is returned; None: all are.
         Does not write to the x that it gets, because x may have been captured.
         """
+        if needed is not None:
+            attend, x = partial(attend, needed=needed), rows_of(x, shape, needed)
+            live = None if live is None else rows_of(live, shape, needed)
         delta = self.attention(normed, rope_and_norm, attend, layer, shape)
         if isinstance(self.mlp, MixtureMLP):
             return self.mlp.after(self.mlp_norm, delta, x, live)
@@ -99,7 +111,7 @@ class Decoder:
         self.head = head
         self.kv_scales = kv_scales
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> ModelOutput:
+    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, needed: Tensor | None = None) -> ModelOutput:
         shape = (tokens.shape[0], tokens.shape[1])
         rows = self.embed(tokens, positions, self.rope)
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
@@ -107,14 +119,20 @@ class Decoder:
         live = None if self.config.experts is None else (tokens >= 0).flatten()
         x, delta = rows.x, None
         inputs: dict[int, Tensor] = {}
+        # What is captured is read at every row.
+        of_last = None if len(self.layers) in self.capture else needed
         for layer, block in enumerate(self.layers):
             x, normed = block.attention_norm.rounded_after(delta, x, rounding_of(block.attention))
             if layer in self.capture:
                 inputs[layer] = x
-            x, delta = block(x, normed, rope_and_norm, attend, layer, shape, live)
+            of_layer = of_last if block is self.layers[-1] else None
+            x, delta = block(x, normed, rope_and_norm, attend, layer, shape, live, of_layer)
         x, hidden = self.norm.after(delta, x)
         inputs[len(self.layers)] = x
         captured = torch.cat([inputs[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None
+        if needed is not None:
+            hidden = rows_of(hidden, shape, needed) if of_last is None else hidden
+            shape = (shape[0], 1)
         return ModelOutput(hidden=hidden.unflatten(0, shape), captured=captured)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from espalier.slots import BatchState
 from espalier.speculate.drafters.base import Grow
 from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds_of, module_rows
 from espalier.speculate.drafters.model_drafter import ModelDrafter
+from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import VOID, Pool, Tree, root_only
 
@@ -141,13 +142,15 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return feed, bits
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
         assert target_features is not None
-        features, is_split = self.draft.fuse(target_features), last_pieces is not None
-        modules = module_rows(slots, self.spec.modules)
+        features, pieces = self.draft.fuse(target_features), None if last is None else last.piece
+        modules, is_split = module_rows(slots, self.spec.modules), pieces is not None
         feeds = self.feeds(slots, modules, features, length, is_split) if self.spec.modules > 1 else None
-        hidden = self._extend_module(1, modules[0], (features, None), length, is_split)
+        # Only the output at the last token is kept, but the next module reads all.
+        needed = None if last is None or feeds is not None else last.row
+        hidden = self._extend_module(1, modules[0], (features, None), length, is_split, needed)
         kept = {"hidden": (hidden, length)}
         if feeds is not None:
             feeds.outputs.append(hidden)
@@ -155,16 +158,26 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 feed = feeds.of(module)
                 feeds.outputs.append(self._extend_module(module, modules[module - 1], feed, length, is_split))
                 kept[feed_name(module)] = feeds.kept(module)
-        if last_pieces is not None:
-            slots = replace(slots, index=slots.index[last_pieces])
-            kept = {name: (values[last_pieces], count[last_pieces]) for name, (values, count) in kept.items()}
+        if needed is not None:
+            kept["hidden"] = hidden, torch.ones_like(length)
+        if pieces is not None:
+            slots = replace(slots, index=slots.index[pieces])
+            kept = {name: (values[pieces], count[pieces]) for name, (values, count) in kept.items()}
         for name, (values, count) in kept.items():
             carry(slots, name, values, count)
 
-    def _extend_module(self, module: int, rows: ModuleRows, feed: Feed, length: Tensor, is_split: bool) -> Tensor:
+    def _extend_module(
+        self,
+        module: int,
+        rows: ModuleRows,
+        feed: Feed,
+        length: Tensor,
+        is_split: bool,
+        needed: Tensor | None = None,
+    ) -> Tensor:
         """Run one module over the new tokens, in as many rows for each request as there are features.
 
-        Returns its output [B, W, H], row i for token prefix_len + 1 + i of `rows.slots`.
+        Returns its output [B, W, H], row i for token prefix_len + 1 + i of `rows.slots`; with `needed`, as DraftModule.
         """
         hidden, parents = feed
         width = hidden.shape[1] if parents is None else parents.shape[1]
@@ -172,11 +185,13 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         positions, tokens, page_rows = extend_rows(rows.slots, length, width)
         # Modules fill different rows, so each commits its own.
         commit = Commit(self.pages, page_rows.flatten(), by_layer=is_split or self.spec.modules > 1)
-        plan = self.plan(rows.prefix, Nodes.chain(positions))
-        attend = StagedPass(plan, self.staging, width, first_layer=self._first_layer(module), commit=commit)
+        plan = partial(self.plan, rows.prefix)
+        attend = StagedPass(
+            plan(Nodes.chain(positions)), self.staging, width, 0, self._first_layer(module), commit, plan
+        )
         if self.draft.has_experts:
             tokens = tokens.masked_fill(positions > rows.slots.prefix_len[:, None] + length[:, None], VOID)
-        out = self.draft.modules[module - 1](tokens, hidden, rope_positions(positions, module), attend, parents)
+        out = self.draft.modules[module - 1](tokens, hidden, rope_positions(positions, module), attend, parents, needed)
         attend.end()
         return out.hidden
 

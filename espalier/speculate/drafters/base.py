@@ -16,6 +16,7 @@ from espalier.models.config import ModelConfig, Raw
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.weights import Weights
 from espalier.slots import BatchState
+from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
 
@@ -41,14 +42,14 @@ class Drafter(Protocol):
         ...
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
         """Run over the new tokens n+1 .. n+length, which are in the slots' history already.
 
         target_features: [B, W, F], the features in `spec.reads`, at tokens n .. n+W-1; None if it names none.
         length: [B], at most W.
-        last_pieces: of a prefill pass whose requests have several pieces (speculate/pieces.py), the last piece of each
-        request; the batch has one row for each piece.  None: each row is a request.
+        last: of a prefill pass, where each request's last token is; `slots` has one row for each piece
+        (speculate/pieces.py).  None in a round, where each row is a request.
         """
         ...
 
@@ -71,7 +72,7 @@ class NoDrafter:
         return lambda sampler: root_only(slots.root)
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
         pass
 

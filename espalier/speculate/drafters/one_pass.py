@@ -27,6 +27,7 @@ from espalier.models.draft import BlockModel
 from espalier.slots import BatchState
 from espalier.speculate.drafters.base import Grow
 from espalier.speculate.drafters.model_drafter import ModelDrafter
+from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree, root_only
 
@@ -38,8 +39,8 @@ class BlockAttend:
     passes: dict[bool, StagedPass]
     causal: tuple[bool, ...]
 
-    def __call__(self, layer: int, projections: Projections) -> Tensor:
-        return self.passes[self.causal[layer]](layer, projections)
+    def __call__(self, layer: int, projections: Projections, needed: Tensor | None = None) -> Tensor:
+        return self.passes[self.causal[layer]](layer, projections, needed)
 
 
 class OnePassDrafter(ModelDrafter[BlockModel]):
@@ -82,7 +83,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         return BlockAttend(passes, self.spec.causal)
 
     def extend(
-        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last_pieces: Tensor | None = None
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
         assert target_features is not None
         width = target_features.shape[1]

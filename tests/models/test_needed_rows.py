@@ -1,0 +1,66 @@
+"""A model that is asked for some rows returns what it returns for them among all rows, and keeps what it keeps."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from espalier.models import load_target
+from espalier.speculate.drafters.registry import load_draft
+from tests.harness import directories, models
+from tests.mtp import mtp_directories
+from tests.oracles.dense import DenseAttend
+
+BATCH, WIDTH = 3, 7
+# Of each request.
+NEEDED = torch.tensor([6, 0, 3])
+LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": WIDTH}
+FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "deepseek_v3")
+
+
+def rows_of_input() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, 16, (BATCH, WIDTH), generator=torch.Generator().manual_seed(0))
+    return tokens, torch.arange(WIDTH).repeat(BATCH, 1)
+
+
+def require_same(some: Tensor, whole: Tensor) -> None:
+    torch.testing.assert_close(some, whole[torch.arange(BATCH), NEEDED][:, None], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("captures_last", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target(family: str, captures_last: bool) -> None:
+    path, _ = directories(family)
+    target = load_target(path, capture=(1, 3) if captures_last else (1, 2), **LOADING)
+    whole_pass, pass_of_some = DenseAttend(target.layer_specs), DenseAttend(target.layer_specs)
+    whole = target(*rows_of_input(), whole_pass)
+    some = target(*rows_of_input(), pass_of_some, NEEDED)
+    require_same(some.hidden, whole.hidden)
+    assert some.captured is not None and torch.equal(some.captured, whole.captured)
+    for kept, expected in zip(pass_of_some.kept.values(), whole_pass.kept.values(), strict=True):
+        assert all(torch.equal(plane, other) for plane, other in zip(kept, expected, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_an_eagle3_head(family: str) -> None:
+    _, draft = models(family)
+    assert draft is not None
+    require_draft(draft, draft.modules[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm4_moe"])
+def test_an_mtp_layer(family: str) -> None:
+    target_path, draft_path = mtp_directories(family, 1)
+    draft = load_draft(draft_path, load_target(target_path, **LOADING), **LOADING)
+    require_draft(draft, draft.modules[0])
+
+
+def require_draft(draft: Any, module: Any) -> None:
+    tokens, positions = rows_of_input()
+    size = (BATCH, WIDTH, draft.spec.hidden_size)
+    hidden = torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = module(tokens, hidden, positions, DenseAttend(draft.layer_specs))
+    some = module(tokens, hidden, positions, DenseAttend(draft.layer_specs), needed=NEEDED)
+    require_same(some.hidden, whole.hidden)
+    require_same(some.normed, whole.normed)
