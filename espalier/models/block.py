@@ -15,6 +15,7 @@ from torch import Tensor
 from espalier.attention.staged import HeadProjections
 from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.kernels.tree.edge_topk import LowRankEdges
+from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.models.base import Attend, CausalLM
 from espalier.models.block_config import BlockConfig
 from espalier.models.draft import Edges
@@ -87,8 +88,8 @@ class BlockDraft:
 
     def context(self, features: Tensor, positions: Tensor) -> Sequence[HeadProjections]:
         context = self.fuse(features)
-        at, shape = positions.flatten(), (*positions.shape, 2 * self.config.layer.kv_heads, -1)
-        cos, sin = self.rope.cos[at], self.rope.sin[at]
+        at, shape = positions.flatten()[None], (*positions.shape, 2 * self.config.layer.kv_heads, -1)
+        cos, sin = (gather_rows(table[None], at)[0] for table in (self.rope.cos, self.rope.sin))
         return [
             HeadProjections(project(context).view(shape), _rope_and_k_norm(layer, cos, sin))
             for layer, project in zip(self.layers, self.context_kv, strict=True)

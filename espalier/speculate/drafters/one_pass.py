@@ -49,6 +49,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         spec, layout, device = self.spec, self.layout, self.pages.device
         self.width = spec.first_proposing + layout.steps if all(spec.causal) else layout.block_rows
         self.offsets = torch.arange(self.width, device=device)
+        self.is_root = self.offsets == 0
         everything = torch.ones(self.width, self.width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
             is_causal: pack(everything.tril() if is_causal else everything) for is_causal in (False, True)
@@ -64,17 +65,17 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 
     def _run_block(self, slots: BatchState) -> Tensor:
         """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
-        tokens = torch.full_like(self.offsets, self.spec.mask_token).repeat(slots.batch, 1)
-        tokens[:, 0] = slots.root
+        tokens = torch.where(self.is_root, slots.root[:, None], self.spec.mask_token)
         first = self.spec.first_proposing
         hidden = self.draft(tokens, block_positions(slots, self.offsets), self._attend(slots))
         return hidden[:, first : first + self.layout.steps]
 
     def _attend(self, slots: BatchState) -> BlockAttend:
         prefix = Prefix(slots.page_table, slots.prefix_len)
-        offsets = torch.zeros_like(self.offsets) if self.spec.windows_from_root else self.offsets
         # Attention uses positions for windows only.
-        at = slots.prefix_len[:, None] + offsets
+        at = slots.prefix_len[:, None].expand(-1, self.width)
+        if not self.spec.windows_from_root:
+            at = at + self.offsets
         passes = {}
         for is_causal in sorted(set(self.spec.causal)):
             bits = self.ancestor_bits[is_causal].expand(slots.batch, -1, -1)
