@@ -1,65 +1,68 @@
-"""Changes to Triton's interpreter for the tests: NumPy 2.4 can run it, and it takes less than half of the time.
+"""Changes to Triton's interpreter for the tests: NumPy 2.4 can run it, and it takes a fourth of the time.
 
 Triton 3.6 and 3.7.  No result of a kernel changes, but those of FP8, which it rounds towards zero.
 """
 
+import ast
+import inspect
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.replay import Launch, Recorder
+
+
+@cache
+def the_recorder() -> Recorder:
+    """Of this process's interpreter."""
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, interpreter_builder
+
+    def copies(self, handle, sizes):
+        data = np.empty(sizes, handle.data.dtype)
+        data[...] = handle.data
+        return TensorHandle(data, handle.dtype)
+
+    InterpreterBuilder.create_copies = copies
+    return Recorder(interpreter_builder, TensorHandle)
+
 
 @cache
 def adapt_interpreter() -> None:
     """Change the interpreter of this process, once."""
-    _let_loops_end_at_tensors()
-    _patch_language_once_a_launch()
+    _patch_language_once()
     _leave_out_unused_overflow_checks()
     _keep_numpy_dtypes()
     _keep_shapes()
     _leave_alone_what_changes_nothing()
     _broadcast_once()
     _keep_constants()
-    _make_handles_quickly()
     _round_to_fp8()
+    _loop_over_tensors()
+    _see_values()
+    _see_reductions()
+    _repeat_programs()
 
 
-def _let_loops_end_at_tensors() -> None:
-    """Triton 3.6's interpreter makes a loop's bound an int in a way that NumPy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patch_lang_tensor(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patch_lang_tensor
-
-
-def _patch_language_once_a_launch() -> None:
+def _patch_language_once() -> None:
     """Triton's interpreter replaces the functions of triton.language for a launch, and then again at every call of a
-    device function.  The second time changes nothing and takes half of the launch."""
+    device function.  In this process nothing else calls them: they stay replaced."""
     from triton.runtime import interpreter
 
-    launch, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
     patched: set[int] = set()
-
-    def launch_anew(self, *args, **kwargs):
-        patched.clear()
-        return launch(self, *args, **kwargs)
 
     def patch_lang(fn):
         module = id(fn.__globals__)
-        if module in patched:
-            return interpreter._LangPatchScope()
-        patched.add(module)
-        return patch(fn)
+        if module not in patched:
+            patched.add(module)
+            patch(fn)
+        return nothing
 
-    interpreter.GridExecutor.__call__ = launch_anew
     interpreter._patch_lang = patch_lang
 
 
@@ -159,10 +162,11 @@ def _leave_alone_what_changes_nothing() -> None:
 def _broadcast_once() -> None:
     """What shape two shapes have together is asked of Triton's rules once; then values are copied by NumPy."""
     from triton.language import core, semantic
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime import interpreter
 
     rules, tensor, block_type = semantic.TritonSemantic, core.tensor, core.block_type
     broadcast = rules.broadcast_impl_value
+    recorder = the_recorder()
     # By the shapes' ids: a shape is kept for good.
     kept: dict[tuple[int, int], Any] = {}
 
@@ -171,7 +175,7 @@ def _broadcast_once() -> None:
             return lhs, rhs
         of_shapes = id(lhs.shape), id(rhs.shape)
         if of_shapes not in kept:
-            kept[of_shapes] = broadcast(self, lhs, rhs)[0].shape
+            kept[of_shapes] = recorder.unseen(broadcast, self, lhs, rhs)[0].shape
         shape = kept[of_shapes]
         return of_shape(lhs, shape), of_shape(rhs, shape)
 
@@ -179,9 +183,7 @@ def _broadcast_once() -> None:
         if x.shape is shape:
             return x
         sizes = [size.value for size in shape.values]
-        data = np.empty(sizes, x.handle.data.dtype)
-        data[...] = x.handle.data
-        return tensor(TensorHandle(data, x.handle.dtype), block_type(x.dtype, sizes))
+        return tensor(interpreter.interpreter_builder.create_copies(x.handle, sizes), block_type(x.dtype, sizes))
 
     rules.broadcast_impl_value = broadcast_impl_value
 
@@ -220,16 +222,6 @@ def _keep_constants() -> None:
     rules.binary_op_type_checking_impl = operands
 
 
-def _make_handles_quickly() -> None:
-    """Every value of the interpreter checks that NumPy's values are no wider than its type."""
-    from triton.runtime import interpreter
-
-    def init(self, data, dtype, attr=None):
-        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-
-    interpreter.TensorHandle.__init__ = init
-
-
 def _round_to_fp8() -> None:
     """The interpreter truncates to E4M3, and NaN becomes a number.  GPUs round to nearest even, past 448 to 448."""
     from triton.language import float8e4nv, float32
@@ -246,3 +238,131 @@ def _round_to_fp8() -> None:
         return convert(data, from_type, to_type, rounding_mode)
 
     interpreter._convert_float = convert_float
+
+
+def _loop_over_tensors() -> None:
+    """As compiled: the variable of a loop between tensors is a tensor, of their type."""
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    semantic = interpreter.interpreter_semantic
+
+    def between(*bounds):
+        if not any(type(bound) is core.tensor for bound in bounds):
+            return range(*map(core._unwrap_if_constexpr, bounds))
+        first, end, step = bounds if len(bounds) == 3 else (*bounds, 1) if len(bounds) == 2 else (0, *bounds, 1)
+        return steps(semantic.to_tensor(first), semantic.to_tensor(end), step)
+
+    def steps(at, end, step):
+        dtype = semantic.integer_promote_impl(at.dtype, end.dtype)
+        at, end = semantic.cast(at, dtype), semantic.cast(end, dtype)
+        while semantic.less_than(at, end):
+            yield at
+            at = semantic.add(at, step, True)
+
+    class Loops(interpreter.ASTTransformer):
+        def visit_For(self, node):
+            call = node.iter
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "range":
+                call.func.id = "between"
+            return self.generic_visit(node)
+
+    # What Triton's module holds is seen by its rewritten functions.
+    interpreter.between = between
+    interpreter.FunctionRewriter.ast_transformer = Loops()
+
+
+def _see_values() -> None:
+    """Tell the recorder which values come from elsewhere than operations, and by which a program decides."""
+    from triton.runtime import interpreter
+
+    recorder, patch = the_recorder(), interpreter._patch_lang_tensor
+
+    def init(self, data, dtype, attr=None):
+        # Triton's checks that NumPy's values are no wider than the type.
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        recorder.comes_from_elsewhere()
+
+    def all_hold(self):
+        # Triton's own code asks a handle only within operations.
+        recorder.comes_from_elsewhere()
+        return bool(self.data.all())
+
+    def patch_lang_tensor(tensor, scope):
+        patch(tensor, scope)
+        # Triton 3.6 makes a loop's bound an int in a way that NumPy 2.4 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: recorder.decided(self.handle, number))
+        scope.set_attr(tensor, "__bool__", lambda self: recorder.decided(self.handle, truth))
+
+    def number(handle):
+        return handle.data.item()
+
+    def truth(handle):
+        # All scalars are tensors here.
+        return bool(handle.data) if handle.data.size == 1 else True
+
+    interpreter.TensorHandle.__init__, interpreter.TensorHandle.__bool__ = init, all_hold
+    interpreter._patch_lang_tensor = patch_lang_tensor
+
+
+def _see_reductions() -> None:
+    """Reductions and scans, which are no operations of the interpreter's builder."""
+    from triton.language.core import tensor
+    from triton.runtime import interpreter
+
+    recorder = the_recorder()
+
+    def recorded(kind):
+        apply = kind.apply
+
+        def apply_to(self, input):
+            if not recorder.is_recording:
+                return apply(self, input)
+            given, types = input if isinstance(input, tuple) else (input,), []
+
+            def of_handles(*handles):
+                found = apply(self, tuple(tensor(h, x.type) for h, x in zip(handles, given, strict=True)))
+                types[:] = [x.type for x in found]
+                return tuple(x.handle for x in found)
+
+            handles, step = recorder.step(kind.__name__, of_handles, tuple(x.handle for x in given), False)
+            if step is not None and types:
+                step.types = types
+            results = tuple(map(tensor, handles, types or step.types))
+            return results if isinstance(input, tuple) else results[0]
+
+        kind.apply = apply_to
+
+    recorded(interpreter.ReduceOps)
+    recorded(interpreter.ScanOps)
+
+
+def _repeat_programs() -> None:
+    """A launch whose programs are recorded and repeated (tests/replay.py)."""
+    from triton.runtime import interpreter
+
+    builder, recorder, signature_of = interpreter.interpreter_builder, the_recorder(), cache(inspect.signature)
+
+    def launch(self, *args, **kwargs):
+        """As Triton's, on a CPU."""
+        signature = signature_of(self.fn)
+        given, named = self._init_args_hst(args, {k: v for k, v in kwargs.items() if k in signature.parameters})
+        interpreter._patch_lang(self.fn)
+        bound = signature.bind(*given, **named)
+        bound.apply_defaults()
+        arguments = {
+            name: value if name in self.constexprs else interpreter._implicit_cvt(value)
+            for name, value in bound.arguments.items()
+        }
+        grid = tuple(self.grid(arguments) if callable(self.grid) else self.grid)
+        grid += (1,) * (3 - len(grid))
+        builder.set_grid_dim(*grid)
+        run = self.fn if math.prod(grid) == 1 else Launch(recorder, self.fn).run
+        try:
+            for index in product(*map(range, grid)):
+                builder.set_grid_idx(*index)
+                run(**arguments)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.GridExecutor.__call__ = launch

@@ -19,6 +19,7 @@ from espalier.sampling.pick import pick
 from espalier.server.openai import ChatRequest
 from espalier.slots import SlotTable
 from espalier.terminal.flags import add_sampling_flags
+from tests.interpreter import adapt_interpreter
 from tests.kernels.sampled import ALL_SAMPLING, ASKED, noise_at, random_logits, reference_rows, slots_of, table_of
 
 VOCAB = 48
@@ -66,6 +67,7 @@ def agrees() -> bool:
 
 
 if __name__ == "__main__":
+    adapt_interpreter()
     in_table, in_kernel = admitted(table_of(({}, {}), VOCAB, torch.device("cpu")))
     shown = {"column": in_table, "kernel": in_kernel, "neutral": ResolvedParams().slot_values()["top_a"]}
     shown |= {"has_filters": ResolvedParams(top_a=0.75).has_filters, "refusal": refusal(), "agrees": agrees()}

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 pytest.importorskip("triton", reason="needs Triton")
 
 ROOT = Path(__file__).parents[2]
@@ -24,14 +26,6 @@ RESOLVED_TOP_A = """
 """
 
 
-def run(module: str, root: Path, **env: str) -> dict:
-    ran = subprocess.run(
-        [sys.executable, "-m", module], cwd=root, env={**env, "PYTHONPATH": str(root)}, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
-
-
 def test_a_sampling_parameter_is_declared_in_one_place(tmp_path):
     """Declared before all others, it also moves every column of its type."""
     for folder in ("espalier", "tests"):
@@ -42,7 +36,11 @@ def test_a_sampling_parameter_is_declared_in_one_place(tmp_path):
         assert text.count(before) == 1
         text = text.replace(before, line + before)
     declared.write_text(text, encoding="utf-8")
-    assert run("tests.kernels.one_more_param", tmp_path, **{**os.environ, "TRITON_INTERPRET": "1"}) == {
+    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "tests.kernels.one_more_param"]
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout) == {
         "column": 0.75,
         "kernel": 0.75,
         "neutral": 0.5,
@@ -57,8 +55,7 @@ def test_a_sampling_parameter_is_declared_in_one_place(tmp_path):
 
 def test_kernels_that_read_columns_compile():
     """The interpreter, which runs the other tests, accepts code that the compiler refuses."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    loaded = run("tests.kernels.compiled_sampling", ROOT, **env)
+    loaded = json.loads(warm.compiler().run("tests.kernels.compiled_sampling"))
     readers = {"_gather_kernel", "_gather_slots_kernel", "_advance_kernel", "_block_topk_kernel", "_edge_topk_kernel"}
     assert {*readers, "_best_of_split_kernel", "_draw_filtered_kernel"} <= set(loaded)
 

@@ -1,28 +1,20 @@
 """Properties of the compiled attention kernels that no comparison of results shows."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 pytest.importorskip("triton", reason="needs Triton")
 
-
-ROOT = Path(__file__).parents[2]
 # Bytes that the compiler may add to exchange values between warps.
 SCRATCH = 4096
 
 
 @pytest.fixture(scope="module", params=["each", pytest.param("full", marks=pytest.mark.full)])
 def compiled(request):
-    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compiled", request.param]
-    ran = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return json.loads(warm.compiler().run("tests.kernels.compiled", request.param))
 
 
 def test_kernels_that_plan_and_merge_compile(compiled):

@@ -1,27 +1,20 @@
 """Properties of the compiled kernels of 4-bit weights that no comparison of results shows."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests import warm
+
 pytest.importorskip("triton", reason="needs Triton")
 
-ROOT = Path(__file__).parents[2]
 # Memory delivers about 25 weights a cycle to a multiprocessor at 70% of its bandwidth, which issues 128 lanes a cycle.
 MOST_A_WEIGHT = 5.0
 
 
 @pytest.fixture(scope="module")
 def cases():
-    without = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.compiled_nibbles"]
-    ran = subprocess.run(command, cwd=ROOT, env=without, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout)
+    return json.loads(warm.compiler().run("tests.kernels.compiled_nibbles"))
 
 
 def test_a_weight_takes_no_more_instructions_than_memory_leaves_time_for(cases):

@@ -1,22 +1,18 @@
 """precompile(): nothing is launched, every kernel is compiled once, and errors are raised."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from threading import Thread
 
 import pytest
 import torch
 
 from espalier.kernels.runtime.launch import Kernel
+from tests import warm
 
 pytest.importorskip("triton", reason="needs Triton")
 
 from espalier.kernels.runtime.precompile import precompile
 
-ROOT = Path(__file__).parents[2]
 EMPTIES = {
     "empty": lambda: torch.empty(3, 4),
     "of a dtype": lambda: torch.empty(5, dtype=torch.int64),
@@ -109,12 +105,9 @@ def test_other_threads_launch(kernel):
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
     """The output of tests/kernels/asked.py, which compiles for Hopper."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, "-m", "tests.kernels.asked"]
-    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout)
+    return json.loads(
+        warm.compiler().run("tests.kernels.asked", TRITON_CACHE_DIR=str(tmp_path_factory.mktemp("triton")))
+    )
 
 
 def test_every_kernel_is_compiled_once_before_its_launch(report):

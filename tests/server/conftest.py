@@ -25,7 +25,7 @@ def servers(tmp_path_factory):
 
     def running(*flags):
         if flags not in started or started[flags].process.poll() is not None:
-            started[flags] = stack.enter_context(serving(tmp_path_factory.mktemp("server"), *flags))
+            started[flags] = stack.enter_context(serving(tmp_path_factory.mktemp("server"), *flags, copied=True))
         return started[flags]
 
     with ExitStack() as stack:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests import warm
 from tests.worded import worded
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +32,7 @@ FLAGS = [part for name, value in (ENGINE | TREE).items() for part in ("--" + nam
 class Served:
     """A running server.  base: its address without /v1."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int, log: Path):
+    def __init__(self, process: subprocess.Popen[str] | warm.Copy, port: int, log: Path):
         self.process = process
         self.port = port
         self.base = f"http://127.0.0.1:{port}"
@@ -139,10 +140,11 @@ def exists(pid: int) -> bool:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Served]:
+def serving(folder: Path, *flags: str, copied: bool = False) -> Iterator[Served]:
     """A server with these flags, ended by SIGTERM; nothing of it is left.
 
-    A first flag without a dash is its model.  Else it has a tiny one, called "bundled".
+    A first flag without a dash is its model.  Else it has a tiny one, called "bundled".  copied: it finds its imports
+    done (tests/warm.py).
     """
     if not flags or flags[0].startswith("-"):
         target, draft = map(str, worded())
@@ -151,12 +153,16 @@ def serving(folder: Path, *flags: str) -> Iterator[Served]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = folder / f"server-{port}.log"
-    command = [sys.executable, "-m", "espalier", "serve", *flags[:1], "--port", str(port), *FLAGS, *flags[1:]]
+    arguments = ["serve", *flags[:1], "--port", str(port), *FLAGS, *flags[1:]]
     temporary = folder / f"tmp-{port}"
     temporary.mkdir()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     with log.open("w") as lines:
-        process = subprocess.Popen(command, stderr=lines, stdout=lines, text=True, env=environment, cwd=ROOT)
+        if copied:
+            process = warm.server().start("espalier", arguments, environment, lines, lines)
+        else:
+            command = [sys.executable, "-m", "espalier", *arguments]
+            process = subprocess.Popen(command, stderr=lines, stdout=lines, text=True, env=environment, cwd=ROOT)
     served = Served(process, port, log)
     try:
         served.until(lambda: _answers(served), START_S)

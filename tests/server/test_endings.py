@@ -136,7 +136,7 @@ def test_a_killed_engine_is_told_and_started_again(own):
 
 
 def test_a_silent_engine_counts_as_gone(tmp_path):
-    with serving(tmp_path, "--engine-timeout", "3") as served:
+    with serving(tmp_path, "--engine-timeout", "3", copied=True) as served:
         engine = served.engine_pid()
         _, answer = opened(served)
         os.kill(engine, signal.SIGSTOP)

@@ -1,17 +1,14 @@
 """After the start no kernel compiles, whatever prefill passes come: a simulation without a GPU."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm
+
 pytest.importorskip("triton", reason="needs Triton")
 
-ROOT = Path(__file__).parents[2]
 LLAMA = {"shape": "llama-3.1-8b", "layers": 3, "drafts": True}
 LATENT = {"shape": "deepseek-v2-lite", "layers": 3, "drafts": False}
 EXPERTS = {"shape": "qwen3-30b-a3b", "layers": 2, "drafts": False}
@@ -44,11 +41,7 @@ MANY = [
 
 
 def simulate(simulations: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.startup.launch_keys", json.dumps(simulations)]
-    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
-    assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
+    return json.loads(warm.compiler().run("tests.startup.launch_keys", json.dumps(simulations)).splitlines()[-1])
 
 
 def test_the_start_compiles_every_kernel_that_a_pass_needs_and_no_more():
