@@ -52,12 +52,23 @@ def test_one_scale_for_a_row(device, one_scale):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [ROWS, 512])
-def test_one_scale_for_a_block(rows):
-    matrix, x = drawn(384, 512, "cuda", block=128), inputs_for(512, "cuda", rows)
-    no_bias = torch.zeros(384, device="cuda")
+@pytest.mark.parametrize(("rows", "num_out", "num_in"), [(ROWS, 384, 512), (512, 384, 512), (1000, 1536, 4096)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_one_scale_for_a_block(rows, num_out, num_in, has_bias):
+    matrix, x = drawn(num_out, num_in, "cuda", block=128), inputs_for(num_in, "cuda", rows)
+    bias = x[5, :num_out].contiguous() if has_bias else None
     assert is_scaled_product(x, matrix)
-    assert_is_the_product(scaled_product(x, matrix, None), x, matrix, no_bias)
+    product = scaled_product(x, matrix, bias)
+    assert_is_the_product(product, x, matrix, torch.zeros(num_out, device="cuda") if bias is None else bias)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dimension", [0, 1])
+def test_the_scale_of_the_block_beside_is_noticed(device, dimension):
+    matrix, x = drawn(384, 512, device, block=128), inputs_for(512, device)
+    product = linear_quantised(x, replace(matrix, scales=matrix.scales.roll(1, dimension)), None)
+    with pytest.raises(AssertionError):
+        assert_is_the_product(product, x, matrix, torch.zeros(384, device=device))
 
 
 @pytest.mark.gpu
