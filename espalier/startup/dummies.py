@@ -5,7 +5,7 @@ for, and whether a grammar masks tokens.  These passes together need every kerne
 compiles while requests wait (tests/startup/test_dummies.py).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -42,15 +42,27 @@ def smaller_passes(layout: RoundLayout, vocab_size: int) -> Iterator[LaunchInput
         if num_pieces <= most:
             requests = min(max(num_pieces // 2, 1), layout.max_batch)
             yield dummy_pass(narrowest, num_pieces, requests, (num_pieces - 1) * narrowest + 1)
-    # Without log-probabilities, the last layer computes a row of each piece.
-    for num_pieces in {most - 1, *(power + 1 for power in powers if power < most)} - {0}:
-        yield dummy_pass(narrowest, num_pieces, min(num_pieces, layout.max_batch), 0)
-    for width in wider[:1]:
-        yield dummy_pass(width, layout.max_pieces(width), 1, 0)
+    yield from passes_of_last_rows(layout, powers)
     # Attention chooses by the width, and by whether few pieces fill the GPU.
     for width in wider:
-        for num_pieces in range(1, min(3, layout.max_pieces(width))):
+        for num_pieces in range(1, min(2, layout.max_pieces(width)) + 1):
             yield dummy_pass(width, num_pieces, 1, 0)
+
+
+def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[LaunchInput]:
+    """Passes whose last layer computes a row of each piece: without log-probabilities.
+
+    powers: of two, up to the most pieces of a pass.  Rounds cover those up to max_batch.
+    """
+    narrowest, *wider = layout.chunk_widths
+    most = layout.max_pieces(narrowest)
+    above = [power for power in powers if power > layout.max_batch]
+    wanted = {most - 1, *above, *(power * 3 // 2 + 1 for power in above), *(power + 1 for power in powers)}
+    for num_pieces in sorted(wanted):
+        if 0 < num_pieces <= most:
+            yield dummy_pass(narrowest, num_pieces, min(num_pieces, layout.max_batch), 0)
+    for width in wider[:1]:
+        yield dummy_pass(width, layout.max_pieces(width), 1, 0)
 
 
 def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> LaunchInput:

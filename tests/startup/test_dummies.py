@@ -13,7 +13,7 @@ LLAMA = {"shape": "llama-3.1-8b", "layers": 3, "drafts": True}
 LATENT = {"shape": "deepseek-v2-lite", "layers": 3, "drafts": False}
 EXPERTS = {"shape": "qwen3-30b-a3b", "layers": 2, "drafts": False}
 SINKS = {"shape": "gpt-oss-20b", "layers": 2, "drafts": False}
-PLAIN = {"shape": "llama-3.1-8b", "layers": 1, "drafts": False}
+PLAIN = {"shape": "llama-3.1-8b", "layers": 2, "drafts": False}
 FEW = (
     {**LLAMA, "max_batch": 16, "chunk_size": 1024, "page_size": 16, "passes": 10},
     {**LATENT, "max_batch": 16, "chunk_size": 512, "passes": 10},
