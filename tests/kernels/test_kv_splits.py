@@ -10,6 +10,7 @@ from espalier.kernels.attention.kv_splits import (
     MAX_SPLIT_ROWS,
     MAX_SPLITS,
     MAX_SPLITS_OF_FEW_HEADS,
+    MIN_LARGE_TILE_SPLIT_ROWS,
     MIN_SHORT_SPLIT_ROWS,
     MIN_SPLIT_ROWS,
     SMALL_TILE,
@@ -108,8 +109,8 @@ def test_small_batches_make_many_splits():
     assert of(64, 1).num_splits == 1 and of(64, 1).max_splits == MAX_SPLITS, (
         "a long request is split, whatever the batch"
     )
-    assert of(64, 64) == KVSplitPolicy(1, 4)
-    assert of(1, 2048) == KVSplitPolicy(1, 1)
+    assert of(64, 64) == KVSplitPolicy(1, 4, min_split_rows=MIN_LARGE_TILE_SPLIT_ROWS)
+    assert of(1, 2048) == KVSplitPolicy(1, 1, min_split_rows=MIN_LARGE_TILE_SPLIT_ROWS)
     assert KVSplitPolicy.of(64, 1, 8, 4, max_rows=MAX_SPLIT_ROWS, v_size=128).max_splits == 1, "none is ever split"
     for batch in range(1, 65):
         for queries in (1, 2, 8, 16, 64, 129, 5000):
@@ -124,6 +125,13 @@ def test_few_queries_have_shorter_splits():
     assert of(1, group=4) == of(4, group=4) == KVSplitPolicy(32, 32, min_split_rows=MIN_SHORT_SPLIT_ROWS)
     assert of(SMALL_TILE // 4 + 1, group=4) == of(1, group=SMALL_TILE + 1) == KVSplitPolicy(17, 17)
     assert of(1, group=4).width(1024) == MIN_SHORT_SPLIT_ROWS and of(5, group=4).width(1024) == MIN_SPLIT_ROWS
+
+
+def test_large_tiles_have_longer_splits():
+    """From 65 packed queries on: their partial results are many."""
+    of = partial(KVSplitPolicy.of, 1, kv_heads=8, group=4, max_rows=32768, v_size=128)
+    assert [of(queries).width(1056) for queries in (16, 17, 64)] == [128, 320, 320]
+    assert of(64).width(32768) == 4096, "a long request has as many splits as fill a GPU"
 
 
 @pytest.mark.parametrize(("kv_heads", "splits"), [(32, 8), (16, 16), (8, 32), (4, 64), (2, 128), (1, 128)])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 # Splits start at multiples of this.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
 # A shorter split costs more to merge than it saves.  Shorter ones pay for up to SMALL_TILE packed queries, which have
-# few partial results, and for one tile of latent rows, which is read slowly.
-MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS = 128, 64
+# few partial results, and for one tile of latent rows, which is read slowly.  Large tiles have many.
+MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE = 16
 # Longer splits are divided further, for any batch: otherwise one long request among short ones runs alone at the end.
 MAX_SPLIT_ROWS = 2048
@@ -84,6 +84,7 @@ class KVSplitPolicy:
             max_split_rows = MAX_LATENT_SPLIT_ROWS
         elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
+            min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS
         elif packed_queries <= SMALL_TILE:
             min_split_rows = MIN_SHORT_SPLIT_ROWS
         wanted = programs // (batch * kv_heads * num_tiles)
