@@ -281,11 +281,13 @@ def _see_values() -> None:
     def init(self, data, dtype, attr=None):
         # Triton's checks that NumPy's values are no wider than the type.
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
-        recorder.comes_from_elsewhere()
+        if recorder.is_recording:
+            recorder.give_up()
 
     def all_hold(self):
         # Triton's own code asks a handle only within operations.
-        recorder.comes_from_elsewhere()
+        if recorder.is_recording:
+            recorder.give_up()
         return bool(self.data.all())
 
     def patch_lang_tensor(tensor, scope):

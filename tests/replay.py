@@ -95,12 +95,15 @@ class Launch:
 
 
 class Recorder:
-    """Sees every operation of the interpreter, for one launch at a time.  depth: of operations that call others."""
+    """Sees every operation of the interpreter, for one launch at a time.
+
+    is_recording: a program is recorded, and no operation runs, which may call others.
+    """
 
     def __init__(self, builder: Any, handle: type):
         self.builder, self.handle = builder, handle
         self.launch: Launch | None = None
-        self.depth = 0
+        self.is_recording = False
         self.operations = {name: self._seen(name) for name in filter(makes_handles, dir(builder))}
 
     def _seen(self, name: str) -> Callable[..., Any]:
@@ -121,7 +124,7 @@ class Recorder:
 
     def recording(self, launch: Launch, path: list[Stretch]) -> "Recorder":
         """A context.  path: what the program has computed already."""
-        self.launch, self.depth = launch, 0
+        self.launch, self.is_recording = launch, True
         self.at = path[-1] if path else launch.first
         self.done: Iterator[Step] = chain.from_iterable(stretch.steps for stretch in path)
         # Values of this program, by the ids of their handles.
@@ -136,32 +139,24 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         for name in self.operations:
             del self.builder.__dict__[name]
-        self.launch = None
-
-    @property
-    def is_recording(self) -> bool:
-        return self.launch is not None and not self.depth
-
-    def comes_from_elsewhere(self) -> None:
-        """A value was made or read outside of operations."""
-        if self.is_recording:
-            self.give_up()
+        self.launch, self.is_recording = None, False
 
     def give_up(self) -> None:
         """Something happened that is not recorded: the launch's programs are run one by one."""
         self.launch.repeats = False
-        self.launch = None
+        self.launch, self.is_recording = None, False
 
     def step(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], has_effects: bool) -> Any:
         """(the operation's result, its step; None: it is computed once a launch, or not recorded)"""
-        own = self.own
-        is_own = has_effects
+        place_of_own, is_own, places = self.own.get, has_effects, []
         for value in args:
-            if id(value) in own:
+            place = place_of_own(id(value))
+            places.append(place)
+            if place is not None:
                 is_own = True
             elif type(value) in (list, tuple) and any(type(item) is self.handle for item in value):
                 self.give_up()
-                return self.unseen(function, *args), None
+                return function(*args), None
         if not is_own:
             return self.unseen(function, *args), None
         if self.next is not None:
@@ -169,10 +164,11 @@ class Recorder:
             assert step.name == name, (step.name, name)
             self.next = next(self.done, None)
             return self._known(step), step
-        place_of = self.launch.place_of
-        places = tuple([own[id(value)] if id(value) in own else place_of(value) for value in args])
+        for at, place in enumerate(places):
+            if place is None:
+                places[at] = self.launch.place_of(args[at])
         result = self.unseen(function, *args)
-        step = Step(name, function, places)
+        step = Step(name, function, tuple(places))
         if type(result) is self.handle:
             step.outputs = self._placed(result)
         elif type(result) is tuple:
@@ -185,11 +181,11 @@ class Recorder:
 
     def unseen(self, function: Callable[..., Any], *args: Any) -> Any:
         """function(*args), whose operations are not recorded."""
-        self.depth += 1
+        before, self.is_recording = self.is_recording, False
         try:
             return function(*args)
         finally:
-            self.depth -= 1
+            self.is_recording = before
 
     def _placed(self, value: Any) -> int:
         place = self.own.get(id(value))

@@ -78,11 +78,17 @@ class Warm:
         atexit.register(self.close)
 
     def start(
-        self, module: str, args: Sequence[str], environment: Mapping[str, str], out: IO[Any], err: IO[Any]
+        self,
+        module: str,
+        args: Sequence[str],
+        environment: Mapping[str, str],
+        out: IO[Any],
+        err: IO[Any],
+        constants: Mapping[str, float] | None = None,
     ) -> Copy:
-        """Begin `python -m module args`, in the root of the checkout."""
+        """Begin `python -m module args`, in the root of the checkout.  constants: of modules, by `module.NAME`."""
         reads, writes = os.pipe()
-        message = json.dumps([module, list(args), dict(environment)]).encode()
+        message = json.dumps([module, list(args), dict(environment), dict(constants or {})]).encode()
         socket.send_fds(self._asks, [message], [out.fileno(), err.fileno(), writes])
         os.close(writes)
         return Copy(reads)
@@ -140,7 +146,7 @@ def main(asked: int, modules: Sequence[str]) -> None:
                     return
                 pid = os.fork()
                 if not pid:
-                    _become(*json.loads(message), *given)
+                    _become(*json.loads(message), *given[:2])
                 os.write(given[2], f"{pid}\n".encode())
                 told[pid] = given[2]
                 for descriptor in given[:2]:
@@ -156,9 +162,15 @@ def _tell_of_ended(told: dict[int, int]) -> None:
             os.close(descriptor)
 
 
-def _become(module: str, args: list[str], environment: dict[str, str], out: int, err: int, told: int) -> None:
+def _become(
+    module: str, args: list[str], environment: dict[str, str], constants: dict[str, float], out: int, err: int
+) -> None:
     os.dup2(out, 1)
     os.dup2(err, 2)
+    for name, value in constants.items():
+        holder, _, constant = name.rpartition(".")
+        assert hasattr(import_module(holder), constant)
+        setattr(import_module(holder), constant, value)
     os.environ.clear()
     os.environ.update(environment)
     asyncio.create_subprocess_exec = _copied_engines(asyncio.create_subprocess_exec)

@@ -20,12 +20,16 @@ def served(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    """A function from flags to a server that runs with them: an earlier test's, or a new one where a test ended it."""
+    """A function from flags to a server that runs with them: an earlier test's, or a new one where a test ended it.
+
+    It takes constants too, for a new one (serving.py).
+    """
     started = {}
 
-    def running(*flags):
+    def running(*flags, **constants):
         if flags not in started or started[flags].process.poll() is not None:
-            started[flags] = stack.enter_context(serving(tmp_path_factory.mktemp("server"), *flags, copied=True))
+            folder = tmp_path_factory.mktemp("server")
+            started[flags] = stack.enter_context(serving(folder, *flags, copied=True, **constants))
         return started[flags]
 
     with ExitStack() as stack:

@@ -140,11 +140,11 @@ def exists(pid: int) -> bool:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str, copied: bool = False) -> Iterator[Served]:
+def serving(folder: Path, *flags: str, copied: bool = False, **constants: float) -> Iterator[Served]:
     """A server with these flags, ended by SIGTERM; nothing of it is left.
 
     A first flag without a dash is its model.  Else it has a tiny one, called "bundled".  copied: it finds its imports
-    done (tests/warm.py).
+    done (tests/warm.py).  constants: of espalier/server/run.py, of a copied one.
     """
     if not flags or flags[0].startswith("-"):
         target, draft = map(str, worded())
@@ -159,7 +159,8 @@ def serving(folder: Path, *flags: str, copied: bool = False) -> Iterator[Served]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)}
     with log.open("w") as lines:
         if copied:
-            process = warm.server().start("espalier", arguments, environment, lines, lines)
+            values = {f"espalier.server.run.{name}": value for name, value in constants.items()}
+            process = warm.server().start("espalier", arguments, environment, lines, lines, values)
         else:
             command = [sys.executable, "-m", "espalier", *arguments]
             process = subprocess.Popen(command, stderr=lines, stdout=lines, text=True, env=environment, cwd=ROOT)

@@ -28,8 +28,9 @@ from tests.server.serving import (
 
 @pytest.fixture
 def own(servers):
-    """A server that may be broken."""
-    return servers("--max-queue", "2", "--restart-engine", "--drain-timeout", "60", "--send-timeout", "0")
+    """A server that may be broken.  At its end it waits for a reader that takes nothing one second, not five."""
+    flags = ("--max-queue", "2", "--restart-engine", "--drain-timeout", "60", "--send-timeout", "0")
+    return servers(*flags, STALLED_AT_DRAIN_S=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def test_a_disconnect_frees_its_pages_at_the_next_harvest(served, stream):
 def test_a_slow_reader_holds_up_nobody(served, client):
     with socket.create_connection(("127.0.0.1", served.port)) as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        body = json.dumps({**LONG, "max_tokens": 100, "logprobs": 5, "stream": True, "return_token_ids": True}).encode()
+        body = json.dumps({**LONG, "max_tokens": 40, "logprobs": 5, "stream": True, "return_token_ids": True}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         )
