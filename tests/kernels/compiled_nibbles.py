@@ -6,11 +6,15 @@ A program of its own: where kernels are interpreted, nothing compiles.  Compilin
 import json
 import re
 from collections import Counter
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
+from espalier.kernels.layers.hopper_nibbles import BLOCK_IN, BLOCK_OUT, WARPS
+from espalier.kernels.layers.hopper_products import hopper_linear_kernel
 from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel, nibble_rule
 from espalier.kernels.layers.quantised_tile import CODES
 from tests.kernels.compiled import CHIP, machine_code
@@ -38,16 +42,42 @@ def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
         constexprs=constants,
         attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(function.arg_names) if name in ALIGNED},
     )
-    options = {"num_warps": plan.warps, "num_stages": plan.stages, "launch_pdl": True}
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    made = compiled_source(source, {"num_warps": plan.warps, "num_stages": plan.stages})
+    return {"case": [code, group, rows, zeros, even]} | counts(made, plan.block_out * plan.block_in // plan.warps)
+
+
+def compiled_hopper(code: str, rows: int, zeros: bool, even: bool) -> dict:
+    """Of the kernel for few rows."""
+    constants = {"bias_ptr": None, "MXFP4": code == "mxfp4", "ROWS": rows, "STAGES": 3, "GATED": True, "EVEN_IN": even}
+    constants |= {"DEPENDENT": True} | ({} if zeros else {"zeros_ptr": None})
+    function = hopper_linear_kernel.compiled
+    kinds = KINDS | {"words_ptr": "*i32", "scales_ptr": "*i32" if code == "mxfp4" else "*bf16"}
+    source = GluonASTSource(
+        fn=function,
+        signature={name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names},
+        constexprs=constants,
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, name in enumerate(function.arg_names)
+            if name in (*ALIGNED, "words_ptr") and name not in constants
+        },
+    )
+    made = compiled_source(source, {"num_warps": WARPS})
+    return {"case": [code, 128, rows, zeros, even]} | counts(made, BLOCK_OUT * BLOCK_IN // WARPS)
+
+
+def compiled_source(source, options: dict) -> Any:
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options | {"launch_pdl": True})
+
+
+def counts(made, weights: int) -> dict:
+    """weights: of a warp in a step."""
     loop = Counter(inner_loop(machine_code(made.asm["cubin"])))
-    weights = plan.block_out * plan.block_in // (32 * plan.warps)
     return {
-        "case": [code, group, rows, zeros, even],
-        "a_weight": sum(loop.values()) / weights,
+        "a_weight": sum(loop.values()) / (weights / 32),
         "stores": sum(count for name, count in loop.items() if name.startswith(("STS", "STL", "LDL"))),
         "copies": sorted(name for name in loop if name.startswith("LDGSTS")),
-        "products": sum(count for name, count in loop.items() if name.startswith("HGMMA")),
+        "products": sum(count for name, count in loop.items() if name.startswith(("HGMMA", "HMMA"))),
     }
 
 
@@ -69,7 +99,13 @@ CASES = [
     ("mxfp4", 32, 16, False, False),
     ("mxfp4", 32, 64, False, True),
 ]
+# (code, rows of the tile, zero points, whether steps divide the columns)
+HOPPER = [("int4", 8, False, True), ("int4", 16, True, False), ("mxfp4", 8, False, True), ("mxfp4", 16, False, False)]
 
 
 if __name__ == "__main__":
-    print(json.dumps([compiled(*case) for case in CASES]))
+    print(
+        json.dumps(
+            {"plain": [compiled(*case) for case in CASES], "hopper": [compiled_hopper(*case) for case in HOPPER]}
+        )
+    )

@@ -10,6 +10,8 @@ pytest.importorskip("triton", reason="needs Triton")
 
 # Memory delivers about 25 weights a cycle to a multiprocessor at 70% of its bandwidth, which issues 128 lanes a cycle.
 MOST_A_WEIGHT = 5.0
+# In the kernel for few rows.
+MOST_A_WEIGHT_OF_FEW_ROWS = 3.0
 
 
 @pytest.fixture(scope="module")
@@ -18,17 +20,19 @@ def cases():
 
 
 def test_a_weight_takes_no_more_instructions_than_memory_leaves_time_for(cases):
-    assert all(case["a_weight"] <= MOST_A_WEIGHT for case in cases), cases
+    assert all(case["a_weight"] <= MOST_A_WEIGHT for case in cases["plain"]), cases
+    assert all(case["a_weight"] <= MOST_A_WEIGHT_OF_FEW_ROWS for case in cases["hopper"]), cases
 
 
 def test_weights_and_inputs_go_to_the_tensor_cores_without_another_pass_through_shared_memory(cases):
     """Nor do registers spill.  The compiler must find layouts in which no value moves between threads."""
-    assert all(case["stores"] == 0 and case["products"] > 0 for case in cases), cases
+    every = cases["plain"] + cases["hopper"]
+    assert all(case["stores"] == 0 and case["products"] > 0 for case in every), cases
 
 
 def test_codes_and_inputs_are_copied_in_whole_words_of_16_bytes(cases):
     """Exponents in 4 bytes; sums of 32 columns read 8 bytes of codes of each row at once."""
-    for case in cases:
+    for case in cases["plain"] + cases["hopper"]:
         code, group, *_ = case["case"]
         codes = "LDGSTS.E.64" if (code, group) == ("int4", 32) else "LDGSTS.E.BYPASS.128"
         exponents = {"LDGSTS.E"} if code == "mxfp4" else set()

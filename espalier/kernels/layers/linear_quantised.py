@@ -3,7 +3,8 @@
 Up to 64 rows it streams the weight once, as linear.py does, with the same grid and split-K.  More rows are cut into
 tiles, each a program of its own: a matrix product on tensor cores whose weight tiles become numbers in registers.  Up
 to 256 rows it also splits the columns, as there are fewer tiles than multiprocessors.  No weight is ever dequantised
-in memory.  quantised_tile.py has the inner loop.
+in memory.  quantised_tile.py has the inner loop.  For up to 16 rows and 4 bits, Hopper has a kernel of its own
+(hopper_products.py), with the same bits.
 
 Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  Many
 rows of such inputs are multiplied by the library (scaled_product.py).
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.hopper_products import is_hopper_product, launch_linear, splits_of, takes_format
 from espalier.kernels.layers.linear import (
     DTYPES,
     MIN_BLOCK_ROWS,
@@ -181,6 +183,10 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
     inputs, input_scales = kernel_inputs(x, weight)
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     gpu = chip(inputs)
+    if is_hopper_product(inputs, weight, plan, gpu):
+        grid = -(-num_out // block_written), plan.splits
+        launch_linear(inputs, weight, bias, out, grid, gated, gpu)
+        return out
     _linear_quantised_kernel[-(-num_out // block_written), plan.splits, -(-rows // tile)](
         *(inputs, input_scales, kernel_codes(weight), weight.scales, weight.zeros, bias, out),
         *(rows, num_out, num_in, inputs.stride(0)),
@@ -238,8 +244,11 @@ def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
 def rule_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
     """The plan of `rule`."""
     (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
-    input_bytes = 1 if weight.inputs is not None else x.dtype.itemsize
-    return rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, chip(weight.codes), input_bytes)
+    input_bytes, gpu = 1 if weight.inputs is not None else x.dtype.itemsize, chip(weight.codes)
+    plan = rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
+    if plan.splits > 1 and takes_format(weight, x.dtype, len(x), gpu):
+        return replace(plan, splits=splits_of(num_out, num_in, gpu))
+    return plan
 
 
 def tuning_name(weight: QuantisedMatrix) -> str:

@@ -1,0 +1,131 @@
+"""The linear layer of few rows and a weight in 4 bits, on Hopper: hopper_nibbles.py has its loop.
+
+It computes what the kernel of linear_quantised.py computes, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.layers.hopper_nibbles import (
+    BLOCK_IN,
+    BLOCK_OUT,
+    GROUP,
+    WARPS,
+    Nibbles,
+    nibble_product,
+    rows_of_block,
+)
+from espalier.kernels.layers.linear import TritonPlan
+from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.silu import silu_times
+from espalier.kernels.runtime.launch import Chip, gluon_kernel
+from espalier.kernels.runtime.pdl import HOPPER, early, pdl_trigger
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon import language as gl
+
+MAX_ROWS = 16
+MAX_STAGES, MAX_SPLITS, MIN_STEPS = 8, 8, 2
+# Programs that share a multiprocessor if there are as many, and what the driver keeps of its shared memory for each.
+PROGRAMS, KEPT_SHARED_MEMORY = 4, 1024
+
+
+def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Chip) -> bool:
+    """Whether the kernel can multiply the weight with `rows` rows of this dtype."""
+    is_int4 = weight.code == "int4" and weight.group == GROUP < weight.shape[-1]
+    is_few = gpu.capability == HOPPER and rows <= MAX_ROWS
+    return is_few and dtype == torch.bfloat16 and (weight.code == "mxfp4" or is_int4)
+
+
+def is_hopper_product(x: Tensor, weight: QuantisedMatrix, plan: TritonPlan, gpu: Chip) -> bool:
+    """Whether the kernel takes the product.  It has one tile, and chooses its stages itself."""
+    # Copies of 16 bytes, and places in 32 bits.
+    is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31
+    is_tile = (plan.block_out, plan.block_in, plan.warps) == (BLOCK_OUT, BLOCK_IN, WARPS)
+    return takes_format(weight, x.dtype, len(x), gpu) and is_tile and is_aligned
+
+
+def splits_of(num_out: int, num_in: int, gpu: Chip) -> int:
+    """Split-K of a layer whose columns are split: all programs at once, and MIN_STEPS steps each."""
+    blocks, steps = -(-num_out // BLOCK_OUT), -(-num_in // BLOCK_IN)
+    return max(min(PROGRAMS * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
+
+
+def launch_linear(
+    x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, out: Tensor, grid: tuple[int, int], gated: bool, gpu: Chip
+) -> None:
+    """Write x · weightᵀ + bias to out, as _linear_quantised_kernel.  grid: (blocks of weight rows, splits)."""
+    # Words of exponents.
+    scales = weight.scales.view(torch.int32) if weight.code == "mxfp4" else weight.scales
+    tile = 8 if len(x) <= 8 else MAX_ROWS
+    hopper_linear_kernel[grid](
+        *(x, weight.codes.view(torch.int32), scales, weight.zeros, bias, out),
+        *(len(x), out.shape[-1], x.shape[1], x.stride(0)),
+        MXFP4=weight.code == "mxfp4",
+        ROWS=tile,
+        STAGES=stages(tile, grid[0] * grid[1], gpu),
+        GATED=gated,
+        EVEN_IN=x.shape[1] % BLOCK_IN == 0,
+        num_warps=WARPS,
+        **early(gpu),
+    )
+
+
+def stages(tile: int, programs: int, gpu: Chip) -> int:
+    """As many as fit when programs share a multiprocessor, of `programs` programs with `tile` rows of inputs."""
+    stage = BLOCK_OUT * BLOCK_IN // 2 + BLOCK_OUT * BLOCK_IN // 32 + tile * BLOCK_IN * 2
+    sharing = min(-(-programs // gpu.processors), PROGRAMS)
+    fitting = ((gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY) // stage
+    return max(min(fitting, MAX_STAGES), 2)
+
+
+# Arguments are grouped by meaning; one argument per line would hide the groups.
+# fmt: off
+@gluon_kernel
+def _gate_and_up(tile):
+    """As gate_and_up (linear.py)."""
+    ROWS: gl.constexpr = tile.shape[1]
+    return gl.split(tile.reshape(4, 2, 8, ROWS).permute(0, 2, 3, 1).reshape(32, ROWS, 2))
+
+
+@gluon_kernel
+def hopper_linear_kernel(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
+    MXFP4: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr, EVEN_IN: gl.constexpr,
+    DEPENDENT: gl.constexpr,
+):
+    """Grid: (blocks of weight rows, splits).  Arguments as _linear_quantised_kernel."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    X: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    split, num_splits = gl.program_id(1), gl.num_programs(1)
+    steps = gl.cdiv(num_in, 256)
+    k_begin, k_end = split * steps // num_splits * 256, (split + 1) * steps // num_splits * 256
+    pdl_trigger(DEPENDENT)
+    rows = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, X)), 1)
+    x_places = rows * x_stride + gl.expand_dims(gl.arange(0, 256, layout=gl.SliceLayout(0, X)), 0)
+    block = gl.program_id(0)
+    acc = nibble_product(
+        Nibbles(words_ptr, scales_ptr, zeros_ptr), block, x_ptr, x_places, rows < num_rows, num_out, num_in,
+        k_begin, k_end, MXFP4, STAGES, GATED, EVEN_IN, DEPENDENT, ACC,
+    )
+    if bias_ptr is not None:
+        # Only the first split adds the bias.
+        bias = gl.load(bias_ptr + rows_of_block(block, num_out, GATED, gl.SliceLayout(1, ACC))).to(gl.float32)
+        acc += gl.expand_dims(gl.where(split == 0, bias, 0.0), 1)
+    result = acc.to(out_ptr.dtype.element_ty)
+    WRITTEN: gl.constexpr = 32 if GATED else 64
+    if GATED:
+        gate, up = _gate_and_up(result)
+        result = silu_times(gate.to(gl.float32), up.to(gl.float32)).to(out_ptr.dtype.element_ty)
+    OUT: gl.constexpr = result.type.layout
+    row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)
+    column = gl.expand_dims(block * WRITTEN + gl.arange(0, WRITTEN, layout=gl.SliceLayout(1, OUT)), 1)
+    places = (split.to(gl.int64) * num_rows + row) * num_out + column
+    gl.store(out_ptr + places, result, mask=(row < num_rows) & (column < num_out))
+
+
+# fmt: on
