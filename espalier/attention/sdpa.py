@@ -91,7 +91,7 @@ class SdpaAttention(Attention):
             if window is not None:
                 committed = committed & (self.nodes.positions[:, :, None] - rows.positions[:, None] < window)
             seen = torch.cat((committed, self.nodes.seen(window)), 2)
-            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            bias = torch.where(seen, 0.0, -torch.inf).to(dtype)
             self.bias[key] = bias[:, None].expand(-1, groups, -1, -1).flatten(1, 2)[:, None]
         return self.bias[key]
 
