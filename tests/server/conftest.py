@@ -14,7 +14,7 @@ from tests.worded import worded
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     batches = ("--batch-dir", str(folder / "batches"), "--max-file-bytes", "65536")
-    with serving(folder, "--max-queue", "12", *batches) as served:
+    with serving(folder, "--max-queue", "12", *batches, copied=True) as served:
         yield served
 
 

@@ -481,11 +481,16 @@ OPERATIONS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def schema(served):
+    return schemathesis.openapi.from_url(f"{served.base}/openapi.json")
+
+
 @pytest.mark.parametrize(("method", "path"), OPERATIONS, ids=[path for _, path in OPERATIONS])
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
-def test_schemathesis_finds_nothing(served, method, path, mode, put_on_record):
+def test_schemathesis_finds_nothing(schema, method, path, mode, put_on_record):
     """Bodies within the schema and outside it; those that generate are kept short."""
-    operation = schemathesis.openapi.from_url(f"{served.base}/openapi.json")[path][method]
+    operation = schema[path][method]
     if mode is GenerationMode.NEGATIVE and method == "GET":
         pytest.skip("nothing in its path or body can be wrong")
     asked = 0
@@ -507,8 +512,8 @@ def test_schemathesis_finds_nothing(served, method, path, mode, put_on_record):
     put_on_record(ASKED, asked)
 
 
-def test_every_operation_is_asked(served):
-    paths = schemathesis.openapi.from_url(f"{served.base}/openapi.json").raw_schema["paths"]
+def test_every_operation_is_asked(schema):
+    paths = schema.raw_schema["paths"]
     found = {(method.upper(), path) for path, methods in paths.items() for method in methods}
     assert found == {*OPERATIONS, ("GET", "/metrics")}
 
