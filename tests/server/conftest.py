@@ -36,6 +36,14 @@ def servers(tmp_path_factory):
         yield running
 
 
+@pytest.fixture
+def langchain():
+    """A package that takes a second to import: the worker that needs it does."""
+    import langchain_openai
+
+    return langchain_openai
+
+
 @pytest.fixture(scope="session")
 def llm():
     target, draft = worded()
