@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 MAX_ROWS = 16
 MAX_STAGES, MAX_SPLITS, MIN_STEPS = 8, 8, 2
-# Programs that share a multiprocessor if there are as many, and what the driver keeps of its shared memory for each.
-PROGRAMS, KEPT_SHARED_MEMORY = 4, 1024
+# Programs that share a multiprocessor if there are as many.
+PROGRAMS = 4
 
 
 def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Chip) -> bool:
@@ -79,8 +79,7 @@ def stages(tile: int, programs: int, gpu: Chip) -> int:
     """As many as fit when programs share a multiprocessor, of `programs` programs with `tile` rows of inputs."""
     stage = BLOCK_OUT * BLOCK_IN // 2 + BLOCK_OUT * BLOCK_IN // 32 + tile * BLOCK_IN * 2
     sharing = min(-(-programs // gpu.processors), PROGRAMS)
-    fitting = ((gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY) // stage
-    return max(min(fitting, MAX_STAGES), 2)
+    return max(min(gpu.shared_memory_of(sharing) // stage, MAX_STAGES), 2)
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
