@@ -109,8 +109,7 @@ class StagedPass:
     """The callback of one pass.  Each request has `width` staged rows; this pass writes rows at .. at+Q of them.
 
     commit: None where the caller commits some of the rows, or none.
-    plan: makes the plan for other queries over the same rows.  Given for chains, whose last layer may be called with
-    `needed`; None for trees.
+    plan: makes the plan for other queries over the same rows; for chains, whose last layer may be called with `needed`.
     """
 
     attention: Attention
