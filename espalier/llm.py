@@ -257,7 +257,7 @@ class LLM:
                 self._forget(requests)
 
     def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
-        """One engine step, if another thread's has not filled `unread` by this thread's turn.
+        """One engine step.  None, if the step of another thread has filled `unread` before this thread's turn.
 
         Ctrl-C takes effect after the step: a result that is half read would be lost.
         """

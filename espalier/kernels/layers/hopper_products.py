@@ -50,7 +50,7 @@ def is_hopper_product(x: Tensor, weight: QuantisedMatrix, plan: TritonPlan, gpu:
 
 
 def splits_of(num_out: int, num_in: int, gpu: Chip) -> int:
-    """Split-K of a layer whose columns are split: all programs at once, and MIN_STEPS steps each."""
+    """The splits of a layer that is split: all programs run at once, each with MIN_STEPS steps at least."""
     blocks, steps = -(-num_out // BLOCK_OUT), -(-num_in // BLOCK_IN)
     return max(min(PROGRAMS * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
 
