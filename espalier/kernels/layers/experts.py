@@ -38,6 +38,7 @@ from espalier.kernels.layers.experts_shared import (
 )
 from espalier.kernels.layers.experts_tiles import Tiles, tiles_of
 from espalier.kernels.layers.experts_tuning import plan_for
+from espalier.kernels.layers.hopper_experts import is_hopper_experts, launch_down, launch_gated
 from espalier.kernels.layers.linear import block_rows, gate_and_up, weight_rows
 from espalier.kernels.layers.linear_quantised import (
     STEPS_BEHIND_A_NORM,
@@ -283,6 +284,9 @@ def gated_triton(
     pieces = 0 if shared is None else shared.pieces(inner)
     out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.experts.device)
     grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
+    if isinstance(gate_up, QuantisedMatrix) and is_hopper_experts(operands[0], gate_up, tiles, plan, 2, chip(out)):
+        launch_gated(operands[0], gate_up, bias, tiles, out, top_k, activation, grid, chip(out))
+        return out
     _gated_kernel[grid](
         *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
         *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
@@ -314,6 +318,9 @@ def down_triton(
     parts = weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     operands, constants = _operands(gated, down)
     grid = -(-hidden // plan.block_out), pieces + len(tiles.experts)
+    if isinstance(down, QuantisedMatrix) and is_hopper_experts(operands[0], down, tiles, plan, 1, chip(parts)):
+        launch_down(operands[0], down, bias, weights.contiguous(), tiles, parts, grid, chip(parts))
+        return parts
     _down_kernel[grid](
         *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),

@@ -181,7 +181,7 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
     inputs, input_scales = kernel_inputs(x, weight)
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     gpu = chip(inputs)
-    if is_hopper_product(inputs, weight, plan, gpu):
+    if is_hopper_product(inputs, weight, rows, (plan.block_out, plan.block_in, plan.warps), gpu):
         grid = -(-num_out // block_written), plan.splits
         launch_linear(inputs, weight, bias, out, grid, gated, gpu)
         return out
