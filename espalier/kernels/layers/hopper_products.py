@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 # Rows of a tile.
 FEW_ROWS, MAX_ROWS = 8, 16
+# block_out, block_in and warps of the plans that the kernels take.
+TILE = (BLOCK_OUT, BLOCK_IN, WARPS)
 MAX_STAGES, MAX_SPLITS, MIN_STEPS = 8, 8, 2
 # Programs that share a multiprocessor if there are as many.
 PROGRAMS = 4
@@ -44,12 +46,12 @@ def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Ch
 def is_hopper_product(x: Tensor, weight: QuantisedMatrix, rows: int, tile: tuple[int, int, int], gpu: Chip) -> bool:
     """Whether these kernels, or those of hopper_experts.py, take a product.
 
-    x: all inputs; rows: of a tile of them; tile: block_out, block_in and warps of the plan.  The kernels have one such
-    tile, and choose their stages themselves.
+    x: all inputs; rows: of a tile of them; tile: block_out, block_in and warps of the plan.  The kernels choose their
+    stages themselves.
     """
     # Copies of 16 bytes, and places in 32 bits.
     is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31
-    return takes_format(weight, x.dtype, rows, gpu) and tile == (BLOCK_OUT, BLOCK_IN, WARPS) and is_aligned
+    return takes_format(weight, x.dtype, rows, gpu) and tile == TILE and is_aligned
 
 
 def splits_of(num_out: int, num_in: int, gpu: Chip) -> int:
