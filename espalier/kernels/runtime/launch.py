@@ -81,8 +81,8 @@ class Kernel:
 
 class GluonKernel(Kernel):
     """A function in Gluon, Triton's language with explicit layouts, shared memory and warps.  Its module's globals get
-    `gl` and, for Hopper's instructions, `hopper`.  It may call a Kernel that takes only scalars.  A Kernel may not call
-    a GluonKernel.
+    `gl` and, for Hopper's instructions, `hopper`.  It may call a Kernel that computes with scalars, or value by value:
+    that makes no tensor, which would need a layout.  A Kernel may not call a GluonKernel.
 
     Triton's interpreter does not run Gluon.  A Kernel computes the same result, bit for bit; tests/gpu and
     tests/kernels compare the two.
