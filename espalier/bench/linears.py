@@ -26,8 +26,8 @@ from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
 
 Shape = tuple[int, int]
-# The ends of the names of a layer's products up to attention, the one that gives the values of latent heads included.
-UP_TO_ATTENTION = ("fc", "project", "context", "qkv", "q and kv", "q up", "k up", "v up")
+# The ends of the names of a layer's products up to attention.
+UP_TO_ATTENTION = ("fc", "project", "context", "qkv", "q and kv", "q up", "k up")
 
 
 @dataclass(frozen=True)

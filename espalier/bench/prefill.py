@@ -173,9 +173,9 @@ def bound_ms(
     for pieces, width in passes:
         draft = shape.extend_passes(pieces * width) if drafts else ()
         linear += sum(run.flops for run in (*shape.target_pass(pieces * width, pieces), *draft))
-    attention = batch * (
-        shape.prompt_attention_flops(length) + drafts * shape.draft_sizes.prompt_attention_flops(length)
-    )
+    # A block draft only projects a prompt's tokens to K and V.
+    attending = (shape, shape.draft_sizes) if drafts and shape.block is None else (shape,)
+    attention = batch * sum(each.prompt_attention_flops(length) for each in attending)
     peak = roofline.stopwatch.peak(roofline.device)
     return 1e3 * (linear / peak + attention / ATTENTION_PEAK)
 

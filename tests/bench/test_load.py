@@ -82,6 +82,10 @@ def test_the_bound_of_prompts_counts_each_product_and_each_pair_of_query_and_row
     found = bound_ms(roofline, passes, 2, 2048, drafts=False)
     assert found == pytest.approx(1e3 * (linear / 1e15 + attention / ATTENTION_PEAK))
     assert found < bound_ms(roofline, passes, 2, 2048, drafts=True)
+    roofline.shape = block = shape_named("llama-3.1-8b", block_size=16)
+    context = sum(run.flops for run in block.extend_passes(2048))
+    of_draft = bound_ms(roofline, passes, 2, 2048, drafts=True) - found
+    assert of_draft == pytest.approx(1e3 * 2 * context / 1e15), "it attends to no prompt"
     roofline.shape = shape_named("qwen3-30b-a3b")
     assert bound_ms(roofline, passes, 2, 2048, drafts=False) is None
 

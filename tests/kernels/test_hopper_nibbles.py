@@ -10,7 +10,7 @@ from espalier.kernels.layers import experts, linear_quantised
 from espalier.kernels.layers.activation import Activation
 from espalier.kernels.layers.experts import ExpertBiases, grouped_experts_triton
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
-from espalier.kernels.layers.hopper_products import is_hopper_product, splits_of, stages
+from espalier.kernels.layers.hopper_products import TILE, is_hopper_product, splits_of, stages
 from espalier.kernels.layers.linear import TritonPlan
 from espalier.kernels.layers.linear_quantised import (
     linear_quantised_gated_triton,
@@ -23,7 +23,7 @@ from espalier.kernels.runtime.pdl import HOPPER
 from tests.kernels.quantised_inputs import drawn
 
 H200 = Chip(shared_memory=232448, processors=132, capability=HOPPER)
-TILE, PLAN = (64, 256, 4), TritonPlan(64, 256, 1, 4, 3)
+PLAN = TritonPlan(64, 256, 1, 4, 3)
 
 
 def matrix(kind: str, num_out: int, num_in: int, device="cpu", lead: tuple[int, ...] = ()) -> QuantisedMatrix:

@@ -7,7 +7,8 @@ number of experts, so the launches can be captured; programs without a tile retu
 differ, so for a single row each pair is a tile, and nothing is sorted.  `_down_kernel` prefetches its first weights
 while `_gated_kernel` runs.
 
-For few rows the tiles of shared experts run in the same two launches (experts_shared.py).
+For few rows the tiles of shared experts run in the same two launches (experts_shared.py).  On Hopper, few pairs of
+experts in 4 bits have kernels of their own in the place of these two (hopper_experts.py), with the same bits.
 
 The K results of a row are not summed here.  The next norm adds them in float32, in order of choice and then the shared
 experts' pieces in order of their columns: the same order in every batch.  Below, the place of a pair is its index in

@@ -21,7 +21,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import PAIRS_BUCKETS, ExpertsPlan, ExpertsShape, ProductPlan, rule
 from espalier.kernels.layers.experts_quantised import quantised_rule
-from espalier.kernels.layers.hopper_products import FEW_ROWS, takes_format
+from espalier.kernels.layers.hopper_products import FEW_ROWS, TILE, takes_format
 from espalier.kernels.layers.linear import MIN_BLOCK_ROWS
 from espalier.kernels.layers.linear_tuning import (
     DTYPES,
@@ -74,8 +74,10 @@ def plan_for(
         return plan
     is_few = plan.rows == MIN_BLOCK_ROWS and power_of_two(rows) * shape.top_k <= FEW_PAIRS * shape.num_experts
     if is_few and all(isinstance(m, QuantisedMatrix) and takes_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
-        # Half of the products; an expert seldom has more pairs.
-        plan = replace(plan, rows=FEW_ROWS)
+        few = quantised_rule(shape, rows, replace(plan, rows=FEW_ROWS), *matrices, gpu)
+        if few.gated.tile(2) == few.down.tile(1) == TILE:
+            # Half of the products; an expert seldom has more pairs.
+            return few
     return quantised_rule(shape, rows, plan, *matrices, gpu)
 
 

@@ -27,7 +27,7 @@ def is_hopper_experts(
     x: Tensor, weight: QuantisedMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, gpu: Chip
 ) -> bool:
     """Whether the kernels of this file take a product.  matrices: 2 for gate and up, 1 for down."""
-    return is_hopper_product(x, weight, tiles.rows, (matrices * plan.block_out, plan.block_in, plan.warps), gpu)
+    return is_hopper_product(x, weight, tiles.rows, plan.tile(matrices), gpu)
 
 
 def launch_gated(

@@ -141,7 +141,10 @@ def _places(block, num_out, row_size, COLUMNS: gl.constexpr, GATED: gl.constexpr
 
 @gluon_kernel
 def _copy_codes(shared, stage, matrix, places, k, row_words, MXFP4: gl.constexpr, EVEN_IN: gl.constexpr):
-    """Start the copies of the words, and of the exponents, of columns k .. k + 256.  places: of those of column 0."""
+    """Start the copies of the words, and of the exponents, of columns k .. k + 256.
+
+    places: (of the words, of the exponents), for columns 0 .. 256.
+    """
     words, exponents = places
     if EVEN_IN:
         hopper.async_copy.async_copy_global_to_shared(shared.words.index(stage), matrix.words + k // 8 + words)

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 # Rows of a tile.
 FEW_ROWS, MAX_ROWS = 8, 16
+# block_out, block_in and warps of the plans that the kernels take.
+TILE = (BLOCK_OUT, BLOCK_IN, WARPS)
 MAX_STAGES, MAX_SPLITS, MIN_STEPS = 8, 8, 2
-# Programs that share a multiprocessor if there are as many, and what the driver keeps of its shared memory for each.
-PROGRAMS, KEPT_SHARED_MEMORY = 4, 1024
+# Programs that share a multiprocessor if there are as many.
+PROGRAMS = 4
 
 
 def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Chip) -> bool:
@@ -44,16 +46,16 @@ def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Ch
 def is_hopper_product(x: Tensor, weight: QuantisedMatrix, rows: int, tile: tuple[int, int, int], gpu: Chip) -> bool:
     """Whether these kernels, or those of hopper_experts.py, take a product.
 
-    x: all inputs; rows: of a tile of them; tile: block_out, block_in and warps of the plan.  The kernels have one such
-    tile, and choose their stages themselves.
+    x: all inputs; rows: of a tile of them; tile: block_out, block_in and warps of the plan.  The kernels choose their
+    stages themselves.
     """
     # Copies of 16 bytes, and places in 32 bits.
     is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31
-    return takes_format(weight, x.dtype, rows, gpu) and tile == (BLOCK_OUT, BLOCK_IN, WARPS) and is_aligned
+    return takes_format(weight, x.dtype, rows, gpu) and tile == TILE and is_aligned
 
 
 def splits_of(num_out: int, num_in: int, gpu: Chip) -> int:
-    """Split-K of a layer whose columns are split: all programs at once, and MIN_STEPS steps each."""
+    """The splits of a layer that is split: all programs run at once, each with MIN_STEPS steps at least."""
     blocks, steps = -(-num_out // BLOCK_OUT), -(-num_in // BLOCK_IN)
     return max(min(PROGRAMS * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
 
@@ -92,8 +94,7 @@ def stages(tile: int, programs: int, gpu: Chip) -> int:
     """As many as fit when programs share a multiprocessor, of `programs` programs with `tile` rows of inputs."""
     stage = BLOCK_OUT * BLOCK_IN // 2 + BLOCK_OUT * BLOCK_IN // 32 + tile * BLOCK_IN * 2
     sharing = min(-(-programs // gpu.processors), PROGRAMS)
-    fitting = ((gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY) // stage
-    return max(min(fitting, MAX_STAGES), 2)
+    return max(min(gpu.shared_memory_of(sharing) // stage, MAX_STAGES), 2)
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
