@@ -76,7 +76,6 @@ class LLM:
         self._unread: dict[str, deque[OutputChunk]] = {}
         # The thread that uses the engine and the tokenizer: for all of `generate`, for one step of a stream.
         self._turn = threading.RLock()
-        self._in_step = False
         self._num_requests = 0
         self._warned = False
         self._closed = False
@@ -266,13 +265,9 @@ class LLM:
             if unread:
                 return
             self._require_open()
-            self._in_step = True
-            try:
-                for chunk in self.step():
-                    if chunk.request_id in self._unread:
-                        self._unread[chunk.request_id].append(chunk)
-            finally:
-                self._in_step = False
+            for chunk in self.step():
+                if chunk.request_id in self._unread:
+                    self._unread[chunk.request_id].append(chunk)
 
     def step(self) -> list[OutputChunk]:
         """One engine step, for callers that queue groups themselves."""
@@ -283,8 +278,7 @@ class LLM:
     def _abort(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.abort(request.id)
-        # Python may end a forgotten stream in the middle of a step.  Then later steps end its requests.
-        while not (self._closed or self._in_step) and (requests := [each for each in requests if not each.done]):
+        while not self._closed and (requests := [request for request in requests if not request.done]):
             self._step()
 
     def _forget(self, requests: list[Request]) -> None:
@@ -371,7 +365,10 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _require_prompt(name: str, prompt: Any) -> None:
-    """Refuse a prompt that is neither text nor a sequence, and bytes, a sequence of int.  Raises EspalierError."""
+    """Refuse a prompt that is neither text nor a sequence, and bytes, which are a sequence of int.
+
+    Raises EspalierError.
+    """
     if isinstance(prompt, BYTES) or not isinstance(prompt, str | Sequence):
         raise EspalierError(f"{name} is {shown(prompt)}; use text or a list of token ids")
 
