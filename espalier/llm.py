@@ -2,13 +2,12 @@
 
 import logging
 import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Unpack
@@ -29,6 +28,7 @@ from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
 from espalier.stats import SpeculationStats
 from espalier.text import load_tokenizer
 from espalier.tools.output import ChatOutput, chat_output
+from espalier.turn import Turn
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
@@ -75,7 +75,7 @@ class LLM:
         # Unread chunks by request id; the requests of one call share a queue.
         self._unread: dict[str, deque[OutputChunk]] = {}
         # The thread that uses the engine and the tokenizer: for all of `generate`, for one step of a stream.
-        self._turn = threading.RLock()
+        self._turn = Turn()
         self._num_requests = 0
         self._warned = False
         self._closed = False
@@ -226,22 +226,17 @@ class LLM:
 
     def _add(self, requests: list[Request], unread: deque[OutputChunk]) -> None:
         prompts = requests[-1].arrival - requests[0].arrival + 1 if requests else 0
-        for i, request in enumerate(requests):
+        for request in requests:
             self._unread[request.id] = unread
-            try:
-                with naming(request.arrival - requests[0].arrival, prompts):
-                    self.engine.add(request)
-            except EspalierError:
-                self._abort(requests[:i])
-                self._forget(requests)
-                raise
+            with naming(request.arrival - requests[0].arrival, prompts), self._turn.whole():
+                self.engine.add(request)
 
     def _run(self, requests: list[Request]) -> Iterator[OutputChunk]:
         """Queue the requests and yield their chunks until all have ended.  Leaving early aborts the others."""
         unread: deque[OutputChunk] = deque()
-        with self._turn:
-            self._add(requests, unread)
         try:
+            with self._turn:
+                self._add(requests, unread)
             # Count last chunks, not request.done: another stream's step may end a request whose chunks are unread.
             num_left = len(requests)
             while num_left:
@@ -252,16 +247,14 @@ class LLM:
                     num_left -= chunk.finish_reason is not None
                     yield chunk
         finally:
-            with self._turn:
-                self._abort([request for request in requests if not request.done])
-                self._forget(requests)
+            self._turn.run(partial(self._leave, requests))
 
     def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
         """One engine step.  None, if the step of another thread has filled `unread` before this thread's turn.
 
-        Ctrl-C takes effect after the step: a result that is half read would be lost.
+        It is whole, also for Ctrl-C: a result that is half read would be lost.
         """
-        with self._turn, _interrupt_deferred():
+        with self._turn.whole():
             if unread:
                 return
             self._require_open()
@@ -275,13 +268,12 @@ class LLM:
         self._warn_of_low_acceptance()
         return chunks
 
-    def _abort(self, requests: list[Request]) -> None:
+    def _leave(self, requests: list[Request]) -> None:
+        """Abort the requests that the engine has not ended, and drop what is unread."""
         for request in requests:
             self.engine.abort(request.id)
-        while not self._closed and (requests := [request for request in requests if not request.done]):
+        while not self._closed and any(not r.done and r.id in self.engine.requests for r in requests):
             self._step()
-
-    def _forget(self, requests: list[Request]) -> None:
         for request in requests:
             self._unread.pop(request.id, None)
 
@@ -420,28 +412,3 @@ def _masker(grammar: CompiledGrammar, params: ResolvedParams) -> TokenMasker:
 
 def _with_choices(outputs: list[Output]) -> Output:
     return replace(outputs[0], choices=outputs if len(outputs) > 1 else [])
-
-
-@contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block.  A second Ctrl-C takes effect at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    pressed = []
-    before = signal.getsignal(signal.SIGINT)
-
-    def press(number: int, frame: Any) -> None:
-        pressed.append(number)
-        signal.signal(signal.SIGINT, before)
-
-    if not callable(before):
-        yield
-        return
-    signal.signal(signal.SIGINT, press)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if pressed:
-        before(pressed[0], None)

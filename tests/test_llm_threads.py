@@ -1,21 +1,26 @@
 """Threads that share an LLM: each gets what it gets alone."""
 
+import gc
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 
 from espalier import LLM, SamplingParams, SpeculationConfig
+from espalier.turn import Turn
 from tests.harness import directories
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.fixture
-def llm():
+@pytest.fixture(params=[False, True], ids=["lock-step", "overlap"])
+def llm(request):
     target, draft = directories()
     tree = SpeculationConfig(steps=3, topk=2, num_draft_tokens=8)
-    with LLM(model=target, draft=draft, dtype="float64", max_batch=4, max_context=64, speculation=tree) as llm:
+    settings = {"dtype": "float64", "max_batch": 4, "max_context": 64, "overlap": request.param}
+    with LLM(model=target, draft=draft, speculation=tree, **settings) as llm:
         yield llm
 
 
@@ -30,5 +35,56 @@ def test_calls_and_streams_of_several_threads_give_what_they_give_alone(llm):
         calls = [threads.submit(llm.generate, [prompt], GREEDY) for prompt in PROMPTS]
         assert [each.result() for each in streams] == alone
         assert [each.result()[0].token_ids for each in calls] == alone
+    require_idle(llm)
+
+
+def require_idle(llm):
     llm.engine.check_pages()
     assert not llm.engine.requests and not llm._unread
+
+
+def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm):
+    alone = [each.token_ids for each in llm.generate(PROMPTS[:2], GREEDY)]
+    abandoned = [llm.stream(PROMPTS[2], GREEDY)]
+    next(abandoned[0])
+    # A cycle: it is dropped when garbage is collected.
+    abandoned.append(abandoned)
+    del abandoned
+    scheduler, calls = llm.engine.scheduler, []
+    harvest = scheduler.harvest
+
+    def collecting(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            gc.collect()
+        return harvest(*args)
+
+    gc.disable()
+    try:
+        with patch.object(scheduler, "harvest", collecting):
+            assert [each.token_ids for each in llm.generate(PROMPTS[:2], GREEDY)] == alone
+    finally:
+        gc.enable()
+    require_idle(llm)
+
+
+def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
+    turn, events = Turn(), []
+    with turn:
+        with turn.whole():
+            turn.run(lambda: events.append("later"))
+            events.append("step")
+        assert events == ["step", "later"]
+        turn.run(lambda: events.append("at once"))
+        assert events == ["step", "later", "at once"]
+
+
+def test_a_thread_leaves_what_it_has_to_do_to_the_thread_whose_turn_it_is():
+    """It never waits: that thread may wait for it, as for the thread that runs launches."""
+    turn, events = Turn(), []
+    with turn:
+        other = threading.Thread(target=turn.run, args=(lambda: events.append("other"),), daemon=True)
+        other.start()
+        other.join(30)
+        assert not other.is_alive() and not events
+    assert events == ["other"]

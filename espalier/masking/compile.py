@@ -139,7 +139,8 @@ class GrammarCompiler:
                 f"{MAX_GRAMMAR_BYTES // 2**20}; use a simpler one"
             )
         compiled = CompiledGrammar(form, self.tokenizer, self.vocab_size)
-        if not allowed_tokens(compiled.masker((0,)).root_mask()).size:
+        # A masker needs an end token, which hides what that token spells.
+        if not any(allowed_tokens(compiled.masker((end,)).root_mask()).size for end in (0, 1)):
             raise EspalierError("the grammar allows no text that this model's tokens can spell; change it")
         return compiled
 
@@ -150,8 +151,8 @@ class GrammarCompiler:
                 import xgrammar
 
                 vocabulary = token_bytes(copy.deepcopy(self.tokenizer), self.vocab_size, names_special)
-                # A stop token is given with each output; the one here is never used.
-                info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[0])
+                # Stop tokens are given with each output.  One that is given here would spell no text.
+                info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
                 threads = min(physical_cores(), MAX_THREADS)
                 self._compilers[names_special] = xgrammar.GrammarCompiler(
                     info, max_threads=threads, cache_enabled=False

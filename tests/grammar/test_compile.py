@@ -9,6 +9,7 @@ from espalier import LLM, EspalierError, Grammar, SamplingParams
 from espalier.masking import compile as of_compile
 from espalier.masking.compile import GrammarCompiler, token_bytes
 from espalier.masking.masker import allowed_tokens
+from espalier.text import TokenBytes
 from tests.tools.families import FAMILIES
 
 REASONS = [
@@ -35,6 +36,26 @@ def test_equal_grammars_are_compiled_once(compiler):
     first, again = (compiler.submit(Grammar("regex", "[ab]+")) for _ in range(2))
     assert first is again and first.result() is compiler.compile(Grammar("regex", "[ab]+", after="</think>"))
     assert compiler.compile(Grammar("regex", "[ab]*")) is not first.result()
+
+
+class Spelling:
+    """Of a tokenizer, what a compiler reads.  The last token has no text."""
+
+    pieces = (b"!", b"a", b"b", b"</s>", b"")
+    size = len(pieces)
+
+    def bytes_of(self, token: int) -> TokenBytes:
+        return TokenBytes(self.pieces[token], token < self.size - 1)
+
+
+@pytest.mark.parametrize("pieces", [("!",), ("a", "!", "b"), ("</s>", "!")], ids="".join)
+def test_every_token_that_has_text_can_be_spelled(pieces):
+    """Also the first, and one that looks like the end of another model's text."""
+    end, compiler = Spelling.size - 1, GrammarCompiler(Spelling(), Spelling.size)
+    masker = compiler.compile(Grammar.of_choices(["".join(pieces)])).masker((end,))
+    for token in (*(Spelling.pieces.index(piece.encode()) for piece in pieces), end):
+        assert token in allowed_tokens(masker.root_mask())
+        masker.push(token)
 
 
 @pytest.mark.parametrize(("grammar", "reason"), REASONS, ids=lambda value: str(value)[:40])

@@ -46,14 +46,14 @@ def cut_behind_hits(watched: Watched[Some], setup: Some, chunk_size: int) -> Non
     assert any(call.args[0].pieces for call in launch.call_args_list) is (chunk_size == 64)
 
 
-def ask_of_cached_prompts(watched: Watched[Some], setup: Some) -> None:
-    """Log-probabilities of prompts that are cached."""
+def ask_of_cached_prompts(watched: Watched[Some], setup: Some, length: int = 25) -> None:
+    """Log-probabilities of prompts that are cached.  length: of the longest."""
     watch = watched(replace(setup, page_size=1))
-    trunk = prompts(43, [25])[0]
+    trunk = prompts(43, [length])[0]
     run_watched(watch, [asked(0, trunk)], last=False)
     # Until it is past them, a slot's shared pages hold rows that it has not decided again.
     watch.properties -= {INCREMENTAL}
-    run_watched(watch, [asked(1, [*trunk[:22], 3, 5], prompt_logprobs=1), asked(2, trunk, prompt_logprobs=0)])
+    run_watched(watch, [asked(1, [*trunk[:-3], 3, 5], prompt_logprobs=1), asked(2, trunk, prompt_logprobs=0)])
 
 
 def preempt(watched: Watched[Some], setup: Some) -> None:

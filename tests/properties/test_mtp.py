@@ -89,8 +89,11 @@ def test_a_prompt_is_cut_behind_every_hit(chunk_size, form):
 
 
 @both_of_three
-def test_log_probabilities_of_a_cached_prompt_compute_rows_again(form):
-    scenarios.ask_of_cached_prompts(watched, replace(SMALL, form=form))
+@pytest.mark.parametrize(("chunk_size", "length"), [(16, 25), (64, 45)], ids=["chunks", "pieces"])
+def test_log_probabilities_of_a_cached_prompt_compute_rows_again(chunk_size, length, form):
+    family = "deepseek_v3" if chunk_size > 16 else SMALL.family
+    setup = replace(SMALL, form=form, chunk_size=chunk_size, family=family)
+    scenarios.ask_of_cached_prompts(watched, setup, length)
 
 
 @every_form

@@ -276,7 +276,8 @@ class Watch:
             extended = len(launch_input.pieces or launch_input.lengths) if modules == 1 else extended
         assert of_target == [*due.values()], f"{of_target} rows were routed to experts, {due} are due by layer"
         for module, (held, number) in enumerate(routed[-modules:] if modules else (), 1):
-            fewer = (module - 1) * len(launch_input.lengths or rows)
+            # Where cached tokens are entered again, for the prompt's log-probabilities, each piece may leave rows out.
+            fewer = (module - 1) * len(launch_input.pieces or launch_input.lengths or rows)
             assert id(held) in own or extended - fewer <= number <= extended, (
                 f"{number} rows of draft module {module} were routed to experts, {extended} tokens are new"
             )

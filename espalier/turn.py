@@ -1,0 +1,79 @@
+"""Turns at an engine: one thread at a time, and parts of a turn that nothing may come in between.
+
+Ctrl-C may come at any line.  So may the end of a stream that nobody reads any more: Python's garbage collector closes
+it in the middle of whatever a thread does, also of a thread that runs a launch for another one.
+"""
+
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Turn:
+    """A lock.  A thread may take its turn again within its turn."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._in_whole = False
+        self._postponed: deque[Callable[[], None]] = deque()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self._run_postponed()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """A turn that nothing interrupts; Ctrl-C comes after it.  Not to be taken within itself."""
+        with self, _interrupt_deferred():
+            assert not self._in_whole
+            self._in_whole = True
+            try:
+                yield
+            finally:
+                self._in_whole = False
+
+    def run(self, action: Callable[[], None]) -> None:
+        """Run `action` in a turn: now, or when this thread's `whole` or another thread's turn is over.  Never waits."""
+        self._postponed.append(action)
+        self._run_postponed()
+
+    def _run_postponed(self) -> None:
+        # Who fails to take the lock leaves its action to the thread that holds it, which comes here after its turn.
+        while self._postponed and self._lock.acquire(blocking=False):
+            try:
+                if self._in_whole or not self._postponed:
+                    return
+                self._postponed.popleft()()
+            finally:
+                self._lock.release()
+
+
+@contextmanager
+def _interrupt_deferred() -> Iterator[None]:
+    """Delay Ctrl-C to the end of the block.  A second Ctrl-C takes effect at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pressed = []
+    before = signal.getsignal(signal.SIGINT)
+
+    def press(number: int, frame: Any) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    if not callable(before):
+        yield
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        before(pressed[0], None)
