@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from espalier.kernels.attention.hopper import choose_hopper_config
 from espalier.kernels.attention.kv_splits import (
     MAX_PARTIAL_VALUES,
     MAX_SPLIT_ROWS,
@@ -19,6 +20,7 @@ from espalier.kernels.attention.kv_splits import (
     kv_splits_reference,
     kv_splits_triton,
 )
+from espalier.kernels.runtime.launch import Chip
 from espalier.layout import RoundLayout, bucket_of
 
 LENGTHS = [0, 1, 127, 128, 129, 1024, 1025, 2048, 2049, 4096, 5000, 65536, 65537, 131072]
@@ -109,8 +111,8 @@ def test_small_batches_make_many_splits():
     assert of(64, 1).num_splits == 1 and of(64, 1).max_splits == MAX_SPLITS, (
         "a long request is split, whatever the batch"
     )
-    assert of(64, 64) == KVSplitPolicy(1, 4, min_split_rows=MIN_LARGE_TILE_SPLIT_ROWS)
-    assert of(1, 2048) == KVSplitPolicy(1, 1, min_split_rows=MIN_LARGE_TILE_SPLIT_ROWS)
+    assert of(64, 64) == KVSplitPolicy(1, 4)
+    assert of(1, 2048) == KVSplitPolicy(1, 1)
     assert KVSplitPolicy.of(64, 1, 8, 4, max_rows=MAX_SPLIT_ROWS, v_size=128).max_splits == 1, "none is ever split"
     for batch in range(1, 65):
         for queries in (1, 2, 8, 16, 64, 129, 5000):
@@ -127,11 +129,18 @@ def test_few_queries_have_shorter_splits():
     assert of(1, group=4).width(1024) == MIN_SHORT_SPLIT_ROWS and of(5, group=4).width(1024) == MIN_SPLIT_ROWS
 
 
-def test_large_tiles_have_longer_splits():
-    """From 65 packed queries on: their partial results are many."""
-    of = partial(KVSplitPolicy.of, 1, kv_heads=8, group=4, max_rows=32768, v_size=128)
-    assert [of(queries).width(1056) for queries in (16, 17, 64)] == [128, 320, 320]
-    assert of(64).width(32768) == 4096, "a long request has as many splits as fill a GPU"
+def test_large_tiles_of_a_short_layout_have_longer_splits():
+    """From 65 packed queries on their partial results are many.  In a layout for long requests two warpgroups share a
+    program, and longer splits would leave most multiprocessors idle."""
+    of = partial(KVSplitPolicy.of, 1, kv_heads=8, group=4, v_size=128)
+    assert [of(queries, max_rows=1280).width(1056) for queries in (16, 17, 64)] == [128, 320, 320]
+    assert [of(queries, max_rows=32768).width(1056) for queries in (16, 17, 64)] == [128, 128, 192]
+    for queries, max_rows in ((17, 1280), (64, 1280), (17, 32768), (64, 32768)):
+        policy = of(queries, max_rows=max_rows)
+        work_items = 8 * -(-4 * queries // 128) * policy.max_splits
+        config = choose_hopper_config(Chip(227 * 1024, 132, (9, 0)), 4 * queries, work_items, 128, 64)
+        assert (config.warpgroups == 1) == (policy.min_split_rows == MIN_LARGE_TILE_SPLIT_ROWS)
+    assert of(64, max_rows=32768).width(32768) == 4096, "a long request has as many splits as fill a GPU"
 
 
 @pytest.mark.parametrize(("kv_heads", "splits"), [(32, 8), (16, 16), (8, 32), (4, 64), (2, 128), (1, 128)])

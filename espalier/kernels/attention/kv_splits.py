@@ -84,7 +84,11 @@ class KVSplitPolicy:
             max_split_rows = MAX_LATENT_SPLIT_ROWS
         elif packed_queries > LARGE_TILE // 2:
             programs, num_tiles = LARGE_TILE_PROGRAMS, -(-packed_queries // LARGE_TILE)
-            min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS
+            # So few programs have one warpgroup each (choose_hopper_config).  With two, short requests in a layout for
+            # long ones would leave most multiprocessors idle.
+            most_splits = -(-max_rows // MIN_LARGE_TILE_SPLIT_ROWS)
+            if 4 * batch * kv_heads * num_tiles * most_splits < 3 * programs:
+                min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS
         elif packed_queries <= SMALL_TILE:
             min_split_rows = MIN_SHORT_SPLIT_ROWS
         wanted = programs // (batch * kv_heads * num_tiles)
