@@ -177,6 +177,8 @@ def run(args: Namespace) -> int:
         "drain_timeout",
     ):
         _require(name, getattr(args, name) or 0, 0)
+    if not args.host:  # an empty address means all: `--host "$HOST"` with HOST unset must not open the server to them
+        raise EspalierError("--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all, or leave it out")
     for name in ("max_body_bytes", "max_file_bytes", "engine_timeout"):
         _require(name, getattr(args, name), 1)
     settings, name = _shape(args) if args.shape is not None else _model(args)
