@@ -227,9 +227,12 @@ def front_options(
     from espalier.tools.formats import find_formats
 
     find_formats("", args.tool_format, args.reasoning_format)
+    template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
+    if template is not None and not template.strip():
+        raise EspalierError(f"--chat-template {args.chat_template} is empty; give a Jinja template, or leave it out")
     return FrontOptions(
         names=tuple(names),
-        chat_template=None if args.chat_template is None else read_text("--chat-template", args.chat_template),
+        chat_template=template,
         max_queue=max_queue,
         request_timeout_s=request_timeout_s,
         strict_fields=strict_fields,

@@ -84,6 +84,7 @@ EARLY = [
     (["demo", "--max-tokens", "0"], "max_tokens=0 is not supported"),
     (["demo", "--prompts", "3"], "--prompts=3 is not supported; use 1 to 2"),
     (["serve", "--chat-template", "/no/such/file"], "--chat-template /no/such/file cannot be read"),
+    (["serve", "--chat-template", "/dev/null"], "--chat-template /dev/null is empty"),
     (["serve", "--max-context", "1"], "max_context=1 is not supported"),
     (["bench", "generate", "--prompts", "99x9"], "99 prompts at once are above max_batch=8; give --max-batch 99"),
     (["bench", "generate", "--tokens", "9000"], "above max_context=2048; give --max-context 9128"),
@@ -247,6 +248,8 @@ OTHERS = [
     (["bench", "latency", "--rate", "inf"], "--rate=inf is not supported"),
     (["doctor", "--shapes", "llama-3.1-8b"], "--shapes is for --tune"),
     (["doctor", "--choices", "x"], "--choices is for --tune"),
+    (["doctor", "--matrix", "--tune"], "--tune is not for --matrix"),
+    (["doctor", "--matrix", "--page-size", "8"], "--page-size is not for --matrix"),
     (["doctor", "--tune", "--max-batch", "2"], "--max-batch is not for --tune; leave"),
     (["doctor", "--tune", "--shapes", "llama-3.1-8b", "--model", "x"], "--model is not for --tune --shapes"),
 ]
