@@ -19,6 +19,7 @@ from espalier.cli.draw import round_tree
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.launch_input import DraftTree, RoundTrace
+from espalier.llm import LLM
 from espalier.request import SPELLED_ALIKE, Output, SamplingParams
 from espalier.terminal.console import ASCII, aligned, has_colour, stdout, waiting
 from espalier.terminal.flags import engine_settings, sampling_params
@@ -137,7 +138,7 @@ def test_generate_writes_text_to_stdout_and_figures_to_stderr(tiny, capsys):
 
 def test_a_sample_that_failed_is_the_status_whichever_of_n_it_is(tiny, capsys, monkeypatch):
     fine, failed = Output("a", [0], "length"), Output("", [], "abort", error="its logits are not finite")
-    monkeypatch.setattr(generate.LLM, "generate", lambda *_: [replace(fine, choices=[fine, failed])])
+    monkeypatch.setattr(LLM, "generate", lambda *_: [replace(fine, choices=[fine, failed])])
     assert run("generate", "abc", "--n", "2", *tiny) == 1
     out, err = capsys.readouterr()
     assert "espalier: its logits are not finite\n" in err
