@@ -270,3 +270,10 @@ def test_of_a_named_shape_an_accept_length_of_nothing_is_refused(command, monkey
     assert "accept length 0.0 is out of reach" in capsys.readouterr().err
     if command == ["round"]:
         assert "--steps is not for --shape" in refused(capsys, "bench", *command, "--shape", "x", "--steps", "3")
+
+
+def test_a_batch_without_an_answer_is_not_told_to_run_again(tmp_path, capsys):
+    given = tmp_path / "in.jsonl"
+    given.write_text("{}\n")
+    said = refused(capsys, "batch", given, tmp_path / "out.jsonl", "--url", "http://127.0.0.1:1")
+    assert said.endswith("start a server there, or correct it\n")
