@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import Output, OutputChunk, SamplingParams
 from espalier.terminal.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
-from espalier.terminal.flags import add_engine_flags, add_sampling_flags, engine_settings, sampling_params
+from espalier.terminal.flags import add_engine_flags, add_sampling_flags, engine_settings, flag_of, sampling_params
 
 if TYPE_CHECKING:
     from espalier.llm import LLM
@@ -40,6 +40,11 @@ def add_flags(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     prompts = _prompts(args)
     params = sampling_params(args)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None and not args.json:
+            raise EspalierError(f"{flag_of(name)} is printed by --json alone; add that, or leave {flag_of(name)} out")
+    if args.chat and not all(isinstance(prompt, str) for prompt in prompts):
+        raise EspalierError("--chat is for messages, and --file holds token ids; write text, or leave --chat out")
     # Imported here: the help and wrong prompts do not wait for PyTorch.
     from espalier.llm import LLM, prepare
 

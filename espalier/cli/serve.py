@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from espalier.chat import require_template
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.server import logs
@@ -228,8 +229,8 @@ def front_options(
 
     find_formats("", args.tool_format, args.reasoning_format)
     template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
-    if template is not None and not template.strip():
-        raise EspalierError(f"--chat-template {args.chat_template} is empty; give a Jinja template, or leave it out")
+    if template is not None:
+        require_template(template, f"--chat-template {args.chat_template}")
     return FrontOptions(
         names=tuple(names),
         chat_template=template,
