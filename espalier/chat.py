@@ -281,6 +281,16 @@ def _random_digits() -> str:
     return f"1{octal.translate(WITHOUT_1_AND_2)}2"
 
 
+def require_template(text: str, what: str) -> None:
+    """Refuse a chat template that is empty or cannot be parsed.  what: for the message.  Raises EspalierError."""
+    if not text.strip():
+        raise EspalierError(f"{what} is empty; give a Jinja template, or leave it out")
+    try:
+        _variables_of(text)
+    except Exception as error:
+        raise EspalierError(f"{what} is no Jinja template ({one_line(error)}); correct it, or leave it out") from None
+
+
 @lru_cache(4)
 def _variables_of(template: str) -> set[str]:
     """The variables that a chat template reads and does not set."""

@@ -33,7 +33,7 @@ def require_plot(path: Path | None) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise EspalierError("--plot needs matplotlib; run `pip install espalier-llm[bench]`") from None
+        raise EspalierError("--plot needs matplotlib; run pip install 'espalier-llm[bench]'") from None
 
 
 def plot(bars: Sequence[Bars], title: str, path: Path | None) -> None:

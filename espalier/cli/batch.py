@@ -86,6 +86,8 @@ def run(args: Namespace) -> int:
         _say(f"interrupted: {_so_far(journal)}; run the same command again to go on")
         return INTERRUPTED
     except EspalierError as error:
+        if not journal.num_answered:  # as of a wrong flag: the same command would fail again
+            raise
         raise EspalierError(f"{error}; {_so_far(journal)}; run the same command again to go on") from None
     finally:
         journal.close()

@@ -145,7 +145,7 @@ def _prompt_and_output(console: Console, llm: LLM, prompt: str, output: Output) 
 def _compare(console: Console, plain_llm: LLM, prompts: list[str], plain: Run, tree: Run) -> bool:
     """Print whether the tokens are identical, else where they differ and how near a tie the two tokens were."""
     _rule(console)
-    for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True)):
+    for i, (prompt, a, b) in enumerate(zip(prompts, plain.outputs, tree.outputs, strict=True), 1):
         if a.token_ids != b.token_ids:
             pairs = zip(a.token_ids, b.token_ids, strict=False)
             first = next((j for j, (x, y) in enumerate(pairs) if x != y), min(len(a.token_ids), len(b.token_ids)))

@@ -17,7 +17,7 @@ from espalier.models.loading import layer_specs_of
 from espalier.startup.build import cache_size, cache_specs, kv_dtypes_of
 from espalier.startup.load import find, resolve_config
 from espalier.terminal.console import QUIET, stdout
-from espalier.terminal.flags import add_engine_flags, engine_settings, flag_of
+from espalier.terminal.flags import add_engine_flags, engine_settings, flag_of, given_flags
 from espalier.terminal.machine import describe, installed
 
 OPTIONAL = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
@@ -31,6 +31,9 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     if args.matrix:
+        if args.tune or (given := given_flags(args)):
+            flag = "--tune" if args.tune else flag_of(given[0])
+            raise EspalierError(f"{flag} is not for --matrix, which lists every backend; leave one out")
         return _matrix()
     if args.tune:
         return tune.run(args, EngineConfig(**engine_settings(args)))

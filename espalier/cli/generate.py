@@ -9,17 +9,19 @@ from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
-from espalier.llm import LLM, naming, prepare
 from espalier.request import Output, OutputChunk, SamplingParams
 from espalier.terminal.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
-from espalier.terminal.flags import add_engine_flags, add_sampling_flags, engine_settings, sampling_params
+from espalier.terminal.flags import add_engine_flags, add_sampling_flags, engine_settings, flag_of, sampling_params
+
+if TYPE_CHECKING:
+    from espalier.llm import LLM
 
 MAX_TOKENS = 128
 
@@ -38,6 +40,14 @@ def add_flags(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     prompts = _prompts(args)
     params = sampling_params(args)
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None and not args.json:
+            raise EspalierError(f"{flag_of(name)} is printed by --json alone; add that, or leave {flag_of(name)} out")
+    if args.chat and not all(isinstance(prompt, str) for prompt in prompts):
+        raise EspalierError("--chat is for messages, and --file holds token ids; write text, or leave --chat out")
+    # Imported here: the help and wrong prompts do not wait for PyTorch.
+    from espalier.llm import LLM, prepare
+
     # Check prompts and parameters before the weights are loaded, which may take minutes.
     with waiting("loading the tokenizer"):
         prepared = prepare(EngineConfig(**engine_settings(args)))
@@ -57,6 +67,8 @@ def _checked(
     inputs: InputProcessor, i: int, prompts: list[Any], params: SamplingParams, chat: bool
 ) -> tuple[list[int], SamplingParams]:
     """A prompt's tokens and parameters.  This command's default of max_tokens ends at the context's end."""
+    from espalier.llm import naming
+
     with naming(i, len(prompts)):
         prompt = inputs.chat([{"role": "user", "content": prompts[i]}]) if chat else prompts[i]
         tokens = inputs.tokens(prompt)
@@ -124,7 +136,7 @@ def _read_file(path: Path) -> list[Any]:
     return prompts
 
 
-def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
+def _stream(llm: "LLM", prompt: Any, params: SamplingParams) -> int:
     """Print the text while it is generated.  On a terminal, text from the draft is coloured."""
     console = stdout()
     start = perf_counter()
@@ -139,7 +151,7 @@ def _stream(llm: LLM, prompt: Any, params: SamplingParams) -> int:
     return _failed(last.error)
 
 
-def _all(llm: LLM, prompts: list[Any], params: list[SamplingParams], as_json: bool) -> int:
+def _all(llm: "LLM", prompts: list[Any], params: list[SamplingParams], as_json: bool) -> int:
     start = perf_counter()
     with progress("generating", len(prompts) * (params[0].n or 1)) as advance:
         outputs = llm.generate(prompts, params, lambda chunk: advance() if chunk.finish_reason else None)
@@ -178,11 +190,11 @@ def as_dict(output: Output) -> dict[str, Any]:
     }
 
 
-def _figures(llm: LLM, tokens: int, seconds: float) -> None:
+def _figures(llm: "LLM", tokens: int, seconds: float) -> None:
     totals = llm.engine.totals
-    line = f"{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
+    line = f"{tokens} token{'s' * (tokens != 1)} in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.0f} tokens/s"
     if totals.rounds:
-        line += f", accept length {totals.accept_length:.2f} over {totals.rounds} rounds"
+        line += f", accept length {totals.accept_length:.2f} over {totals.rounds} round{'s' * (totals.rounds != 1)}"
     stderr().print(Text(line, QUIET))
 
 

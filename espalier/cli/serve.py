@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from espalier.chat import require_template
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.server import logs
@@ -177,6 +178,8 @@ def run(args: Namespace) -> int:
         "drain_timeout",
     ):
         _require(name, getattr(args, name) or 0, 0)
+    if not args.host:  # an empty address means all: `--host "$HOST"` with HOST unset must not open the server to them
+        raise EspalierError("--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all, or leave it out")
     for name in ("max_body_bytes", "max_file_bytes", "engine_timeout"):
         _require(name, getattr(args, name), 1)
     settings, name = _shape(args) if args.shape is not None else _model(args)
@@ -225,9 +228,12 @@ def front_options(
     from espalier.tools.formats import find_formats
 
     find_formats("", args.tool_format, args.reasoning_format)
+    template = None if args.chat_template is None else read_text("--chat-template", args.chat_template)
+    if template is not None:
+        require_template(template, f"--chat-template {args.chat_template}")
     return FrontOptions(
         names=tuple(names),
-        chat_template=None if args.chat_template is None else read_text("--chat-template", args.chat_template),
+        chat_template=template,
         max_queue=max_queue,
         request_timeout_s=request_timeout_s,
         strict_fields=strict_fields,

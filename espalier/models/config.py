@@ -213,8 +213,9 @@ def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> R
     merged = dict(raw)
     for name, value in overrides.items():
         if name not in known:
-            [closest] = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.0)
-            raise EspalierError(f"model_overrides: no field {name!r} in this model's config; did you mean {closest!r}?")
+            near = difflib.get_close_matches(name, sorted(known), n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else "see config.json, or leave it out"
+            raise EspalierError(f"model_overrides: no field {name!r} in this model's config; {remedy}")
         old = merged.get(name)
         merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
     if "rope_theta" in overrides and "rope_theta" in (merged.get("rope_parameters") or {}):

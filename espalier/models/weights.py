@@ -392,7 +392,10 @@ def _first_line(error: Exception) -> str:
 def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
     try:
+        file.touch()  # with the user's usual permissions: safetensors' own file is for its owner alone
+        mode = file.stat().st_mode
         save_file(dict(tensors), file, metadata={"format": "pt"})
+        file.chmod(mode)
     except (OSError, SafetensorError) as error:
         raise EspalierError(
             f"{file} cannot be written ({one_line(error)}); free some space, or name another directory"

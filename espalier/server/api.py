@@ -332,6 +332,8 @@ def _add_state(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models/{name:path}", responses=answers_with(404, *ALWAYS))
     async def model(name: str) -> dict[str, Any]:
+        if not name:
+            raise ApiError(404, "/v1/models/ is not served; use /v1/models, without the slash at the end")
         return card(name)
 
     @app.get("/health", responses={503: {"description": "the server does not accept requests"}, **answers_with(500)})
@@ -374,7 +376,7 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
         why = next((why for prefix, why in refused if path.startswith(prefix)), None)
         served = (
             "use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /tokenize, /detokenize, /health, "
-            "/metrics or /version"
+            "/metrics, /version or /openapi.json"
         )
         # As by a base URL without /v1, or with it where the client adds it.
         near = [one for one in served_paths if one and (one == f"/v1{path}" or path.endswith(one))]

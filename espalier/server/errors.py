@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -106,7 +106,8 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
         return ApiError(400, f"the body is invalid: {_reason(first)}")
     if first["type"] == "extra_forbidden" and len(where) == 1:
         name = str(where[0])
-        return ApiError(400, str(unknown_name("the body", name, list(model.model_fields))), param=name)
+        fields = list(model.model_fields)
+        return ApiError(400, str(unknown_name("the body", name, fields, "/openapi.json lists its fields")), param=name)
     # A field with several types has an error for each type.  The client meant the one whose error is nested deepest.
     path = _place(model, where).path
     places = [(each, _place(model, _where(each))) for each in errors]
@@ -131,6 +132,8 @@ def _where(error: Mapping[str, Any]) -> list[Any]:
 
 
 def _reason(error: Mapping[str, Any]) -> str:
+    if error["type"] in ("model_attributes_type", "model_type", "dict_type"):
+        return "Input should be an object"
     return str(error["msg"]).removeprefix("Value error, ")
 
 
@@ -162,8 +165,16 @@ def _place(model: type[BaseModel], where: Sequence[Any]) -> Place:
 def _is_one_of_several(model: type[BaseModel], name: str) -> bool:
     """Whether a field is a union.  pydantic then adds the name of the type to the error's location."""
     annotation = model.model_fields[name].annotation if name in model.model_fields else None
-    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else ()
-    return sum(kind is not type(None) for kind in kinds) > 1
+    return sum(kind is not type(None) for kind in _kinds(annotation)) > 1
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """The members of a union, and of a union with a discriminator in it."""
+    if get_origin(annotation) is Annotated:
+        return _kinds(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _kinds(part)]
+    return [annotation]
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -166,6 +166,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         gc.freeze()
         if batches is not None:
             batches.start(gate, options.api.api_key)
+        _allow_reuse(listener)
         await server.serve(sockets=[listener])
         if batches is not None:
             await batches.close()
@@ -196,14 +197,31 @@ def _import_tokenizer(model: str | None) -> None:
 
 def _bound(host: str, port: int) -> socket.socket:
     """The listening socket, bound before the model is loaded so that a port in use fails at once."""
+    # First without SO_REUSEADDR: with it two servers that load at the same time could both bind.  Then with it: the
+    # connections of a server that has ended keep its port for a minute.
+    with suppress(OSError, OverflowError):
+        return _bind(host, port, reuse=False)
+    try:
+        return _bind(host, port, reuse=True)
+    except (OSError, OverflowError) as error:
+        raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
+
+
+def _allow_reuse(listener: socket.socket) -> None:
+    """Let the next server bind the port while connections of this one keep it.  For a socket that listens soon."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+
+def _bind(host: str, port: int, reuse: bool) -> socket.socket:
+    """Raises OSError, or OverflowError for a port that does not exist."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets that name their protocol.  Without it an event waits for the client's
     # acknowledgement of the event before, which comes up to 40 ms late.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
     try:
         listener.bind((host, port))
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError):
         listener.close()
-        raise EspalierError(f"--host {host} --port {port} cannot be used ({error}); choose another") from None
+        raise
     return listener

@@ -93,17 +93,19 @@ def progress(what: str, total: int) -> Iterator[Callable[..., None]]:
 def waiting(what: str) -> Iterator[None]:
     """Show a line on stderr, if it is a terminal, while the block runs.
 
-    The line is static, because the block may show a progress bar in its place.
+    The line is static, because the block may show a progress bar in its place.  It is cut where a narrow terminal would
+    break it, as only one line can be removed.
     """
     console = stderr()
     if not console.is_terminal:
         yield
         return
-    console.print(Text(f"{what} ...", QUIET), end="\r")
+    line = f"{what} ..."[: console.width - 1]
+    console.print(Text(line, QUIET), end="\r")
     try:
         yield
     finally:
-        console.print(" " * (len(what) + 4), end="\r")
+        console.print(" " * len(line), end="\r")
 
 
 def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int], from_draft: Sequence[bool]) -> Text:
@@ -117,7 +119,7 @@ def coloured(tokenizer: Tokenizer, prompt: Sequence[int], tokens: Sequence[int],
 
 
 def has_colour(console: Console) -> bool:
-    return console.is_terminal and not console.no_color
+    return console.color_system is not None and not console.no_color
 
 
 def read_text(flag: str, path: Path) -> str:

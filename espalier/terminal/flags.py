@@ -246,11 +246,13 @@ def _number(kind: type, auto: bool) -> Callable[[str], Any]:
 
 
 def _mapping_reader(key: type) -> Callable[[str], dict[Any, Any]]:
+    kind, example = ("a JSON object of token ids", "27") if key is int else ("a JSON object", "name")
+
     def read(text: str) -> dict[Any, Any]:
         try:
             return {key(name): value for name, value in json.loads(text).items()}
         except (ValueError, AttributeError):
-            raise ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"name\": 1}}'") from None
+            raise ArgumentTypeError(f"{text!r} is not {kind}, such as '{{\"{example}\": 1}}'") from None
 
     return read
 

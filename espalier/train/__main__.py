@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from espalier.startup.checkpoints import find_draft, find_target
 from espalier.train.block import BlockConfig, evaluate_block, is_block, train_block
 from espalier.train.bundle import STAGES, BundleFolders, make_bundle
 from espalier.train.checkpoint import read_config
@@ -23,6 +24,8 @@ from espalier.train.mtp_checkpoint import is_mtp
 from espalier.train.own_text import OwnTextConfig, write_own_text
 from espalier.train.target import FrozenTarget
 
+BAD_INPUT = 2
+TARGET_HELP = "a Llama, Qwen or Mistral model: a directory, a Hugging Face id, or 'bundled'"
 DATA_HELP = 'JSON lines with "text" or "token_ids", or a .npy of token ids [num_tokens]'
 
 
@@ -53,24 +56,31 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
         parser.add_argument(flag, type=kind, choices=named, default=item.default, help=f"[{item.default}]")
 
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line, without the usage: that of `eagle3` has twenty."""
+        self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m espalier.train", description=__doc__)
+    parser = Parser(prog="python -m espalier.train", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, trainer in TRAINERS.items():
         train = commands.add_parser(name, help=trainer.help)
-        train.add_argument("--target", type=Path, required=True, help="directory of a Llama, Qwen or Mistral model")
+        train.add_argument("--target", required=True, help=TARGET_HELP)
         train.add_argument("--data", type=Path, required=True, help=DATA_HELP)
         train.add_argument("--out", type=Path, required=True, help="where the draft goes")
         train.add_argument("--work", type=Path, help="where an unfinished run keeps its state [OUT/work]")
         add_config_flags(train, trainer.config)
     own_text = commands.add_parser("own-text", help="continue text by the target, for all runs of a work folder")
-    own_text.add_argument("--target", type=Path, required=True, help="directory of a Llama, Qwen or Mistral model")
+    own_text.add_argument("--target", required=True, help=TARGET_HELP)
     own_text.add_argument("--data", type=Path, required=True, help=DATA_HELP)
     own_text.add_argument("--work", type=Path, required=True, help="the folder; texts of several seeds add up there")
     add_config_flags(own_text, OwnTextConfig)
     evaluate = commands.add_parser("evaluate", help="accept lengths of a draft on the target's own greedy text")
-    for name in ("target", "draft", "data"):
-        evaluate.add_argument(f"--{name}", type=Path, required=True)
+    evaluate.add_argument("--target", required=True, help=TARGET_HELP)
+    evaluate.add_argument("--draft", required=True, help="the draft: a directory, a Hugging Face id, or 'bundled'")
+    evaluate.add_argument("--data", type=Path, required=True, help="JSON lines with prompts, as for training")
     evaluate.add_argument("--max-tokens", type=int, default=200, help="tokens continued after each prompt [200]")
     bundled = commands.add_parser("bundled", help="make the bundled model again")
     bundled.add_argument("--out", type=Path, required=True)
@@ -128,34 +138,45 @@ def run(arguments: argparse.Namespace) -> None:
         work = arguments.work or arguments.out / "work"
         make_bundle(BundleFolders(arguments.out, work, arguments.site_packages or []), arguments.only)
         return
-    read_config(arguments.target)
+    target = find_target(arguments.target)
+    read_config(target)
+    if not arguments.data.is_file():
+        raise ValueError(f"--data {arguments.data} is not a file: give {DATA_HELP}")
     if arguments.command == "evaluate":
-        documents = read_prompts(arguments.data, arguments.target)
-        evaluate: Callable[..., Any] = evaluate_draft
-        if is_mtp(arguments.draft) or is_block(arguments.draft):
-            evaluate = evaluate_mtp if is_mtp(arguments.draft) else evaluate_block
-        evaluate(arguments.draft, arguments.target, documents, arguments.max_tokens)
+        _evaluate(find_draft(arguments.draft), target, read_prompts(arguments.data, target), arguments.max_tokens)
         return
+    work = arguments.work or arguments.out / "work"
+    try:
+        work.mkdir(parents=True, exist_ok=True)  # before the target is loaded and its text is made
+    except OSError as error:
+        raise ValueError(f"{work} cannot be made ({error.strerror}): give another --out or --work") from None
+    stream = read_stream(arguments.data, target)
     if arguments.command == "own-text":
         own_config = config_of(OwnTextConfig, arguments)
-        stream = read_stream(arguments.data, arguments.target)
-        write_own_text(FrozenTarget(arguments.target, training_device()), stream, own_config, arguments.work)
+        write_own_text(FrozenTarget(target, training_device()), stream, own_config, work)
         return
     trainer = TRAINERS[arguments.command]
-    config, work = config_of(trainer.config, arguments), arguments.work or arguments.out / "work"
-    stream = read_stream(arguments.data, arguments.target)
-    trainer.train(arguments.target, stream, arguments.out, work, config)
+    trainer.train(target, stream, arguments.out, work, config_of(trainer.config, arguments))
 
 
-def main() -> int:
-    arguments = make_parser().parse_args()
+def _evaluate(draft: Path, target: Path, documents: list[list[int]], max_tokens: int) -> None:
+    evaluate: Callable[..., Any] = evaluate_draft
+    if is_mtp(draft) or is_block(draft):
+        evaluate = evaluate_mtp if is_mtp(draft) else evaluate_block
+    evaluate(draft, target, documents, max_tokens)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """0: done; 1: the system failed; 2: bad input, with one line on stderr; 130: interrupted."""
+    arguments = make_parser().parse_args(given)
     try:
         run(arguments)
     except KeyboardInterrupt:
+        print("espalier.train: interrupted", file=sys.stderr)
         return 130
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        print(f"espalier.train: {error}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, ValueError) else 1
     return 0
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from espalier.models.weights import write_weights
 
 
 @dataclass(frozen=True)
@@ -162,4 +163,4 @@ def save_llama(model: Llama, out: Path, eos_token_ids: list[int]) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
     weights = {n: t.detach().to("cpu", torch.bfloat16).contiguous() for n, t in model.state_dict().items()}
-    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    write_weights(out / "model.safetensors", weights)

@@ -50,10 +50,11 @@ def make_own_text(target: FrozenTarget, stream: np.ndarray, config: OwnTextConfi
     parts: list[np.ndarray] = []
     counts = np.zeros(int(target.config["vocab_size"]), dtype=np.int64)
     begun = time.perf_counter()
-    for number in range(max(1, config.continuations // config.generate_batch)):
+    num_prompts = max(1, config.continuations)
+    for number, before in enumerate(range(0, num_prompts, config.generate_batch)):
         length = PROMPT_LENGTHS[number % len(PROMPT_LENGTHS)]
         windows = Windows(stream, length, target.device, config.seed * WINDOW_SEEDS + 1 + number)
-        prompts = next(windows.batches(config.generate_batch))[:, :length]
+        prompts = next(windows.batches(min(config.generate_batch, num_prompts - before)))[:, :length]
         sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share)
         texts = target.continuations(prompts, config.continuation_tokens, 1.0 if sampled else 0.0)
         parts += texts

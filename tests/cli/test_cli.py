@@ -19,8 +19,9 @@ from espalier.cli.draw import round_tree
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.launch_input import DraftTree, RoundTrace
+from espalier.llm import LLM
 from espalier.request import SPELLED_ALIKE, Output, SamplingParams
-from espalier.terminal.console import ASCII, aligned, stdout
+from espalier.terminal.console import ASCII, aligned, has_colour, stdout, waiting
 from espalier.terminal.flags import engine_settings, sampling_params
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
@@ -46,11 +47,13 @@ BAD = [
     (["generate", "x", "--page-size", "0"], "page_size=0 is not supported"),
     (["generate", "x", "--page-size", "many"], "'many' is not supported; use a whole number"),
     (["generate", "x", "--model", "/no/such/place"], "model='/no/such/place' is not a directory"),
-    (["generate", "x", "--model-overrides", "{"], "is not a JSON object"),
+    (["generate", "x", "--model-overrides", "{"], "is not a JSON object, such as '{\"name\": 1}'"),
+    (["generate", "x", "--logit-bias", '{"a": 1}'], "is not a JSON object of token ids, such as '{\"27\": 1}'"),
     (["generate", "x", "--steps", "-1"], "steps=-1"),
     (["generate", "x", "--topk", "257"], "topk=257 is not supported; use a whole number, 1 to 256"),
     (["serve", "--port", "http"], "argument --port: 'http' is not supported; use a whole number"),
     (["serve", "--api-key", ""], "--api-key is empty"),
+    (["serve", "--host", ""], "--host is empty"),
     (["serve", "--served-model-name", ""], "--served-model-name is empty"),
     (["serve", "--cors-origin", "page.example"], "--cors-origin='page.example' is no origin of a page"),
     (["batch", __file__, "out", "--url", "localhost"], "use an address such as http://127.0.0.1:8000\n"),
@@ -135,7 +138,7 @@ def test_generate_writes_text_to_stdout_and_figures_to_stderr(tiny, capsys):
 
 def test_a_sample_that_failed_is_the_status_whichever_of_n_it_is(tiny, capsys, monkeypatch):
     fine, failed = Output("a", [0], "length"), Output("", [], "abort", error="its logits are not finite")
-    monkeypatch.setattr(generate.LLM, "generate", lambda *_: [replace(fine, choices=[fine, failed])])
+    monkeypatch.setattr(LLM, "generate", lambda *_: [replace(fine, choices=[fine, failed])])
     assert run("generate", "abc", "--n", "2", *tiny) == 1
     out, err = capsys.readouterr()
     assert "espalier: its logits are not finite\n" in err
@@ -272,11 +275,28 @@ def test_on_a_terminal_the_demo_shows_prompts_dim_and_draft_tokens_not(tiny, tin
     assert re.search("a round +[1-9]+ [█#]", out) and not re.search("(?m)^[█#]", out), "bars fit the width"
 
 
-def test_on_a_terminal_lines_break_between_words(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+
+def test_a_line_that_waits_is_removed_from_a_narrow_terminal(monkeypatch):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "12")
+    with waiting("loading the model twice"):
+        pass
+    assert re.sub(r"\x1b\[\d*m", "", sys.stderr.getvalue()) == f"loading the\r{' ' * 11}\r"
+
+
+@pytest.mark.parametrize(("term", "has"), [("xterm", True), ("dumb", False)])
+def test_a_dumb_terminal_has_no_colour(term, has, monkeypatch):
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert has_colour(Console(file=Terminal())) is has
+
+
+def test_on_a_terminal_lines_break_between_words(monkeypatch):
     words = ["alpha", "beta", "gamma", "delta", "epsilon"]
     for kind, lines in ((Terminal, ["alpha beta", "gamma delta", "epsilon"]), (io.StringIO, [" ".join(words)])):
         monkeypatch.setattr("sys.stdout", kind())
@@ -297,7 +317,7 @@ def test_demo_fails_where_outputs_differ(tiny, tiny_heldout, capsys, monkeypatch
     monkeypatch.setattr(demo, "_complete", spoiled)
     assert run("demo", "--prompts", "2", "--max-tokens", "16", *tiny) == 1
     out = capsys.readouterr().out
-    assert "prompt 1: plain and tree differ from token 3 on" in out
+    assert "prompt 2: plain and tree differ from token 3 on" in out
     # The first is plain decoding's own, the likeliest.
     values = [float(value) for value in re.findall(r" (-?\d+\.\d{6})", out)]
     assert len(values) == 2 and values[0] >= values[1]

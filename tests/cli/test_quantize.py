@@ -34,6 +34,7 @@ def test_a_copy_of_the_bundled_model(tmp_path, capsys):
     assert main(["quantize", "bundled", *flags]) == 0
     shown = capsys.readouterr().out
     assert "same likeliest token" in shown and "accept length" in shown
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1, "all of it can be read alike"
     results = json.loads(report.read_text())
     accuracy = results["accuracy"]
     assert results["num_matrices"] == 16 * 7 and results["written_bytes"] < 0.6 * results["read_bytes"]

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,9 @@ EARLY = [
     (["demo", "--max-tokens", "0"], "max_tokens=0 is not supported"),
     (["demo", "--prompts", "3"], "--prompts=3 is not supported; use 1 to 2"),
     (["serve", "--chat-template", "/no/such/file"], "--chat-template /no/such/file cannot be read"),
+    (["serve", "--chat-template", "/dev/null"], "--chat-template /dev/null is empty"),
+    (["serve", "--chat-template", "BROKEN"], "BROKEN is no Jinja template (Encountered unknown tag 'broken'"),
+    (["generate", "--chat", "--file", "TOKENS"], "--chat is for messages, and --file holds token ids"),
     (["serve", "--max-context", "1"], "max_context=1 is not supported"),
     (["bench", "generate", "--prompts", "99x9"], "99 prompts at once are above max_batch=8; give --max-batch 99"),
     (["bench", "generate", "--tokens", "9000"], "above max_context=2048; give --max-context 9128"),
@@ -95,8 +99,13 @@ EARLY = [
 
 
 @pytest.mark.parametrize(("command", "said"), EARLY, ids=[said for _, said in EARLY])
-def test_what_is_wrong_is_said_before_a_model_is_loaded(command, said, model, nothing_loads, capsys, monkeypatch):
+def test_what_is_wrong_is_said_before_a_model_is_loaded(
+    command, said, model, nothing_loads, capsys, monkeypatch, tmp_path
+):
     monkeypatch.setattr("espalier.server.run.serve", None)
+    monkeypatch.chdir(tmp_path)
+    Path("BROKEN").write_text("{% broken %}")
+    Path("TOKENS").write_text('{"prompt": [1, 2]}')
     own = model if command[0] in ("generate", "demo") else []
     assert said in refused(
         capsys, *command[: 1 + (command[0] == "bench")], *own, *command[1 + (command[0] == "bench") :]
@@ -247,6 +256,10 @@ OTHERS = [
     (["bench", "latency", "--rate", "inf"], "--rate=inf is not supported"),
     (["doctor", "--shapes", "llama-3.1-8b"], "--shapes is for --tune"),
     (["doctor", "--choices", "x"], "--choices is for --tune"),
+    (["generate", "x", "--logprobs", "2"], "--logprobs is printed by --json alone; add that"),
+    (["generate", "x", "--prompt-logprobs", "2"], "--prompt-logprobs is printed by --json alone"),
+    (["doctor", "--matrix", "--tune"], "--tune is not for --matrix"),
+    (["doctor", "--matrix", "--page-size", "8"], "--page-size is not for --matrix"),
     (["doctor", "--tune", "--max-batch", "2"], "--max-batch is not for --tune; leave"),
     (["doctor", "--tune", "--shapes", "llama-3.1-8b", "--model", "x"], "--model is not for --tune --shapes"),
 ]
@@ -267,3 +280,10 @@ def test_of_a_named_shape_an_accept_length_of_nothing_is_refused(command, monkey
     assert "accept length 0.0 is out of reach" in capsys.readouterr().err
     if command == ["round"]:
         assert "--steps is not for --shape" in refused(capsys, "bench", *command, "--shape", "x", "--steps", "3")
+
+
+def test_a_batch_without_an_answer_is_not_told_to_run_again(tmp_path, capsys):
+    given = tmp_path / "in.jsonl"
+    given.write_text("{}\n")
+    said = refused(capsys, "batch", given, tmp_path / "out.jsonl", "--url", "http://127.0.0.1:1")
+    assert said.endswith("start a server there, or correct it\n")

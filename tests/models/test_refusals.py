@@ -115,6 +115,7 @@ def test_overrides_replace_and_keep_the_rest(target: Path) -> None:
     refused(
         lambda: read_config(target, {"rms_norm_epsilon": 1e-6}), "'rms_norm_epsilon'", "did you mean 'rms_norm_eps'"
     )
+    refused(lambda: read_config(target, {"foo": 1}), "no field 'foo' in this model's config; see config.json")
     refused(lambda: read_config(target, {"quantization_config": {"quant_method": "exotic"}}), "'exotic'")
 
 

@@ -3,7 +3,10 @@
 import asyncio
 import socket
 
-from espalier.server.run import _bound
+import pytest
+
+from espalier.errors import EspalierError
+from espalier.server.run import _allow_reuse, _bound
 
 
 def test_events_do_not_wait_for_acknowledgements():
@@ -24,3 +27,21 @@ def test_events_do_not_wait_for_acknowledgements():
 
     asyncio.run(run())
     assert options == [1]
+
+
+def test_of_two_servers_that_load_at_the_same_time_the_second_is_refused_at_once():
+    with _bound("127.0.0.1", 0) as first:  # bound, and not listening until its model is loaded
+        port = first.getsockname()[1]
+        with pytest.raises(EspalierError, match=f"--port {port} cannot be used .*in use"):
+            _bound("127.0.0.1", port)
+
+
+def test_the_port_of_a_server_that_has_ended_can_be_used_again_at_once():
+    with _bound("127.0.0.1", 0) as first:
+        _allow_reuse(first)
+        first.listen()
+        address = first.getsockname()
+        with socket.create_connection(address):
+            # The side that closes first keeps the port.
+            first.accept()[0].close()
+    _bound(*address).close()

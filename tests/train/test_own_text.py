@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from espalier.train import own_text
-from espalier.train.__main__ import make_parser, read_stream, run
+from espalier.train.__main__ import main, make_parser, read_stream, run
 from espalier.train.draft_run import StepClock
 from espalier.train.llama import Llama, LlamaShape, save_llama
 from espalier.train.mtp import MtpConfig, train_mtp
@@ -121,3 +121,37 @@ def test_a_clock_counts_from_the_end_of_the_first_step(monkeypatch: pytest.Monke
     assert (clock.progress, endless.progress) == (0.5, 0.0)
     clock.count_step()
     assert clock.steps_per_second == pytest.approx(1 / 5)
+
+
+def test_as_many_prompts_are_continued_as_were_asked_for(
+    target_dir: Path, stream: np.ndarray, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own_text.make_own_text(FrozenTarget(target_dir, torch.device("cpu")), stream, replace(OWN, continuations=3))
+    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "continued 2 prompts",
+        "continued 3 prompts",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "the following arguments are required: --target, --data, --out"),
+        (["--target", "/no/such"], "model='/no/such' is not a directory"),
+        (["--target", "bundled", "--data", "/no/such"], "--data /no/such is not a file: give JSON lines"),
+        (["--target", "bundled", "--data", __file__, "--out", __file__], "cannot be made (Not a directory)"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line_before_the_target_is_loaded(
+    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("espalier.train.__main__.read_stream", None)
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    rest = {"--data": __file__, "--out": "/no/such"} if given else {}
+    try:
+        status = main(["mtp", *(part for pair in (rest | given).items() for part in pair)])
+    except SystemExit as left:
+        status = int(str(left.code))
+    out, err = capsys.readouterr()
+    assert (status, out, err.count("\n")) == (2, "", 1) and said in err

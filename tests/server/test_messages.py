@@ -1,0 +1,27 @@
+"""What the error for a wrong body says: the place as the client wrote it, and plain words."""
+
+import json
+
+import pytest
+
+from espalier.server.bodies import BodyLimits, read_body
+from espalier.server.errors import ApiError
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"lora_name": "x"}, "the body has no 'lora_name'; /openapi.json lists its fields"),
+        ({"temprature": 1}, "the body has no 'temprature'; did you mean 'temperature'?"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: Field required"),
+        ({"response_format": "json"}, "response_format: Input should be an object (text, json_object"),
+        ({"stream_options": 1}, "stream_options: Input should be an object"),
+    ],
+    ids=str,
+)
+def test_a_wrong_field_is_named_as_the_client_wrote_it(fields, said):
+    with pytest.raises(ApiError) as refused:
+        read_body("ChatRequest", "application/json", json.dumps(CHAT | fields).encode(), BodyLimits(16, 64, 1, 64))
+    assert refused.value.detail.startswith(said)
