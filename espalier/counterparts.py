@@ -76,11 +76,6 @@ _OURS = MappingProxyType({name: ours for ours, names in TABLE.items() for name i
 _REASONS = MappingProxyType({name: why for why, names in NONE.items() for name in names.split()})
 
 
-def counterpart(name: str) -> str | None:
-    """Espalier's setting for another engine's `name`, as Owner.name or Owner.name=value; None if there is none."""
-    return _OURS.get(name)
-
-
 def keyword(name: str, known: Collection[str]) -> str | None:
     """The advice for an unknown keyword: Espalier's name for it, or why it has none; None for an unknown name."""
     if name in _REASONS:

@@ -57,11 +57,14 @@ def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
 
 
 def too_little_room(name: str, value: int, prompt_tokens: int, max_context: int) -> ContextOverflow:
-    """The error for a limit of the output, called `name`, that does not fit behind the prompt.  With the same words."""
+    """The error for a limit of the output, called `name`, that does not fit behind the prompt.
+
+    Clients recognize it by the words of `prompt_too_long`.
+    """
     return ContextOverflow(
         f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; this model's maximum "
         f"context length is {max_context} tokens for prompt and output; use at most {max_context - prompt_tokens}, "
-        "or leave it out for all that fits"
+        "or leave it out"
     )
 
 

@@ -252,7 +252,7 @@ class LLM:
             self._turn.run(partial(self._leave, requests))
 
     def _step(self, unread: Sequence[OutputChunk] = ()) -> None:
-        """One engine step, if another thread's has not filled `unread` by this thread's turn.
+        """One engine step.  None, if the step of another thread has filled `unread` before this thread's turn.
 
         It is whole, also for Ctrl-C: a result that is half read would be lost.
         """

@@ -5,6 +5,7 @@ Weights are drawn wide, so that logits spread and two tokens are never nearly ti
 
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -129,17 +130,32 @@ def make_target(
         fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
         # Transformers takes it for the size of the rotated part.
         fields["head_dim"] = fields["qk_rope_head_dim"]
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(_draw(name, tuple(parameter.shape), generator))
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(_draw(name, tuple(buffer.shape), generator))
-    model.tie_weights()
-    model.save_pretrained(path)
+    Path(path).mkdir(parents=True, exist_ok=True)
+    for name, content in _files_of_target(family, fields, seed).items():
+        (Path(path) / name).write_bytes(content)
     return Path(path)
+
+
+_files: dict[str, dict[str, bytes]] = {}
+
+
+def _files_of_target(family: str, fields: dict[str, Any], seed: int) -> dict[str, bytes]:
+    """The content of each file of a target's directory, made once a process: many tests begin with the same one."""
+    key = repr((family, sorted(fields.items()), seed))
+    if key not in _files:
+        model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(_draw(name, tuple(parameter.shape), generator))
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.copy_(_draw(name, tuple(buffer.shape), generator))
+        model.tie_weights()
+        with TemporaryDirectory() as made:
+            model.save_pretrained(made)
+            _files[key] = {file.name: file.read_bytes() for file in Path(made).iterdir()}
+    return _files[key]
 
 
 def make_eagle3(

@@ -31,8 +31,9 @@ from espalier.errors import EspalierError
 FA3_QUERIES = 256
 # Scratch memory that the library asks for, and the most that partial results of splits may take.
 WORKSPACE_BYTES, MAX_WORKSPACE_BYTES = 2**27, 2**29
-# Eager passes whose plans are kept.
-KEPT_PLANS = 8
+# Plans of eager passes that are kept.  A prefill pass needs two for the target and one for a draft: for all rows, and
+# for the last layers, which attend with a query of each request.
+KEPT_PLANS = 12
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ The query heads of a KV head are packed into the query dimension, so each KV hea
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,15 +18,41 @@ from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 
 
+@dataclass
+class CommittedRows:
+    """What all passes over a prefix read of it.
+
+    positions: [B, longest]; held: [B, longest], whether a row exists there; rows: [B · longest], rows of the pages.
+    gathered: K and V of the layer that was read last.  A draft with one layer reads it again for every level.
+    """
+
+    positions: Tensor
+    held: Tensor
+    rows: Tensor
+    gathered: tuple[int, Sequence[Tensor]] | None = None
+
+    def of_layer(self, layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The rows [B, longest, heads, size] of each plane of a layer."""
+        if self.gathered is None or self.gathered[0] != layer:
+            shape = self.positions.shape
+            taken = [plane.index_select(0, self.rows).view(*shape, *plane.shape[1:]) for plane in planes]
+            self.gathered = layer, taken
+        return self.gathered[1]
+
+
 class SdpaAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes, longest: int | None):
         """longest: committed rows of the longest request, or more; None: unknown, use the width of the page table."""
         super().__init__(pages, specs, prefix, nodes)
         batch, width = prefix.page_table.shape
         self.longest = (pages.layout.tokens_in(width) if longest is None else longest) if batch else 0
-        self.positions = torch.arange(self.longest).expand(batch, -1)
-        self.rows = pages.rows(prefix.page_table, self.positions, prefix.holds(self.positions)).flatten()
+        self.committed_rows = prefix.shared(("committed rows", self.longest), self._committed_rows)
         self.bias: dict[tuple[int | None, int], Tensor] = {}
+
+    def _committed_rows(self) -> "CommittedRows":
+        positions = torch.arange(self.longest).expand(self.prefix.page_table.shape[0], -1)
+        held = self.prefix.holds(positions)
+        return CommittedRows(positions, held, self.pages.rows(self.prefix.page_table, positions, held).flatten())
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         queries, heads = q.shape[1:3]
@@ -33,7 +60,7 @@ class SdpaAttention(Attention):
         kv_heads = spec.rows.kv_heads
         groups = heads // kv_heads
         if self.longest:
-            committed = spec.rows.read([self._gathered(plane) for plane in self.pages.layers[layer]])
+            committed = spec.rows.read(self.committed_rows.of_layer(layer, self.pages.layers[layer]))
             k, v = (torch.cat(pair, 1) for pair in zip(committed, (k, v), strict=True))
         scales = self.scales(layer)
         if scales is not None:
@@ -55,20 +82,16 @@ class SdpaAttention(Attention):
         out = out.unflatten(2, (groups, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return out if scales is None else times_v_scale(out, scales)
 
-    def _gathered(self, plane: Tensor) -> Tensor:
-        """The committed rows [B, longest, heads, size]."""
-        batch = self.prefix.page_table.shape[0]
-        return plane.index_select(0, self.rows).view(batch, self.longest, *plane.shape[1:])
-
     def _bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, groups * Q, longest + R], made once per pass, window and group size."""
         key = (window, groups)
         if key not in self.bias:
-            committed = self.prefix.holds(self.positions)[:, None, :].expand(-1, self.nodes.positions.shape[1], -1)
+            rows = self.committed_rows
+            committed = rows.held[:, None].expand(-1, self.nodes.positions.shape[1], -1)
             if window is not None:
-                committed = committed & (self.nodes.positions[:, :, None] - self.positions[:, None, :] < window)
+                committed = committed & (self.nodes.positions[:, :, None] - rows.positions[:, None] < window)
             seen = torch.cat((committed, self.nodes.seen(window)), 2)
-            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            bias = torch.where(seen, 0.0, -torch.inf).to(dtype)
             self.bias[key] = bias[:, None].expand(-1, groups, -1, -1).flatten(1, 2)[:, None]
         return self.bias[key]
 

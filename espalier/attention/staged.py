@@ -109,7 +109,7 @@ class StagedPass:
     """The callback of one pass.  Each request has `width` staged rows; this pass writes rows at .. at+Q of them.
 
     commit: None where the caller commits some of the rows, or none.
-    plan: plans attention of other queries over the same rows, for a chain of which a layer needs one query a request.
+    plan: makes the plan for other queries over the same rows; for chains, whose last layer may be called with `needed`.
     """
 
     attention: Attention
@@ -131,11 +131,9 @@ class StagedPass:
         k, v = self.attention.specs[layer].rows.read(planes)
         attention = self.attention
         if needed is not None:
-            assert self.plan is not None
-            attention, q = (
-                self.plan(attention.nodes.only(needed)),
-                q[torch.arange(batch, device=q.device), needed][:, None],
-            )
+            assert self.plan is not None, "only a chain computes single rows"
+            attention = self.plan(attention.nodes.only(needed))
+            q = q[torch.arange(batch, device=q.device), needed][:, None]
         return projections.values(attention.attend(layer, q, k, v, projections.sink))
 
     def end(self) -> None:

@@ -26,8 +26,8 @@ from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
 
 Shape = tuple[int, int]
-# The ends of the names of a layer's products up to attention, the one that gives the values of latent heads included.
-UP_TO_ATTENTION = ("fc", "project", "context", "qkv", "q and kv", "q up", "k up", "v up")
+# The ends of the names of a layer's products up to attention.
+UP_TO_ATTENTION = ("fc", "project", "context", "qkv", "q and kv", "q up", "k up")
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,10 @@ class Run:
     def weight_bytes(self) -> float:
         """Bytes of the weights; at two bytes a number where they are dense."""
         return value_bytes(self.weights) * self.count * self.heads * self.shape[0] * self.shape[1]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.count * self.heads * self.shape[0] * self.shape[1]
 
 
 def value_bytes(weights: str) -> float:
@@ -234,6 +238,11 @@ class ModelShape:
         """FLOPs of one pair of query and row, in one layer."""
         latent = self.latent
         return 2 * self.heads * (2 * self.head_size if latent is None else latent.row_size + latent.kv_rank)
+
+    def prompt_attention_flops(self, length: int) -> int:
+        """FLOPs of the attention of all layers over a prompt: each token reads itself and those before it."""
+        windows = [*self.windows, *[length] * (self.layers - len(self.windows))]
+        return self.attention_flops * sum(min(at + 1, window) for window in windows for at in range(length))
 
     def _layers(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
         """wide: input size of the first product."""

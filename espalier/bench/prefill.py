@@ -20,6 +20,7 @@ from espalier.bench.full_rounds import leave
 from espalier.bench.instrument import record_launches
 from espalier.bench.roofline import Roofline
 from espalier.errors import EspalierError
+from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.terminal.console import print_table, stdout, write_json
@@ -31,6 +32,8 @@ BEFORE = 30
 AFTER = 3
 # Default --prompts: {True: of a named shape on a GPU, False: of a model}.
 PROMPTS = {True: [(1, 8192), (32, 1024)], False: [(1, 256), (8, 64)]}
+# FLOP/s of attention that the bound counts with: what our kernel reaches over a long prefix (docs/log.md, "The table").
+ATTENTION_PEAK = 540e12
 # Tokens of context beyond the longest prompt: running requests decode while it enters.
 SPARE = 512
 
@@ -45,6 +48,7 @@ class Prefill:
     ms: from arrival until the last request has its first token.  passes: prefill passes.  rounds: rounds that ran
     between them, for requests that had already entered.  linear_ms, expert_ms: of the linear layers and of the product
     with experts alone, at the rows of these passes; None where they were not measured, or where there are no experts.
+    bound_ms: see bound_ms().
     """
 
     batch: int
@@ -55,6 +59,7 @@ class Prefill:
     rounds: int
     linear_ms: float | None
     expert_ms: float | None
+    bound_ms: float | None
 
     def share(self, part_ms: float | None) -> float | None:
         """Of the whole time."""
@@ -62,7 +67,11 @@ class Prefill:
 
     def as_dict(self) -> dict[str, Any]:
         shares = {"linear_share": self.share(self.linear_ms), "expert_share": self.share(self.expert_ms)}
-        return {**asdict(self), **shares}
+        return {**asdict(self), **shares, "of_bound": self.of_bound}
+
+    @property
+    def of_bound(self) -> float | None:
+        return None if self.bound_ms is None else self.ms / self.bound_ms
 
 
 @dataclass(frozen=True)
@@ -115,14 +124,14 @@ def run(args: Namespace) -> int:
 def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
     parts = {"linear layers": [each.linear_ms for each in prefills], "experts": [each.expert_ms for each in prefills]}
     parts = {name: times for name, times in parts.items() if name == "linear layers" or any(times)}
-    rows = [
-        ["prompts", "ms", "tokens/s", "passes", *(head for name in parts for head in (f"{name}, ms", "their share"))]
-    ]
+    heads = [head for name in parts for head in (f"{name}, ms", "their share")]
+    rows = [["prompts", "ms", "tokens/s", "passes", *heads, "bound, ms", "of bound"]]
     for i, each in enumerate(prefills):
         row = [f"{each.batch}x{each.length}", f"{each.ms:.1f}", f"{each.tokens_per_second:.0f}", f"{each.passes}"]
         for times in parts.values():
             share = each.share(times[i])
             row += ["", ""] if share is None else [f"{times[i]:.1f}", f"{share:.0%}"]
+        row += ["", ""] if each.bound_ms is None else [f"{each.bound_ms:.1f}", f"{each.of_bound:.2f}"]
         rows.append(row)
     print_table(rows)
     who = f"{paused.running} running requests of {paused.context} tokens"
@@ -143,8 +152,32 @@ def prefill(bench: BenchEngine, batch: int, length: int, roofline: Roofline | No
     passes, num_rounds = launches.prefills, len(launches.rounds)
     linear_ms = None if roofline is None else _linear_ms(bench, passes, roofline)
     expert_ms = None if roofline is None else _expert_ms(bench, passes, roofline)
+    drafts = bench.config.algorithm not in WITHOUT_FILES
+    bound = None if roofline is None else bound_ms(roofline, passes, batch, length, drafts)
     rate = batch * length / seconds
-    return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms)
+    return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
+
+
+def bound_ms(
+    roofline: Roofline, passes: Sequence[tuple[int, int]], batch: int, length: int, drafts: bool
+) -> float | None:
+    """FLOPs of all linear layers / measured bf16 peak + FLOPs of attention / ATTENTION_PEAK, in ms.
+
+    It counts every row of every layer, though the engine leaves out rows of the last layer that nobody reads.  None
+    with experts, quantised weights or MTP modules.
+    """
+    shape = roofline.shape
+    if shape.experts is not None or shape.mtp is not None or shape.weights != DENSE:
+        return None
+    linear = 0
+    for pieces, width in passes:
+        draft = shape.extend_passes(pieces * width) if drafts else ()
+        linear += sum(run.flops for run in (*shape.target_pass(pieces * width, pieces), *draft))
+    # A block draft only projects a prompt's tokens to K and V.
+    attending = (shape, shape.draft_sizes) if drafts and shape.block is None else (shape,)
+    attention = batch * sum(each.prompt_attention_flops(length) for each in attending)
+    peak = roofline.stopwatch.peak(roofline.device)
+    return 1e3 * (linear / peak + attention / ATTENTION_PEAK)
 
 
 def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:

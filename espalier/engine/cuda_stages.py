@@ -274,21 +274,26 @@ class EagerStages:
         memory: StageMemory,
     ):
         device = memory.device
-        launch_input = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
+        self.launch_input = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
         self.ask = DeviceAsk(words, memory)
         nothing = torch.full((steps + 1 + packed_words(words),), ALL_ALLOWED, dtype=torch.int64)
         # Of a level that is not known.
         nothing[steps] = 0
         free = nothing.pin_memory().to(device, non_blocking=True)
-        guide = memory.rows("guide", (batch, len(nothing)), nothing.dtype, free)
-        told, mask = unpack(guide.values, steps + 1, words)
+        self.guide_rows = memory.rows("guide", (batch, len(nothing)), nothing.dtype, free)
+        told, mask = unpack(self.guide_rows.values, steps + 1, words)
         self.guide = DraftGuide(told[:, :steps], mask, told[:, steps], self.ask)
         nodes = runner.layout.at(batch).num_draft_tokens
         self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
-        self.staged = StagedRound(runner, results, packed.on(launch_input), needs)
-        buffers = launch_input, guide, self.masks
-        self.stages = Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
+        self.staged = StagedRound(runner, results, packed.on(self.launch_input), needs)
+
+    @property
+    def stages(self) -> Stages:
+        """Made anew, not kept: it refers to this object, and what refers to itself keeps the tensors of a round until
+        garbage is collected."""
+        buffers = self.launch_input, self.guide_rows, self.masks
+        return Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 
     def _propose(self, ask: AskRows | None) -> None:
         self.ask.host = ask
@@ -299,10 +304,11 @@ class EagerStages:
 
     def run(self) -> None:
         """Run all four stages.  The launch input must be of dummies."""
-        self.stages.begin()
-        self.stages.propose(None)
-        self.stages.verify()
-        self.stages.settle()
+        stages = self.stages
+        stages.begin()
+        stages.propose(None)
+        stages.verify()
+        stages.settle()
 
     def captured(self, pool: Any, stream: torch.cuda.Stream) -> Stages:
         """The same stages as CUDA graphs.  The launch input must be of dummies.
@@ -312,11 +318,12 @@ class EagerStages:
         with torch.cuda.stream(stream):
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
             self.run()
-        begin = _captured(self.stages.begin, pool, stream)
+        stages = self.stages
+        begin = _captured(stages.begin, pool, stream)
         with torch.cuda.stream(stream):
             propose = self._captured_propose(pool).replay
-        verify, settle = (_captured(stage, pool, stream) for stage in (self.stages.verify, self.stages.settle))
-        return replace(self.stages, begin=begin, propose=propose, verify=verify, settle=settle)
+        verify, settle = (_captured(stage, pool, stream) for stage in (stages.verify, stages.settle))
+        return replace(stages, begin=begin, propose=propose, verify=verify, settle=settle)
 
     def _captured_propose(self, pool: Any) -> ProposeGraphs:
         torch.cuda.synchronize()

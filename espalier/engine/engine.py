@@ -54,7 +54,7 @@ class InFlight:
 
 
 class Engine:
-    """Runs requests until they finish.  Not thread-safe: one thread calls add, abort and step.
+    """Runs requests until they finish.  Not thread-safe: one thread at a time.  In a step, only `abort` may be called.
 
     requests: unfinished requests, by id.
     stopped: why the engine no longer runs; None while it works.  If a launch fails, every request in the engine is

@@ -20,14 +20,14 @@ from espalier.models.layers.linear import Linear
 
 class Attend(Protocol):
     def __call__(self, layer: int, projections: Projections, needed: Tensor | None = None) -> Tensor:
-        """The heads' values [B, Q, heads, size], or [B, 1, heads, size] of the row `needed` [B] of each request."""
+        """The heads' values [B, Q, heads, size].  needed: [B] int64, one of each request's Q rows; then [B, 1, ...]."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """hidden: [B, Q, H], after the final norm, or [B, 1, H] of the rows that a call needs; captured: [B, Q, n·H], the
-    inputs of the n captured layers, in order."""
+    """hidden: [B, Q, H], after the final norm, or [B, 1, H] in a call with `needed`; captured: [B, Q, n·H], the inputs
+    of the n captured layers, in order."""
 
     hidden: Tensor
     captured: Tensor | None

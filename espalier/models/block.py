@@ -88,7 +88,8 @@ class BlockDraft:
 
     def context(self, features: Tensor, positions: Tensor) -> Sequence[HeadProjections]:
         context = self.fuse(features)
-        at, shape = positions.flatten()[None], (*positions.shape, 2 * self.config.layer.kv_heads, -1)
+        sizes, at = self.config.layer, positions.flatten()[None]
+        shape = (*positions.shape, 2 * sizes.kv_heads, sizes.head_size)
         cos, sin = (gather_rows(table[None], at)[0] for table in (self.rope.cos, self.rope.sin))
         return [
             HeadProjections(project(context).view(shape), _rope_and_k_norm(layer, cos, sin))

@@ -115,8 +115,8 @@ class DraftConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """[B, Q, H] each, or [B, 1, H] of the rows that a call needs.  hidden: input of the rows that follow; normed: input
-    of the lm_head."""
+    """[B, Q, H] each, or [B, 1, H] in a call with `needed`.  hidden: input of the rows that follow; normed: input of
+    the lm_head."""
 
     hidden: Tensor
     normed: Tensor

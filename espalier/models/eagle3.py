@@ -19,7 +19,7 @@ from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.decoder import DecoderLayer, rows_of
+from espalier.models.layers.decoder import DecoderLayer, needed_rows
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
@@ -80,7 +80,7 @@ class Eagle3Draft:
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
         residual, attend_first = rows.residual, attend
         if needed is not None and not self.rest:
-            residual, attend_first = rows_of(residual, shape, needed), partial(attend, needed=needed)
+            residual, attend_first = needed_rows(residual, shape, needed), partial(attend, needed=needed)
         delta = self.attention(rows.x, rope_and_norm, attend_first, 0, shape)
         x, normed = self.mlp_norm.after(delta, residual)
         delta = self.mlp(normed)

@@ -29,14 +29,6 @@ def unpack_mask(mask: Tensor, vocab_size: int) -> Tensor:
     return bits.flatten(-2)[..., :vocab_size].bool()
 
 
-def pack_mask(allowed: Tensor) -> Tensor:
-    """[..., vocab_size] bool, True where the token is allowed -> [..., words] int32."""
-    vocab_size = allowed.shape[-1]
-    padded = torch.nn.functional.pad(allowed, (0, mask_words(vocab_size) * BITS - vocab_size))
-    weights = torch.ones(BITS, dtype=torch.int64, device=allowed.device) << torch.arange(BITS, device=allowed.device)
-    return (padded.unflatten(-1, (-1, BITS)).long() * weights).sum(-1).to(torch.int32)
-
-
 def masked(logits: Tensor, mask: Tensor | None) -> Tensor:
     """Logits [..., V] with -inf for tokens that the mask [..., words] does not allow; a mask of None allows all."""
     if mask is None:

@@ -23,20 +23,20 @@ def mix(x: Tensor) -> Tensor:
     int32 needs half the memory traffic of int64, and its products wrap.  Its >> copies the sign bit; the masks remove
     the copies.
     """
-    x ^= (x >> 16) & 0xFFFF
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x7FEB352D
-    x ^= (x >> 15) & 0x1FFFF
+    x ^= (x >> 15).bitwise_and_(0x1FFFF)
     x *= 0x846CA68B - 2**32
-    x ^= (x >> 16) & 0xFFFF
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
     return x
 
 
 def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """seeds [B], positions [B, P] int64 -> r [B, P, vocab], the 32 bits as int32."""
-    low, high = seeds[:, None].to(torch.int32), (seeds[:, None] >> 32).to(torch.int32)
-    position = positions.to(torch.int32)
-    k0 = mix(low ^ mix(high ^ mix(position + (0x9E3779B9 - 2**32))))
-    k1 = mix(high ^ mix(low ^ mix(position + (0x85EBCA6B - 2**32))))
+    halves = torch.stack((seeds, seeds >> 32)).to(torch.int32)[..., None]
+    p = positions.to(torch.int32)
+    # Both keys at once, [2, B, P].
+    k0, k1 = mix(halves ^ mix(halves.flip(0) ^ mix(torch.stack((p + (0x9E3779B9 - 2**32), p + (0x85EBCA6B - 2**32))))))
     ids = torch.arange(vocab, dtype=torch.int32, device=seeds.device)
     return mix(mix(ids ^ k0[..., None]).add_(k1[..., None]))
 

@@ -22,10 +22,10 @@ class Pieces(NamedTuple):
 
 
 class LastTokens(NamedTuple):
-    """Where a prefill pass holds last tokens.
+    """Where a prefill pass holds the last token of each piece, and of each request.
 
-    row: [P], of each piece's rows the one of its last token; piece: [B], each request's last piece; None where each
-    request has one.
+    row: [P], the row of a piece's last token among its rows; piece: [B], each request's last piece, None where each
+    request has one piece.
     """
 
     row: Tensor

@@ -1,6 +1,7 @@
 """The house keeps its order: imports point downward, no state stands in a module, nothing grows too long.
 
-Each rule is a function over a file's source that returns what breaks it, and is shown a planted offence.
+Each rule is a function over a file (its source, or what is parsed of it) that returns what breaks it, and is shown a
+planted offence.
 """
 
 import ast
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 import pytest
 
@@ -62,14 +64,24 @@ def room_of(path: Path) -> str:
     return "" if top == "__init__" else top
 
 
+class Found(NamedTuple):
+    """What the rules find in a file."""
+
+    imports: list[tuple[int, str]]
+    state: list[str]
+    long_functions: list[str]
+
+
 @cache
-def imports(source: str) -> list[tuple[int, str]]:
+def found_in(source: str) -> Found:
+    """All at once: to parse a file takes longer than to check it."""
+    tree = ast.parse(source)
+    return Found(list(imports(tree)), module_state(tree, "global" in source), long_functions(tree))
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """(line, room) of everything that is imported from the house, wherever in the file."""
-    return list(_imports(source))
-
-
-def _imports(source: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -89,7 +101,7 @@ def upward_imports(source: str, room: str) -> list[str]:
         return other == room or (FLOOR[other] < FLOOR[room] and (room != "request" or other in own))
 
     # The hook to guard is counted over the whole house, below.
-    found = [(line, other) for line, other in imports(source) if other != "guard"]
+    found = [(line, other) for line, other in found_in(source).imports if other != "guard"]
     return [f"line {line}: {room!r} imports {other!r}" for line, other in found if not allowed(other)]
 
 
@@ -130,11 +142,10 @@ def mutated_names(function: ast.AST) -> Iterator[tuple[int, str]]:
             yield changed.lineno, changed.id
 
 
-def module_state(source: str) -> list[str]:
+def module_state(tree: ast.Module, says_global: bool) -> list[str]:
     """Heuristic: `global`, a container under a variable's name, or a module's container that a function changes."""
-    tree = ast.parse(source)
     mutables = module_mutables(tree)
-    nodes = list(ast.walk(tree)) if mutables or "global" in source else []
+    nodes = list(ast.walk(tree)) if mutables or says_global else []
     found = [f"line {node.lineno}: global" for node in nodes if isinstance(node, ast.Global)]
     found += [
         f"line {line}: {name} is a variable" for name, line in mutables.items() if name.islower() and name[0] != "_"
@@ -146,8 +157,8 @@ def module_state(source: str) -> list[str]:
     return found
 
 
-def long_functions(source: str) -> list[str]:
-    found = functions(ast.parse(source))
+def long_functions(tree: ast.Module) -> list[str]:
+    found = functions(tree)
     return [f"line {line}: {name} has {length} lines" for name, line, length in found if length > MAX_FUNCTION_LINES]
 
 
@@ -182,19 +193,19 @@ def test_guard_is_reached_through_one_hook():
     hooks = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in SOURCES
-        for line, room in imports(path.read_text(encoding="utf-8"))
+        for line, room in found_in(path.read_text(encoding="utf-8")).imports
         if room == "guard" != room_of(path)
     ]
     assert len(hooks) <= 1, hooks
 
 
 def test_no_state_stands_in_a_module():
-    found = breaches(module_state)
+    found = breaches(lambda source: found_in(source).state)
     assert not found, "\n".join(found)
 
 
 def test_files_and_functions_stay_short():
-    found = breaches(long_functions)
+    found = breaches(lambda source: found_in(source).long_functions)
     lengths = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     found += [f"{path} has {length} lines" for path, length in lengths.items() if length > MAX_FILE_LINES]
     assert not found, "\n".join(found)
@@ -252,13 +263,13 @@ def test_a_downward_import_is_not(room, source):
     ],
 )
 def test_state_in_a_module_is_seen(source, count):
-    assert len(module_state(source)) == count
+    assert len(found_in(source).state) == count
 
 
 def test_a_long_function_is_seen():
     body = "    pass\n" * MAX_FUNCTION_LINES
-    assert long_functions(f"@decorated\ndef f():\n{body}") == [f"line 1: f has {MAX_FUNCTION_LINES + 2} lines"]
-    assert long_functions("def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)) == []
+    assert found_in(f"@decorated\ndef f():\n{body}").long_functions == [f"line 1: f has {MAX_FUNCTION_LINES + 2} lines"]
+    assert found_in("def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)).long_functions == []
 
 
 @pytest.mark.parametrize(

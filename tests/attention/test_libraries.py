@@ -80,6 +80,21 @@ def test_an_empty_batch_is_legal(name):
     attends_as_the_reference(name, cell, 3, [])
 
 
+@each
+@pytest.mark.parametrize("window", [None, 20])
+def test_one_query_of_a_chain(name, window):
+    """After the whole chain over the same prefix, as in the last layer of a prefill pass."""
+    cell = Cell(64, 1, (LayerSpec(4, KVHeads(2, 64, 64), window=window),))
+    lengths, row = [65, 200, 1], torch.tensor([5, 0, 3])
+    made, (pages, table) = backend(name), pages_of(cell, lengths, torch.float64, CPU)
+    prefix, nodes, (q, k, v) = pass_of(cell, pages, table, lengths, 6)
+    made.prepare(CommittedLengths(tuple(lengths), exact=True))
+    requests = torch.arange(3)
+    of_all = made.plan(pages, cell.specs, prefix, nodes).attend(0, q, k, v)
+    of_one = made.plan(pages, cell.specs, prefix, nodes.only(row)).attend(0, q[requests, row][:, None], k, v)
+    torch.testing.assert_close(of_one, of_all[requests, row][:, None], rtol=0, atol=TOLERANCE)
+
+
 def test_plans_of_a_graph_are_made_again_before_each_replay():
     """The eager run before a capture makes them; capture and replays only read their buffers."""
     cell = Cell(64, 1, (LayerSpec(4, KVHeads(2, 64, 64)),))

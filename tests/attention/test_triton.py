@@ -116,6 +116,30 @@ def test_layers_of_one_pass(kernel_device, shape, first):
         torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_one_query_of_a_chain(kernel_device, in_fp8):
+    """A query in any place of a chain has the values that it has among all queries, with sinks and windows too."""
+    length, row = (torch.tensor(values, device=kernel_device) for values in ([17, 1, 170, 0], [69, 0, 63, 64]))
+    chain = Nodes.chain(length[:, None] + torch.arange(70, device=kernel_device))
+    pages, table = pages_in(torch.float32, kernel_device, in_fp8=in_fp8)
+    exact_pages, _ = pages_in(torch.float64, kernel_device, in_fp8=in_fp8)
+    made = backend("triton").plan(pages, GEOMETRY, Prefix(table, length), chain.only(row))
+    exact = backend("reference").plan(exact_pages, GEOMETRY, Prefix(table, length), chain)
+    for layer, g in enumerate(GEOMETRY):
+        q, k, v = (value.to(kernel_device) for value in drawn(g, 70, 70))
+        if isinstance(g.keeps, LatentKV):
+            k, v = g.keeps.read([k])
+        sink = SINK[: g.heads].to(kernel_device) if isinstance(g.keeps, KVHeads) else None
+        stored = FP8 if in_fp8 else torch.float32
+        rows = g.rows.read([k.to(stored)]) if isinstance(g.keeps, LatentKV) else (k.to(stored), v.to(stored))
+        requests = torch.arange(4, device=kernel_device)
+        out = made.attend(layer, q[requests, row][:, None], *rows, sink)
+        if not in_fp8:
+            rows = [each.double() for each in rows]
+        expected = exact.attend(layer, q.double(), *rows, sink)[requests, row][:, None]
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("shape", [pytest.param("tree", marks=pytest.mark.full), "chain"])
 def test_layers_in_fp8(kernel_device, shape):
     """Committed and staged rows in FP8, each layer with its own scales."""

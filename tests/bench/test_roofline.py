@@ -82,6 +82,12 @@ def test_mtp_modules_read_all_rows_of_a_prefill_pass():
     assert [run.rows for run in one.prefill_pass(64, 2)[5:]] == [64, 64, 2, 2, 2]
 
 
+def test_latent_values_are_computed_behind_attention():
+    last = shape_named("deepseek-v2-lite").prefill_pass(64, 2, drafts=False)[-9:]
+    rows = [(run.name, run.rows) for run in last if run.name in ("q and kv", "k up", "v up", "o")]
+    assert rows == [("q and kv", 64), ("k up", 64), ("v up", 2), ("o", 2)]
+
+
 def test_a_mixtures_last_layer_has_experts():
     runs = QWEN.prefill_pass(64, 2)
     assert [(run.name, run.count, run.rows) for run in runs if run.name == "router"] == [

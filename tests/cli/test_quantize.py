@@ -23,6 +23,11 @@ def test_divergence():
     assert kl_divergence(even, [(1, log(0.25)), (3, log(0.75))]) == pytest.approx(0.5 * log(2) + 0.5 * log(0.5 / 0.75))
 
 
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch):
+    monkeypatch.setattr("espalier.cli.quantize.GENERATED", 24)
+
+
 def test_a_copy_of_the_bundled_model(tmp_path, capsys):
     report = tmp_path / "report.json"
     flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--draft", "bundled", "--json", str(report)]

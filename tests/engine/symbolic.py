@@ -194,7 +194,7 @@ class SymbolicDevice:
 
     def _sound(self, slot: Slot, length: int) -> bool:
         """Whether what is picked after so many tokens is picked from finite logits."""
-        return self.poison not in slot.tokens[:length]
+        return self.poison is None or self.poison not in slot.tokens[:length]
 
     def _write_draft(self, slot: Slot, first: int, length: int) -> None:
         if self.layout.reentry:
@@ -212,17 +212,21 @@ class SymbolicDevice:
             page, offset = self._place(slot, position)
             assert (layer, offset) not in self.pages[page], f"{layer} row {position} in page {page} is written twice"
             self.pages[page][layer, offset] = slot.digests[position]
-            if self.poison in slot.tokens[: position + 1]:
+            if not self._sound(slot, position + 1):
                 self.poisoned.add(page)
 
     def _read(self, slot: Slot, prefix_len: int) -> None:
         """Rows 0 .. prefix_len - 1 of the target and 1 .. prefix_len of the draft, as attention reads them."""
-        for position, value in enumerate(slot.digests[: prefix_len + 1]):
-            page, offset = self._place(slot, position)
-            if position < prefix_len:
-                assert self.pages[page].get((TARGET, offset)) == value, f"target row {position} in page {page} is wrong"
-            if position and self.layout.reentry:
-                assert self.pages[page].get((DRAFT, offset)) == value, f"draft row {position} in page {page} is wrong"
+        size = self.layout.page_size
+        for first in range(0, prefix_len + 1, size):
+            page, _ = self._place(slot, first)
+            stored = self.pages[page]
+            for offset, value in enumerate(slot.digests[first : min(first + size, prefix_len + 1)]):
+                position = first + offset
+                if position < prefix_len:
+                    assert stored.get((TARGET, offset)) == value, f"target row {position} in page {page} is wrong"
+                if position and self.layout.reentry:
+                    assert stored.get((DRAFT, offset)) == value, f"draft row {position} in page {page} is wrong"
 
 
 def symbolic_engine(

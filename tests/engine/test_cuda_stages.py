@@ -2,12 +2,16 @@
 executor computes."""
 
 import gc
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from espalier.engine.cuda_stages import StageMemory, adjacent, pack, unpack
+from espalier.engine import cuda_stages
+from espalier.engine.cuda import of_dummies
+from espalier.engine.cuda_stages import StageMemory, adjacent, no_garbage_collection, pack, unpack
 from espalier.kernels.tree import ngram
 from espalier.request import Request
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
@@ -59,6 +63,28 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(
         assert vars(ran.stats) == vars(expected.stats)
     assert bool(FakeGraph.captured) == bool(FakeGraph.replayed) == bool(graph_batch)
     assert FakeGraph.captured == num_captured, "no request waits for a capture"
+
+
+def test_a_staged_round_is_freed_without_a_garbage_collection(monkeypatch):
+    """A round holds logits of gigabytes, and none is collected while graphs are captured."""
+    setup = setup_of("eagle3", 4, 16, overlap=True, attention="reference", max_batch=3)
+    alive = []
+
+    class Noted(cuda_stages.StagedRound):
+        def __init__(self, *args):
+            super().__init__(*args)
+            alive.append(weakref.ref(self))
+
+    monkeypatch.setattr(cuda_stages, "StagedRound", Noted)
+    fake_cuda(monkeypatch)
+    engine = engine_on_fake_cuda(setup, EAGER)
+    gc.collect()
+    with no_garbage_collection():
+        engine.executor.run_dummies(replace(of_dummies(2), is_staged=True))
+        assert [each() for each in alive] == [None]
+        run(engine, [each for each in asked(2, 0.0, count=5, max_tokens=9) if each.masker is not None])
+        assert len(alive) > 5
+        assert {each() for each in alive} == {None}
 
 
 def test_adjacent_rows():

@@ -128,7 +128,7 @@ def test_a_page_past_the_table_is_refused():
             pack_launch(table(), LaunchInput((1,), SamplingNeeds(), appended_pages=((slot, column, 1),)), 0, 1)
 
 
-def test_what_grows_between_two_launches_fits_a_ticket():
+def test_what_grows_between_two_launches_fits_a_launch_input():
     """The most that a request's pages can grow by: it was just admitted, and two rounds are ahead."""
     for page_size in (1, 2, 3, 16, 64, 512):
         layout = replace(SETUP, page_size=page_size, max_context=4000).layout

@@ -94,7 +94,7 @@ Plant = Callable[[Patch, Any], None]
 Check = Callable[[Patch, Plant], None]
 
 
-def stale_ticket(patch: Patch, executor: CudaExecutor) -> None:
+def stale_launch_input(patch: Patch, executor: CudaExecutor) -> None:
     """Every third replay reads the launch input of the replay before it."""
     right, replays = cuda._pinned, []
 
@@ -182,8 +182,8 @@ class Fault:
 
 
 FAULTS = [
-    Fault(stale_ticket, tokens_under_delays),
-    Fault(stale_ticket, bits_of_graph_and_eager),
+    Fault(stale_launch_input, tokens_under_delays),
+    Fault(stale_launch_input, bits_of_graph_and_eager),
     Fault(copies_that_do_not_wait, tokens_under_delays),
     Fault(results_read_before_they_are_there, tokens_under_delays),
     Fault(a_ring_of_one, tokens_under_delays),

@@ -6,8 +6,8 @@ import torch
 
 from espalier.grammar.token_masker import KnownNext
 from espalier.request import SamplingParams
-from espalier.sampling.mask import pack_mask
 from tests.harness import VOCAB, Setup, prompts, request
+from tests.masks import pack_mask
 
 ALLOWED = [3, 5, 9]
 

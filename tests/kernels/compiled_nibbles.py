@@ -13,13 +13,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from espalier.kernels.layers import hopper_experts
 from espalier.kernels.layers.hopper_nibbles import BLOCK_IN, BLOCK_OUT, WARPS
 from espalier.kernels.layers.hopper_products import hopper_linear_kernel
 from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel, nibble_rule
 from espalier.kernels.layers.quantised_tile import CODES
+from espalier.kernels.runtime.launch import Kernel
 from tests.kernels.compiled import CHIP, machine_code
 
 KINDS = {"x_ptr": "*bf16", "codes_ptr": "*i32", "zeros_ptr": "*u8", "out_ptr": "*bf16"}
+# Of experts, whose pairs are sorted.
+TILE_KINDS = dict.fromkeys(("order_ptr", "ends_ptr", "tile_experts_ptr", "tile_begins_ptr"), "*i32")
+TILE_KINDS |= {"live_ptr": "*i1", "weights_ptr": "*fp32", "bias_ptr": "*bf16"}
 ALIGNED = (*KINDS, "scales_ptr", "num_out", "num_in", "x_stride")
 SHAPE = (28672, 4096)
 
@@ -46,12 +51,17 @@ def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
     return {"case": [code, group, rows, zeros, even]} | counts(made, plan.block_out * plan.block_in // plan.warps)
 
 
-def compiled_hopper(code: str, rows: int, zeros: bool, even: bool) -> dict:
-    """Of the kernel for few rows."""
-    constants = {"bias_ptr": None, "MXFP4": code == "mxfp4", "ROWS": rows, "STAGES": 3, "GATED": True, "EVEN_IN": even}
-    constants |= {"DEPENDENT": True} | ({} if zeros else {"zeros_ptr": None})
-    function = hopper_linear_kernel.compiled
-    kinds = KINDS | {"words_ptr": "*i32", "scales_ptr": "*i32" if code == "mxfp4" else "*bf16"}
+def compiled_hopper(kernel: Kernel, code: str, rows: int, zeros: bool, even: bool) -> dict:
+    """Of a kernel for few rows."""
+    constants = {"MXFP4": code == "mxfp4", "ROWS": rows, "STAGES": 3, "EVEN_IN": even, "DEPENDENT": True}
+    constants |= {} if zeros else {"zeros_ptr": None}
+    function = kernel.compiled
+    if kernel is hopper_linear_kernel:
+        constants |= {"GATED": True, "bias_ptr": None}
+    else:
+        of_experts = {"ALPHA": 1.702, "UP_OFFSET": 1.0, "LIMIT": 7.0, "SORTED": True, "LIVE": True}
+        constants |= {name: value for name, value in of_experts.items() if name in function.arg_names}
+    kinds = KINDS | TILE_KINDS | {"words_ptr": "*i32", "scales_ptr": "*i32" if code == "mxfp4" else "*bf16"}
     source = GluonASTSource(
         fn=function,
         signature={name: "constexpr" if name in constants else kinds.get(name, "i32") for name in function.arg_names},
@@ -99,8 +109,15 @@ CASES = [
     ("mxfp4", 32, 16, False, False),
     ("mxfp4", 32, 64, False, True),
 ]
-# (code, rows of the tile, zero points, whether steps divide the columns)
-HOPPER = [("int4", 8, False, True), ("int4", 16, True, False), ("mxfp4", 8, False, True), ("mxfp4", 16, False, False)]
+# (kernel, code, rows of the tile, zero points, whether steps divide the columns)
+HOPPER = [
+    (hopper_linear_kernel, "int4", 8, False, True),
+    (hopper_linear_kernel, "int4", 16, True, False),
+    (hopper_linear_kernel, "mxfp4", 8, False, True),
+    (hopper_linear_kernel, "mxfp4", 16, False, False),
+    (hopper_experts._gated_kernel, "mxfp4", 8, False, False),
+    (hopper_experts._down_kernel, "int4", 16, True, True),
+]
 
 
 if __name__ == "__main__":

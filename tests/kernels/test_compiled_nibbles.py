@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="needs Triton")
 
 # Memory delivers about 25 weights a cycle to a multiprocessor at 70% of its bandwidth, which issues 128 lanes a cycle.
 MOST_A_WEIGHT = 5.0
-# In the kernel for few rows.
+# In the kernels for few rows, of linear layers and of experts.
 MOST_A_WEIGHT_OF_FEW_ROWS = 3.0
 
 

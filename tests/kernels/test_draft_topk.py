@@ -7,7 +7,6 @@ from espalier.errors import EspalierError
 from espalier.kernels.tree import draft_topk as draft_topk_module
 from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.sampling.logit_processors import shape
-from espalier.sampling.mask import pack_mask
 from espalier.sampling.pick import coupled_scores
 from tests.kernels.sampled import (
     ALL_SAMPLING,
@@ -20,6 +19,7 @@ from tests.kernels.sampled import (
     slots_of,
     table_of,
 )
+from tests.masks import pack_mask
 
 # The interpreter evaluates both sides of a `where`, so it warns about values that are not used.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

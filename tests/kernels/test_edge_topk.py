@@ -9,10 +9,11 @@ from espalier.errors import EspalierError
 from espalier.kernels.tree import edge_topk as edge_topk_module
 from espalier.kernels.tree.edge_topk import LowRankEdges, Rows, edge_topk_triton, fill_depth
 from espalier.kernels.tree.select_paths import Candidates
-from espalier.sampling.mask import DraftGuide, pack_mask
+from espalier.sampling.mask import DraftGuide
 from espalier.speculate.sampler import Sampler
 from tests.kernels.sampled import ALL_SAMPLING, ASKED, kernel_rows, slots_of, table_of
 from tests.kernels.treeing import drawn_scores, poisoned, random, same
+from tests.masks import pack_mask
 
 # The interpreter evaluates both sides of a `where`, so it warns about values that are not used.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -115,3 +115,19 @@ def test_registers_let_as_many_programs_run_as_shared_memory_does():
     down = drawn("mxfp4", (2,), 2048, 2048, "cpu")
     for stages, registers in ((3, 128), (4, 168), (6, None)):
         assert launch_options(ProductPlan(64, 256, 4, stages), down, 1, 16, HOPPER)["maxnreg"] == registers
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("mxfp4", 8), ("int4", 16), ("fp8-channel", 16)])
+def test_tiles_are_small_where_a_kernel_has_such_and_experts_have_few_pairs(kind, rows):
+    shape = ExpertsShape(32, 4, 1024, 1024)
+    matrices = drawn(kind, (32,), 2048, 1024, "cpu"), drawn(kind, (32,), 1024, 1024, "cpu", seed=1)
+    found = [plan_for(shape, pairs // 4, torch.bfloat16, HOPPER, matrices).rows for pairs in (64, 128, 256)]
+    assert found[:2] == [rows, rows] and found[2] >= 16
+
+
+def test_tiles_are_small_only_where_both_products_have_that_kernel():
+    """In the other kernel, a tile of 8 pairs would compute those of the next tile too."""
+    for inner, rows in ((768, 8), (704, 16)):
+        matrices = drawn("mxfp4", (32,), 2 * inner, 1024, "cpu"), drawn("mxfp4", (32,), 1024, inner, "cpu", seed=1)
+        plan = plan_for(ExpertsShape(32, 4, 1024, inner), 16, torch.bfloat16, HOPPER, matrices)
+        assert plan.rows == rows, inner

@@ -210,27 +210,32 @@ def best_paths(
     logits_after: of (a token, a depth), the logits of what follows it there; ids: the target token of each draft token.
     """
 
-    def continued(last: int, depth: int) -> list[Node]:
+    def continued(last: int, depth: int) -> list[tuple[int, np.float32]]:
         scores = draft_scores(logits_after(last, depth), ids, request, tokens, depth - 1)
         best = sorted(scores, key=lambda token: (-scores[token], token))[:topk]
-        return [Node((t,), min(scores[t], np.float32(0))) for t in best if scores[t] > -np.inf]
+        return [(t, min(scores[t], np.float32(0))) for t in best if scores[t] > -np.inf]
 
-    paths, found = [Node((), np.float32(0))], []
+    # (path, score): many thousands, so plain pairs.
+    paths: list[tuple[tuple[int, ...], np.float32]] = [((), np.float32(0))]
+    found: list[tuple[tuple[int, ...], np.float32]] = []
     for depth in range(1, steps + 1):
-        best_of: dict[int, list[Node]] = {}
-        for parent in paths:
-            last = parent.path[-1] if parent.path else tokens[-1]
+        best_of: dict[int, list[tuple[int, np.float32]]] = {}
+        for path, _ in paths:
+            last = path[-1] if path else tokens[-1]
             if last not in best_of:
                 best_of[last] = continued(last, depth)
         children = [
-            Node((*parent.path, *child.path), parent.score + child.score)
-            for parent in paths
-            for child in best_of[parent.path[-1] if parent.path else tokens[-1]]
+            ((*path, token), above + score)
+            for path, above in paths
+            for token, score in best_of[path[-1] if path else tokens[-1]]
         ]
-        children.sort(key=lambda node: -node.score)
+        children.sort(key=lambda child: -child[1])
         found += children[: nodes - 1]
         # The children of other paths are not among the nodes - 1 best of their depth, and lead to no row first.
-        kept = list(dict.fromkeys(node.path[-1] for node in children))[:topk]
-        first = {node.path[-1]: i for i, node in reversed(list(enumerate(children)))}
-        paths = [n for i, n in enumerate(children) if n.path[-1] in kept and (i < nodes or first[n.path[-1]] == i)]
-    return sorted(found, key=lambda node: (-node.score, node.depth))[: nodes - 1]
+        first: dict[int, int] = {}
+        for i, (path, _) in enumerate(children):
+            first.setdefault(path[-1], i)
+        kept = set(list(first)[:topk])
+        paths = [c for i, c in enumerate(children) if c[0][-1] in kept and (i < nodes or first[c[0][-1]] == i)]
+    best = sorted(found, key=lambda child: (-child[1], len(child[0])))[: nodes - 1]
+    return [Node(path, score) for path, score in best]

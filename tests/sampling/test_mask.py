@@ -10,9 +10,10 @@ import torch
 from espalier.grammar.token_masker import KnownNext
 from espalier.kernels.sampling.pick import pick_triton
 from espalier.request import SamplingParams
-from espalier.sampling.mask import DraftGuide, mask_words, masked, pack_mask, unpack_mask
+from espalier.sampling.mask import DraftGuide, mask_words, masked, unpack_mask
 from tests.harness import VOCAB, Setup, prompts, request, run
 from tests.kernels.sampled import ASKED, kernel_rows, random_logits, slots_of, table_of
+from tests.masks import pack_mask
 
 
 class Turns:

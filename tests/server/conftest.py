@@ -14,7 +14,7 @@ from tests.worded import worded
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     batches = ("--batch-dir", str(folder / "batches"), "--max-file-bytes", "65536")
-    with serving(folder, "--max-queue", "12", *batches) as served:
+    with serving(folder, "--max-queue", "12", *batches, copied=True) as served:
         yield served
 
 
@@ -34,6 +34,14 @@ def servers(tmp_path_factory):
 
     with ExitStack() as stack:
         yield running
+
+
+@pytest.fixture
+def langchain():
+    """A package that takes a second to import: the worker that needs it does."""
+    import langchain_openai
+
+    return langchain_openai
 
 
 @pytest.fixture(scope="session")

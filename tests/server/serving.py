@@ -25,6 +25,8 @@ ENGINE = {"dtype": "float64", "max_batch": 4, "max_context": 512, "page_size": 1
 # Smaller than the usual tree, so that a round takes less.
 TREE = {"steps": 3, "topk": 2, "num_draft_tokens": 8}
 LONG = {"model": "bundled", "prompt": "def f(x):\n", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+# The bundled tokenizer's token of 29 spaces.
+SPACES = 5386
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 FLAGS = [part for name, value in (ENGINE | TREE).items() for part in ("--" + name.replace("_", "-"), str(value))]
 
@@ -69,11 +71,12 @@ class Served:
         return int(children[0])
 
     def until(self, holds: Any, seconds: float = 20.0) -> None:
-        """Wait for what takes a moment."""
-        end = time.monotonic() + seconds
+        """Wait for what takes a moment.  To look costs the server CPU time, so the pauses grow."""
+        end, pause = time.monotonic() + seconds, 0.01
         while not holds():
             assert time.monotonic() < end, self.log.read_text()[-3000:]
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
 
 
 def connected(served: Served) -> socket.socket:
@@ -95,9 +98,9 @@ def answer(connection: socket.socket) -> tuple[int, str, Any]:
 
 
 def ask_large(connection: socket.socket, headers: str = "") -> None:
-    """A POST whose response is larger than the buffers of a socket."""
-    data = json.dumps({"prompt": "\u0800" * 400_000}).encode()
-    head = HEAD.replace("/v1/completions", "/tokenize") + headers
+    """A POST to /detokenize whose response, of 5 MB, is larger than the buffers of a socket."""
+    data = json.dumps({"tokens": [SPACES] * 180_000}).encode()
+    head = HEAD.replace("/v1/completions", "/detokenize") + headers
     connection.sendall(f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
 
 

@@ -5,8 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -24,6 +22,7 @@ from espalier.server.batch_objects import BatchRequest
 from espalier.server.batches import Batches
 from espalier.server.run import _batch_concurrency
 from espalier.server.stored import Store
+from tests import warm
 from tests.batch.sample import line, outcomes, write
 from tests.batch.valve import valve
 from tests.server.serving import FLAGS, ROOT, Served, serving
@@ -35,13 +34,11 @@ RESPONSE = {"model": "bundled", "temperature": 0, "input": "hi", "max_output_tok
 ENDED = ("completed", "failed", "cancelled", "expired")
 
 
-def started(*arguments):
+def started(log, *arguments):
     """`espalier batch` in a process of its own.  Ctrl-C reaches it also where this process was started to ignore it."""
-    restored = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    command = [sys.executable, "-c", f'{restored}runpy.run_module("espalier", run_name="__main__")', "batch"]
-    command += map(str, arguments)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    with log.open("w") as lines:
+        return warm.server().start("espalier", ["batch", *map(str, arguments)], environment, lines, lines)
 
 
 def until(holds, seconds=100):
@@ -63,16 +60,16 @@ def test_a_killed_batch_goes_on_without_losing_or_repeating_a_line(served, tmp_p
         line(11, url=URLS[2], body=RESPONSE),
         line(32, body={"model": "x"}),
     ]
-    given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    given, out, log = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", tmp_path / "log"
     with valve(served.base) as way:
         flags = ["--url", way.base, "--concurrency", "2"]
         for end, so_far in ((signal.SIGKILL, 2), (signal.SIGINT, 7)):
             way.let(so_far + 1)
-            process = started(given, out, *flags)
+            process = started(log, given, out, *flags)
             until(lambda: process.poll() is not None or num_lines(out) > so_far)  # noqa: B023
             process.send_signal(end)
-            said = process.communicate()[1]
-            assert process.returncode == (-9 if end == signal.SIGKILL else 130), said
+            status, said = process.wait(100), log.read_text()
+            assert status == (-9 if end == signal.SIGKILL else 130), said
             assert (end == signal.SIGKILL) is ("run the same command again to go on" not in said)
             assert so_far < num_lines(out) < 24
         way.let(24)
@@ -345,20 +342,20 @@ def test_two_thousand_lines_killed_three_times(tmp_path, capsys):
         line(i, body={"model": "bundled", "prompt": f"def f{i}(", "max_tokens": 1 + i % 8}) for i in range(1, 2001)
     ]
     given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    chance, seen = random.Random(), []
+    chance, seen, log = random.Random(), [], tmp_path / "log"
     arguments = [str(given), str(out), *FLAGS, "--max-batch", "16", "--num-pages", "800"]
     began = time.monotonic()
     for _ in range(3):
-        process = started(*arguments)
+        process = started(log, *arguments)
         before = num_lines(out)
         until(lambda before=before: num_lines(out) > before, 600)
         time.sleep(chance.uniform(0.2, 6))
         process.kill()
-        process.communicate()
+        process.wait()
         seen.append(num_lines(out))
-    last = started(*arguments)
-    said = last.communicate()[1]
-    assert last.returncode == 0, said
+    last = started(log, *arguments)
+    status, said = last.wait(), log.read_text()
+    assert status == 0, said
     with capsys.disabled():
         print(f"\nlines answered at the kills: {seen}; {time.monotonic() - began:.1f} s; {said.strip()}")
     assert outcomes(out) == dict.fromkeys(range(1, 2001), 200)

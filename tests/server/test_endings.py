@@ -159,7 +159,7 @@ def test_sigterm_finishes_what_runs_and_waits_for_nothing_else(own):
         ask_large(slow)
         # The next on this connection cannot be answered: it stays open.
         slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        own.until(lambda: own.metric("http_requests_total", path="/tokenize", status="200") == 1, 60)
+        own.until(lambda: own.metric("http_requests_total", path="/detokenize", status="200") == 1, 60)
         announce_body(upload)
         _, stream = opened(own, max_tokens=150)
         own.process.send_signal(signal.SIGTERM)

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import openai
 import pytest
-from langchain_core.exceptions import ContextOverflowError
-from langchain_openai import ChatOpenAI
 
 import espalier
 from espalier.cli.main import parse
@@ -213,9 +211,11 @@ def test_codes_that_clients_tell_apart(client, code):
     assert (error.status_code, error.code, error.type) == (status, code, "invalid_request_error")
 
 
-def test_a_context_that_overflows_is_an_error_of_its_own_in_clients(served, client):
+def test_a_context_that_overflows_is_an_error_of_its_own_in_clients(served, client, langchain):
     """By words of the message: openai's own error hides the code from those who look into its text."""
-    chat = ChatOpenAI(model="bundled", base_url=f"{served.base}/v1", api_key="none", max_retries=0)
+    from langchain_core.exceptions import ContextOverflowError
+
+    chat = langchain.ChatOpenAI(model="bundled", base_url=f"{served.base}/v1", api_key="none", max_retries=0)
     with pytest.raises(ContextOverflowError):
         chat.invoke(LONG)
     for body in ({"prompt": LONG}, {"prompt": [1] * 512}):

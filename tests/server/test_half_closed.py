@@ -35,7 +35,7 @@ def idle(served):
     return served.metric("open_samples") == served.metric("running_requests") == served.metric("waiting_requests") == 0
 
 
-@pytest.mark.parametrize("max_tokens", [1, 400])
+@pytest.mark.parametrize("max_tokens", [1, 200])
 def test_a_whole_post_gets_its_whole_answer(served, max_tokens):
     status, body = answer(sent(served, LONG | {"max_tokens": max_tokens}))
     found = json.loads(body)

@@ -4,7 +4,6 @@ import asyncio
 import http.client
 
 import pytest
-from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 
 from espalier import SamplingParams, __version__
@@ -402,8 +401,10 @@ def test_many_at_once_through_the_async_client(served, llm):
     assert asyncio.run(ask_all()) == [output.text for output in llm.generate(prompts, SamplingParams(**GREEDY))]
 
 
-def test_langchain_is_served(served, llm):
-    chat = ChatOpenAI(model="bundled", base_url=f"{served.base}/v1", api_key="none", temperature=0, max_tokens=20)
+def test_langchain_is_served(served, llm, langchain):
+    chat = langchain.ChatOpenAI(
+        model="bundled", base_url=f"{served.base}/v1", api_key="none", temperature=0, max_tokens=20
+    )
     expected = llm.chat(MESSAGES, SamplingParams(**GREEDY)).text
     assert chat.invoke(MESSAGES[0]["content"]).content == expected
     assert "".join(chunk.content for chunk in chat.stream(MESSAGES[0]["content"])) == expected

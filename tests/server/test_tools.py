@@ -6,7 +6,6 @@ from contextlib import ExitStack
 
 import openai
 import pytest
-from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI, OpenAI
 
 from tests.server.scripted import answer, scripted
@@ -225,12 +224,12 @@ def caller(tmp_path_factory):
         yield served
 
 
-def test_a_langchain_agent_calls_a_tool_and_answers(caller):
+def test_a_langchain_agent_calls_a_tool_and_answers(caller, langchain):
     def get_weather(city: str) -> str:
         """The weather of a city."""
         return f"sun in {city}"
 
-    chat = ChatOpenAI(model="bundled", base_url=f"{caller.base}/v1", api_key="none", max_retries=0)
+    chat = langchain.ChatOpenAI(model="bundled", base_url=f"{caller.base}/v1", api_key="none", max_retries=0)
     agent, messages = chat.bind_tools([get_weather]), [("user", "The weather?")]
     asked = agent.invoke(messages)
     [call] = asked.tool_calls

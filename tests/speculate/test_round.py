@@ -15,8 +15,12 @@ from espalier.kernels.tree.accept import Path
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.speculate.round import ModelRunner, commit, decode_round, prefill
+from tests.block import FORMS
 from tests.harness import Setup, prompts, request
+from tests.properties.block_setup import BlockSetup
 from tests.properties.layouts import reference_of
+from tests.properties.mtp_setup import MTPSetup
+from tests.properties.peagle_setup import PEagleSetup
 from tests.properties.watch import Watch, run_watched
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
@@ -48,8 +52,24 @@ def test_an_empty_batch_is_legal(algorithm, attention, needs):
     assert not any(buffer.any() for pair in r.pages.layers.values() for buffer in pair)
 
 
+@pytest.mark.parametrize(
+    "setup",
+    [
+        *(BlockSetup(form=form, steps=3, topk=3, num_draft_tokens=14) for form in FORMS),
+        *(MTPSetup(form=form, steps=3) for form in ((1, "chain"), (3, "chain"), (3, "target"))),
+        PEagleSetup(steps=3),
+    ],
+    ids=lambda setup: f"{type(setup).__name__}-{getattr(setup, 'form', '')}",
+)
+def test_an_empty_batch_is_legal_for_every_kind_of_draft(setup):
+    r = setup.engine().executor.runner
+    with torch.inference_mode():
+        for output in (decode_round(r, NONE, SamplingNeeds()), prefill(r, NONE, NONE, 16, SamplingNeeds())):
+            assert output.path.length.shape == (0,)
+
+
 @algorithms
-def test_an_empty_ticket_is_legal(algorithm):
+def test_an_empty_launch_is_legal(algorithm):
     engine = setup_of(algorithm).engine()
     assert engine.executor.launch(LaunchInput(slots=(), needs=SamplingNeeds())).result() == []
     assert engine.step() == [] and not engine.has_work

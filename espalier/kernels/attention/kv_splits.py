@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # Splits start at multiples of this.  No kernel has a larger BLOCK_N.
 SPLIT_STEP = 64
-# A shorter split costs more to merge than it saves.  Shorter ones pay for up to SMALL_TILE packed queries, which have
-# few partial results, and for one tile of latent rows, which is read slowly.  Large tiles have many.
+# The least rows of a split: a shorter one costs more to merge than it saves.  Up to SMALL_TILE packed queries have few
+# partial results, large tiles many.  One tile of latent rows is read slowly, so short splits pay there too.
 MIN_SPLIT_ROWS, MIN_SHORT_SPLIT_ROWS, MIN_LARGE_TILE_SPLIT_ROWS = 128, 64, 320
 SMALL_TILE = 16
 # Longer splits are divided further, for any batch: otherwise one long request among short ones runs alone at the end.

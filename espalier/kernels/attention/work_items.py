@@ -53,8 +53,7 @@ def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
     """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
     The trigger comes after the wait, so the merge may read the splits before its own wait (merge_splits.py).  A large
-    merge starts when all programs of this kernel have ended: earlier, its programs would crowd the few processors that
-    are free first.
+    merge starts when this kernel has ended: earlier, its programs would crowd the few processors that are free first.
     """
     pdl_wait(DEPENDENT)
     num_splits = tl.load(start_ptr + batch)

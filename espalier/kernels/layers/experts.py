@@ -7,7 +7,8 @@ number of experts, so the launches can be captured; programs without a tile retu
 differ, so for a single row each pair is a tile, and nothing is sorted.  `_down_kernel` prefetches its first weights
 while `_gated_kernel` runs.
 
-For few rows the tiles of shared experts run in the same two launches (experts_shared.py).
+For few rows the tiles of shared experts run in the same two launches (experts_shared.py).  On Hopper, few pairs of
+experts in 4 bits have kernels of their own in the place of these two (hopper_experts.py), with the same bits.
 
 The K results of a row are not summed here.  The next norm adds them in float32, in order of choice and then the shared
 experts' pieces in order of their columns: the same order in every batch.  Below, the place of a pair is its index in
@@ -38,6 +39,7 @@ from espalier.kernels.layers.experts_shared import (
 )
 from espalier.kernels.layers.experts_tiles import Tiles, tiles_of
 from espalier.kernels.layers.experts_tuning import plan_for
+from espalier.kernels.layers.hopper_experts import is_hopper_experts, launch_down, launch_gated
 from espalier.kernels.layers.linear import block_rows, gate_and_up, weight_rows
 from espalier.kernels.layers.linear_quantised import (
     STEPS_BEHIND_A_NORM,
@@ -283,6 +285,9 @@ def gated_triton(
     pieces = 0 if shared is None else shared.pieces(inner)
     out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.experts.device)
     grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
+    if isinstance(gate_up, QuantisedMatrix) and is_hopper_experts(operands[0], gate_up, tiles, plan, 2, chip(out)):
+        launch_gated(operands[0], gate_up, bias, tiles, out, top_k, activation, grid, chip(out))
+        return out
     _gated_kernel[grid](
         *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
         *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
@@ -314,6 +319,9 @@ def down_triton(
     parts = weights.new_empty(top_k + pieces + extra, num_rows, hidden)
     operands, constants = _operands(gated, down)
     grid = -(-hidden // plan.block_out), pieces + len(tiles.experts)
+    if isinstance(down, QuantisedMatrix) and is_hopper_experts(operands[0], down, tiles, plan, 1, chip(parts)):
+        launch_down(operands[0], down, bias, weights.contiguous(), tiles, parts, grid, chip(parts))
+        return parts
     _down_kernel[grid](
         *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),

@@ -103,6 +103,10 @@ class ProductPlan:
     warps: int
     stages: int
 
+    def tile(self, matrices: int) -> tuple[int, int, int]:
+        """block_out, block_in and warps of the one product that gate and up (2 matrices) or down (1) are."""
+        return matrices * self.block_out, self.block_in, self.warps
+
     def stage_bytes(self, matrices: int, rows: int, itemsize: int) -> int:
         return (matrices * self.block_out + block_rows(rows)) * self.block_in * itemsize
 

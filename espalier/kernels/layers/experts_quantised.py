@@ -12,7 +12,6 @@ from torch import Tensor
 from espalier.kernels.layers.experts_plan import MIN_STAGES, ExpertsPlan, ExpertsShape, ProductPlan
 from espalier.kernels.layers.linear import RESERVED_SHARED_MEMORY, TritonPlan, block_rows
 from espalier.kernels.layers.linear_quantised import (
-    KEPT_SHARED_MEMORY,
     STREAMED_ROWS,
     fp8_rule,
     max_block_in,
@@ -73,7 +72,7 @@ def launch_options(plan: ProductPlan, weight: QuantisedMatrix, matrices: int, ro
     block_in = min(plan.block_in, max_block_in(weight))
     of_stage = stage_bytes(TritonPlan(matrices * plan.block_out, block_in, 1, plan.warps, 1), block_rows(rows), weight)
     stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
-    sharing = max((gpu.shared_memory + KEPT_SHARED_MEMORY) // (stages * of_stage + KEPT_SHARED_MEMORY), 1)
+    sharing = max(gpu.programs_with(stages * of_stage), 1)
     registers = max(REGISTERS // (WARP * plan.warps * sharing) // UNIT * UNIT, MIN_REGISTERS)
     return {
         "BLOCK_IN": block_in,

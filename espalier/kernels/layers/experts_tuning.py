@@ -21,6 +21,8 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import PAIRS_BUCKETS, ExpertsPlan, ExpertsShape, ProductPlan, rule
 from espalier.kernels.layers.experts_quantised import quantised_rule
+from espalier.kernels.layers.hopper_products import FEW_ROWS, TILE, takes_format
+from espalier.kernels.layers.linear import MIN_BLOCK_ROWS
 from espalier.kernels.layers.linear_tuning import (
     DTYPES,
     SHIPPED,
@@ -29,10 +31,13 @@ from espalier.kernels.layers.linear_tuning import (
     write_entries,
 )
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.runtime.launch import Chip
+from espalier.kernels.runtime.launch import Chip, power_of_two
 
 # Key of the list of tables in the file.
 ENTRIES = "experts"
+
+# Mean pairs of an expert up to which tiles have FEW_ROWS where a kernel has such tiles.
+FEW_PAIRS = 4
 
 # (hidden, inner) of an expert, and its plans in the order of PAIRS_BUCKETS.
 Size = tuple[int, int]
@@ -65,7 +70,15 @@ def plan_for(
     plan = _measured_or_rule(shape, rows, dtype, gpu)
     # The experts of one row differ: there is nothing to sort.
     plan = replace(plan, rows=1) if rows == 1 else plan
-    return plan if matrices is None else quantised_rule(shape, rows, plan, *matrices, gpu)
+    if matrices is None:
+        return plan
+    is_few = plan.rows == MIN_BLOCK_ROWS and power_of_two(rows) * shape.top_k <= FEW_PAIRS * shape.num_experts
+    if is_few and all(isinstance(m, QuantisedMatrix) and takes_format(m, dtype, FEW_ROWS, gpu) for m in matrices):
+        few = quantised_rule(shape, rows, replace(plan, rows=FEW_ROWS), *matrices, gpu)
+        if few.gated.tile(2) == few.down.tile(1) == TILE:
+            # Half of the products; an expert seldom has more pairs.
+            return few
+    return quantised_rule(shape, rows, plan, *matrices, gpu)
 
 
 def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:

@@ -52,6 +52,12 @@ def rows_of_block(block, num_out, GATED: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon_kernel
+def scales_of_row(num_in, MXFP4: gl.constexpr):
+    """Words of exponents, or groups, of a row of the matrix."""
+    return gl.cdiv(num_in, 256) * 2 if MXFP4 else gl.cdiv(num_in, 128)
+
+
+@gluon_kernel
 def _halves(words):
     """The left and the right half of [64, W]."""
     W: gl.constexpr = words.shape[1]
@@ -135,7 +141,10 @@ def _places(block, num_out, row_size, COLUMNS: gl.constexpr, GATED: gl.constexpr
 
 @gluon_kernel
 def _copy_codes(shared, stage, matrix, places, k, row_words, MXFP4: gl.constexpr, EVEN_IN: gl.constexpr):
-    """Start the copies of the words, and of the exponents, of columns k .. k + 256.  places: of those of column 0."""
+    """Start the copies of the words, and of the exponents, of columns k .. k + 256.
+
+    places: (of the words, of the exponents), for columns 0 .. 256.
+    """
     words, exponents = places
     if EVEN_IN:
         hopper.async_copy.async_copy_global_to_shared(shared.words.index(stage), matrix.words + k // 8 + words)
@@ -254,8 +263,7 @@ def nibble_product(
         gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, 256], gl.NVMMASharedLayout(128, 16, 2)),
     )
     row_words = num_in // 32 * 4
-    # Words of exponents, or groups.
-    row_scales = gl.cdiv(num_in, 256) * 2 if MXFP4 else gl.cdiv(num_in, 128)
+    row_scales = scales_of_row(num_in, MXFP4)
     places = (
         _places(block, num_out, row_words, 32, GATED, COPIED),
         _places(block, num_out, row_scales, 2, GATED, COPIED_EXPONENTS),

@@ -5,7 +5,7 @@ It computes what the kernel of linear_quantised.py computes, to the bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from espalier.kernels.layers.hopper_nibbles import (
     nibble_product,
     rows_of_block,
 )
-from espalier.kernels.layers.linear import TritonPlan
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.silu import silu_times
 from espalier.kernels.runtime.launch import Chip, gluon_kernel
@@ -28,29 +27,35 @@ from espalier.kernels.runtime.pdl import HOPPER, early, pdl_trigger
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
 
-MAX_ROWS = 16
+# Rows of a tile.
+FEW_ROWS, MAX_ROWS = 8, 16
+# block_out, block_in and warps of the plans that the kernels take.
+TILE = (BLOCK_OUT, BLOCK_IN, WARPS)
 MAX_STAGES, MAX_SPLITS, MIN_STEPS = 8, 8, 2
-# Programs that share a multiprocessor if there are as many, and what the driver keeps of its shared memory for each.
-PROGRAMS, KEPT_SHARED_MEMORY = 4, 1024
+# Programs that share a multiprocessor if there are as many.
+PROGRAMS = 4
 
 
 def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Chip) -> bool:
-    """Whether the kernel can multiply the weight with `rows` rows of this dtype."""
+    """Whether the kernels can multiply the weight with `rows` rows, or tiles of as many, of this dtype."""
     is_int4 = weight.code == "int4" and weight.group == GROUP < weight.shape[-1]
     is_few = gpu.capability == HOPPER and rows <= MAX_ROWS
     return is_few and dtype == torch.bfloat16 and (weight.code == "mxfp4" or is_int4)
 
 
-def is_hopper_product(x: Tensor, weight: QuantisedMatrix, plan: TritonPlan, gpu: Chip) -> bool:
-    """Whether the kernel takes the product.  It has one tile, and chooses its stages itself."""
+def is_hopper_product(x: Tensor, weight: QuantisedMatrix, rows: int, tile: tuple[int, int, int], gpu: Chip) -> bool:
+    """Whether these kernels, or those of hopper_experts.py, take a product.
+
+    x: all inputs; rows: of a tile of them; tile: block_out, block_in and warps of the plan.  The kernels choose their
+    stages themselves.
+    """
     # Copies of 16 bytes, and places in 32 bits.
     is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31
-    is_tile = (plan.block_out, plan.block_in, plan.warps) == (BLOCK_OUT, BLOCK_IN, WARPS)
-    return takes_format(weight, x.dtype, len(x), gpu) and is_tile and is_aligned
+    return takes_format(weight, x.dtype, rows, gpu) and tile == TILE and is_aligned
 
 
 def splits_of(num_out: int, num_in: int, gpu: Chip) -> int:
-    """Split-K of a layer whose columns are split: all programs at once, and MIN_STEPS steps each."""
+    """The splits of a layer that is split: all programs run at once, each with MIN_STEPS steps at least."""
     blocks, steps = -(-num_out // BLOCK_OUT), -(-num_in // BLOCK_IN)
     return max(min(PROGRAMS * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
 
@@ -59,34 +64,43 @@ def launch_linear(
     x: Tensor, weight: QuantisedMatrix, bias: Tensor | None, out: Tensor, grid: tuple[int, int], gated: bool, gpu: Chip
 ) -> None:
     """Write x · weightᵀ + bias to out, as _linear_quantised_kernel.  grid: (blocks of weight rows, splits)."""
-    # Words of exponents.
-    scales = weight.scales.view(torch.int32) if weight.code == "mxfp4" else weight.scales
-    tile = 8 if len(x) <= 8 else MAX_ROWS
     hopper_linear_kernel[grid](
-        *(x, weight.codes.view(torch.int32), scales, weight.zeros, bias, out),
-        *(len(x), out.shape[-1], x.shape[1], x.stride(0)),
-        MXFP4=weight.code == "mxfp4",
-        ROWS=tile,
-        STAGES=stages(tile, grid[0] * grid[1], gpu),
+        *(x, *pointers_of(weight), bias, out, len(x), out.shape[-1], x.shape[1], x.stride(0)),
         GATED=gated,
-        EVEN_IN=x.shape[1] % BLOCK_IN == 0,
-        num_warps=WARPS,
-        **early(gpu),
+        **options_of(weight, len(x), grid, gpu),
     )
+
+
+def pointers_of(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Words of codes, scales (words of exponents for MXFP4) and zero points."""
+    scales = weight.scales.view(torch.int32) if weight.code == "mxfp4" else weight.scales
+    return weight.codes.view(torch.int32), scales, weight.zeros
+
+
+def options_of(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: Chip) -> dict[str, Any]:
+    """Constants and launch options.  rows: of a tile."""
+    tile = FEW_ROWS if rows <= FEW_ROWS else MAX_ROWS
+    return {
+        "MXFP4": weight.code == "mxfp4",
+        "ROWS": tile,
+        "STAGES": stages(tile, grid[0] * grid[1], gpu),
+        "EVEN_IN": weight.shape[-1] % BLOCK_IN == 0,
+        "num_warps": WARPS,
+        **early(gpu),
+    }
 
 
 def stages(tile: int, programs: int, gpu: Chip) -> int:
     """As many as fit when programs share a multiprocessor, of `programs` programs with `tile` rows of inputs."""
     stage = BLOCK_OUT * BLOCK_IN // 2 + BLOCK_OUT * BLOCK_IN // 32 + tile * BLOCK_IN * 2
     sharing = min(-(-programs // gpu.processors), PROGRAMS)
-    fitting = ((gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY) // stage
-    return max(min(fitting, MAX_STAGES), 2)
+    return max(min(gpu.shared_memory_of(sharing) // stage, MAX_STAGES), 2)
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
-def _gate_and_up(tile):
+def gate_and_up_of(tile):
     """As gate_and_up (linear.py)."""
     ROWS: gl.constexpr = tile.shape[1]
     return gl.split(tile.reshape(4, 2, 8, ROWS).permute(0, 2, 3, 1).reshape(32, ROWS, 2))
@@ -119,7 +133,7 @@ def hopper_linear_kernel(
     result = acc.to(out_ptr.dtype.element_ty)
     WRITTEN: gl.constexpr = 32 if GATED else 64
     if GATED:
-        gate, up = _gate_and_up(result)
+        gate, up = gate_and_up_of(result)
         result = silu_times(gate.to(gl.float32), up.to(gl.float32)).to(out_ptr.dtype.element_ty)
     OUT: gl.constexpr = result.type.layout
     row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT)), 0)

@@ -81,8 +81,6 @@ NIBBLE_TILES = {
 MAX_STAGES = 6
 # From this number of columns on, the last step may be partly empty.
 RAGGED_IN = 1024
-# Bytes that the driver keeps of a multiprocessor's shared memory, for each program.
-KEPT_SHARED_MEMORY = 1024
 
 
 def linear_quantised(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
@@ -183,7 +181,7 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
     inputs, input_scales = kernel_inputs(x, weight)
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
     gpu = chip(inputs)
-    if is_hopper_product(inputs, weight, plan, gpu):
+    if is_hopper_product(inputs, weight, rows, (plan.block_out, plan.block_in, plan.warps), gpu):
         grid = -(-num_out // block_written), plan.splits
         launch_linear(inputs, weight, bias, out, grid, gated, gpu)
         return out
@@ -312,7 +310,7 @@ def fp8_rule(
         sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
         most = MAX_STAGES
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
-    shared = (gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY
+    shared = gpu.shared_memory_of(sharing)
     # Where products bind, one program with deep stages is faster than two on a multiprocessor.
     return replace(plan, stages=max(min(shared // (block_in * (block_out + tile * input_bytes)), most), 1))
 
@@ -331,7 +329,7 @@ def nibble_rule(
     splits = max(min(aim // programs, max_splits, num_in // block_in // 4), 1)
     # All programs at once if that many can share a multiprocessor: a second wave would be mostly empty.
     sharing = min(-(-programs * splits // gpu.processors), together)
-    shared = (gpu.shared_memory + KEPT_SHARED_MEMORY) // sharing - KEPT_SHARED_MEMORY
+    shared = gpu.shared_memory_of(sharing)
     plan = TritonPlan(block_out, block_in, splits, warps, 1)
     # One stage less for the codes: the step that runs has them in registers.
     codes, inputs = codes_bytes(plan, code), tile * plan.block_in * 2

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LinearPlans:
-    """The plans of one weight shape, in the order of ROWS_BUCKETS; None: F.linear."""
+    """The plans of one weight shape, in the order of ROWS_BUCKETS.  None: F.linear; of quantised weights, the rule."""
 
     by_bucket: tuple[LinearPlan, ...] = (None,) * len(ROWS_BUCKETS)
 

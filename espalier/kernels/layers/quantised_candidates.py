@@ -8,7 +8,6 @@ from itertools import zip_longest
 
 from espalier.kernels.layers.linear import RESERVED_SHARED_MEMORY, TritonPlan, block_rows
 from espalier.kernels.layers.linear_quantised import (
-    KEPT_SHARED_MEMORY,
     MAX_BLOCK_ROWS,
     STREAMED_ROWS,
     codes_bytes,
@@ -72,8 +71,7 @@ def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chi
     """Microseconds by a model of memory alone.  Wrong by far, but the best plans come first."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
-    used = stage_bytes(plan, tile, weight) * plan.stages + KEPT_SHARED_MEMORY
-    sharing = min((gpu.shared_memory + KEPT_SHARED_MEMORY) // used, WARPS // plan.warps)
+    sharing = min(gpu.programs_with(stage_bytes(plan, tile, weight) * plan.stages), WARPS // plan.warps)
     step = codes_bytes(plan, weight.code)
     bytes_of_one = step * num_in / plan.block_in / plan.splits
     waves, rest = divmod(programs, sharing * gpu.processors)

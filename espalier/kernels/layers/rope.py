@@ -325,7 +325,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin: [N, 1, rotary], see RopeAndNorm.
     """
     rotary = cos.shape[-1]
-    values = x[..., :rotary]
-    left, right = values.chunk(2, dim=-1)
-    rotated = torch.addcmul(values * cos, torch.cat((right, left), dim=-1), sin).to(x.dtype)
-    return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), -1)
+    values = x if rotary == x.shape[-1] else x[..., :rotary]
+    rotated = torch.addcmul(values * cos, values.roll(rotary // 2, -1), sin).to(x.dtype)
+    return rotated if values is x else torch.cat((rotated, x[..., rotary:]), -1)

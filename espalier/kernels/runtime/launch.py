@@ -23,6 +23,8 @@ from espalier.errors import EspalierError
 SHARED_MEMORY_CAP = "ESPALIER_SHARED_MEMORY"
 # Bytes per block on the smallest supported GPU.  Launchers assume it in Triton's interpreter.
 SMALLEST_SHARED_MEMORY = 99 * 1024
+# Bytes that the driver keeps of a multiprocessor's shared memory, for each program.
+KEPT_SHARED_MEMORY = 1024
 # Above this many programs per SM, starting the programs takes longer than running them (see `oversubscribed`).
 PROGRAMS_A_PROCESSOR = 12
 
@@ -79,8 +81,8 @@ class Kernel:
 
 class GluonKernel(Kernel):
     """A function in Gluon, Triton's language with explicit layouts, shared memory and warps.  Its module's globals get
-    `gl` and, for Hopper's instructions, `hopper`.  It may call a Kernel that takes only scalars.  A Kernel may not call
-    a GluonKernel.
+    `gl` and, for Hopper's instructions, `hopper`.  It may call a Kernel that computes with scalars, or value by value:
+    that makes no tensor, which would need a layout.  A Kernel may not call a GluonKernel.
 
     Triton's interpreter does not run Gluon.  A Kernel computes the same result, bit for bit; tests/gpu and
     tests/kernels compare the two.
@@ -138,6 +140,14 @@ class Chip:
     shared_memory: int
     processors: int
     capability: tuple[int, int]
+
+    def shared_memory_of(self, programs: int) -> int:
+        """Bytes of shared memory for each of `programs` programs that share a multiprocessor."""
+        return (self.shared_memory + KEPT_SHARED_MEMORY) // programs - KEPT_SHARED_MEMORY
+
+    def programs_with(self, shared_memory: int) -> int:
+        """The programs that share a multiprocessor if each has so many bytes of shared memory."""
+        return (self.shared_memory + KEPT_SHARED_MEMORY) // (shared_memory + KEPT_SHARED_MEMORY)
 
 
 def chip(tensor: Tensor) -> Chip:

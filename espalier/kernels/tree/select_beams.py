@@ -116,7 +116,7 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     scores = usable(scores)
     bits = scores.contiguous().view(torch.int32)
     # Integers in the order of the floats; the low half of a key breaks ties by index.
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    ordered = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()
     keys = (ordered << 32) + torch.arange(width - 1, -1, -1, device=scores.device)
     best = keys.topk(min(k, width), -1).indices
     values = scores.gather(-1, best)

@@ -34,7 +34,7 @@ def rounding_of(block: object) -> InputScales | None:
     return None if reads is None else reads.rounding
 
 
-def rows_of(x: Tensor, shape: tuple[int, int], needed: Tensor) -> Tensor:
+def needed_rows(x: Tensor, shape: tuple[int, int], needed: Tensor) -> Tensor:
     """Of x [B·Q, ...], the row `needed` [B] of each request: [B, ...].  shape: (B, Q)."""
     return x[torch.arange(shape[0], device=x.device) * shape[1] + needed]
 
@@ -77,8 +77,8 @@ class DecoderLayer:
         Does not write to the x that it gets, because x may have been captured.
         """
         if needed is not None:
-            attend, x = partial(attend, needed=needed), rows_of(x, shape, needed)
-            live = None if live is None else rows_of(live, shape, needed)
+            attend, x = partial(attend, needed=needed), needed_rows(x, shape, needed)
+            live = None if live is None else needed_rows(live, shape, needed)
         delta = self.attention(normed, rope_and_norm, attend, layer, shape)
         if isinstance(self.mlp, MixtureMLP):
             return self.mlp.after(self.mlp_norm, delta, x, live)
@@ -131,7 +131,7 @@ class Decoder:
         inputs[len(self.layers)] = x
         captured = torch.cat([inputs[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None
         if needed is not None:
-            hidden = rows_of(hidden, shape, needed) if of_last is None else hidden
+            hidden = needed_rows(hidden, shape, needed) if of_last is None else hidden
             shape = (shape[0], 1)
         return ModelOutput(hidden=hidden.unflatten(0, shape), captured=captured)
 

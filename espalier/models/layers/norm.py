@@ -49,9 +49,9 @@ class RMSNorm:
     def both_after(
         self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
     ) -> tuple[Tensor, Tensor, Rows]:
-        """As `after`, and behind it the norm rounded in the same launch, on a GPU, for widths that `rounds_norm` takes.
+        """As `after`, and a third value: the norm as `rounding` rounds it, in the same launch; None: the norm again.
 
-        rounding None: the norm once more.
+        rounding: on a GPU alone, for widths that `rounds_norm` takes.
         """
         if rounding is not None:
             return norm_and_rounded_triton(delta, residual, self.weight, self.eps, rounding)

@@ -145,21 +145,20 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
         assert target_features is not None
-        features, pieces = self.draft.fuse(target_features), None if last is None else last.piece
-        modules, is_split = module_rows(slots, self.spec.modules), pieces is not None
+        features, modules = self.draft.fuse(target_features), module_rows(slots, self.spec.modules)
+        pieces = None if last is None else last.piece
+        is_split = pieces is not None
         feeds = self.feeds(slots, modules, features, length, is_split) if self.spec.modules > 1 else None
         # Only the output at the last token is kept, but the next module reads all.
         needed = None if last is None or feeds is not None else last.row
         hidden = self._extend_module(1, modules[0], (features, None), length, is_split, needed)
-        kept = {"hidden": (hidden, length)}
+        kept = {"hidden": (hidden, length if needed is None else torch.ones_like(length))}
         if feeds is not None:
             feeds.outputs.append(hidden)
             for module in range(2, self.spec.modules + 1):
                 feed = feeds.of(module)
                 feeds.outputs.append(self._extend_module(module, modules[module - 1], feed, length, is_split))
                 kept[feed_name(module)] = feeds.kept(module)
-        if needed is not None:
-            kept["hidden"] = hidden, torch.ones_like(length)
         if pieces is not None:
             slots = replace(slots, index=slots.index[pieces])
             kept = {name: (values[pieces], count[pieces]) for name, (values, count) in kept.items()}
