@@ -3,9 +3,9 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -96,10 +96,12 @@ class LLM:
             groups = self._requests(_as_list(prompts), params)
             requests = [request for group in groups for request in group]
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
-            for chunk in self._run(requests):
-                texts[chunk.request_id].append(chunk.text)
-                if on_chunk is not None:
-                    on_chunk(chunk)
+            # Closed at once: whoever keeps an error of on_chunk would keep the requests running.
+            with closing(self._run(requests)) as chunks:
+                for chunk in chunks:
+                    texts[chunk.request_id].append(chunk.text)
+                    if on_chunk is not None:
+                        on_chunk(chunk)
         return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
@@ -231,7 +233,7 @@ class LLM:
             with naming(request.arrival - requests[0].arrival, prompts), self._turn.whole():
                 self.engine.add(request)
 
-    def _run(self, requests: list[Request]) -> Iterator[OutputChunk]:
+    def _run(self, requests: list[Request]) -> Generator[OutputChunk, None, None]:
         """Queue the requests and yield their chunks until all have ended.  Leaving early aborts the others."""
         unread: deque[OutputChunk] = deque()
         try:
