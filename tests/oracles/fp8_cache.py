@@ -14,9 +14,12 @@ VALUES = torch.tensor(POSITIVE[:-1], dtype=torch.float64)
 
 
 def nearest(x: Tensor) -> Tensor:
-    """The nearest E4M3 value, in x's dtype, ties to even mantissas; past the largest it is the largest."""
+    """The nearest E4M3 value, in x's dtype, ties to even mantissas; past the largest it is the largest.
+
+    From float64 by way of float32, as PyTorch converts: what is a hair above a middle is a tie there.
+    """
     middles = (VALUES[1:] + VALUES[:-1]) / 2
-    magnitude = x.double().abs()
+    magnitude = x.float().double().abs()
     low = torch.searchsorted(middles, magnitude)
     # At a middle: the code below is `low`, and the even one wins.
     tie = (low < len(middles)) & (middles[low.clamp(max=len(middles) - 1)] == magnitude) & (low % 2 == 1)
