@@ -123,7 +123,7 @@ class Parser(ArgumentParser):
 
 
 class LazyParser(Parser):
-    """A command's parser, which imports the module of the flags when they are first needed, and that of run to run."""
+    """A command's parser, which imports the module of its flags when they are first needed."""
 
     command: Command | None = None
 
