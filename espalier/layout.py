@@ -6,11 +6,12 @@ against it on the host, without reading from the device.
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeVar
 
 from espalier.errors import EspalierError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
@@ -25,7 +26,7 @@ NODE_LOGITS_BYTES = 2**31
 # The row of the page buffers that padding uses.  It stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
 
-Number = TypeVar("Number", int, Tensor)
+Number = TypeVar("Number", int, "Tensor")
 
 
 def max_draft_tokens(steps: int, topk: int) -> int:
@@ -330,7 +331,7 @@ class RoundLayout:
                 f"both follow from {self}: launch fewer or narrower chunks, or raise chunk_size"
             )
 
-    def require(self, name: str, tensor: Tensor, *shape: int) -> None:
+    def require(self, name: str, tensor: "Tensor", *shape: int) -> None:
         """Check a buffer's shape on the host; -1 accepts any size.
 
         Raises EspalierError with the buffer's name, both shapes, and this layout.

@@ -22,9 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from espalier.bench import engines
 from espalier.bench.clients import exchange_all, request_of
 from espalier.bench.engines import BenchEngine, OfShape, engines_of, load_sizes
+from espalier.bench.flags.engines import add_flags
 from espalier.bench.serve import sharing_the_gpu
 from espalier.bench.server import free_port, stop, wait_until_served
 from espalier.cli import shape_worker
@@ -386,7 +386,7 @@ def main() -> int:
     )
     parser.add_argument("--front", type=int)
     parser.add_argument("--sent")
-    engines.add_flags(parser)
+    add_flags(parser)
     args = parser.parse_args()
     args.measured = "serve"
     if args.front is not None:

@@ -6,7 +6,7 @@ without, as in overlap; what the plan itself costs on the host is printed beside
 """
 
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
@@ -20,7 +20,6 @@ from espalier.bench.timing import Stopwatch
 from espalier.errors import EspalierError
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
-from espalier.terminal.flags import add_json_flag, whole_numbers
 from espalier.terminal.machine import require_gpu
 
 SIZES = ((1, 64, 4096), (1, 64, 32768), (8, 32, 4096), (32, 16, 4096), (64, 8, 4096), (1, 8, 65536))
@@ -49,14 +48,6 @@ class Cell:
     host_us: float = 0.0
     error: float = 0.0
     refused: str = ""
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--page-size", type=whole_numbers, default=[1, 16, 64, 256], metavar="N,N", help="page sizes (1,16,64,256)"
-    )
-    parser.add_argument("--backends", default="", metavar="A,B", help="names of backends (all that are installed)")
-    add_json_flag(parser)
 
 
 def run(args: Namespace) -> int:

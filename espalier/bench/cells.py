@@ -4,13 +4,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from espalier.bench.flags.round import CELL_EXAMPLES
 from espalier.engine.prefill_policy import next_pass
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
 
 FORM = re.compile(r"(\d+)x(\d+):(?:(plain)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
-EXAMPLES = "1x1024:5,8,64, 8x1024:plain or 1x8192:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
 PLAIN = (0, 1, 1)
 # Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.
 WARM_UP = 6
@@ -75,7 +75,7 @@ def parse_cells(texts: Sequence[str], page_sizes: Sequence[int]) -> tuple[Cell, 
     for text in texts:
         match = FORM.fullmatch(text)
         if match is None:
-            raise EspalierError(f"--cells {text!r} is not a cell; write {EXAMPLES}")
+            raise EspalierError(f"--cells {text!r} is not a cell; write {CELL_EXAMPLES}")
         batch, context, plain, *tree, pages = match.groups()
         sizes = PLAIN if plain else (int(tree[0]), int(tree[1]), int(tree[2]))
         if not plain and not sizes[0]:

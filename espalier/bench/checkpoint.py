@@ -1,94 +1,21 @@
 """`espalier bench foundry`: write a synthetic checkpoint, a target and its draft of a named shape, for any engine."""
 
 import json
-from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from argparse import Namespace
 
 import torch
 from rich.text import Text
 
-from espalier.config import DTYPES, EngineConfig
+from espalier.config import EngineConfig
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_tuning import DENSE
-from espalier.models.quantisers import QUANTISERS
 from espalier.startup.resolve import choose_device
-from espalier.synthetic.chain import MODES, predicted_accept_length
+from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, write
-from espalier.synthetic.mtp import FORMS
-from espalier.synthetic.shapes import SHAPES, find_shape
+from espalier.synthetic.shapes import find_shape
 from espalier.terminal.console import QUIET, print_table, stdout
 
 # Trees whose accept length is printed: steps, topk, nodes.
 TREES = ((5, 8, 64), (5, 4, 16), (3, 2, 8), (5, 1, 6))
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="DIR/target and DIR/draft are made there"
-    )
-    parser.add_argument("--seed", type=int, default=Recipe.seed, metavar="N", help="seed of all weights (0)")
-    parser.add_argument(
-        "--mode", choices=MODES, default=Recipe.mode, help="copy: the text depends on K/V rows far back (chain)"
-    )
-    parser.add_argument(
-        "--reach", type=int, default=Recipe.reach, metavar="N", help="farthest position back in mode copy (256)"
-    )
-    parser.add_argument(
-        "--routing-correlation",
-        type=float,
-        default=Recipe.routing_correlation,
-        metavar="X",
-        help="from 0 (each token's experts are random) to 1 (neighbouring tokens share theirs) (0)",
-    )
-    parser.add_argument(
-        "--mtp-layers",
-        type=int,
-        default=Recipe.mtp_layers,
-        metavar="N",
-        help="the draft is an MTP head of N layers; 0: an EAGLE-3 head (0)",
-    )
-    parser.add_argument(
-        "--mtp-form",
-        choices=FORMS,
-        default=Recipe.mtp_form,
-        help="what the MTP layers read: the layer before, or the target (chain)",
-    )
-    parser.add_argument(
-        "--block-size",
-        type=int,
-        default=Recipe.block_size,
-        metavar="N",
-        help="the draft is a block draft that proposes N tokens a pass; 0: no block draft (0)",
-    )
-    parser.add_argument(
-        "--block-fade",
-        type=float,
-        default=Recipe.block_fade,
-        metavar="X",
-        help="of the block draft: its skill at each depth, divided by that at the depth before (1)",
-    )
-    parser.add_argument(
-        "--weights", choices=(DENSE, *QUANTISERS), default=DENSE, help="format of the target's matrices (dense)"
-    )
-    skill = parser.add_mutually_exclusive_group()
-    skill.add_argument(
-        "--skill", type=float, metavar="X", help=f"how often the draft's first guess is right ({Recipe.skill})"
-    )
-    skill.add_argument(
-        "--accept-length", type=float, metavar="X", help="choose the skill that gives this accept length at --tree"
-    )
-    parser.add_argument("--tree", type=_tree, default=TREES[0], metavar="S,K,D", help="steps, topk, nodes (5,8,64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the files (bfloat16)")
-    parser.add_argument("--device", default="cpu", help="where weights are drawn; they differ by device (cpu)")
-
-
-def _tree(text: str) -> tuple[int, int, int]:
-    steps, topk, nodes = (int(part) for part in text.split(","))
-    return steps, topk, nodes
-
-
-_tree.__name__ = "tree: steps,topk,nodes, such as 5,8,64"
 
 
 def run(args: Namespace) -> int:

@@ -5,10 +5,9 @@ too, or predicted from one accept length.  If the target has experts, rounds tha
 touches.
 """
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -59,38 +58,6 @@ class TreeTime:
         measured = {"round_ms": self.round_ms, "accept_length": self.accept_length}
         rates = {"tokens_per_second": self.tokens_per_second, "experts_touched": self.experts_touched}
         return {"batch": self.batch, **asdict(self.shape), **measured, **rates}
-
-
-def add_flags(parser: ArgumentParser, mode: Any) -> None:
-    """mode: the group of the modes of `bench round`."""
-    mode.add_argument("--choose", action="store_true", help="the fastest tree at each batch, for --by-batch")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table of --choose there")
-    parser.add_argument(
-        "--accept-length",
-        type=float,
-        metavar="X",
-        help="accept length of the configured tree, to predict the other trees' from (default: all are measured); with "
-        "--shape: accept length of the synthetic draft with tree 5,8,64 (4), and all are measured",
-    )
-    parser.add_argument(
-        "--candidates",
-        type=tree_shape,
-        nargs="+",
-        default=[],
-        metavar="S,K,D",
-        help="steps, topk and num_draft_tokens of trees that --choose compares (the configured tree and smaller ones)",
-    )
-
-
-def tree_shape(text: str) -> TreeShape:
-    """The type of a flag that takes S,K,D."""
-    try:
-        steps, topk, num_draft_tokens = map(int, text.split(","))
-        return TreeShape(steps, topk, num_draft_tokens)
-    except EspalierError as error:
-        raise ArgumentTypeError(f"{text!r} is no tree: {error}") from None
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no tree; use steps,topk,num_draft_tokens, such as 5,4,16") from None
 
 
 def run(args: Namespace, settings: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Engines for a load, with the tree and plain: from a model's files, or from synthetic models of a named shape."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -25,12 +25,8 @@ from espalier.startup.resolve import Facts, choose_algorithm, free_memory, layou
 from espalier.startup.threads import thread_facts
 from espalier.startup.tree_cost import mixture_weights
 from espalier.synthetic.checkpoint import Recipe
-from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import (
-    add_engine_flags,
-    add_json_flag,
-    add_shape_flags,
     engine_settings,
     flag_of,
     refuse_shape_flags,
@@ -162,19 +158,6 @@ def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
     vocab_size = engine.executor.runner.target.config.vocab_size
     facts = ModelFacts(config.model, vocab_size, config.max_context)
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    """The flags of `engines_of`, and --json."""
-    parser.add_argument(
-        "--shape",
-        metavar="NAME",
-        help=f"instead of a model, on a GPU: one of {', '.join(SHAPES)}",
-    )
-    parser.add_argument("--accept-length", type=float, metavar="X", help="of the draft of --shape, at tree 5,8,64 (4)")
-    add_shape_flags(parser)
-    add_json_flag(parser)
-    add_engine_flags(parser)
 
 
 def load_sizes(batch: int, context: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ The time of a round is the mean over the rounds that run every request.  Rounds 
 not count: they are smaller.
 """
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench import engines
-from espalier.bench.choose import tree_shape
 from espalier.bench.drive import empty_prefix_cache, require_pages
 from espalier.bench.engines import BenchEngines, about, engines_of, shape_of
 from espalier.bench.roofline import Roofline, kv_value_bytes
@@ -30,13 +28,11 @@ from espalier.request import Output, SamplingParams
 from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.startup.resolve import layout_of
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import prompt_group, refuse_tree_flags, require_at_least_one
+from espalier.terminal.flags import refuse_tree_flags, require_at_least_one
 
 # Default --prompts: for a named shape, and for a model.
 PROMPTS_OF_SHAPE = [(1, 1024), (8, 1024)]
 PROMPTS_OF_MODEL = [(1, 128), (8, 128)]
-TOKENS = 256
-REPEATS = 3
 # The first rounds of the full batch do not count, because the host runs ahead.
 WARM_UP = 3
 # The fewest rounds that a mean is taken over.
@@ -103,32 +99,6 @@ class Generated:
     accept_length: float
     tokens_per_second: float
     floor_ms: float | None = None
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    engines.add_flags(parser)
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        type=prompt_group,
-        metavar="NxL",
-        help="N prompts of L tokens at once (with --shape: 1x1024 8x1024; of a model: 1x128 8x128)",
-    )
-    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help="tokens of each request (256)")
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="repetitions; medians are used (3)")
-    parser.add_argument(
-        "--tree",
-        type=_tree,
-        metavar="S,K,D|plain",
-        help="steps, topk and num_draft_tokens at every batch, or plain decoding alone; by default the engine's trees",
-    )
-
-
-def _tree(text: str) -> TreeShape:
-    try:
-        return PLAIN if text == "plain" else tree_shape(text)
-    except ArgumentTypeError as error:
-        raise ArgumentTypeError(f"{error}, or plain") from None
 
 
 def run(args: Namespace) -> int:

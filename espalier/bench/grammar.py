@@ -7,7 +7,7 @@ schemas: valid or not, equal with speculation or not, and the accept length with
 
 import json
 import random
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -34,7 +34,7 @@ from espalier.text import TokenBytes
 
 # (nodes of a tree, requests) whose masks are timed.
 MASK_SIZES = ((16, 8), (64, 1))
-BATCH, CONTEXT, TOKENS = 8, 256, 400
+BATCH, CONTEXT = 8, 256
 REPEATS = 9
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -61,19 +61,6 @@ class Vocabulary:
 
     def masker(self, form: Any) -> GrammarMasker:
         return GrammarMasker(form, len(self.tokens), (self.end,), None, lambda t: TokenBytes(self.tokens[t], True))
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    engines.add_flags(parser)
-    parser.add_argument("--tokens", type=int, default=TOKENS, metavar="N", help=f"tokens of each request ({TOKENS})")
-    bulk = parser.add_mutually_exclusive_group()
-    bulk.add_argument("--schemas", type=int, metavar="N", help="generate a value of each of N random JSON schemas")
-    bulk.add_argument(
-        "--suite",
-        type=Path,
-        metavar="FOLDER",
-        help="the same for the schemas of a folder of the JSON-Schema-Test-Suite",
-    )
 
 
 def run(args: Namespace) -> int:

@@ -5,7 +5,7 @@ A cell of attention runs as a model's layers do: one plan, then layer after laye
 layer finds its rows in the L2 cache.  Replays of a CUDA graph are timed by events on the device.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -27,7 +27,6 @@ from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import FP8
 from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
-from espalier.terminal.flags import add_json_flag, whole_numbers
 from espalier.terminal.machine import require_gpu
 
 SPEC = LayerSpec(32, KVHeads(kv_heads=8, k_size=128, v_size=128))
@@ -130,16 +129,6 @@ class ExpertCell:
     touched: float
     bandwidth_share: float
     tflops: float
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--page-size", type=whole_numbers, default=[1, 16, 64, 256], metavar="N,N", help="page sizes (1,16,64,256)"
-    )
-    parser.add_argument(
-        "--in-order", action="store_true", help="use consecutive pages, as a pool that was never full gives them"
-    )
-    add_json_flag(parser)
 
 
 def run(args: Namespace) -> int:

@@ -1,20 +1,12 @@
 """`espalier bench latency`: time to the first token and between tokens under a mixed load, with the tree and plain."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
-from espalier.bench import load
 from espalier.bench.engines import about
 from espalier.bench.load import TIMES, Arrivals, title_of, tree_and_plain
 from espalier.errors import require_number
 from espalier.terminal.console import print_table, write_json
 from espalier.terminal.flags import require_at_least_one
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    load.add_flags(parser)
-    arrivals = parser.add_mutually_exclusive_group()
-    arrivals.add_argument("--concurrency", type=int, metavar="N", help="requests at once, constantly (4)")
-    arrivals.add_argument("--rate", type=float, metavar="X", help="requests a second, as a Poisson process")
 
 
 def run(args: Namespace) -> int:

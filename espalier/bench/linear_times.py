@@ -4,7 +4,7 @@ Weights of a chain of calls differ, so that none is found in the L2 cache.  What
 bandwidth that the bytes of the stored weights make up.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -20,9 +20,8 @@ from espalier.kernels.layers.linear_tuning import DENSE, plans_for
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.scaled_product import is_scaled_product
 from espalier.models.quantisers import QUANTISERS, find_quantiser
-from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import QUIET, print_header, print_table, require_writable, stdout, write_json
-from espalier.terminal.flags import add_json_flag, positive_numbers
+from espalier.terminal.flags import positive_numbers
 from espalier.terminal.machine import require_gpu
 
 DTYPE = torch.bfloat16
@@ -46,18 +45,6 @@ class LayerTime:
     us: float
     bandwidth_share: float
     plan: str
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=list(SHAPES), help="whose layers (llama-3.1-8b)")
-    parser.add_argument(
-        "--weights",
-        default="dense,fp8,fp8-block,int4,mxfp4",
-        metavar="NAME,NAME",
-        help=f"how they are stored: {DENSE}, {', '.join(QUANTISERS)} (dense,fp8,fp8-block,int4,mxfp4)",
-    )
-    parser.add_argument("--rows", default="1,4,16,64", metavar="N,N", help="rows of the inputs (1,4,16,64)")
-    add_json_flag(parser)
 
 
 def run(args: Namespace) -> int:

@@ -3,9 +3,9 @@
 Requests arrive all at once, at a rate, or each as another finishes.  `bench throughput` and `bench latency` report it.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter, sleep
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from espalier.bench import engines
+from espalier.bench.flags.load import INPUTS, OUTPUTS, REQUESTS
 from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.request import Request, SamplingParams
@@ -22,10 +23,6 @@ from espalier.terminal.flags import require_at_least_one
 PERCENTILES = (50, 90, 99)
 # What latency_of has percentiles of.
 TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
-# Defaults: {True: of a named shape on a GPU, False: of a model}.  A bundled model is small.
-INPUTS = {True: (128, 2048), False: (16, 128)}
-OUTPUTS = {True: (64, 512), False: (16, 64)}
-REQUESTS = {True: 128, False: 8}
 
 
 @dataclass(frozen=True)
@@ -184,32 +181,6 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals
 def _request(index: int, prompt: Sequence[int], num_tokens: int) -> Request:
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
     return Request(str(index), list(prompt), params, seed=index, arrival=index)
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    engines.add_flags(parser)
-    parser.add_argument("--requests", type=int, metavar="N", help="requests to serve (128; of a model 8)")
-    parser.add_argument(
-        "--input", type=bounds, metavar="N,N", help=f"tokens of the shortest and longest prompt ({_both(INPUTS)})"
-    )
-    parser.add_argument("--output", type=bounds, metavar="N,N", help=f"the same of the output ({_both(OUTPUTS)})")
-
-
-def _both(lengths: Mapping[bool, tuple[int, int]]) -> str:
-    """The defaults in words, of a shape and of a model."""
-    shape, model = (",".join(map(str, lengths[named])) for named in (True, False))
-    return f"with --shape: {shape}; of a model: {model}"
-
-
-def bounds(text: str) -> tuple[int, int]:
-    """The type of a flag that takes the shortest and the longest length."""
-    low, high = (int(part) for part in text.split(","))
-    if not 1 <= low <= high:
-        raise ValueError
-    return low, high
-
-
-bounds.__name__ = "pair of whole numbers, the smaller first, such as 16,64"
 
 
 def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Served], ResolvedConfig]:

@@ -5,7 +5,7 @@ The memory of the process is sampled: its own pages, without those of files, whi
 """
 
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,7 +22,6 @@ from espalier.models.weights import shards_of, stored_weights
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, require_writable, write_json
-from espalier.terminal.flags import add_json_flag
 
 # Bytes of a read, as large as a disk needs for its full rate.
 READ_BYTES = 16 * 2**20
@@ -45,18 +44,6 @@ class Loading:
     host_bytes: int
     weights_bytes: int
     gpu_bytes: int | None
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("model", help="the target: a directory, or a name as espalier serve takes it")
-    parser.add_argument("--device", default="auto", help="where it is loaded (auto)")
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        choices=("bfloat16", "float16", "float32"),
-        help="dtype of the loaded weights (bfloat16)",
-    )
-    add_json_flag(parser)
 
 
 def run(args: Namespace) -> int:

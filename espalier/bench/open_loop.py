@@ -5,28 +5,26 @@ after another.  Times count from the moment at which a request was due; each has
 """
 
 import asyncio
-import json
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from operator import le
-from pathlib import Path
 from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
 from espalier.bench.asking import Asked, Target, first_model
 from espalier.bench.clients import address_of
-from espalier.bench.load import TIMES, Arrivals, Timeline, bounds, latency_of, title_of
+from espalier.bench.flags.open_loop import BURSTS, CHAT, FIXED, POISSON
+from espalier.bench.load import TIMES, Arrivals, Timeline, latency_of, title_of
 from espalier.bench.plot import LoadPoint, plot_load, require_plot
-from espalier.bench.traffic import CHAT, PATHS, Conversation, Traffic
+from espalier.bench.traffic import Conversation, Traffic
 from espalier.errors import EspalierError, require_number
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
-from espalier.terminal.flags import add_key_flag, api_key, flag_of, given_flags, require_at_least_one
+from espalier.terminal.flags import api_key, flag_of, given_flags, require_at_least_one
 
-POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
         "rate": [2.0],
@@ -44,53 +42,6 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
     }
 )
 OPTIONAL = ("ttft_limit", "itl_limit", "extra_body", "api_key", "plot")
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("a load on running servers")
-    add = group.add_argument
-    add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
-    add("--rate", type=_rates, metavar="X,X", help="arrivals a second; several are measured one after another (2)")
-    add("--arrivals", choices=(POISSON, FIXED, BURSTS), help="random, evenly spaced, or many at once (poisson)")
-    add("--burst", type=int, metavar="N", help="arrivals at once, with --arrivals bursts (8)")
-    add("--requests", type=int, metavar="N", help="arrivals at each rate: requests, or conversations (64)")
-    add("--endpoint", choices=tuple(PATHS), help="what is called (chat)")
-    add("--input", type=bounds, metavar="N,N", help="fewest and most words of a prompt (16,64)")
-    add("--output", type=bounds, metavar="N,N", help="least and largest max_tokens (16,64)")
-    add("--prefixes", type=int, metavar="N", help="prompts begin with one of N shared texts (0)")
-    add("--prefix-words", type=int, metavar="N", help="length of a shared text (64)")
-    add("--turns", type=int, metavar="N", help="turns of a conversation; each sends all that was said before (1)")
-    add("--think", type=float, metavar="S", help="seconds from an answer to the next turn (1)")
-    add("--ttft-limit", type=float, metavar="MS", help="goodput: most ms to the first token")
-    add(
-        "--itl-limit", type=float, metavar="MS", help="goodput: most ms a token after the first, on a request's average"
-    )
-    add("--timeout", type=float, metavar="S", help="a request without a whole answer by then has failed (600)")
-    add(
-        "--extra-body",
-        type=_object,
-        metavar="JSON",
-        help='further fields of every request, such as {"ignore_eos": true}',
-    )
-    add_key_flag(group, "bearer token")
-    add("--plot", type=Path, metavar="FILE", help="draw the times and the goodput by rate: .png, .svg or .pdf")
-
-
-def _rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-_rates.__name__ = "list of numbers, such as 1,2,4"
-
-
-def _object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"ignore_eos\": true}}'")
-    return value
 
 
 def refuse_flags(args: Namespace) -> None:

@@ -1,6 +1,6 @@
 """`espalier bench prefill`: how long prompts take to enter, and how long running requests wait for them meanwhile."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench import engines
 from espalier.bench.drive import empty_prefix_cache
 from espalier.bench.engines import BenchEngine, about, engines_of, load_sizes, shape_of
 from espalier.bench.expert_product import ExpertProduct
@@ -24,7 +23,7 @@ from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.terminal.console import print_table, stdout, write_json
-from espalier.terminal.flags import prompt_group, require_at_least_one
+from espalier.terminal.flags import require_at_least_one
 
 TURNS = 3
 # Rounds of the running batch before the long prompt arrives, and after it has entered.
@@ -87,20 +86,6 @@ class Pause:
     median_before_ms: float
     longest_before_ms: float
     longest_during_ms: float
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    engines.add_flags(parser)
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        type=prompt_group,
-        metavar="NxL",
-        help="N prompts of L tokens (with --shape: 1x8192 32x1024; of a model: 1x256 8x64)",
-    )
-    parser.add_argument(
-        "--running", type=int, default=8, metavar="N", help="running requests that wait for the first prompt (8)"
-    )
 
 
 def run(args: Namespace) -> int:

@@ -10,7 +10,7 @@ runs one pass.  Everything else is measured on the device in the same run.  For 
 is given too; no kernel reaches it.  `espalier bench floor` prints the parts of the linear layers and of the experts.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -25,9 +25,8 @@ from espalier.config import FP8_KV
 from espalier.kernels.layers.linear import linear
 from espalier.kernels.layers.linear_quantised import linear_quantised
 from espalier.kernels.layers.linear_tuning import DENSE, plans_for
-from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
-from espalier.terminal.flags import add_json_flag, positive_numbers
+from espalier.terminal.flags import positive_numbers
 from espalier.terminal.machine import require_gpu
 
 # ms of cuBLAS alone in an earlier run, by (shape, GPU) and rows.  Printed for comparison with new figures.
@@ -254,14 +253,6 @@ def as_engine(x: Tensor, weight: Matrix) -> Tensor:
         return linear_quantised(x, weight, None)
     plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
     return plain(x, weight) if plans is None else linear(x, weight, None, plans.at(len(x)))
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--shape", default="llama-3.1-8b", metavar="X", help=f"one of {', '.join(SHAPES)}")
-    parser.add_argument(
-        "--rows", default="1,16,32,64,128,256,512", metavar="N,N", help="rows of a verify pass (1 to 512, doubling)"
-    )
-    add_json_flag(parser)
 
 
 def run(args: Namespace) -> int:

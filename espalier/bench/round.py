@@ -5,8 +5,7 @@ By default it compares a round of the tree with plain tokens.  The other modes a
 not use is refused by name.
 """
 
-from argparse import ArgumentParser, Namespace
-from pathlib import Path
+from argparse import Namespace
 from types import MappingProxyType
 from typing import Any
 
@@ -17,13 +16,10 @@ from espalier.startup.resolve import PAGE_SIZE
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import (
     SHAPE_FLAGS,
-    add_engine_flags,
-    add_json_flag,
     engine_settings,
     flag_of,
     given_flags,
     require_at_least_one,
-    whole_numbers,
 )
 
 # For the modes that load a model.  --shape has cells instead.
@@ -53,39 +49,6 @@ MODEL_MODES = MappingProxyType(
         None: tree_vs_plain.run,
     }
 )
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--acceptance", action="store_true", help="accept length on held-out text, several ways to draft")
-    mode.add_argument(
-        "--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8; minutes on a CPU"
-    )
-    choose.add_flags(parser, mode)
-    parser.add_argument("--batch", type=whole_numbers, metavar="N,N", help="batch sizes (1)")
-    parser.add_argument("--context", type=whole_numbers, metavar="N,N", help="prompt lengths (128)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
-    parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")
-    parser.add_argument("--prompts", type=int, metavar="N", help="held-out prompts of --acceptance (16)")
-    parser.add_argument(
-        "--trees",
-        type=choose.tree_shape,
-        nargs="+",
-        default=[],
-        metavar="S,K,D",
-        help="of --acceptance: measure these trees alone, in each form of an MTP draft, and after hits and rejections",
-    )
-    parser.add_argument(
-        "--page-size",
-        type=whole_numbers,
-        metavar="N,N",
-        help=f"tokens a page of the cache ({PAGE_SIZE}); several with --shape",
-    )
-    parser.add_argument("--compare", choices=("transformers",), help="measure transformers.generate too")
-    add_json_flag(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot the cells into this .png, .svg or .pdf")
-    shaped.add_flags(parser)
-    add_engine_flags(parser, leave_out=("page_size",))
 
 
 def run(args: Namespace) -> int:

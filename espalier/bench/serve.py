@@ -13,7 +13,7 @@ host sends large requests.
 
 import json
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -34,17 +34,6 @@ from espalier.terminal.flags import SHAPE_FLAGS, engine_settings, flag_of, posit
 REPORT_S = 0.05
 # For the default mode.
 DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96, "repeats": 5})
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    open_loop.add_flags(parser)
-    parser.add_argument("--soak", type=int, metavar="N", help="send N requests of all kinds, many of which disconnect")
-    parser.add_argument("--bad-host", action="store_true", help="how long others wait during large, hostile requests")
-    parser.add_argument("--concurrency", metavar="N,N", help="requests at once (1,16)")
-    parser.add_argument("--context", type=int, metavar="N", help="prompt length (128)")
-    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
-    parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")
-    engines.add_flags(parser)
 
 
 def run(args: Namespace) -> int:

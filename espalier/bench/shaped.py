@@ -5,7 +5,7 @@ With --own-size each cell has an engine as large as the cell.  full_rounds.py me
 """
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.cells import EXAMPLES, Cell, parse_cells, with_plain
+from espalier.bench.cells import Cell, parse_cells, with_plain
 from espalier.bench.engine_sizes import EngineFigures, EngineSizes, OwnSize, UserSizes
 from espalier.bench.engines import DECIDED, dtype_on
 from espalier.bench.full_rounds import Rounds, full_rounds
@@ -27,9 +27,8 @@ from espalier.bench.timing import Ceilings
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.synthetic.checkpoint import Recipe
-from espalier.synthetic.shapes import SHAPES
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import add_shape_flags, flag_of, given_flags, shape_settings
+from espalier.terminal.flags import flag_of, given_flags, shape_settings
 from espalier.terminal.machine import require_gpu
 
 ROUNDS = 40
@@ -76,24 +75,6 @@ class Measured:
             "tree_over_plain": self.rounds.tokens_per_second / rate if rate and self.cell.drafts else None,
             "seconds": self.seconds,
         }
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("synthetic models of a named shape, on a GPU")
-    group.add_argument("--shape", metavar="NAME", help=f"one of {', '.join(SHAPES)}")
-    add_shape_flags(parser)
-    group.add_argument("--cells", nargs="+", metavar="CELL", help=f"such as {EXAMPLES}; plain decoding is added")
-    group.add_argument(
-        "--figures", type=Path, metavar="FILE", help="measure nothing: plot the figures that --json wrote"
-    )
-    group.add_argument("--rounds", type=int, metavar="N", help=f"full-batch rounds to time ({ROUNDS})")
-    group.add_argument(
-        "--own-size",
-        action="store_true",
-        help="give each cell an engine as large as the cell, as in the older tables of docs/log.md; by default the "
-        "cells of a tree share an engine of the size that a user gets",
-    )
-    group.add_argument("--all-buckets", action="store_true", help="with --own-size: capture the rounds of every bucket")
 
 
 def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> None:

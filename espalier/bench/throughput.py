@@ -3,10 +3,8 @@
 from argparse import Namespace
 
 from espalier.bench.engines import about
-from espalier.bench.load import Arrivals, add_flags, tree_and_plain
+from espalier.bench.load import Arrivals, tree_and_plain
 from espalier.terminal.console import print_table, write_json
-
-__all__ = ["add_flags", "run"]
 
 FORMATS = (
     ("seconds", "{:.2f}"),

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.bench.drive import heldout
+from espalier.bench.flags.open_loop import CHAT, COMPLETIONS
 
-CHAT, COMPLETIONS = "chat", "completions"
 PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 
 

@@ -10,11 +10,10 @@ launch gains from the kernel before it, and F.linear keeps the next kernel from 
 With --seconds only the first candidates are measured, buckets of few rows first, until the time is over.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -22,6 +21,7 @@ from rich.text import Text
 from torch import Tensor
 
 from espalier.bench import tune_experts
+from espalier.bench.flags.tune import EXPERTS
 from espalier.bench.linears import (
     Matrix,
     ModelShape,
@@ -95,7 +95,6 @@ OTHER = {True: "F.linear", False: "by rule"}
 LEAST_SIDE = 256
 
 # Values of --tune.
-LINEARS, EXPERTS = "linears", "experts"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # The engine flags that --tune --shapes uses, and those that --tune of a model uses besides.
 FLAGS_OF_SHAPES, FLAGS_OF_MODEL = ("device", "dtype"), ("model", "draft", "model_overrides")
@@ -118,27 +117,6 @@ class Measured:
     @property
     def fastest(self) -> LinearPlan:
         return self.ours[0] if self.ours_us < self.other_us else None
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    """Flags of `espalier doctor`."""
-    tuning = parser.add_argument_group("linear layers and experts")
-    tuning.add_argument(
-        "--tune",
-        nargs="?",
-        choices=(LINEARS, EXPERTS),
-        const=LINEARS,
-        help="measure those of the given model, or of --shapes, on this GPU (linears)",
-    )
-    tuning.add_argument("--shapes", metavar="X,X", help="named sizes instead of a model, such as llama-3.1-8b")
-    tuning.add_argument("--weights", choices=list(QUANTISERS), help="of --tune --shapes: quantised matrices (dense)")
-    tuning.add_argument(
-        "--seconds",
-        type=float,
-        metavar="N",
-        help="of --tune: measure for about so long, the likely best first, and keep the best found (until all are)",
-    )
-    tuning.add_argument("--choices", type=Path, metavar="FILE", help="write what is fastest there (your own file)")
 
 
 def run(args: Namespace, config: EngineConfig) -> int:

@@ -1,4 +1,4 @@
-"""The command line.  Each command is a module with `add_flags` and `run`; most flags come from the config fields."""
+"""The command line.  Each command has an `add_flags` and a `run`; most flags come from the config fields."""
 
 import signal
 import sys

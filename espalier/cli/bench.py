@@ -1,28 +1,76 @@
-"""`espalier bench`: the table of its commands, which are modules of espalier/bench."""
+"""`espalier bench`: the table of its commands, whose work is in modules of espalier/bench."""
 
 from types import MappingProxyType
 
-from espalier.cli.parser import Parser
+from espalier.cli.parser import Command, Parser
 
-# name -> (module, help)
 COMMANDS = MappingProxyType(
     {
-        "round": ("espalier.bench.round", "a round compared with a plain token: time, accept length, memory"),
-        "generate": ("espalier.bench.generate", "LLM.generate: time of a round and to the first token, tree and plain"),
-        "kernels": ("espalier.bench.kernels", "attention on a GPU, compared with its memory bandwidth"),
-        "attention": ("espalier.bench.attention", "attention over committed rows, backend by backend, in one process"),
-        "linears": ("espalier.bench.linear_times", "linear layers on a GPU, format by format, by bandwidth"),
-        "prefill": ("espalier.bench.prefill", "how long prompts take to enter, and how long running requests wait"),
-        "throughput": ("espalier.bench.throughput", "tokens a second of a mixed load, with the tree and plain"),
-        "latency": ("espalier.bench.latency", "time to first token and between tokens, with the tree and plain"),
-        "floor": ("espalier.bench.roofline", "the least time of the linear layers of a pass on this GPU"),
-        "foundry": (
-            "espalier.bench.checkpoint",
-            "write a synthetic checkpoint: target and draft with known text",
+        "round": Command(
+            "a round compared with a plain token: time, accept length, memory",
+            flags="espalier.bench.flags.round",
+            work="espalier.bench.round",
         ),
-        "loading": ("espalier.bench.loading", "a target from disk: GB/s beside the disk alone, and peak memory"),
-        "grammar": ("espalier.bench.grammar", "grammars: time of masks, requests beside one, JSON schemas in bulk"),
-        "serve": ("espalier.bench.serve", "a server compared with LLM.generate: tokens a second, or a soak"),
+        "generate": Command(
+            "LLM.generate: time of a round and to the first token, tree and plain",
+            flags="espalier.bench.flags.generate",
+            work="espalier.bench.generate",
+        ),
+        "kernels": Command(
+            "attention on a GPU, compared with its memory bandwidth",
+            flags="espalier.bench.flags.kernels",
+            work="espalier.bench.kernels",
+        ),
+        "attention": Command(
+            "attention over committed rows, backend by backend, in one process",
+            flags="espalier.bench.flags.attention",
+            work="espalier.bench.attention",
+        ),
+        "linears": Command(
+            "linear layers on a GPU, format by format, by bandwidth",
+            flags="espalier.bench.flags.linears",
+            work="espalier.bench.linear_times",
+        ),
+        "prefill": Command(
+            "how long prompts take to enter, and how long running requests wait",
+            flags="espalier.bench.flags.prefill",
+            work="espalier.bench.prefill",
+        ),
+        "throughput": Command(
+            "tokens a second of a mixed load, with the tree and plain",
+            flags="espalier.bench.flags.load",
+            work="espalier.bench.throughput",
+        ),
+        "latency": Command(
+            "time to first token and between tokens, with the tree and plain",
+            flags="espalier.bench.flags.latency",
+            work="espalier.bench.latency",
+        ),
+        "floor": Command(
+            "the least time of the linear layers of a pass on this GPU",
+            flags="espalier.bench.flags.floor",
+            work="espalier.bench.roofline",
+        ),
+        "foundry": Command(
+            "write a synthetic checkpoint: target and draft with known text",
+            flags="espalier.bench.flags.foundry",
+            work="espalier.bench.checkpoint",
+        ),
+        "loading": Command(
+            "a target from disk: GB/s beside the disk alone, and peak memory",
+            flags="espalier.bench.flags.loading",
+            work="espalier.bench.loading",
+        ),
+        "grammar": Command(
+            "grammars: time of masks, requests beside one, JSON schemas in bulk",
+            flags="espalier.bench.flags.grammar",
+            work="espalier.bench.grammar",
+        ),
+        "serve": Command(
+            "a server compared with LLM.generate: tokens a second, or a soak",
+            flags="espalier.bench.flags.serve",
+            work="espalier.bench.serve",
+        ),
     }
 )
 

@@ -1,7 +1,7 @@
 """`espalier demo`: completes held-out prompts with plain decoding and with the tree, and draws one round."""
 
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ from espalier.terminal.console import (
     stdout,
     waiting,
 )
-from espalier.terminal.flags import add_engine_flags, engine_settings
+from espalier.terminal.flags import engine_settings
 from espalier.terminal.machine import header
 
 PROMPT_LINES = 6
@@ -55,12 +55,6 @@ class Run:
     @property
     def tokens_per_second(self) -> float:
         return sum(len(output.token_ids) for output in self.outputs) / max(self.seconds, 1e-9)
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--prompts", type=int, default=3, metavar="N", help="number of prompts (3)")
-    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="output tokens for each (96)")
-    add_engine_flags(parser)
 
 
 def run(args: Namespace) -> int:

@@ -3,7 +3,7 @@
 With --matrix it prints what each attention backend can run.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 
 import torch
 from rich.text import Text
@@ -17,16 +17,10 @@ from espalier.models.loading import layer_specs_of
 from espalier.startup.build import cache_size, cache_specs, kv_dtypes_of
 from espalier.startup.load import find, resolve_config
 from espalier.terminal.console import QUIET, stdout
-from espalier.terminal.flags import add_engine_flags, engine_settings, flag_of, given_flags
+from espalier.terminal.flags import engine_settings, flag_of, given_flags
 from espalier.terminal.machine import describe, installed
 
 OPTIONAL = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    tune.add_flags(parser)
-    parser.add_argument("--matrix", action="store_true", help="print what each attention backend can run, and end")
-    add_engine_flags(parser, leave_out=("plant_fault",))
 
 
 def run(args: Namespace) -> int:

@@ -10,20 +10,37 @@ from types import MappingProxyType
 
 from espalier import __version__
 from espalier.cli import interrupted
-from espalier.cli.parser import BAD_INPUT, Parser
+from espalier.cli.parser import BAD_INPUT, Command, Parser
 from espalier.errors import EspalierError
 
 FAILED = 1
-# name -> (module, help)
 COMMANDS = MappingProxyType(
     {
-        "demo": ("espalier.cli.demo", "complete held-out prompts, plain and by tree, and draw a round"),
-        "generate": ("espalier.cli.generate", "complete prompts; a prompt '-' is read from stdin"),
-        "serve": ("espalier.cli.serve", "an OpenAI-compatible server"),
-        "batch": ("espalier.cli.batch", "answer a file of requests in OpenAI's batch format; resumable"),
-        "quantize": ("espalier.cli.quantize", "write an FP8 or 4-bit copy of a model"),
-        "bench": ("espalier.cli.bench", "measurements"),
-        "doctor": ("espalier.cli.doctor", "machine, versions, resolved configuration"),
+        "demo": Command(
+            "complete held-out prompts, plain and by tree, and draw a round",
+            flags="espalier.cli.flags.demo",
+            work="espalier.cli.demo",
+        ),
+        "generate": Command(
+            "complete prompts; a prompt '-' is read from stdin",
+            flags="espalier.cli.generate",
+            work="espalier.cli.generate",
+        ),
+        "serve": Command("an OpenAI-compatible server", flags="espalier.cli.serve", work="espalier.cli.serve"),
+        "batch": Command(
+            "answer a file of requests in OpenAI's batch format; resumable",
+            flags="espalier.cli.batch",
+            work="espalier.cli.batch",
+        ),
+        "quantize": Command(
+            "write an FP8 or 4-bit copy of a model", flags="espalier.cli.flags.quantize", work="espalier.cli.quantize"
+        ),
+        "bench": Command("measurements", flags="espalier.cli.bench", work=None),
+        "doctor": Command(
+            "machine, versions, resolved configuration",
+            flags="espalier.cli.flags.doctor",
+            work="espalier.cli.doctor",
+        ),
     }
 )
 
@@ -42,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SIGTERM.
     """
     try:
-        args = parse(arguments)  # imports the command's module
+        args = parse(arguments)  # imports the module of the flags
     except KeyboardInterrupt:
         return interrupted()
     logging.basicConfig(

@@ -6,7 +6,7 @@ from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from espalier import counterparts
 
@@ -35,6 +35,24 @@ COMMANDS = MappingProxyType(
 )
 
 
+class Command(NamedTuple):
+    """Where a command is.
+
+    about: its help; flags: the module of add_flags(parser); work: the module of run(args) -> status, which is imported
+    only to run, or None if the command only adds further ones.  Most work imports PyTorch.  The flags do not, so that
+    help and a mistyped flag are answered at once.
+    """
+
+    about: str
+    flags: str
+    work: str | None
+
+    def run(self, args: Namespace) -> int:
+        assert self.work is not None
+        module: Any = import_module(self.work)
+        return module.run(args)
+
+
 class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {' '.join(message.split())}\n")
@@ -53,11 +71,12 @@ class Parser(ArgumentParser):
             parser.error(f"a command is missing; use one of {', '.join(parser.commands())}")
         return known
 
-    def add_commands(self, dest: str, metavar: str, modules: Mapping[str, tuple[str, str]]) -> None:
-        """Add a command for each name of `modules`: (module, help).  See LazyParser."""
+    def add_commands(self, dest: str, metavar: str, table: Mapping[str, "Command"]) -> None:
+        """Add a command for each name of `table`."""
         commands = self.add_subparsers(dest=dest, metavar=metavar, parser_class=LazyParser)
-        for name, (module, about) in modules.items():
-            commands.add_parser(name, help=about, description=about, allow_abbrev=False).module = module
+        for name, command in table.items():
+            about = command.about
+            commands.add_parser(name, help=about, description=about, allow_abbrev=False).command = command
 
     def commands(self) -> Mapping[str, "Parser"]:
         """This parser's subcommands, by name."""
@@ -104,13 +123,9 @@ class Parser(ArgumentParser):
 
 
 class LazyParser(Parser):
-    """A command's parser, which imports the command's module when its flags are first needed.
+    """A command's parser, which imports the module of its flags when they are first needed."""
 
-    Most modules import PyTorch, which `espalier --help` need not wait for.  A module has add_flags(parser), and
-    run(asked) -> status unless it only adds further commands.
-    """
-
-    module: str | None = None
+    command: Command | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._load()
@@ -125,15 +140,14 @@ class LazyParser(Parser):
         return super().all_flags(hidden)
 
     def _load(self) -> None:
-        if self.module is None:
+        if self.command is None:
             return
-        command: Any = import_module(self.module)
-        self.module = None
-        if hasattr(command, "run"):
+        command, self.command = self.command, None
+        if command.work is not None:
             about = "log the resolved configuration and what is loaded"
             self.add_argument("-v", "--verbose", action="store_true", help=about)
             self.set_defaults(run=command.run, parser=self)
-        command.add_flags(self)
+        import_module(command.flags).add_flags(self)
 
 
 def _suggestion(command: str, commands: Collection[str]) -> str:

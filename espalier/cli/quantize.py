@@ -1,8 +1,7 @@
 """`espalier quantize`: writes a quantised copy of a target, and compares it with the original."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from dataclasses import asdict
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -21,22 +20,6 @@ from espalier.terminal.console import print_table, progress, require_writable, w
 # Tokens generated from each prompt for the accept length.
 GENERATED = 64
 OWN_TEXT = ", of the original's own text: it has no tokenizer"
-
-
-def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("model", help="a directory, a Hugging Face id, or 'bundled'")
-    parser.add_argument("--to", required=True, choices=("fp8", "int4"), help="the format of the copy")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="an empty or new directory")
-    parser.add_argument("--device", default="auto", help="device to compute on: auto, cpu or cuda (auto)")
-    parser.add_argument("--draft", metavar="DIR", help="compare accept lengths too, with this draft")
-    parser.add_argument(
-        "--texts",
-        type=int,
-        default=32,
-        metavar="N",
-        help="compare with the original on N held-out texts, or on its own if it has no tokenizer; 0: do not (32)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
 
 
 def run(args: Namespace) -> int:

@@ -19,6 +19,10 @@ NOT_GIVEN = None
 KEY_VARIABLE = "ESPALIER_API_KEY"
 # The flags of a synthetic model besides --shape.
 SHAPE_FLAGS = ("accept_length", "routing_correlation", "mtp_layers", "mtp_form", "block_size", "block_fade", "weights")
+# Names of synthetic models: those of espalier/synthetic/shapes.py, which imports PyTorch, as the help does not.
+SHAPE_NAMES = (
+    "llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3-1gpu", "gpt-oss-20b",
+)  # fmt: skip
 # Formats of a synthetic target: those of espalier/models/quantisers.py.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "mxfp4")
 

@@ -1,0 +1,34 @@
+"""The flags of `espalier bench generate`."""
+
+from argparse import ArgumentParser, ArgumentTypeError
+
+from espalier.bench.flags import engines
+from espalier.bench.flags.trees import tree_shape
+from espalier.layout import PLAIN, TreeShape
+from espalier.terminal.flags import prompt_group
+
+
+def add_flags(parser: ArgumentParser) -> None:
+    engines.add_flags(parser)
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        type=prompt_group,
+        metavar="NxL",
+        help="N prompts of L tokens at once (with --shape: 1x1024 8x1024; of a model: 1x128 8x128)",
+    )
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="tokens of each request (256)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="repetitions; medians are used (3)")
+    parser.add_argument(
+        "--tree",
+        type=_tree,
+        metavar="S,K,D|plain",
+        help="steps, topk and num_draft_tokens at every batch, or plain decoding alone; by default the engine's trees",
+    )
+
+
+def _tree(text: str) -> TreeShape:
+    try:
+        return PLAIN if text == "plain" else tree_shape(text)
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}, or plain") from None
