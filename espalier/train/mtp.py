@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from espalier.config import option
 from espalier.train.checkpoint import layer_fields
 from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
 from espalier.train.evaluate import AcceptReport, continued, report
@@ -28,13 +29,15 @@ from espalier.train.target import FrozenTarget
 class MtpConfig(TrainConfig):
     """The settings of a run.  `python -m espalier.train mtp` has a flag for each field.
 
-    ttt_steps: number of depths that are trained; those beyond `layers` run the last layer again.
     Raises ValueError for settings that do not fit together.
     """
 
-    layers: int = 1
-    form: Form = "chain"
-    ttt_steps: int = 3
+    layers: int = option("number of MTP layers", 1)
+    form: Form = field(
+        default="chain",
+        metadata={"help": "what layer k reads: chain, the output of layer k - 1; target, the target's hidden state"},
+    )
+    ttt_steps: int = option("number of depths that are trained; those beyond the layers run the last layer again", 3)
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
