@@ -24,7 +24,7 @@ from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.checkpoint import layer_fields, read_config, rope_theta, write_checkpoint
 from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
-from espalier.train.evaluate import AcceptReport, continued, report
+from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
 from espalier.train.own_text import load_own_text
 from espalier.train.target import Eagle3Target, FrozenTarget
 
@@ -228,9 +228,11 @@ def evaluate_block(
     draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, AcceptReport]:
     """Print and return the accept lengths of `TREES`."""
+    head = load_block(draft_dir)
+    steps = head.shape.block_size
+    require_room(num_tokens, steps)
     target = Eagle3Target(target_dir, training_device())
-    head = load_block(draft_dir).to(target.device, target.head.dtype).eval()
-    reports = measure_block(head, target, *continued(target, prompts, num_tokens))
-    for name, found in reports.items():
-        print(f"{name} (steps {head.shape.block_size}): {found}")
+    head = head.to(target.device, target.head.dtype).eval()
+    reports = measure_block(head, target, *continued(target, prompts, num_tokens, steps))
+    print_reports([(name, steps, TREES[name][0], TREES[name][1] or steps + 1, r) for name, r in reports.items()])
     return reports

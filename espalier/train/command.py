@@ -16,7 +16,7 @@ from espalier.startup.checkpoints import find_draft, find_target
 from espalier.train import interrupted
 from espalier.train.block import BlockConfig, evaluate_block, is_block, train_block
 from espalier.train.bundle import STAGES, BundleFolders, make_bundle
-from espalier.train.checkpoint import read_config
+from espalier.train.checkpoint import is_eagle3, read_config
 from espalier.train.draft_run import TrainConfig, training_device
 from espalier.train.eagle3 import Eagle3Config, train_eagle3
 from espalier.train.evaluate import evaluate_draft
@@ -28,21 +28,34 @@ from espalier.train.target import FrozenTarget
 BAD_INPUT = 2
 TARGET_HELP = "a Llama, Qwen or Mistral model: a directory, a Hugging Face id, or 'bundled'"
 DATA_HELP = 'JSON lines with "text" or "token_ids", or a .npy of token ids [num_tokens]'
+OUT_HELP = "where the draft goes; a finished draft of the same kind there is replaced, another model refused"
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A kind of draft.  train: (target's directory, token ids, out, work, config) -> figures."""
+    """A kind of draft.
+
+    train: (target's directory, token ids, out, work, config) -> figures; holds: whether a directory has such a draft;
+    evaluate: (draft's directory, target's directory, prompts, tokens continued).
+    """
 
     help: str
     config: type[TrainConfig]
     train: Callable[[Path, np.ndarray, Path, Path, Any], dict[str, float]]
+    holds: Callable[[Path], bool]
+    evaluate: Callable[[Path, Path, list[list[int]], int], Any]
 
 
 TRAINERS = {
-    "eagle3": Trainer("train an EAGLE-3 draft for a target", Eagle3Config, train_eagle3),
-    "mtp": Trainer("train an MTP head of one or several layers for a target", MtpConfig, train_mtp),
-    "block": Trainer("train a block draft (DSpark's form) for a target", BlockConfig, train_block),
+    "eagle3": Trainer(
+        *("train an EAGLE-3 draft for a target", Eagle3Config, train_eagle3, is_eagle3, evaluate_draft),
+    ),
+    "mtp": Trainer(
+        *("train an MTP head of one or several layers for a target", MtpConfig, train_mtp, is_mtp, evaluate_mtp),
+    ),
+    "block": Trainer(
+        *("train a block draft (DSpark's form) for a target", BlockConfig, train_block, is_block, evaluate_block),
+    ),
 }
 
 
@@ -73,7 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
         train = commands.add_parser(name, help=trainer.help)
         train.add_argument("--target", required=True, help=TARGET_HELP)
         train.add_argument("--data", type=Path, required=True, help=DATA_HELP)
-        train.add_argument("--out", type=Path, required=True, help="where the draft goes")
+        train.add_argument("--out", type=Path, required=True, help=OUT_HELP)
         train.add_argument("--work", type=Path, help="where an unfinished run keeps its state [OUT/work]")
         add_config_flags(train, trainer.config)
     own_text = commands.add_parser("own-text", help="continue text by the target, for all runs of a work folder")
@@ -142,6 +155,8 @@ def run(arguments: argparse.Namespace) -> None:
         work = arguments.work or arguments.out / "work"
         make_bundle(BundleFolders(arguments.out, work, arguments.site_packages or []), arguments.only)
         return
+    if arguments.command in TRAINERS:
+        refuse_other_model(arguments.out, arguments.command)  # before a target is downloaded
     target = find_target(arguments.target)
     read_config(target)
     if not arguments.data.is_file():
@@ -163,11 +178,28 @@ def run(arguments: argparse.Namespace) -> None:
     trainer.train(target, stream, arguments.out, work, config_of(trainer.config, arguments))
 
 
-def _evaluate(draft: Path, target: Path, documents: list[list[int]], max_tokens: int) -> None:
-    evaluate: Callable[..., Any] = evaluate_draft
-    if is_mtp(draft) or is_block(draft):
-        evaluate = evaluate_mtp if is_mtp(draft) else evaluate_block
-    evaluate(draft, target, documents, max_tokens)
+def refuse_other_model(out: Path, kind: str) -> None:
+    """Raises ValueError if `out` holds a draft of another kind, or a target, which the run would overwrite."""
+    if not (out / "config.json").exists():
+        return
+    found = kind_in(out)
+    if found != kind:
+        what = f"a draft of the kind {found}" if found else "a model that is no draft of this trainer"
+        raise ValueError(f"--out {out} holds {what}, which {kind} would overwrite: give another folder")
+
+
+def kind_in(directory: Path) -> str | None:
+    """The kind of the draft in a directory; None if it holds something else."""
+    return next((name for name, trainer in TRAINERS.items() if trainer.holds(directory)), None)
+
+
+def _evaluate(draft: Path, target: Path, prompts: list[list[int]], max_tokens: int) -> None:
+    kind = kind_in(draft)
+    if kind is None:
+        raise ValueError(f"--draft {draft} is no draft of this trainer: give one of {', '.join(TRAINERS)}")
+    if not all(prompts):
+        raise ValueError("a prompt of --data has no tokens: leave it out, or give it text")
+    TRAINERS[kind].evaluate(draft, target, prompts, max_tokens)
 
 
 def main(given: Sequence[str] | None = None) -> int:
