@@ -11,7 +11,7 @@ import pytest
 
 from espalier.cli.main import parse
 from espalier.guard.faults import FAULTS
-from espalier.train.__main__ import make_parser
+from espalier.train.command import make_parser
 from tests.architecture.test_imports import FLOORS, MAX_FILE_LINES, MAX_FUNCTION_LINES
 from tools.make_support import PAGE, render
 

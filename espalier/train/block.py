@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from espalier.config import option
 from espalier.kernels.tree.edge_topk import Rows, fill_depth
 from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.checkpoint import layer_fields, read_config, rope_theta, write_checkpoint
 from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
-from espalier.train.evaluate import AcceptReport, continued, report
+from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
 from espalier.train.own_text import load_own_text
 from espalier.train.target import Eagle3Target, FrozenTarget
 
@@ -37,16 +38,16 @@ HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
 class BlockConfig(TrainConfig):
     """The settings of a run.  `python -m espalier.train block` has a flag for each field.
 
-    layers: of the draft; block_size: tokens that one pass proposes; edge_rank: of the Markov head, 0 for none;
-    anchors: blocks trained in each row of a batch; mask_token: -1 for the target's last token id.
     Raises ValueError for settings that do not fit together.
     """
 
-    layers: int = 3
-    block_size: int = 8
-    edge_rank: int = 64
-    anchors: int = 64
-    mask_token: int = -1
+    layers: int = option("number of the draft's layers", 3)
+    block_size: int = option("number of tokens that one pass of the draft proposes", 8)
+    edge_rank: int = option("rank of the Markov head, which scores a token given the one before it; 0: none", 64)
+    anchors: int = option("number of blocks that are trained in each row of a batch", 64)
+    mask_token: int = option(
+        "token id that the draft reads in place of a token that is to be proposed; -1: the target's last one", -1
+    )
 
     def __post_init__(self) -> None:
         if not 2 <= self.block_size < self.length:
@@ -227,9 +228,11 @@ def evaluate_block(
     draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, AcceptReport]:
     """Print and return the accept lengths of `TREES`."""
+    head = load_block(draft_dir)
+    steps = head.shape.block_size
+    require_room(num_tokens, steps)
     target = Eagle3Target(target_dir, training_device())
-    head = load_block(draft_dir).to(target.device, target.head.dtype).eval()
-    reports = measure_block(head, target, *continued(target, prompts, num_tokens))
-    for name, found in reports.items():
-        print(f"{name} (steps {head.shape.block_size}): {found}")
+    head = head.to(target.device, target.head.dtype).eval()
+    reports = measure_block(head, target, *continued(target, prompts, num_tokens, steps))
+    print_reports([(name, steps, TREES[name][0], TREES[name][1] or steps + 1, r) for name, r in reports.items()])
     return reports

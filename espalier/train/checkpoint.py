@@ -74,9 +74,13 @@ def save_draft(draft: Eagle3Draft, out: Path) -> None:
     write_checkpoint(config, draft, out)
 
 
+def is_eagle3(directory: Path) -> bool:
+    return read_config(directory).get("architectures") == ["LlamaForCausalLMEagle3"]
+
+
 def load_draft(directory: Path) -> Eagle3Draft:
     config = read_config(directory)
-    if config.get("architectures") != ["LlamaForCausalLMEagle3"]:
+    if not is_eagle3(directory):
         raise ValueError(f"{directory} holds {config.get('architectures')}, not a LlamaForCausalLMEagle3")
     draft = Eagle3Draft(DraftShape(**{name: config[name] for name in DraftShape.__dataclass_fields__}))
     draft.load_state_dict(load_file(directory / "model.safetensors"))

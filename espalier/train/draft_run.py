@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from espalier.config import option
 from espalier.train.optim import make_optimizers, schedule, set_rate
 from espalier.train.own_text import OwnTextConfig
 from espalier.train.packing import Windows
@@ -30,24 +31,24 @@ Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class TrainConfig(OwnTextConfig):
-    """The settings that every draft's run has.
+    """The settings that every draft's run has.  The command line shows what each is."""
 
-    max_seconds: the run ends after this time or num_tokens, whichever comes first, and the learning rate falls to zero
-    by then.  The first step, which compiles, is not counted.  None: no limit.
-    """
-
-    intermediate_size: int | None = None
-    length: int = 1024
-    batch: int = 32
-    num_tokens: float = 2.5e8
-    max_seconds: int | None = None
-    decay: float = 0.9
-    own_share: float = 0.6
-    matrix_lr: float = 4e-3
-    other_lr: float = 2e-3
-    weight_decay: float = 0.05
-    log_every: int = 50
-    save_every: int = 500
+    intermediate_size: int | None = option("width of the draft's MLP; by default the target's", None)
+    length: int = option("tokens of a row of a batch", 1024)
+    batch: int = option("rows of a batch", 32)
+    num_tokens: float = option("tokens that the run trains on; text that is read again counts again", 2.5e8)
+    max_seconds: int | None = option(
+        "seconds after which the run ends, unless num-tokens ends it before; the learning rate falls to zero by then; "
+        "the first step, which compiles, is not counted; by default no limit",
+        None,
+    )
+    decay: float = option("weight of a depth's loss, relative to that of the depth before it", 0.9)
+    own_share: float = option("share of a batch's rows, 0 to 1, that is the target's own text; the rest is data", 0.6)
+    matrix_lr: float = option("highest learning rate of the matrices between hidden states, which Muon trains", 4e-3)
+    other_lr: float = option("highest learning rate of the other weights, which AdamW trains", 2e-3)
+    weight_decay: float = option("weight decay of the matrices that Muon trains", 0.05)
+    log_every: int = option("steps between two lines with the loss", 50)
+    save_every: int = option("steps between two saved states, from which an interrupted run goes on", 500)
 
 
 def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from espalier.config import option
 from espalier.train.checkpoint import draft_shape, save_draft
 from espalier.train.draft import Eagle3Draft, training_loss
 from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
@@ -23,8 +24,8 @@ from espalier.train.target import Eagle3Target
 class Eagle3Config(TrainConfig):
     """The settings of a run.  `python -m espalier.train eagle3` has a flag for each field."""
 
-    draft_vocab: int = 4096
-    ttt_steps: int = 6
+    draft_vocab: int = option("number of token ids that the draft can propose: those that the target says most", 4096)
+    ttt_steps: int = option("number of depths that are trained", 6)
 
 
 def choose_vocabulary(stream: np.ndarray, greedy_counts: np.ndarray, size: int) -> tuple[np.ndarray, float]:

@@ -6,6 +6,8 @@ is grown at every position at once; `report` then visits the roots that decoding
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from espalier.terminal.console import print_table
 from espalier.train.checkpoint import load_draft
 from espalier.train.draft import Eagle3Draft
 from espalier.train.draft_run import training_device
@@ -149,6 +152,8 @@ def measure(
     return report(lengths, texts, firsts)
 
 
+# A continuation of no more tokens is not measured.
+SHORTEST = 8
 SETTINGS = {"tree": (5, 4, 16), "chain": (5, 1, 6), "wide tree": (6, 8, 64)}
 
 
@@ -164,22 +169,54 @@ def greedy_texts(target: FrozenTarget, prompts: list[list[int]], num_tokens: int
     return texts
 
 
-def continued(target: FrozenTarget, prompts: list[list[int]], num_tokens: int) -> tuple[list[np.ndarray], list[int]]:
-    """(greedy texts, where each continuation starts) of the prompts that the target continues by more than 8 tokens."""
+def require_room(num_tokens: int, steps: int) -> None:
+    """Raises ValueError if no continuation of num_tokens tokens has room for a tree of this depth."""
+    if num_tokens <= (shortest := max(SHORTEST, steps)):
+        raise ValueError(
+            f"--max-tokens {num_tokens} is too few to measure a tree of {steps} steps: give at least {shortest + 1}"
+        )
+
+
+def continued(
+    target: FrozenTarget, prompts: list[list[int]], num_tokens: int, steps: int
+) -> tuple[list[np.ndarray], list[int]]:
+    """(greedy texts, where each continuation starts) of the prompts whose continuation has room for `steps`.
+
+    Says on stdout how many are left out.  Raises ValueError if all are.
+    """
+    shortest = max(SHORTEST, steps)
     texts = greedy_texts(target, prompts, num_tokens)
-    long_enough = [i for i, text in enumerate(texts) if len(text) - len(prompts[i]) > 8]
+    long_enough = [i for i, text in enumerate(texts) if len(text) - len(prompts[i]) > shortest]
+    if not long_enough:
+        raise ValueError(
+            f"the target ends all {len(prompts)} prompts of --data within {shortest} tokens, so there is nothing to "
+            "measure: give prompts that it continues"
+        )
+    if left_out := len(prompts) - len(long_enough):
+        print(f"{left_out} of {len(prompts)} prompts are left out: the target ends them within {shortest} tokens")
     return [texts[i] for i in long_enough], [len(prompts[i]) for i in long_enough]
+
+
+def print_reports(reports: Sequence[tuple[str, int, int, int, AcceptReport]]) -> None:
+    """A table with a row for each (name, steps, topk, num_draft_tokens, report)."""
+    rows = [["", "steps", "topk", "nodes", "new text", "repeated text", "every position", "rounds in repeated text"]]
+    for name, steps, topk, nodes, found in reports:
+        numbers = (str(number) for number in (steps, topk, nodes))
+        means = ("-" if math.isnan(mean) else f"{mean:.2f}" for mean in (found.fresh, found.repeated, found.every_root))
+        rows.append([name, *numbers, *means, f"{found.repeated_share:.0%}"])
+    print("Mean accept length over the target's greedy text: of the rounds that decoding has, in new and in repeated")
+    print("text, and of a round behind every position.  -: no such round.")
+    print_table(rows)
 
 
 def evaluate_draft(
     draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[str, AcceptReport]:
     """Print and return the accept lengths of `SETTINGS` (steps, topk, num_draft_tokens)."""
-    device = training_device()
+    device, deepest = training_device(), max(steps for steps, _, _ in SETTINGS.values())
+    require_room(num_tokens, deepest)
     target, draft = Eagle3Target(target_dir, device), load_draft(draft_dir).to(device)
-    texts, firsts = continued(target, prompts, num_tokens)
-    reports = {}
-    for name, (steps, topk, nodes) in SETTINGS.items():
-        reports[name] = measure(draft, target, texts, firsts, steps, topk, nodes)
-        print(f"{name} (steps {steps}, topk {topk}, num_draft_tokens {nodes}): {reports[name]}")
+    texts, firsts = continued(target, prompts, num_tokens, deepest)
+    reports = {name: measure(draft, target, texts, firsts, *setting) for name, setting in SETTINGS.items()}
+    print_reports([(name, *SETTINGS[name], found) for name, found in reports.items()])
     return reports

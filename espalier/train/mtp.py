@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from espalier.config import option
 from espalier.train.checkpoint import layer_fields
 from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
-from espalier.train.evaluate import AcceptReport, continued, report
+from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
 from espalier.train.mtp_head import FORMS, Form, MtpHead, mtp_loss
@@ -28,13 +29,15 @@ from espalier.train.target import FrozenTarget
 class MtpConfig(TrainConfig):
     """The settings of a run.  `python -m espalier.train mtp` has a flag for each field.
 
-    ttt_steps: number of depths that are trained; those beyond `layers` run the last layer again.
     Raises ValueError for settings that do not fit together.
     """
 
-    layers: int = 1
-    form: Form = "chain"
-    ttt_steps: int = 3
+    layers: int = option("number of MTP layers", 1)
+    form: Form = field(
+        default="chain",
+        metadata={"help": "what layer k reads: chain, the output of layer k - 1; target, the target's hidden state"},
+    )
+    ttt_steps: int = option("number of depths that are trained; those beyond the layers run the last layer again", 3)
 
     def __post_init__(self) -> None:
         if self.form not in FORMS:
@@ -101,12 +104,14 @@ def evaluate_mtp(
     draft_dir: Path, target_dir: Path, prompts: list[list[int]], num_tokens: int
 ) -> dict[int, AcceptReport]:
     """Print and return the accept lengths of chains by steps: as many as the head has layers, and two more."""
+    head = load_mtp(draft_dir)
+    layers = head.shape.num_hidden_layers
+    require_room(num_tokens, layers + 2)
     target = FrozenTarget(target_dir, training_device())
-    head = load_mtp(draft_dir).to(target.device, target.head.dtype)
-    texts, firsts = continued(target, prompts, num_tokens)
-    reports = {}
-    for steps in (head.shape.num_hidden_layers, head.shape.num_hidden_layers + 2):
-        reports[steps], agreement = measure_mtp(head, target, texts, firsts, steps)
-        depths = " ".join(f"{a:.3f}" for a in agreement)
-        print(f"chain (steps {steps}, topk 1): top-1 by depth {depths}, {reports[steps]}")
-    return reports
+    head = head.to(target.device, target.head.dtype)
+    texts, firsts = continued(target, prompts, num_tokens, layers + 2)
+    found = {steps: measure_mtp(head, target, texts, firsts, steps) for steps in (layers, layers + 2)}
+    print_reports([("chain", steps, 1, steps + 1, accept) for steps, (accept, _) in found.items()])
+    depths = " ".join(f"{agreement:.3f}" for agreement in found[layers + 2][1])
+    print(f"share of the head's most likely tokens that are the target's, by depth: {depths}")
+    return {steps: accept for steps, (accept, _) in found.items()}

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from espalier.config import option
 from espalier.train.packing import Windows
 from espalier.train.target import FrozenTarget
 
@@ -23,17 +24,15 @@ WINDOW_SEEDS = 100_003
 
 @dataclass(frozen=True)
 class OwnTextConfig:
-    """The settings of the target's own text.
+    """The settings of the target's own text.  The command line shows what each is."""
 
-    continuations: number of prompts that are continued; sampled_share: share of the batches that are sampled at
-    temperature 1, the others are greedy.
-    """
-
-    continuations: int = 40960
-    continuation_tokens: int = 256
-    generate_batch: int = 64
-    sampled_share: float = 0.35
-    seed: int = 0
+    continuations: int = option("number of prompts, cut from the data, that the target continues", 40960)
+    continuation_tokens: int = option("most tokens of a continuation", 256)
+    generate_batch: int = option("number of prompts that are continued at once", 64)
+    sampled_share: float = option(
+        "share of these batches, 0 to 1, that is sampled at temperature 1; the others are greedy", 0.35
+    )
+    seed: int = option("seed of every random choice; the own text of several seeds adds up in the work folder", 0)
 
 
 @dataclass

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from espalier.models import load_target, read_config
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.train.__main__ import make_parser
 from espalier.train.block import (
     TREES,
     BlockConfig,
@@ -22,6 +21,7 @@ from espalier.train.block import (
     train_block,
 )
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
+from espalier.train.command import make_parser
 from espalier.train.draft_run import backward
 from espalier.train.llama import Llama, LlamaShape, save_llama
 from espalier.train.target import Eagle3Target, FrozenTarget

@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from espalier.train.__main__ import make_parser
+from espalier.train.command import make_parser
 from espalier.train.llama import Llama, LlamaShape, rope_tables, rotate, save_llama
 from espalier.train.mtp import MtpConfig, matches, measure_mtp, train_mtp
 from espalier.train.mtp_checkpoint import is_mtp, load_mtp, save_mtp

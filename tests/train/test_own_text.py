@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from espalier.train import own_text
-from espalier.train.__main__ import main, make_parser, read_stream, run
+from espalier.train.command import main, make_parser, read_stream, run
 from espalier.train.draft_run import StepClock
 from espalier.train.llama import Llama, LlamaShape, save_llama
 from espalier.train.mtp import MtpConfig, train_mtp
@@ -146,7 +146,7 @@ def test_as_many_prompts_are_continued_as_were_asked_for(
 def test_bad_input_is_one_line_before_the_target_is_loaded(
     flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("espalier.train.__main__.read_stream", None)
+    monkeypatch.setattr("espalier.train.command.read_stream", None)
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     rest = {"--data": __file__, "--out": "/no/such"} if given else {}
     try:

@@ -1,0 +1,129 @@
+"""The trainer's command line: flags are explained, no other model is overwritten, measurements are readable."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from espalier import train
+from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
+from espalier.train import evaluate
+from espalier.train.command import kind_in, main, make_parser, refuse_other_model
+from espalier.train.evaluate import continued, report
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    actions = make_parser()._actions
+    return next(dict(each.choices) for each in actions if isinstance(each, argparse._SubParsersAction))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_flag_is_explained_in_words(command: str) -> None:
+    for action in commands()[command]._actions:
+        assert len((action.help or "").partition("[")[0].split()) >= 2, action.option_strings
+
+
+@pytest.mark.parametrize("module", ["espalier.train.command", "espalier.train.mtp"])
+def test_an_interrupt_while_modules_load_ends_in_a_line(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupting:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == module:
+                raise KeyboardInterrupt
+
+    for name in ("espalier.train.command", module):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    assert train.start(["mtp", "--help"]) == 130
+    assert capsys.readouterr() == ("", "espalier.train: interrupted\n")
+
+
+@pytest.mark.parametrize(("kind", "draft"), BUNDLED_DRAFTS.items(), ids=BUNDLED_DRAFTS)
+def test_a_draft_of_the_same_kind_may_be_replaced(kind: str, draft: Path, tmp_path: Path) -> None:
+    assert kind_in(draft) == kind
+    refuse_other_model(draft, kind)
+    refuse_other_model(tmp_path, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "held", "said"),
+    [
+        ("mtp", BUNDLED_DRAFTS["eagle3"], "a draft of the kind eagle3, which mtp would overwrite: give another folder"),
+        ("eagle3", BUNDLED_DRAFTS["block"], "a draft of the kind block"),
+        ("block", BUNDLED_DRAFTS["mtp"], "a draft of the kind mtp"),
+        ("mtp", BUNDLED_FILES / "target", "a model that is no draft of this trainer"),
+    ],
+    ids=["eagle3", "block", "mtp", "target"],
+)
+def test_another_model_is_not_overwritten(
+    kind: str,
+    held: Path,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("espalier.train.command.find_target", None)
+    shutil.copy(held / "config.json", tmp_path)
+    assert main([kind, "--target", "bundled", "--data", __file__, "--out", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and said in err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("draft", BUNDLED_DRAFTS.values(), ids=BUNDLED_DRAFTS)
+def test_accept_lengths_are_a_table(draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "p.jsonl"
+    data.write_text(json.dumps({"prompt": "def f(x):\n    return"}))
+    flags = ["--draft", str(draft), "--data", str(data), "--max-tokens", "12"]
+    assert main(["evaluate", "--target", "bundled", *flags]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if line.startswith("  ") and "%" in line]
+    assert len(rows) == (2 if draft == BUNDLED_DRAFTS["mtp"] else 3)
+    assert all(float(row[-4]) >= 1 and row[-3] == "-" for row in rows)  # in new text, in repeated text
+    assert "nan" not in out and "Report" not in out
+
+
+@pytest.mark.parametrize("draft", BUNDLED_DRAFTS.values(), ids=BUNDLED_DRAFTS)
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "said"),
+    [([5], 8, "--max-tokens 8 is too few to measure a tree of"), ([], 50, "a prompt of --data has no tokens")],
+    ids=["few", "none"],
+)
+def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
+    draft: Path,
+    tokens: list[int],
+    max_tokens: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for module in ("evaluate.Eagle3Target", "block.Eagle3Target", "mtp.FrozenTarget"):
+        monkeypatch.setattr(f"espalier.train.{module}", None)
+    data = tmp_path / "p.jsonl"
+    data.write_text(json.dumps({"token_ids": tokens}))
+    flags = ["--draft", str(draft), "--data", str(data), "--max-tokens", str(max_tokens)]
+    assert main(["evaluate", "--target", "bundled", *flags]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and said in err
+
+
+def test_continuations_that_the_target_ends_early_are_left_out_in_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [np.arange(2 + 10), np.arange(1 + 11)]
+    monkeypatch.setattr(evaluate, "greedy_texts", lambda *_: texts)
+    kept, firsts = continued(None, [[0, 1], [0]], 20, 10)
+    assert ([len(text) for text in kept], firsts) == ([12], [1])
+    assert capsys.readouterr().out == "1 of 2 prompts are left out: the target ends them within 10 tokens\n"
+    assert report([evaluate.torch.ones(1, dtype=int)], kept, firsts).fresh == 1
+    with pytest.raises(ValueError, match="the target ends all 2 prompts of --data within 11 tokens"):
+        continued(None, [[0, 1], [0]], 20, 11)
