@@ -49,7 +49,7 @@ class SdpaAttention(Attention):
         self.committed_rows = prefix.shared(("committed rows", self.longest), self._committed_rows)
         self.bias: dict[tuple[int | None, int], Tensor] = {}
 
-    def _committed_rows(self) -> "CommittedRows":
+    def _committed_rows(self) -> CommittedRows:
         positions = torch.arange(self.longest).expand(self.prefix.page_table.shape[0], -1)
         held = self.prefix.holds(positions)
         return CommittedRows(positions, held, self.pages.rows(self.prefix.page_table, positions, held).flatten())

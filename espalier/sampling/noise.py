@@ -34,9 +34,10 @@ def mix(x: Tensor) -> Tensor:
 def random_bits(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """seeds [B], positions [B, P] int64 -> r [B, P, vocab], the 32 bits as int32."""
     halves = torch.stack((seeds, seeds >> 32)).to(torch.int32)[..., None]
-    p = positions.to(torch.int32)
+    position = positions.to(torch.int32)
     # Both keys at once, [2, B, P].
-    k0, k1 = mix(halves ^ mix(halves.flip(0) ^ mix(torch.stack((p + (0x9E3779B9 - 2**32), p + (0x85EBCA6B - 2**32))))))
+    begun = mix(torch.stack((position + (0x9E3779B9 - 2**32), position + (0x85EBCA6B - 2**32))))
+    k0, k1 = mix(halves ^ mix(halves.flip(0) ^ begun))
     ids = torch.arange(vocab, dtype=torch.int32, device=seeds.device)
     return mix(mix(ids ^ k0[..., None]).add_(k1[..., None]))
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import types
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -157,14 +156,6 @@ def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **min
 def sampling_params(args: Namespace) -> SamplingParams:
     """SamplingParams from the flags that were given."""
     return SamplingParams(**_given(args, SamplingParams))
-
-
-def prompt_group(text: str) -> tuple[int, int]:
-    """(number of prompts, their length) of NxL."""
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None:
-        raise ArgumentTypeError(f"{text!r} is not a group of prompts; write such as 1x8192 or 32x1024")
-    return int(match[1]), int(match[2])
 
 
 def whole_numbers(text: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from espalier.bench import shaped
+from espalier.bench import generate, prefill, shaped
 from espalier.cli.main import parse
 from espalier.models.quantisers import QUANTISERS
 from espalier.startup.resolve import PAGE_SIZE
@@ -40,3 +40,17 @@ def test_defaults_in_the_help_are_those_of_the_modules(capsys):
     with pytest.raises(SystemExit):
         parse(["bench", "foundry", "--help"])
     assert f"first guess is right ({Recipe.skill})" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "of_shape", "of_model"),
+    [
+        ("generate", generate.PROMPTS_OF_SHAPE, generate.PROMPTS_OF_MODEL),
+        ("prefill", prefill.PROMPTS[True], prefill.PROMPTS[False]),
+    ],
+)
+def test_the_help_names_the_prompts_that_are_the_default(command, of_shape, of_model, capsys):
+    with pytest.raises(SystemExit):
+        parse(["bench", command, "--help"])
+    shape, model = (" ".join(f"{n}x{length}" for n, length in groups) for groups in (of_shape, of_model))
+    assert f"(with --shape: {shape}; of a model: {model})" in " ".join(capsys.readouterr().out.split())

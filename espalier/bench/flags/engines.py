@@ -1,6 +1,7 @@
 """The flags of a model, or of a synthetic one, that several commands measure."""
 
-from argparse import ArgumentParser
+import re
+from argparse import ArgumentParser, ArgumentTypeError
 
 from espalier.terminal.flags import SHAPE_NAMES, add_engine_flags, add_json_flag, add_shape_flags
 
@@ -16,3 +17,22 @@ def add_flags(parser: ArgumentParser) -> None:
     add_shape_flags(parser)
     add_json_flag(parser)
     add_engine_flags(parser)
+
+
+def add_prompts_flag(parser: ArgumentParser, of_shape: str, of_model: str) -> None:
+    """--prompts.  of_shape, of_model: its defaults with --shape and for a model, for the help."""
+    parser.add_argument(
+        "--prompts",
+        nargs="+",
+        type=_prompt_group,
+        metavar="NxL",
+        help=f"N prompts of L tokens at once (with --shape: {of_shape}; of a model: {of_model})",
+    )
+
+
+def _prompt_group(text: str) -> tuple[int, int]:
+    """(number of prompts, their length) of NxL."""
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise ArgumentTypeError(f"{text!r} is not a group of prompts; write such as 1x8192 or 32x1024")
+    return int(match[1]), int(match[2])

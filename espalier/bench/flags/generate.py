@@ -5,18 +5,11 @@ from argparse import ArgumentParser, ArgumentTypeError
 from espalier.bench.flags import engines
 from espalier.bench.flags.trees import tree_shape
 from espalier.layout import PLAIN, TreeShape
-from espalier.terminal.flags import prompt_group
 
 
 def add_flags(parser: ArgumentParser) -> None:
     engines.add_flags(parser)
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        type=prompt_group,
-        metavar="NxL",
-        help="N prompts of L tokens at once (with --shape: 1x1024 8x1024; of a model: 1x128 8x128)",
-    )
+    engines.add_prompts_flag(parser, "1x1024 8x1024", "1x128 8x128")
     parser.add_argument("--tokens", type=int, default=256, metavar="N", help="tokens of each request (256)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="repetitions; medians are used (3)")
     parser.add_argument(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from espalier.kernels.runtime.launch import kernel
+from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -23,8 +24,7 @@ def page_rows(page_table: Tensor, positions: Tensor, page_size: int, keep: Tenso
     """
     columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
     rows = page_table.gather(1, columns).long() * page_size + positions % page_size
-    # The dummy row is row 0.
-    return rows if keep is None else rows * keep
+    return rows if keep is None else rows.where(keep, DUMMY_ROW)
 
 
 @kernel
