@@ -158,9 +158,13 @@ def scripted():
             self.answer(200, json.dumps({"data": [{"id": "its model"}]}).encode())
 
         def do_POST(self):
-            found.bodies.append(json.loads(self.rfile.read(int(self.headers["content-length"]))))
-            found.keys.append(self.headers["authorization"])
-            if len(found.bodies) in found.refused:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            # Each request has a thread.
+            with answering:
+                found.bodies.append(body)
+                found.keys.append(self.headers["authorization"])
+                number = len(found.bodies)
+            if number in found.refused:
                 self.answer(429, b'{"error": {"message": "the queue is full"}}')
                 return
             self.send_response(200)
@@ -177,6 +181,7 @@ def scripted():
         def log_message(self, *args):
             pass
 
+    answering = threading.Lock()
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         found = SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}/v1", bodies=[], keys=[], refused=())
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
