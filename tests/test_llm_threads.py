@@ -85,6 +85,6 @@ def test_a_thread_leaves_what_it_has_to_do_to_the_thread_whose_turn_it_is():
     with turn:
         other = threading.Thread(target=turn.run, args=(lambda: events.append("other"),), daemon=True)
         other.start()
-        other.join(30)
+        other.join(60)
         assert not other.is_alive() and not events
     assert events == ["other"]
