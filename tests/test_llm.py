@@ -139,6 +139,12 @@ def test_a_prompt_is_scored_once_however_many_continue_it(llm):
     assert llm.generate(prompt, SamplingParams(max_tokens=3))[0].prompt_logprobs is None
 
 
+def test_samples_of_a_prompt_that_is_only_scored_are_empty(llm):
+    [scored] = llm.generate("abcdefghijklmno", SamplingParams(n=2, max_tokens=0, prompt_logprobs=0))
+    assert [(each.token_ids, each.finish_reason, each.error) for each in scored.choices] == [([], "length", None)] * 2
+    assert [choice.prompt_logprobs is None for choice in scored.choices] == [False, True]
+
+
 def test_a_seed_gives_the_same_text_again_and_no_seed_another(llm):
     seeded = SamplingParams(temperature=1.0, seed=9, max_tokens=12)
     assert llm.generate("ab", seeded)[0].text == llm.generate("ab", seeded)[0].text
