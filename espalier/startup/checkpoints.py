@@ -26,6 +26,16 @@ def find_draft(name: str | PathLike[str], algorithm: str = "auto") -> Path:
     return _find("draft", name, bundled, [*FILES, "pytorch_model*.bin"])
 
 
+def require_names(model: str | PathLike[str] | None, draft: str | PathLike[str] | None) -> None:
+    """Refuse a path that find_target or find_draft would refuse, before PyTorch is imported.  None is not looked at.
+
+    Nothing is downloaded: what may be a Hugging Face id passes.
+    """
+    for what, name in (("model", model), ("draft", draft)):
+        if name is not None and str(name) != BUNDLED:
+            _directory(what, name)
+
+
 def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str]) -> Path:
     if str(name) == BUNDLED:
         if not (bundled / "config.json").exists():
@@ -33,6 +43,11 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
                 f"{what}='bundled' is not in this installation ({bundled} is missing); install espalier again"
             )
         return bundled
+    return _directory(what, name) or _download(what, str(name), files)
+
+
+def _directory(what: str, name: str | PathLike[str]) -> Path | None:
+    """The directory; None if there is none and the name may be a Hugging Face id.  Raises EspalierError."""
     path = Path(name).expanduser()
     if _is_directory(what, path):
         return path
@@ -41,7 +56,7 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
             f"{what}={str(name)!r} is not a directory; use one with config.json and *.safetensors, a Hugging Face id "
             "or 'bundled'"
         )
-    return _download(what, str(name), files)
+    return None
 
 
 def _is_directory(what: str, path: Path) -> bool:
