@@ -24,7 +24,7 @@ from espalier.server.batch_api import add_batches
 from espalier.server.batches import Batches
 from espalier.server.chat_answers import ChatAnswer
 from espalier.server.conversing import chat_tokens, converse, num_characters, refusing
-from espalier.server.errors import ApiError, ErrorBody
+from espalier.server.errors import FAILED, ApiError, ErrorBody
 from espalier.server.front import CLIENT_LEFT, Front
 from espalier.server.fronts import Fronts
 from espalier.server.gate import Gate
@@ -356,6 +356,11 @@ def _add_errors(app: FastAPI) -> None:
         api_error = error if isinstance(error, ApiError) else _of_routing(http, error)
         http.scope["state"]["refused"] = api_error
         return JSONResponse(api_error.body(), api_error.status_code, api_error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(http: Request, error: Exception) -> JSONResponse:
+        # Without this the framework answers in plain text.  It raises the error again, and the gate logs it.
+        return JSONResponse(ApiError(500, FAILED).body(), 500)
 
 
 def _of_routing(http: Request, error: HTTPException) -> ApiError:
