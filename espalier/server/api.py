@@ -31,7 +31,7 @@ from espalier.server.gate import Gate
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from espalier.server.response_answers import ResponsesAnswer
-from espalier.server.responses import ResponsesRequest
+from espalier.server.responses import ResponsesRequest, naming_fields
 from espalier.tools.definitions import Tools
 from espalier.tools.formats import Formats
 from espalier.tools.plan import ChatPlan
@@ -200,11 +200,11 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     async def respond(body: ResponsesRequest, http: Request) -> Response:
         front = server.of(body.model)
         front.check_effect(ignored := body.without_effect())
-        with refusing():
+        with naming_fields(), refusing():
             chat = body.as_chat()
-        talk = await converse(front, chat, "max_output_tokens")
+            talk = await converse(front, chat)
         answer = ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
-        return _naming(ignored, await front.respond(http, chat, [talk.prompt], answer))
+        return _naming(ignored + talk.ignored, await front.respond(http, chat, [talk.prompt], answer))
 
 
 def _naming(ignored: Sequence[str], answer: Response) -> Response:
