@@ -372,7 +372,7 @@ RESPONSE = {"model": "bundled", "input": "hi"}
             "JSON object",
         ),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "text.format.schema: Field required"),
-        ({"top_logprobs": 2}, None, "top_logprobs needs include"),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs include"),
         ({"include": ["message.output_text.logprobs"]}, "include", "is not supported where reasoning or tool calls"),
         ({"max_tokens": 3}, "max_tokens", "use max_output_tokens"),
         ({"messages": HI}, "messages", "use input"),
