@@ -24,14 +24,14 @@ from espalier.server.batch_api import add_batches
 from espalier.server.batches import Batches
 from espalier.server.chat_answers import ChatAnswer
 from espalier.server.conversing import chat_tokens, converse, num_characters, refusing
-from espalier.server.errors import ApiError, ErrorBody
+from espalier.server.errors import FAILED, ApiError, ErrorBody
 from espalier.server.front import CLIENT_LEFT, Front
 from espalier.server.fronts import Fronts
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from espalier.server.response_answers import ResponsesAnswer
-from espalier.server.responses import ResponsesRequest
+from espalier.server.responses import ResponsesRequest, naming_fields
 from espalier.tools.definitions import Tools
 from espalier.tools.formats import Formats
 from espalier.tools.plan import ChatPlan
@@ -200,11 +200,11 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     async def respond(body: ResponsesRequest, http: Request) -> Response:
         front = server.of(body.model)
         front.check_effect(ignored := body.without_effect())
-        with refusing():
+        with naming_fields(), refusing():
             chat = body.as_chat()
-        talk = await converse(front, chat, "max_output_tokens")
+            talk = await converse(front, chat)
         answer = ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
-        return _naming(ignored, await front.respond(http, chat, [talk.prompt], answer))
+        return _naming(ignored + talk.ignored, await front.respond(http, chat, [talk.prompt], answer))
 
 
 def _naming(ignored: Sequence[str], answer: Response) -> Response:
@@ -356,6 +356,11 @@ def _add_errors(app: FastAPI) -> None:
         api_error = error if isinstance(error, ApiError) else _of_routing(http, error)
         http.scope["state"]["refused"] = api_error
         return JSONResponse(api_error.body(), api_error.status_code, api_error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(http: Request, error: Exception) -> JSONResponse:
+        # Without this the framework answers in plain text.  It raises the error again, and the gate logs it.
+        return JSONResponse(ApiError(500, FAILED).body(), 500)
 
 
 def _of_routing(http: Request, error: HTTPException) -> ApiError:

@@ -39,8 +39,8 @@ def refusing() -> Iterator[None]:
         raise refusal(error) from None
 
 
-async def converse(front: Front, body: ChatRequest, limit_name: str | None = None) -> Conversation:
-    """Check a conversation and make its prompt.  limit_name: what the client calls max_tokens.  Raises ApiError."""
+async def converse(front: Front, body: ChatRequest) -> Conversation:
+    """Check a conversation and make its prompt.  Raises ApiError."""
     with refusing():
         body.check()
         asked = body.params()
@@ -53,7 +53,7 @@ async def converse(front: Front, body: ChatRequest, limit_name: str | None = Non
         check, size = front.require_tokenizable, num_characters(body.messages)
         prompt = await front.lanes.run(_prompt, body, plan, check, size=size, field="messages")
     with refusing():
-        front.inputs.require_room(prompt, asked, limit_name or body.limit_name)
+        front.inputs.require_room(prompt, asked, body.limit_name)
         params = front.inputs.planned(plan, params, prompt)
     return Conversation(ignored, prompt, params, plan)
 
