@@ -51,7 +51,7 @@ class Command(NamedTuple):
 
     def run(self, args: Namespace) -> int:
         assert self.work is not None
-        require_names(**named_models(args))
+        require_names(named_models(args))
         module: Any = import_module(self.work)
         return module.run(args)
 
