@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 import signal
+import threading
 import weakref
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from espalier import LLM, EspalierError, SamplingParams, SpeculationConfig
+from espalier import LLM, EspalierError, Grammar, SamplingParams, SpeculationConfig
 from espalier.request import Output
 from espalier.speculate.drafters.registry import what_to_check
 from espalier.startup import load
@@ -437,6 +438,18 @@ def test_a_closed_llm_says_so(paths):
     assert repr(llm).endswith("on cpu, closed>")
     with pytest.raises(EspalierError, match="closed"):
         llm.generate("abc")
+
+
+def test_closing_ends_the_threads_that_make_masks(paths):
+    def mask_threads():
+        return [thread for thread in threading.enumerate() if thread.name.startswith("espalier-masks")]
+
+    target, draft = paths
+    with LLM(model=target, draft=draft, **SETTINGS) as llm:
+        params = SamplingParams(max_tokens=4, stop_token_ids=[15], grammar=Grammar.of_choices(["abba", "cab"]))
+        llm.generate(["a", "b"], params)
+        assert mask_threads()
+    assert not mask_threads()
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
