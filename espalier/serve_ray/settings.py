@@ -115,6 +115,9 @@ def service_of(args: Mapping[str, Any]) -> Service:
     if level not in LEVELS:
         raise EspalierError(f"log_level={shown(level)} is not supported; use {', '.join(LEVELS)}")
     check_options(args)
+    key = args.get("api_key")
+    if key is not None and not (isinstance(key, str) and key):
+        raise EspalierError("api_key is empty, or is no text; give the key, or leave it out")
     logged = {"log_level": level, "log_json": args.get("log_json", False)}
     return Service(
         tuple(_model({**shared, **model}, logged) for model in models),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from espalier.errors import EspalierError, require_int, require_number
+from espalier.errors import require_int, require_number
 from espalier.limits import true_or_false
 
 # The least value of each number.
@@ -40,9 +40,6 @@ def check_options(options: Mapping[str, Any], spelled: Callable[[str], str] = st
     for name in SWITCHES:
         if (value := options.get(name)) is not None:
             true_or_false(spelled(name), value)
-    key = options.get("api_key")
-    if key is not None and not (isinstance(key, str) and key):
-        raise EspalierError(f"{spelled('api_key')} is no text, or is empty; give the key, or leave it out")
 
 
 def _check_seconds(name: str, value: Any, low: int) -> None:

@@ -70,7 +70,7 @@ def test_what_stands_beside_the_models_holds_for_each():
         ({"models": [{"model": "bundled", "max_queue": "5"}]}, "max_queue='5' is not supported; use a whole number"),
         ({"model": "bundled", "drain_timeout": "x"}, "drain_timeout='x'"),
         ({"model": "bundled", "allow_special_tokens_in_messages": "no"}, "use True or False"),
-        ({"model": "bundled", "api_key": ""}, "api_key is no text, or is empty"),
+        ({"model": "bundled", "api_key": ""}, "api_key is empty"),
         ({"model": "bundled", "served_model_name": 5}, "use a text or a list of texts"),
     ],
 )
