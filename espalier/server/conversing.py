@@ -11,7 +11,7 @@ from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams
 from espalier.server.errors import refusal
 from espalier.server.front import Front
-from espalier.server.openai import Body, ChatRequest, Message
+from espalier.server.openai import Body, ChatRequest, Message, without_effect
 from espalier.text import Tokenizer
 from espalier.tools.plan import ChatPlan
 
@@ -49,7 +49,7 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
         plan = ChatPlan(front.inputs.tokenizer, front.formats, body.tool_use())
         _check_effort(front.inputs.tokenizer, body)
     shows_tools = front.inputs.tokenizer is not None and front.inputs.tokenizer.shows("tools")
-    front.check_effect(ignored := body.without_effect() + ["tools"] * (bool(body.tools) and not shows_tools))
+    front.check_effect(ignored := without_effect(body) + ["tools"] * (bool(body.tools) and not shows_tools))
     with front.entering(params.n):
         check = front.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])

@@ -20,7 +20,6 @@ from espalier.server.openai import (
     Nothing,
     Refused,
     at_most,
-    without_effect,
 )
 from espalier.tools.definitions import MAX_TOOLS
 
@@ -107,10 +106,6 @@ class ResponsesRequest(_Sampling):
     messages: Annotated[None, Refused("use input")] = None
     response_format: Annotated[None, Refused("use text.format")] = None
     modalities: Annotated[Nothing | None, TEXT_ONLY] = None
-
-    def without_effect(self) -> list[str]:
-        """Names of the fields that were sent and have no effect."""
-        return without_effect(self)
 
     def as_chat(self) -> ChatRequest:
         """The same request as a chat completion.  Raises EspalierError or ApiError."""

@@ -96,6 +96,7 @@ def test_a_killed_batch_goes_on_without_losing_or_repeating_a_line(served, tmp_p
         (["--url", "http://127.0.0.1:1"], "cannot be reached"),
         (["--url", "there"], "use an address such as"),
         (["--url", "http://x", "--max-batch", "2"], "--max-batch is not for --url"),
+        (["--url", "http://x", "--tool-format", "none"], "--tool-format is not for --url"),
         (["--priority", "3"], "--priority is for a running server"),
         (["--concurrency", "0"], "--concurrency=0"),
         (["--tool-format", "x"], "x"),
