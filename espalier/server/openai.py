@@ -202,7 +202,8 @@ class Generating(Hinted, Constrained):
 
 def without_effect(body: BaseModel) -> list[str]:
     """Names of the fields of a body that were sent and have no effect, in the order of the model."""
-    return [name for name in _names_without_effect(type(body)) if getattr(body, name) is not None]
+    given = body.model_fields_set
+    return [name for name in _names_without_effect(type(body)) if name in given and getattr(body, name) is not None]
 
 
 @cache

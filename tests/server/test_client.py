@@ -194,9 +194,9 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
         def entering(self, wanted):
             return nullcontext()
 
-        async def respond(self, http, body, prompts, answer):
+        async def respond(self, http, body, prompts, params, make_answer):
             threads.append(threading.get_ident())
-            return Response("".join(answer.echo))
+            return Response("".join(make_answer().echo))
 
     app, _ = make_app(Echoing(), ApiOptions())
     # No lifespan: the gate has none.
