@@ -15,6 +15,7 @@ HERE = __file__
 # A whole command line, whose flags a test changes.
 GIVEN = {"--target": "bundled", "--data": HERE, "--out": "OUT", "--batch": "2", "--length": "16", "--num-tokens": "96"}
 WHOLE, SHARE, ABOVE = "use a whole number, 1 or more", "use a number, 0 to 1", "use a number above 0"
+RATE = ABOVE + ", up to 1"
 WRONG = [
     ("mtp --batch 0", "--batch=0 is not supported; " + WHOLE),
     ("mtp --batch -1", "--batch=-1 is not supported; " + WHOLE),
@@ -24,11 +25,11 @@ WRONG = [
     ("mtp --num-tokens nan", "--num-tokens=nan is not supported; " + ABOVE),
     ("mtp --num-tokens inf", "--num-tokens=inf is not supported; " + ABOVE),
     ("mtp --num-tokens 31", "is less than one batch of --batch 2 rows of --length 16 tokens; use 32 or more"),
-    ("mtp --matrix-lr nan", "--matrix-lr=nan is not supported; " + ABOVE),
-    ("mtp --matrix-lr 0", "--matrix-lr=0.0 is not supported; " + ABOVE),
-    ("mtp --other-lr inf", "--other-lr=inf is not supported; " + ABOVE),
-    ("mtp --other-lr -1", "--other-lr=-1.0 is not supported; " + ABOVE),
-    ("mtp --weight-decay nan", "--weight-decay=nan is not supported; use a number, 0 or more"),
+    ("mtp --matrix-lr nan", "--matrix-lr=nan is not supported; " + RATE),
+    ("mtp --matrix-lr 0", "--matrix-lr=0.0 is not supported; " + RATE),
+    ("mtp --other-lr inf", "--other-lr=inf is not supported; " + RATE),
+    ("mtp --other-lr 1e38", "--other-lr=1e+38 is not supported; " + RATE),
+    ("mtp --weight-decay nan", "--weight-decay=nan is not supported; use a number, 0 to 10"),
     ("mtp --decay -1", "--decay=-1.0 is not supported; use a number, 0 to 10"),
     ("mtp --own-share 2", "--own-share=2.0 is not supported; " + SHARE),
     ("mtp --sampled-share nan", "--sampled-share=nan is not supported; " + SHARE),
