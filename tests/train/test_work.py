@@ -212,12 +212,13 @@ def full(*_: object) -> None:
 def test_a_full_disk_loses_neither_the_draft_nor_the_state(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = replace(MTP, save_every=4)  # not at the end
     with (
         monkeypatch.context() as patch,
         pytest.raises(OSError, match=r"mtp-draft.pt cannot be written \(No space left"),
     ):
         patch.setattr("espalier.train.state.torch.save", full)
-        trained(target, tmp_path)
+        trained(target, tmp_path, config)
     assert set(files_in(tmp_path / "draft")) == {"config.json", "model.safetensors"}
     before = files_in(tmp_path / "draft")
     with (
@@ -225,11 +226,11 @@ def test_a_full_disk_loses_neither_the_draft_nor_the_state(
         pytest.raises(OSError, match=r"model.safetensors cannot be written \(No space"),
     ):
         patch.setattr(checkpoint, "write_weights", full)
-        trained(target, tmp_path)
+        trained(target, tmp_path, config)
     assert files_in(tmp_path / "draft") == before
     assert "mtp-draft.pt holds step 6: start again to save the draft" in capsys.readouterr().out
     monkeypatch.setattr(draft_run, "backward", None)  # no step is run again
-    assert trained(target, tmp_path)["seen_tokens"] == SIZES["num_tokens"]
+    assert trained(target, tmp_path, config)["seen_tokens"] == SIZES["num_tokens"]
     assert files_in(tmp_path / "draft") != before
     assert not list(tmp_path.rglob("unfinished*"))
 
