@@ -219,6 +219,8 @@ def test_a_control_groups_limit_bounds_memory(monkeypatch, tmp_path):
     (tmp_path / "memory.current").write_text("400\n")
     monkeypatch.setattr(resolve, "CGROUP", tmp_path)
     assert resolve.free_memory(CPU) == 600
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 250\nactive_file 50\n")
+    assert resolve.free_memory(CPU) == 850, "cached files make way"
 
 
 def test_a_models_own_fields_reach_the_configuration():

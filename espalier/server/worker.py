@@ -174,7 +174,7 @@ class Worker:
         cached = 0 if engine.prefixes is None else len(engine.prefixes)
         return Report(
             harvests=self.steps,
-            waiting=len(scheduler.waiting) + len(engine.inbox) + len(self.compiling),
+            waiting=len(scheduler.waiting) + len(self.compiling),
             running=len(scheduler.running),
             pages_free=pool.free,
             pages_cached=cached,
