@@ -162,8 +162,8 @@ class Front:
         limit = self.options.request_timeout_s
         run = Run(self, answer, self._submit(body, prompts, answer), None if limit is None else loop.time() + limit)
         try:
-            # Requests that arrived together are submitted one after another before the rest is done for any.
-            await asyncio.sleep(0)
+            # The rest is done while the engine computes.
+            await self.engines.sent()
             run.watch(http)
             if not body.stream:
                 return await run.whole()

@@ -263,7 +263,7 @@ OTHERS = [
     (["doctor", "--matrix", "--tune"], "--tune is not for --matrix"),
     (["doctor", "--matrix", "--page-size", "8"], "--page-size is not for --matrix"),
     (["doctor", "--tune", "--max-batch", "2"], "--max-batch is not for --tune; leave"),
-    (["doctor", "--tune", "--shapes", "llama-3.1-8b", "--model", "x"], "--model is not for --tune --shapes"),
+    (["doctor", "--tune", "--shapes", "llama-3.1-8b", "--model", "bundled"], "--model is not for --tune --shapes"),
 ]
 
 
