@@ -54,6 +54,8 @@ def check_token_limits(params: Any) -> None:
             "max_tokens=0 is not supported without prompt_logprobs: nothing would come back; use 1 or more, or ask for "
             "prompt_logprobs"
         )
+    if params.max_tokens == 0 and (params.n or 1) > 1:
+        raise EspalierError(f"n={params.n} is not supported with max_tokens=0, which generates nothing; use 1")
     if None not in (params.min_tokens, params.max_tokens) and params.min_tokens > params.max_tokens:
         raise EspalierError(
             f"min_tokens={params.min_tokens} is above max_tokens={params.max_tokens}; lower it or raise max_tokens"

@@ -83,6 +83,7 @@ REFUSED = [
     ({"logit_bias": dict.fromkeys(range(MAX_BIAS + 1), 1.0)}, f"{MAX_BIAS + 1} entries"),
     ({"seed": -1}, "seed=-1"),
     ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": 0, "prompt_logprobs": 1, "n": 2}, "n=2 is not supported with max_tokens=0"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5"),
     ({"stop": ""}, "stop=['']"),
     ({"stop": [1]}, "stop=[1]"),

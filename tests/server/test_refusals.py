@@ -115,6 +115,11 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/completions", {**TEXT, "prompt": "x " * 2000}, "the prompt is too long: it has"),
         ("/v1/completions", {**TEXT, "min_tokens": 600, "max_tokens": None}, "min_tokens=600"),
         ("/v1/completions", {**TEXT, "echo": True, "max_tokens": 0}, "max_tokens=0"),
+        (
+            "/v1/completions",
+            {**TEXT, "echo": True, "logprobs": 1, "max_tokens": 0, "n": 2},
+            "n=2 is not supported with max_tokens=0",
+        ),
         ("/v1/completions", {**TEXT, "prompt_logprobs": 21}, "prompt_logprobs=21 is not supported"),
         ("/v1/completions", {**TEXT, "prompt_logprobs": -1}, "prompt_logprobs=-1 is not supported"),
         ("/v1/completions", {**TEXT, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs are not streamed"),
