@@ -75,7 +75,8 @@ def _whole_text(value: Any) -> None:
             raise ValueError("text contains a lone surrogate (\\ud800 to \\udfff); send whole characters") from None
     elif isinstance(value, dict):
         for name, inner in value.items():
-            if not name.isascii():
+            # A bias that was read once has token ids as names.
+            if not (isinstance(name, int) or name.isascii()):
                 _whole_text(name)
             if type(inner) not in PLAIN:
                 _whole_text(inner)

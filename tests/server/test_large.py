@@ -293,6 +293,23 @@ def test_a_tiny_prompt_needs_no_thread_unless_its_lane_is_busy(two_lanes):
     assert idle == after and idle[0] == threading.get_ident() != waited[0] and idle[1] == waited[1]
 
 
+def test_a_lane_whose_request_was_cancelled_is_busy_until_its_thread_is_done(two_lanes):
+    async def run():
+        go_on = threading.Event()
+        cancelled = asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        # On the event loop it would use the tokenizer beside the thread.
+        waits = asyncio.create_task(two_lanes.run(lambda _: threading.get_ident(), size=MAX_INLINE))
+        await asyncio.sleep(0)
+        go_on.set()
+        return await waits, await two_lanes.run(lambda _: threading.get_ident(), size=MAX_INLINE)
+
+    waited, after = asyncio.run(run())
+    assert waited != after == threading.get_ident()
+
+
 def test_only_so_many_long_prompts_wait(two_lanes, monkeypatch):
     monkeypatch.setattr(lanes, "MAX_WAITING", 2)
     go_on = threading.Event()
