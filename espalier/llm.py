@@ -210,8 +210,7 @@ class LLM:
             request = Request(
                 id=f"{number if name is None else name}.{i}",
                 prompt=prompt,
-                # The first request reports the prompt's log-probabilities for all.
-                params=replace(params, prompt_logprobs=None) if i else params,
+                params=params,
                 seed=sample_seed(seed, i),
                 arrival=number,
                 priority=priority,

@@ -369,13 +369,18 @@ class Request:
         return self.num_known + 1 + self.rounds_in_flight >= self.end(max_context)
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """As SamplingParams.prompt_logprobs, but None for all samples but the first, which reports for them."""
+        return None if self.index else self.params.prompt_logprobs
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
-        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
+        return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def prompt_report(self) -> PromptLogprobs | None:
         """The prompt's log-probabilities as far as they have been read; None if the request does not ask for them."""
-        return None if self.params.prompt_logprobs is None else TokenLogprobs(self.prompt_logprobs.rows, of_prompt=True)
+        return None if self.num_prompt_logprobs is None else TokenLogprobs(self.prompt_logprobs.rows, of_prompt=True)
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,9 @@ def test_a_prompt_is_scored_once_however_many_continue_it(llm):
     assert [entry.rank for entry in several.prompt_logprobs[1:]] == [entry.rank for entry in one.prompt_logprobs[1:]]
     assert [choice.prompt_logprobs for choice in several.choices] == [several.prompt_logprobs, None, None]
     assert llm.generate(prompt, SamplingParams(max_tokens=3))[0].prompt_logprobs is None
+    [scored] = llm.generate(prompt, SamplingParams(n=2, **{**params, "max_tokens": 0}))
+    assert [(choice.token_ids, choice.finish_reason) for choice in scored.choices] == [([], "length")] * 2
+    assert [choice.prompt_logprobs for choice in scored.choices] == [several.prompt_logprobs, None]
 
 
 def test_a_seed_gives_the_same_text_again_and_no_seed_another(llm):

@@ -303,7 +303,7 @@ class Scheduler:
 
     def _read_prompt_logprobs(self, request: Request, row: RequestResult) -> bool:
         """Append the prompt log-probabilities of a chunk.  False if one is NaN, which ends the request."""
-        rows, wanted = row.prompt_logprobs, request.params.prompt_logprobs
+        rows, wanted = row.prompt_logprobs, request.num_prompt_logprobs
         if rows is not None and wanted is not None and request.prompt_logprobs.add(rows, wanted).has_nan:
             self._finish(request, "abort", NOT_FINITE)
         return not request.done

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import zmq
 
-from espalier import LLM, SamplingParams, SpeculationConfig
+from espalier import LLM, EspalierError, SamplingParams, SpeculationConfig
 from espalier.request import ResolvedParams
 from espalier.server import protocol
 from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit, Submits
@@ -89,6 +89,24 @@ def test_what_can_never_run_is_refused_and_nothing_of_it_stays(engine):
     messages = run(worker, front)
     [refused] = [message for message in messages if isinstance(message, Refused)]
     assert refused.name == "never" and "min_tokens=200" in refused.error
+    assert {part.name for part in parts(messages)} == {"good"}
+
+
+def test_a_prompt_whose_requests_cannot_be_made_is_refused_and_the_engine_goes_on(engine, monkeypatch):
+    worker, front = engine
+    group = worker.llm.group
+
+    def refusing(prompt, params, name, *rest):
+        if name == "bad":
+            raise EspalierError("no such request")
+        return group(prompt, params, name, *rest)
+
+    monkeypatch.setattr(worker.llm, "group", refusing)
+    submit(front, "bad")
+    submit(front, "good")
+    worker._take_in()
+    messages = run(worker, front)
+    assert [message for message in messages if isinstance(message, Refused)] == [Refused("bad", "no such request")]
     assert {part.name for part in parts(messages)} == {"good"}
 
 
