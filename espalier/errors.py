@@ -94,7 +94,8 @@ def require_number(
     """
     if optional and value is None:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Not math.isfinite: it raises for an integer that no float can hold.
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
     if not (number and inside(value)):
         raise EspalierError(f"{name}={shown(value)} is not supported; use {supported}")
 

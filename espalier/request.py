@@ -15,7 +15,7 @@ from espalier import limits
 from espalier.errors import EspalierError, prompt_too_long, refuses_unknown, require_int
 from espalier.grammar.spec import Grammar, require_grammar
 from espalier.grammar.token_masker import TokenMasker
-from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MIN_TEMPERATURE, number, whole_number
+from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, TEMPERATURES, number, whole_number
 from espalier.logprobs import PromptLogprobs, TokenLogprob, TokenLogprobs
 from espalier.stats import SpeculationStats
 
@@ -42,7 +42,10 @@ class SamplingParams:
 
     temperature: float | None = _param(
         "0 is greedy; higher is more varied",
-        number(lambda t: t == 0 or t >= MIN_TEMPERATURE, f"0 (greedy), or {MIN_TEMPERATURE} and more"),
+        number(
+            lambda t: t == 0 or TEMPERATURES[0] <= t <= TEMPERATURES[1],
+            f"0 (greedy), or {TEMPERATURES[0]} to {TEMPERATURES[1]}",
+        ),
         generation_config="temperature",
     )
     top_k: int | None = _param(
@@ -369,13 +372,21 @@ class Request:
         return self.num_known + 1 + self.rounds_in_flight >= self.end(max_context)
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """How many likeliest tokens to report beside each prompt token; None: report nothing.
+
+        The first of n samples reports for all.
+        """
+        return None if self.index else self.params.prompt_logprobs
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
-        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
+        return self.num_prompt_logprobs is not None and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     @property
     def prompt_report(self) -> PromptLogprobs | None:
-        """The prompt's log-probabilities as far as they have been read; None if the request does not ask for them."""
-        return None if self.params.prompt_logprobs is None else TokenLogprobs(self.prompt_logprobs.rows, of_prompt=True)
+        """The prompt's log-probabilities as far as they have been read; None if the request does not report them."""
+        return None if self.num_prompt_logprobs is None else TokenLogprobs(self.prompt_logprobs.rows, of_prompt=True)
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,10 @@ class Tokenizer:
         self._bytes: dict[int, TokenBytes] = {}
         self._template = ChatTemplate(tokenizer)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, which gets a cache of its own: the thread that decodes may be writing to this one."""
+        return {**vars(self), "_bytes": {}}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.  add_special_tokens: add the tokenizer's special tokens, such as BOS."""
         return list(self.hf.encode(text, add_special_tokens=add_special_tokens))

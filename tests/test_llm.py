@@ -5,6 +5,7 @@ import json
 import logging
 import shutil
 import signal
+import threading
 import weakref
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from espalier import LLM, EspalierError, SamplingParams, SpeculationConfig
+from espalier import LLM, EspalierError, Grammar, SamplingParams, SpeculationConfig
 from espalier.request import Output
 from espalier.speculate.drafters.registry import what_to_check
 from espalier.startup import load
@@ -137,6 +138,12 @@ def test_a_prompt_is_scored_once_however_many_continue_it(llm):
     assert [entry.rank for entry in several.prompt_logprobs[1:]] == [entry.rank for entry in one.prompt_logprobs[1:]]
     assert [choice.prompt_logprobs for choice in several.choices] == [several.prompt_logprobs, None, None]
     assert llm.generate(prompt, SamplingParams(max_tokens=3))[0].prompt_logprobs is None
+
+
+def test_samples_of_a_prompt_that_is_only_scored_are_empty(llm):
+    [scored] = llm.generate("abcdefghijklmno", SamplingParams(n=2, max_tokens=0, prompt_logprobs=0))
+    assert [(each.token_ids, each.finish_reason, each.error) for each in scored.choices] == [([], "length", None)] * 2
+    assert [choice.prompt_logprobs is None for choice in scored.choices] == [False, True]
 
 
 def test_a_seed_gives_the_same_text_again_and_no_seed_another(llm):
@@ -414,7 +421,7 @@ def test_a_directory_without_a_tokenizer_takes_tokens_and_refuses_text():
         assert (len(output.token_ids), output.text) == (12, "")
         with pytest.raises(EspalierError, match="give token ids"):
             llm.generate("abc", GREEDY)
-        with pytest.raises(EspalierError, match="chat needs a tokenizer"):
+        with pytest.raises(EspalierError, match="a conversation needs a tokenizer"):
             llm.chat([{"role": "user", "content": "ab"}])
         with pytest.raises(EspalierError, match="stop_token_ids"):
             llm.generate([[0]], SamplingParams(stop="a"))
@@ -431,6 +438,18 @@ def test_a_closed_llm_says_so(paths):
     assert repr(llm).endswith("on cpu, closed>")
     with pytest.raises(EspalierError, match="closed"):
         llm.generate("abc")
+
+
+def test_closing_ends_the_threads_that_make_masks(paths):
+    def mask_threads():
+        return [thread for thread in threading.enumerate() if thread.name.startswith("espalier-masks")]
+
+    target, draft = paths
+    with LLM(model=target, draft=draft, **SETTINGS) as llm:
+        params = SamplingParams(max_tokens=4, stop_token_ids=[15], grammar=Grammar.of_choices(["abba", "cab"]))
+        llm.generate(["a", "b"], params)
+        assert mask_threads()
+    assert not mask_threads()
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])

@@ -197,6 +197,7 @@ class Engine:
         if self.stopped is None:
             self.stopped = "the engine is closed; make another LLM"
         self.in_flight.forget()
+        self.scheduler.masks.close()
         try:
             self.executor.close()
         finally:

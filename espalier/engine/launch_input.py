@@ -134,7 +134,7 @@ def prompt_rows_of(batch: list[Request], made: PrefillPass) -> PromptRows | None
             spans.append((0, 0))
             continue
         spans.append((row + begin - request.num_prefilled, row + end - request.num_prefilled))
-        counts.append(request.params.prompt_logprobs or 0)
+        counts.append(request.num_prompt_logprobs or 0)
     return PromptRows(tuple(spans), max(counts)) if counts else None
 
 

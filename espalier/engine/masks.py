@@ -1,6 +1,5 @@
 """What grammars bring to a launch: masks of prompts, of trees' nodes, and the guide for the draft."""
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from espalier.cores import available_cores
 from espalier.grammar.token_masker import TokenMasker
 from espalier.layout import ANCESTOR_BITS
 from espalier.request import Request
@@ -163,8 +163,13 @@ class MaskBuilder:
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_THREADS), "espalier-masks")
+            self._threads = ThreadPoolExecutor(min(available_cores(), MAX_THREADS), "espalier-masks")
         return self._threads
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
 
 
 def _masked(maskers: Maskers) -> tuple[int, ...]:

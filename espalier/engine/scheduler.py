@@ -80,7 +80,7 @@ class Scheduler:
         self._chunks: list[OutputChunk] = []
         self._aborted: list[Request] = []
         self._no_room: tuple[Request, int] | None = None
-        self._admitted: list[SlotInit] = []
+        self._slot_inits: list[SlotInit] = []
         self._appended: list[tuple[int, int, int]] = []
         self._to_clear: list[int] = []
 
@@ -201,7 +201,7 @@ class Scheduler:
         if not request.output:
             request.cached_tokens = cached
         insort(self.running, request, key=lambda r: r.place)
-        self._admitted.append(slot_init(request, tokens, start, cached, end, self.layout.steps))
+        self._slot_inits.append(slot_init(request, tokens, start, cached, end, self.layout.steps))
         return True
 
     # Pages
@@ -278,7 +278,7 @@ class Scheduler:
         prompt_rows: PromptRows | None = None,
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
-        slot_inits, self._admitted = (self._admitted, []) if prefill.width else ([], self._admitted)
+        slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
@@ -303,7 +303,7 @@ class Scheduler:
 
     def _read_prompt_logprobs(self, request: Request, row: RequestResult) -> bool:
         """Append the prompt log-probabilities of a chunk.  False if one is NaN, which ends the request."""
-        rows, wanted = row.prompt_logprobs, request.params.prompt_logprobs
+        rows, wanted = row.prompt_logprobs, request.num_prompt_logprobs
         if rows is not None and wanted is not None and request.prompt_logprobs.add(rows, wanted).has_nan:
             self._finish(request, "abort", NOT_FINITE)
         return not request.done
@@ -414,23 +414,20 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None
-        if request.error is None:
-            self._file_pages(request, min(request.num_known, request.num_tokens) if self._is_prefilled(request) else 0)
+        if request.error is None and request.num_known > request.prefill_len:
+            # Only what rounds have added: the rows of the prefill were filed when its result was read.
+            self._file_pages(request, min(request.num_known, request.num_tokens))
         self.pool.release(request.pages)
         if request.error == NOT_FINITE:
             # A library may multiply stale rows by zero, and NaN stays NaN.
             self._to_clear += filter(self.pool.is_free, request.pages)
         # Updates that were not launched yet must not reach the next owner of the slot.
-        self._admitted = [slot_init for slot_init in self._admitted if slot_init.slot != request.slot]
+        self._slot_inits = [slot_init for slot_init in self._slot_inits if slot_init.slot != request.slot]
         self._appended = [entry for entry in self._appended if entry[0] != request.slot]
         self.free_slots.append(request.slot)
         self.running.remove(request)
         request.slot, request.pages = None, []
         request.generation += 1
-
-    def _is_prefilled(self, request: Request) -> bool:
-        """Whether its whole prefill was launched and at least one output token was read."""
-        return bool(request.output) and request.num_prefilled >= request.prefill_len
 
     def _file_pages(self, request: Request, rows: int) -> None:
         """Insert the full pages of the first `rows` rows into the prefix tree.  Launches in flight write later rows."""

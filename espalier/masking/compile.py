@@ -1,7 +1,8 @@
 """Compiles grammars with xgrammar, in threads, and keeps what was compiled.
 
-A compilation that takes too long is given up.  Its thread cannot be ended, so it runs on and its result is dropped.
-While too many such threads run, new grammars are refused.  Compiling releases the GIL, so other requests go on.
+A compilation that takes too long is given up: its request is refused.  Its thread cannot be ended.  It runs on, and
+later requests with the same grammar get its result.  While too many such threads run, new grammars are refused.
+Compiling releases the GIL, so other requests go on.
 """
 
 import copy
@@ -83,14 +84,14 @@ class GrammarCompiler:
                 made.set_exception(EspalierError("the server still compiles earlier grammars; retry later"))
                 return made
             self._kept[key] = made
-        threading.Thread(target=self._run, args=(grammar, made), name="espalier-grammar", daemon=True).start()
+        threading.Thread(target=self._run, args=(key, grammar, made), name="espalier-grammar", daemon=True).start()
         return made
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Compile and wait.  Raises EspalierError with the reason."""
         return self.submit(grammar).result()
 
-    def _run(self, grammar: Grammar, made: "Future[CompiledGrammar]") -> None:
+    def _run(self, key: Key, grammar: Grammar, made: "Future[CompiledGrammar]") -> None:
         with self._running:
             timer = threading.Timer(self.time_limit_s, self._give_up, (made,))
             timer.daemon = True
@@ -105,7 +106,8 @@ class GrammarCompiler:
             with self._lock:
                 if made.done():
                     self.num_given_up -= 1
-                elif isinstance(compiled, EspalierError):
+                    made = self._kept[key] = Future()
+                if isinstance(compiled, EspalierError):
                     made.set_exception(compiled)
                 else:
                     made.set_result(compiled)
@@ -117,7 +119,9 @@ class GrammarCompiler:
                 return
             self.num_given_up += 1
             made.set_exception(
-                EspalierError(f"the grammar takes more than {self.time_limit_s:g} s to compile; use a simpler one")
+                EspalierError(
+                    f"the grammar takes more than {self.time_limit_s:g} s to compile; use a simpler one, or retry later"
+                )
             )
 
     def _drop_oldest(self) -> None:

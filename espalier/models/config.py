@@ -306,9 +306,11 @@ def full_attention(full: Raw) -> Windows:
 def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
     """The window for layers that `layer_types` (or `default`, without it) declares sliding; None for the others."""
     window, types = full.get("sliding_window"), full.get("layer_types")
+    if window is None:
+        return full_attention(full)
     layers = range(int(full["num_hidden_layers"]))
     slides = [types[i] == "sliding_attention" for i in layers] if types else [default(i) for i in layers]
-    return tuple(int(window) if window is not None and slides[i] else None for i in layers)
+    return tuple(int(window) if slides[i] else None for i in layers)
 
 
 class _Fields:

@@ -194,6 +194,10 @@ class Answer:
         """The event of a chunk of `opening` or `closing`."""
         return event(chunk)
 
+    def failure(self, error: dict[str, Any]) -> bytes:
+        """The event of an error after the stream has begun.  error: the body of an error response."""
+        return event(error)
+
     def opening(self) -> list[dict[str, Any]]:
         """Chunks that come before the first token."""
         return []

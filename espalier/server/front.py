@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
-from espalier.server.answers import Answer, event
+from espalier.server.answers import Answer
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
 from espalier.server.engines import EngineGone, Engines, Generation
@@ -162,8 +162,8 @@ class Front:
         limit = self.options.request_timeout_s
         run = Run(self, answer, self._submit(body, prompts, answer), None if limit is None else loop.time() + limit)
         try:
-            # Requests that arrived together are submitted one after another before the rest is done for any.
-            await asyncio.sleep(0)
+            # The rest is done while the engine computes.
+            await self.engines.sent()
             run.watch(http)
             if not body.stream:
                 return await run.whole()
@@ -372,7 +372,7 @@ class EventStream(StreamingResponse):
     def _failed(self, error: ApiError) -> bytes:
         body = error.body()
         self.run.metrics.stream_errors.labels(body["error"]["type"]).inc()
-        return event(body)
+        return self.run.answer.failure(body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit = None if self.run.deadline is None else self.run.deadline + SEND_GRACE_S

@@ -188,10 +188,6 @@ class Generating(Hinted, Constrained):
             return _params_of(frozenset(given.items()))
         return SamplingParams(**given, grammar=grammar)
 
-    def without_effect(self) -> list[str]:
-        """Names of the fields that were sent and have no effect, in the order of the model."""
-        return without_effect(self)
-
     def check(self) -> None:
         """Refuse combinations of fields that are not supported.  Raises EspalierError."""
         if self.stream_options is not None and not self.stream:

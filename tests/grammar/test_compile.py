@@ -2,6 +2,7 @@
 
 import json
 import threading
+from itertools import islice
 
 import pytest
 
@@ -9,7 +10,8 @@ from espalier import LLM, EspalierError, Grammar, SamplingParams
 from espalier.masking import compile as of_compile
 from espalier.masking.compile import GrammarCompiler, token_bytes
 from espalier.masking.masker import allowed_tokens
-from espalier.text import TokenBytes
+from espalier.startup.checkpoints import BUNDLED_FILES
+from espalier.text import TokenBytes, load_tokenizer
 from tests.tools.families import FAMILIES
 
 REASONS = [
@@ -36,6 +38,25 @@ def test_equal_grammars_are_compiled_once(compiler):
     first, again = (compiler.submit(Grammar("regex", "[ab]+")) for _ in range(2))
     assert first is again and first.result() is compiler.compile(Grammar("regex", "[ab]+", after="</think>"))
     assert compiler.compile(Grammar("regex", "[ab]*")) is not first.result()
+
+
+def test_compiling_does_not_meet_the_thread_that_decodes(llm):
+    tokenizer = load_tokenizer(BUNDLED_FILES / "target", llm.inputs.facts.vocab_size)
+    tokens, compiled = iter(range(tokenizer.size)), threading.Event()
+    for token in islice(tokens, tokenizer.size // 2):
+        tokenizer.bytes_of(token)
+
+    def decode():
+        while not compiled.wait(1e-4):
+            tokenizer.bytes_of(next(tokens, 0))
+
+    decoding = threading.Thread(target=decode)
+    decoding.start()
+    try:
+        GrammarCompiler(tokenizer, tokenizer.size).compile(Grammar("regex", "a+"))
+    finally:
+        compiled.set()
+        decoding.join()
 
 
 class Spelling:
@@ -89,6 +110,7 @@ def test_one_that_takes_too_long_is_given_up_and_hangs_nothing(compiler, monkeyp
             thread.join(60)
     compiler.time_limit_s = 60
     assert compiler.num_given_up == 0 and compiler.compile(Grammar("regex", "other"))
+    assert compiler.compile(Grammar("regex", "slow0")), "it was slow once, and is known now"
 
 
 def test_a_grammar_that_holds_too_much_is_refused(compiler, monkeypatch):

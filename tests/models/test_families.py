@@ -136,6 +136,9 @@ def test_windows_of_a_config_without_layer_types(tmp_path: Path) -> None:
     del raw["layer_types"]
     (path / "config.json").write_text(json.dumps(raw))
     assert read_config(path).windows == (None, 5, 5)
+    no_window = {**raw, "use_sliding_window": False, "max_window_layers": None}
+    (path / "config.json").write_text(json.dumps(no_window))
+    assert read_config(path).windows == (None, None, None), "where no layer has a window, nobody asks where it starts"
 
 
 def test_the_input_of_the_final_norm_can_be_captured(tmp_path: Path) -> None:

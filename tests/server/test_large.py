@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +17,13 @@ from espalier.server import body_reader, lanes
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import MAX_ENTRIES, MAX_MESSAGES, BodyLimits, read_body
 from espalier.server.body_reader import SMALL_BYTES, BodyReader
+from espalier.server.conversing import converse
 from espalier.server.errors import ApiError
 from espalier.server.lanes import MAX_INLINE, MAX_SHORT, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
 from espalier.text import load_tokenizer
 from espalier.text_bound import TextBound
+from espalier.tools.formats import Formats
 
 TOKENIZER = Path(espalier.__file__).parent / "bundled" / "target"
 LIMITS = BodyLimits(vocab_size=1000, max_context=100_000, prompts=100, tokens=1000)
@@ -207,6 +210,29 @@ def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
         inputs.chat(messages, check=inputs.require_fit)
     assert encoded == []
     assert inputs.chat([{"role": "user", "content": "a"}], check=inputs.require_fit) == [1] and len(encoded) == 1
+
+
+def test_a_conversation_is_as_long_as_all_its_texts():
+    """By this its lane is chosen: what is not counted would be read on the event loop."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "' + 1000 * "x" + '"}'}}
+    asked = [{"role": "user", "content": 1000 * "x"}]
+    asked += [{"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": 2000 * "x"}]
+    tool = {"type": "function", "function": {"name": "f", "description": 4000 * "x"}}
+    chat = {"model": "m", "messages": asked, "tools": [tool], "tool_choice": "none"}
+    sizes = []
+
+    async def run(*work, size, field):
+        sizes.append(size)
+        raise ApiError(400, field)
+
+    front = SimpleNamespace(
+        resolve=lambda params: SimpleNamespace(n=1), check_effect=lambda names: None, formats=Formats()
+    )
+    front.inputs, front.lanes = SimpleNamespace(tokenizer=None), SimpleNamespace(run=run)
+    front.entering, front.require_tokenizable = lambda samples: nullcontext(), None
+    with pytest.raises(ApiError, match="messages"):
+        asyncio.run(converse(front, ChatRequest.model_validate(chat)))
+    assert 8000 < sizes[0] < 8200
 
 
 @pytest.fixture

@@ -11,12 +11,15 @@ import pytest
 import torch
 
 from espalier.train import own_text
-from espalier.train.command import main, make_parser, read_stream, run
+from espalier.train.command import make_parser, run
+from espalier.train.data import read_stream
 from espalier.train.draft_run import StepClock
 from espalier.train.llama import Llama, LlamaShape, save_llama
-from espalier.train.mtp import MtpConfig, train_mtp
-from espalier.train.own_text import OwnTextConfig, load_own_text, write_own_text
+from espalier.train.mtp import train_mtp
+from espalier.train.own_text import load_own_text, write_own_text
+from espalier.train.settings import MtpConfig, OwnTextConfig
 from espalier.train.target import FrozenTarget
+from espalier.train.work import origin_of
 
 SHAPE = LlamaShape(
     vocab_size=32,
@@ -49,13 +52,13 @@ def stream() -> np.ndarray:
 def test_texts_of_all_seeds_add_up_and_a_run_makes_no_other(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = FrozenTarget(target_dir, torch.device("cpu"))
+    target, origin = FrozenTarget(target_dir, torch.device("cpu")), origin_of(target_dir, stream)
     for seed in (1, 2):
-        write_own_text(target, stream, replace(OWN, seed=seed), tmp_path)
+        write_own_text(target, stream, replace(OWN, seed=seed), tmp_path, origin)
     parts = [np.load(tmp_path / f"own_text-{seed}.npz") for seed in (1, 2)]
     assert not np.array_equal(parts[0]["stream"], parts[1]["stream"])
     monkeypatch.setattr(own_text, "make_own_text", None)
-    own = load_own_text(target, stream, OWN, tmp_path)
+    own = load_own_text(target, stream, OWN, tmp_path, origin)
     assert own.stream.tolist() == [*parts[0]["stream"].tolist(), *parts[1]["stream"].tolist()]
     assert own.greedy_counts.tolist() == (parts[0]["greedy_counts"] + parts[1]["greedy_counts"]).tolist()
     assert own.greedy_counts.sum() > 0
@@ -131,27 +134,3 @@ def test_as_many_prompts_are_continued_as_were_asked_for(
         "continued 2 prompts",
         "continued 3 prompts",
     ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "the following arguments are required: --target, --data, --out"),
-        (["--target", "/no/such"], "model='/no/such' is not a directory"),
-        (["--target", "bundled", "--data", "/no/such"], "--data /no/such is not a file: give JSON lines"),
-        (["--target", "bundled", "--data", __file__, "--out", __file__], "cannot be made (Not a directory)"),
-    ],
-    ids=str,
-)
-def test_bad_input_is_one_line_before_the_target_is_loaded(
-    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("espalier.train.command.read_stream", None)
-    given = dict(zip(flags[::2], flags[1::2], strict=True))
-    rest = {"--data": __file__, "--out": "/no/such"} if given else {}
-    try:
-        status = main(["mtp", *(part for pair in (rest | given).items() for part in pair)])
-    except SystemExit as left:
-        status = int(str(left.code))
-    out, err = capsys.readouterr()
-    assert (status, out, err.count("\n")) == (2, "", 1) and said in err
