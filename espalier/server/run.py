@@ -5,6 +5,7 @@ requests with an error.  A second signal of either kind ends draining at once.
 """
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -23,7 +24,6 @@ from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import Readers, Senders
 from espalier.server.front import Front, FrontOptions
-from espalier.server.garbage import keep_loaded
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
 from espalier.server.stored import Store
@@ -36,6 +36,8 @@ CLOSE_S = 5
 # A client that reads nothing for this long loses its connection, at the end and while draining.
 STALLED_AT_CLOSE_S = 1.0
 STALLED_AT_DRAIN_S = 5.0
+# New objects after which the youngest generation is collected.
+COLLECT_AFTER = 20_000
 # uvicorn ticks ten times a second.
 TICKS_PER_SWEEP = 10
 
@@ -163,7 +165,11 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         server = Server(config, front, gate, readers, senders, options.drain_timeout_s, batches)
         host, port = listener.getsockname()[:2]
         log.info("serving %s at http://%s:%d/v1", ", ".join(front.names), host, port)
-        keep_loaded()
+        # The application lives as long as the process: garbage collections must not search it.
+        gc.collect()
+        gc.freeze()
+        # The default, 700 objects, is a few requests: those that arrive together would wait for collections.
+        gc.set_threshold(COLLECT_AFTER)
         if batches is not None:
             batches.start(gate, options.api.api_key)
         _allow_reuse(listener)

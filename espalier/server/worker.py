@@ -4,6 +4,7 @@ It ends on Shutdown, or when the front is gone.  It ignores SIGINT and SIGTERM, 
 front handles them and drains first.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -26,7 +27,6 @@ from espalier.llm import LLM, low_acceptance
 from espalier.masking.compile import CompiledGrammar
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
-from espalier.server.garbage import keep_loaded
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, Submits
 
 log = logging.getLogger("espalier.server")
@@ -263,7 +263,9 @@ def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load) -> None
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(Ready(llm.inputs.facts, asdict(llm.config))))
         worker = Worker(socket, llm, start, front_pid)
-        keep_loaded()
+        # The loaded model lives as long as the process: garbage collections must not search it.
+        gc.collect()
+        gc.freeze()
         worker.run()
 
 
