@@ -66,6 +66,8 @@ WRONG = [
     ("evaluate --draft bundled --max-tokens 0", "--max-tokens=0 is not supported; " + WHOLE),
     ("evaluate --draft /no/such", "--draft='/no/such' is not a directory"),
     ("mtp --target /no/such", "--target='/no/such' is not a directory; use one with config.json"),
+    ("mtp --out EMPTY", "argument --out: it is empty; give a name"),
+    ("mtp --target EMPTY", "argument --target: it is empty; give a name"),
     ("mtp --data /no/such", "--data /no/such is not a file; give JSON lines"),
     (f"mtp --out {HERE}", "cannot be written (File exists); use another folder"),
     ("mtp --work /proc/work", "--work /proc/work cannot be written (No such file or directory); use another folder"),
@@ -81,7 +83,7 @@ def test_what_is_wrong_is_one_line_before_anything_is_loaded(
     monkeypatch.setattr(command, "function", None)  # what imports PyTorch
     name, *words = line.split()
     flags = {flag: GIVEN[flag] for flag in FLAGS_OF.get(name, GIVEN)} | dict(zip(words[::2], words[1::2], strict=True))
-    parts = [part.replace("OUT", str(tmp_path / "out")) for pair in flags.items() for part in pair]
+    parts = [part.replace("EMPTY", "").replace("OUT", str(tmp_path / "out")) for pair in flags.items() for part in pair]
     try:
         status = main([name, *parts])
     except SystemExit as left:
