@@ -3,7 +3,9 @@
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.server.responses import ResponsesRequest, messages_of
+from espalier.server.openai import SAMPLING_FIELDS
+from espalier.server.responses import SHARED, ResponsesRequest, messages_of
+from tests.server.test_openai import FIELDS
 
 
 def call(id, name="f"):
@@ -115,12 +117,20 @@ def test_a_response_asks_for_what_a_chat_asks_for():
     named = {"type": "function", "name": "f"}
     fields = {"tools": [tool], "tool_choice": named, "parallel_tool_calls": False, "stream": True, "priority": -1}
     fields |= {"max_output_tokens": 3, "top_k": 2, "temperature": 0.5, "seed": 1, "text": {"format": {"type": "text"}}}
-    fields |= {"logit_bias": {"5": 1}, "reasoning": {"effort": "low", "summary": "auto"}, "top_logprobs": 2}
+    fields |= {"reasoning": {"effort": "low", "summary": "auto"}, "top_logprobs": 2}
     fields |= {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
     body = ResponsesRequest(model="m", input="hi", **fields)
     chat = body.as_chat()
     assert chat.tool_use().schemas == {"f": {"type": "object"}} and chat.tool_use().is_named
     params = chat.params()
     assert (params.max_tokens, params.top_k, params.temperature, params.seed, params.logprobs) == (3, 2, 0.5, 1, 2)
-    assert params.logit_bias == {5: 1.0}
     assert (chat.stream, chat.parallel_tool_calls, chat.reasoning_effort, chat.priority) == (True, False, "low", -1)
+
+
+def test_every_sampling_parameter_that_both_have_is_the_chats():
+    values = {name: value for name, value, _ in FIELDS if name in SHARED} | {"logit_bias": {"5": 1.0}}
+    values |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    assert set(values) == set(SHARED) & set(SAMPLING_FIELDS)
+    for name, value in values.items():
+        params = ResponsesRequest(model="m", input="hi", **{name: value}).as_chat().params()
+        assert getattr(params, name) == ({5: 1.0} if name == "logit_bias" else value)
