@@ -16,7 +16,7 @@ import torch
 from rich.text import Text
 
 from espalier.bench.drive import empty_prefix_cache, require_pages
-from espalier.bench.engines import BenchEngines, about, engines_of, shape_of
+from espalier.bench.engines import BenchEngines, about, engines_of, shape_of, ways_of
 from espalier.bench.roofline import Roofline, kv_value_bytes
 from espalier.config import ResolvedConfig, SpeculationConfig
 from espalier.engine.executor import Handle
@@ -105,7 +105,7 @@ def run(args: Namespace) -> int:
     args.prompts = args.prompts or (PROMPTS_OF_MODEL if args.shape is None else PROMPTS_OF_SHAPE)
     require_at_least_one(args, "tokens", "repeats")
     made = engines_of(args, _tree_settings(args))
-    ways = {"tree": True, "plain": False} if made.config(True).steps else {"plain": False}
+    ways = ways_of(made)
     for tree in ways.values():
         _require_sizes(made.config(tree), args)
     measured: dict[str, list[Generated]] = {}

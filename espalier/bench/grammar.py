@@ -83,7 +83,7 @@ def run(args: Namespace) -> int:
         print_table([["", ""], *([name, str(value)] for name, value in figures.items())])
         return 0
     measured: dict[str, Any] = {}
-    ways = {"tree": True, "plain": False} if made.config(True).steps else {"plain": False}
+    ways = engines.ways_of(made)
     for name, tree in ways.items():
         with made.open(tree) as bench:
             config, vocabulary = bench.config, vocabulary_of_model(bench.llm)
