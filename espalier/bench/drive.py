@@ -13,7 +13,7 @@ from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
 from espalier.layout import ROUNDS_IN_FLIGHT
 from espalier.llm import LLM
-from espalier.request import Request, SamplingParams
+from espalier.request import Output, Request, SamplingParams
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.startup.build import engine_of
 from espalier.startup.checkpoints import BUNDLED_FILES
@@ -147,6 +147,12 @@ def require_pages(engine: Engine, what: str, batch: int, num_tokens: int) -> Non
             f"{what} needs {needed} pages of {layout.page_size} tokens, and the engine has {usable}; measure a smaller "
             "batch or context"
         )
+
+
+def require_success(outputs: Sequence[Output]) -> None:
+    """Raises EspalierError if a request failed: its time would be that of less work."""
+    if failed := next((output.error for output in outputs if output.error is not None), None):
+        raise EspalierError(f"a request failed: {failed}")
 
 
 def full_steps(runs: Sequence[Driven]) -> list[float]:

@@ -160,6 +160,11 @@ def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 
+def ways_of(made: BenchEngines) -> dict[str, bool]:
+    """The ways to decode that are compared, with the argument of `open`: plain decoding alone where no tree is set."""
+    return {"tree": True, "plain": False} if made.config(True).steps else {"plain": False}
+
+
 def load_sizes(batch: int, context: int) -> dict[str, Any]:
     """Defaults of `engines_of` for a load: an engine for this batch and context, without a prefix cache."""
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import empty_prefix_cache, require_pages
-from espalier.bench.engines import BenchEngines, about, engines_of, shape_of
+from espalier.bench.drive import empty_prefix_cache, require_pages, require_success
+from espalier.bench.engines import BenchEngines, about, engines_of, shape_of, ways_of
 from espalier.bench.roofline import Roofline, kv_value_bytes
 from espalier.config import ResolvedConfig, SpeculationConfig
 from espalier.engine.executor import Handle
@@ -26,7 +26,6 @@ from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
 from espalier.request import Output, SamplingParams
 from espalier.speculate.drafters.registry import WITHOUT_FILES
-from espalier.startup.resolve import layout_of
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
 from espalier.terminal.flags import refuse_tree_flags, require_at_least_one
 
@@ -86,6 +85,7 @@ class RoundClock:
 class Generated:
     """A batch of prompts of `context` tokens.
 
+    tree: of a round of this batch; by default an engine changes it by batch.
     first_token_ms: from the call until every request has its first token.  round_ms: of rounds that run every request,
     without prefill.  accept_length: the mean over all requests and rounds.  tokens_per_second: of a round of round_ms
     in which each request accepts that many tokens.  floor_ms: the least time of such a round (roofline.py); None
@@ -98,6 +98,7 @@ class Generated:
     round_ms: float
     accept_length: float
     tokens_per_second: float
+    tree: TreeShape
     floor_ms: float | None = None
 
 
@@ -105,7 +106,7 @@ def run(args: Namespace) -> int:
     args.prompts = args.prompts or (PROMPTS_OF_MODEL if args.shape is None else PROMPTS_OF_SHAPE)
     require_at_least_one(args, "tokens", "repeats")
     made = engines_of(args, _tree_settings(args))
-    ways = {"tree": True, "plain": False} if made.config(True).steps else {"plain": False}
+    ways = ways_of(made)
     for tree in ways.values():
         _require_sizes(made.config(tree), args)
     measured: dict[str, list[Generated]] = {}
@@ -166,9 +167,9 @@ def _add_floors(measured: dict[str, list[Generated]], configs: dict[str, Resolve
     roofline = Roofline(shape_of(args), value_bytes=value_bytes)
     ceilings = roofline.ceilings()
     for name, config in configs.items():
-        drafts, layout = config.algorithm not in WITHOUT_FILES, layout_of(config)
+        drafts = config.algorithm not in WITHOUT_FILES
         for i, one in enumerate(measured[name]):
-            tree, context = layout.at(one.batch).tree, one.context + args.tokens / 2
+            tree, context = one.tree, one.context + args.tokens / 2
             sizes = (tree.steps, tree.topk, tree.num_draft_tokens)
             floor = roofline.round(one.batch, context, *sizes, ceilings, drafts)
             measured[name][i] = replace(one, floor_ms=floor.ms)
@@ -196,6 +197,7 @@ def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats
         round_ms=1e3 * seconds,
         accept_length=accept_length,
         tokens_per_second=batch * accept_length / seconds,
+        tree=llm.engine.layout.at(batch).tree,
     )
 
 
@@ -211,18 +213,17 @@ def _rounds(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> Roun
         outputs = _generate(llm, prompts, num_tokens)
     finally:
         llm.engine.observer = None
+    seconds = clock.seconds(len(prompts))  # raises if there were too few rounds
     # The first token of a request comes from its prefill.
     decoded = sum(len(output.token_ids) - 1 for output in outputs)
     accept_length = decoded / sum(output.speculation.rounds for output in outputs)
-    return Rounds(clock.seconds(len(prompts)), accept_length)
+    return Rounds(seconds, accept_length)
 
 
 def _generate(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Output]:
     """Generate num_tokens greedy tokens for each prompt.  Raises EspalierError if a request fails."""
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
-    for output in outputs:
-        if output.error is not None:
-            raise EspalierError(f"a request failed: {output.error}")
+    require_success(outputs)
     return outputs
 
 
@@ -240,7 +241,18 @@ def _cells(measured: dict[str, list[Generated]]) -> list[dict[str, Any]]:
 
 def _table(cells: Sequence[dict[str, Any]]) -> list[list[str]]:
     """One row for each cell and way."""
-    rows = [["batch x context", "first token ms", "round ms", "of floor", "accept", "tokens/s", "over plain"]]
+    rows = [
+        [
+            "batch x context",
+            "steps, topk, nodes",
+            "first token ms",
+            "round ms",
+            "of floor",
+            "accept",
+            "tokens/s",
+            "over plain",
+        ]
+    ]
     for cell in cells:
         for way in ("tree", "plain"):
             if way not in cell:
@@ -250,6 +262,7 @@ def _table(cells: Sequence[dict[str, Any]]) -> list[list[str]]:
             rows.append(
                 [
                     f"{cell['batch']}x{cell['context']} {way}",
+                    ", ".join(map(str, figures["tree"].values())),
                     f"{figures['first_token_ms']:.1f}",
                     f"{figures['round_ms']:.2f}",
                     f"{figures['round_ms'] / figures['floor_ms']:.2f}" if figures["floor_ms"] else "",

@@ -64,7 +64,9 @@ class Vocabulary:
 
 
 def run(args: Namespace) -> int:
-    require_at_least_one(args, "tokens", "schemas")
+    require_at_least_one(args, "schemas")
+    if args.tokens < 2:
+        raise EspalierError(f"--tokens={args.tokens} is not supported: the first comes of no round; use 2 or more")
     in_bulk = args.schemas is not None or args.suite is not None
     if in_bulk and args.shape is not None:
         raise EspalierError("--schemas and --suite are for a model from files; leave out --shape")
@@ -83,7 +85,7 @@ def run(args: Namespace) -> int:
         print_table([["", ""], *([name, str(value)] for name, value in figures.items())])
         return 0
     measured: dict[str, Any] = {}
-    ways = {"tree": True, "plain": False} if made.config(True).steps else {"plain": False}
+    ways = engines.ways_of(made)
     for name, tree in ways.items():
         with made.open(tree) as bench:
             config, vocabulary = bench.config, vocabulary_of_model(bench.llm)
@@ -240,6 +242,7 @@ def run_schemas(llm: LLM, schemas: Sequence[Any], max_tokens: int = 400) -> dict
     same = [len({tuple(each[i].token_ids) for each in outputs.values()}) == 1 for i in range(count)]
     return {
         "schemas": count,
+        "failed": sum(any(each[i].error for each in outputs.values()) for i in range(count)),
         "ended by themselves": sum(ended),
         "valid of those": sum(is_valid(schema, output.text) for schema, output, end in pairs if end),
         "equal with speculation off": sum(same),

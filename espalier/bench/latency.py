@@ -18,7 +18,8 @@ def run(args: Namespace) -> int:
     figures = {name: each.latency() for name, each in served.items()}
     arrivals = {"concurrency": concurrency, "rate": args.rate}
     write_json(args.json, {**about(args, config), **arrivals, **figures})
-    rows = [["ms", "p50", "p90", "p99"]]
+    # Of few requests, p90 and p99 are the slowest one.
+    rows = [[f"ms, of {len(served['plain'].requests)} requests", "p50", "p90", "p99"]]
     for times in TIMES:
         for name, each in figures.items():
             percentiles = [f"{value:.1f}" for value in (each[times] or {}).values()]

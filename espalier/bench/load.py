@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from espalier.bench import engines
+from espalier.bench.drive import empty_prefix_cache
 from espalier.bench.flags.load import INPUTS, OUTPUTS, REQUESTS
 from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
@@ -149,7 +150,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
     if not seconds:
         return None
     order = sorted(seconds)
-    return {f"p{p}": 1e3 * order[round((len(order) - 1) * p / 100)] for p in PERCENTILES}
+    return {f"p{p}": 1e3 * order[-(-len(order) * p // 100) - 1] for p in PERCENTILES}
 
 
 def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> Served:
@@ -175,7 +176,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals
             if chunk.token_ids:
                 timelines[int(chunk.request_id)].chunks.append((perf_counter(), len(chunk.token_ids)))
             running -= chunk.finish_reason is not None
-    return Served(load, perf_counter() - begun, requests, timelines)
+    return Served(load, perf_counter() - timelines[0].due, requests, timelines)
 
 
 def _request(index: int, prompt: Sequence[int], num_tokens: int) -> Request:
@@ -184,18 +185,19 @@ def _request(index: int, prompt: Sequence[int], num_tokens: int) -> Request:
 
 
 def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Served], ResolvedConfig]:
-    """The load of the flags, served with the "tree" and "plain", each after a warm-up.  The config is the tree's."""
+    """The load of the flags, served in each of ways_of, after a warm-up.  The config is that of the first way."""
     require_at_least_one(args, "requests")
     named = args.shape is not None
     load = mixed(args.requests or REQUESTS[named], args.input or INPUTS[named], args.output or OUTPUTS[named])
     batch = min(len(load.inputs), arrivals.concurrency or 64)
     made = engines.engines_of(args, engines.load_sizes(batch, load.longest + 2), max_context=load.longest)
     served, configs = {}, []
-    for name, tree in (("tree", True), ("plain", False)):
+    for name, tree in engines.ways_of(made).items():
         with made.open(tree) as bench:
             prompts = bench.prompts(load.inputs)
             warm_up = Load(load.inputs[:batch], (8,) * batch)
             serve(bench.engine, prompts[:batch], warm_up, Arrivals())
+            empty_prefix_cache(bench.engine)
             served[name] = serve(bench.engine, prompts, load, arrivals)
             configs.append(bench.config)
     return served, configs[0]

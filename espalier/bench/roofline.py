@@ -11,9 +11,8 @@ is given too; no kernel reaches it.  `espalier bench floor` prints the parts of 
 """
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 
 import torch
 from rich.text import Text
@@ -21,22 +20,13 @@ from torch import Tensor
 
 from espalier.bench.linears import Matrix, ModelShape, Run, Weights, plain, shape_named, value_bytes
 from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
-from espalier.config import FP8_KV
+from espalier.config import FP8_KV, is_open
 from espalier.kernels.layers.linear import linear
 from espalier.kernels.layers.linear_quantised import linear_quantised
 from espalier.kernels.layers.linear_tuning import DENSE, plans_for
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.flags import positive_numbers
 from espalier.terminal.machine import require_gpu
-
-# ms of cuBLAS alone in an earlier run, by (shape, GPU) and rows.  Printed for comparison with new figures.
-KNOWN_MS = MappingProxyType(
-    {
-        ("llama-3.1-8b", "H200"): MappingProxyType(
-            {1: 3.89, 16: 4.00, 32: 4.09, 64: 4.24, 128: 4.62, 256: 6.96, 512: 12.07}
-        )
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -71,11 +61,6 @@ class Cost:
 
     def ms(self, ceilings: Ceilings) -> float:
         return 1e3 * max(self.num_bytes / ceilings.bandwidth, self.flops / ceilings.peak)
-
-
-def known_ms(shape: str, gpu: str) -> Mapping[int, float]:
-    """KNOWN_MS by rows, of a named shape on a GPU of this name; empty if there is none."""
-    return next((known for (name, chip), known in KNOWN_MS.items() if name == shape and chip in gpu), {})
 
 
 @dataclass(frozen=True)
@@ -122,9 +107,9 @@ def round_runs(
 
 
 def kv_value_bytes(kv_dtype: str, draft_kv_dtype: str) -> tuple[int, int]:
-    """Bytes that a number of K or V takes, of the target and of the draft.  The arguments: of a ResolvedConfig."""
-    of_target, of_draft = (1 if name == FP8_KV else 2 for name in (kv_dtype, draft_kv_dtype))
-    return of_target, of_draft
+    """Bytes that a number of K or V takes, of the target and of the draft.  A draft's "auto" is the target's."""
+    draft_kv_dtype = kv_dtype if is_open(draft_kv_dtype) else draft_kv_dtype
+    return (1 if kv_dtype == FP8_KV else 2), (1 if draft_kv_dtype == FP8_KV else 2)
 
 
 def round_attention(
@@ -263,15 +248,13 @@ def run(args: Namespace) -> int:
     print_header()
     ceilings = roofline.ceilings()
     times = [roofline.target(count) for count in rows]
-    known = known_ms(args.shape, torch.cuda.get_device_name())
     experts = [expert_times(roofline.shape, each.rows, ceilings) for each in times]
     passes = [
-        {**asdict(each), "known_ms": known.get(each.rows), "experts": of_pass and asdict(of_pass)}
-        for each, of_pass in zip(times, experts, strict=True)
+        {**asdict(each), "experts": of_pass and asdict(of_pass)} for each, of_pass in zip(times, experts, strict=True)
     ]
     write_json(args.json, {"shape": args.shape, "ceilings": asdict(ceilings), "passes": passes})
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
-    print_table(table(times, ceilings, known, experts))
+    print_table(table(times, ceilings, experts))
     return 0
 
 
@@ -294,18 +277,13 @@ def expert_times(shape: ModelShape, rows: int, ceilings: Ceilings) -> ExpertTime
 
 
 def table(
-    times: Sequence[LinearTimes],
-    ceilings: Ceilings,
-    known: Mapping[int, float],
-    experts: Sequence[ExpertTimes | None] = (),
+    times: Sequence[LinearTimes], ceilings: Ceilings, experts: Sequence[ExpertTimes | None] = ()
 ) -> list[list[str]]:
-    """known: KNOWN_MS by rows, of this shape and GPU.  experts: one for each of `times`, or empty."""
-    rows = [["rows", "F.linear, ms", "known, ms", "differs", "fastest, ms", "weight bytes / bandwidth, ms"]]
+    """experts: one for each of `times`, or empty."""
+    rows = [["rows", "F.linear, ms", "fastest, ms", "weight bytes / bandwidth, ms"]]
     for each in times:
         bytes_ms = 1e3 * each.weight_bytes / ceilings.bandwidth
-        before = known.get(each.rows)
-        compared = ("", "") if before is None else (f"{before:.2f}", f"{each.cublas_ms / before - 1:+.1%}")
-        rows.append([f"{each.rows}", f"{each.cublas_ms:.2f}", *compared, f"{each.fastest_ms:.2f}", f"{bytes_ms:.2f}"])
+        rows.append([f"{each.rows}", f"{each.cublas_ms:.2f}", f"{each.fastest_ms:.2f}", f"{bytes_ms:.2f}"])
     if any(experts):
         rows[0] += ["experts touched", "experts, ms"]
         for row, of_pass in zip(rows[1:], experts, strict=True):

@@ -22,6 +22,7 @@ from typing import Any
 
 from espalier.bench import bad_host, engines, open_loop, soak
 from espalier.bench.clients import Exchange, exchange_all, request_of
+from espalier.bench.drive import require_success
 from espalier.bench.engines import BenchEngine, OfShape, engines_of, load_sizes, requested_pages
 from espalier.bench.server import NAME, Server, serving
 from espalier.errors import EspalierError
@@ -162,6 +163,7 @@ class ServeBench:
         before, began = launched.total(), time.perf_counter()
         outputs = self.llm.generate(prompts, params)
         seconds = time.perf_counter() - began
+        require_success(outputs)
         has_text = self.llm.tokenizer is not None
         return Run(seconds, launched.total() - before, [each.text if has_text else each.token_ids for each in outputs])
 

@@ -92,8 +92,7 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     stdout().print(Text(models.title, QUIET))
     roofline = None
     if device.type == "cuda":
-        kv_dtype = settings.get("kv_dtype", "auto")
-        value_bytes = kv_value_bytes(kv_dtype, settings.get("draft_kv_dtype", kv_dtype))
+        value_bytes = kv_value_bytes(settings.get("kv_dtype", "auto"), settings.get("draft_kv_dtype", "auto"))
         roofline = Roofline(recipe_sizes(recipe), value_bytes=value_bytes)
     about = {"settings": {**settings, "rounds": rounds, "own_size": args.own_size}}
     figures = _measure_and_print(models, measure(models, cells, sizes, rounds, roofline), len(cells), about, args.json)

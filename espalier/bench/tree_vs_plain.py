@@ -5,7 +5,7 @@ Plain decoding, the tree and, with --compare, transformers take turns in one run
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,7 @@ from rich.text import Text
 from espalier.bench.drive import Driven, ForwardTimer, contexts, drive, empty_prefix_cache, full_steps, timed_engine
 from espalier.bench.plot import Bars, plot
 from espalier.engine.engine import Engine
+from espalier.layout import TreeShape
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
@@ -26,6 +27,7 @@ from espalier.terminal.flags import with_minimum
 class Cell:
     """One batch size and context.
 
+    tree: of a round of this batch; by default an engine changes it by batch.
     ratio: time of a round over time of a plain token; speedup: tokens/s of the tree over plain; outside_forwards: share
     of a round outside the models' forward passes, None on a GPU, where a round is one launch; identical: requests with
     the same tokens by the tree as plain.
@@ -33,6 +35,7 @@ class Cell:
 
     batch: int
     context: int
+    tree: TreeShape
     round_ms: float
     plain_token_ms: float
     ratio: float
@@ -69,7 +72,8 @@ class RoundBench:
             tree.append(self._run(self.tree_engine, prompts, params, self.timers))
             if self.transformers is not None:
                 others.append(self.transformers(prompts, num_tokens))
-        return _cell(batch, context, plain[1:], tree[1:], others[1:], batch * num_tokens)
+        shape = self.tree_engine.layout.at(batch).tree
+        return _cell(batch, context, shape, plain[1:], tree[1:], others[1:], batch * num_tokens)
 
     @staticmethod
     def _run(
@@ -86,7 +90,13 @@ class RoundBench:
 
 
 def _cell(
-    batch: int, context: int, plain: list[Driven], tree: list[Driven], others: list[float], num_tokens: int
+    batch: int,
+    context: int,
+    shape: TreeShape,
+    plain: list[Driven],
+    tree: list[Driven],
+    others: list[float],
+    num_tokens: int,
 ) -> Cell:
     round_ms, token_ms = (1000 * median(full_steps(runs)) for runs in (tree, plain))
     plain_speed, tree_speed = (median(run.num_tokens / run.seconds for run in runs) for runs in (plain, tree))
@@ -96,6 +106,7 @@ def _cell(
     return Cell(
         batch=batch,
         context=context,
+        tree=shape,
         round_ms=round_ms,
         plain_token_ms=token_ms,
         ratio=round_ms / token_ms,
@@ -170,6 +181,7 @@ def _table(cells: Sequence[Cell]) -> list[list[str]]:
     rows = [
         ["batch", *(str(cell.batch) for cell in cells)],
         ["context", *(str(cell.context) for cell in cells)],
+        ["steps, topk, nodes", *(", ".join(map(str, astuple(cell.tree))) for cell in cells)],
         ["round, ms", *(f"{cell.round_ms:.2f}" for cell in cells)],
         ["plain token, ms", *(f"{cell.plain_token_ms:.2f}" for cell in cells)],
         ["a round in plain tokens", *(f"{cell.ratio:.2f}" for cell in cells)],

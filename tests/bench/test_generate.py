@@ -1,6 +1,7 @@
 """`bench generate`: its slope, by a clock that counts engine steps, through the public API; and its command."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ SHAPE = tiny(hot=1024, num_hidden_layers=3, intermediate_size=320)
 TREE = SpeculationConfig(steps=3, topk=2, num_draft_tokens=8)
 SETTINGS = {"max_batch": 2, "max_context": 256, "chunk_size": 64, "overlap": False, "speculation": TREE}
 STEP = 0.01
+CHANGED = ["--by-batch", '{"2": {"steps": 0}}']
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,8 @@ def test_only_rounds_of_the_whole_batch_count():
 def test_too_few_tokens_and_too_few_pages_are_refused(engines):
     with engines.open(True) as bench, pytest.raises(EspalierError, match="and 9 are needed: raise --tokens"):
         generate.measure(bench.llm, bench.prompts([20]), 10, 1)
+    with engines.open(True) as bench, pytest.raises(EspalierError, match=r"only 0 rounds .* raise --tokens"):
+        generate.measure(bench.llm, bench.prompts([20]), 1, 1)
     few = OfShape(engines.recipe, SETTINGS | {"num_pages": 20}, CPU)
     with few.open(True) as bench, pytest.raises(EspalierError, match="2x150 with 40 new tokens needs 26 pages"):
         generate.measure(bench.llm, bench.prompts([150] * 2), 40, 1)
@@ -96,7 +100,9 @@ def test_an_llm_around_an_engine_serves_token_ids(engines):
 
 
 @pytest.mark.parametrize(
-    ("flags", "batches"), [([], [2]), (["--tree", "4,4,16"], [1]), (["--tree", "plain"], [1, 2])], ids=str
+    ("flags", "batches"),
+    [([], [2]), (["--tree", "4,4,16"], [1]), (["--tree", "plain"], [1, 2]), (CHANGED, [1, 2])],
+    ids=str,
 )
 def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
@@ -117,6 +123,9 @@ def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch,
     assert [(cell["batch"], cell["context"]) for cell in figures["cells"]] == [(batch, 12) for batch in batches]
     assert figures["config"]["steps"] == {"--tree 4,4,16": 4, "--tree plain": 0}.get(" ".join(flags), 5)
     assert figures["config"]["max_batch"] == 8 and figures["config"]["prefix_cache"]
+    if flags is CHANGED:
+        assert [cell["tree"]["tree"]["steps"] for cell in figures["cells"]] == [5, 0]
+        assert re.search("1x12 tree +5, 4, 16 ", out) and re.search("2x12 tree +0, 1, 1 ", out)
     for cell in figures["cells"]:
         assert cell["plain"]["accept_length"] == 1.0 and f"{cell['batch']}x12 plain" in out
         if "plain" in flags:

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from espalier.bench import load
 from espalier.bench.engines import OfShape
 from espalier.bench.instrument import record_launches
 from espalier.bench.linears import shape_named
 from espalier.bench.load import Arrivals, Load, Timeline, mixed, percentiles, serve
-from espalier.bench.prefill import ATTENTION_PEAK, bound_ms, pause, prefill, waits
+from espalier.bench.prefill import bound_ms, pause, prefill, waits
 from espalier.cli.main import main
 from espalier.config import SpeculationConfig
 from espalier.synthetic.checkpoint import Recipe
@@ -57,37 +58,56 @@ def test_arrivals_at_a_rate_are_so_many_a_second():
     assert Arrivals().due(2) == [0.0, 0.0]
 
 
+def test_the_time_before_the_first_arrival_does_not_count(engines, monkeypatch):
+    now = [0.0]
+
+    def clock():
+        now[0] += 1e-3
+        return now[0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    monkeypatch.setattr(load, "perf_counter", clock)
+    monkeypatch.setattr(load, "sleep", sleep)
+    with engines.open(True) as bench:
+        served = serve(bench.engine, bench.prompts([5]), Load((5,), (3,)), Arrivals(rate=1e-3))
+    assert now[0] > 100 and served.seconds < 1
+
+
 def test_times_of_a_request_are_between_its_pieces():
     timeline = Timeline(1.0, [(1.5, 1), (1.75, 3), (2.25, 1)])
     assert (timeline.first, timeline.gaps, timeline.per_token) == (0.5, [0.25, 0.5], 0.1875)
     assert Timeline(0.0, [(1.0, 1)]).per_token is None
     assert percentiles([0.003, 0.001, 0.002]) == {"p50": 2.0, "p90": 3.0, "p99": 3.0}
     assert percentiles([]) is None
+    # The nearest rank: at most 1 of 100 values is above p99, so none of 64.
+    assert percentiles(range(64)) == {"p50": 31e3, "p90": 57e3, "p99": 63e3}
+    assert percentiles(range(8))["p90"] == 7e3
 
 
 def test_mixed_lengths_lie_between_their_bounds():
-    load = mixed(500, (3, 5), (7, 7))
-    assert set(load.inputs) == {3, 4, 5} and set(load.outputs) == {7} and load.longest == 12
-    assert load == mixed(500, (3, 5), (7, 7)) != mixed(500, (3, 5), (7, 7), seed=1)
+    drawn = mixed(500, (3, 5), (7, 7))
+    assert set(drawn.inputs) == {3, 4, 5} and set(drawn.outputs) == {7} and drawn.longest == 12
+    assert drawn == mixed(500, (3, 5), (7, 7)) != mixed(500, (3, 5), (7, 7), seed=1)
 
 
 def test_the_bound_of_prompts_counts_each_product_and_each_pair_of_query_and_row():
     shape = shape_named("llama-3.1-8b")
     roofline = SimpleNamespace(shape=shape, device=None, stopwatch=SimpleNamespace(peak=lambda device: 1e15))
-    layer = 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336)
-    # Two requests of 2,048 tokens, half of each in a pass.  A pass runs lm_head once a request.
-    passes = [(2, 1024), (2, 1024)]
-    linear = 2 * (4096 * 32 * layer + 4 * 4096 * 128256)
-    attention = 2 * 4 * 4096 * 32 * 2048 * 2049 // 2
-    found = bound_ms(roofline, passes, 2, 2048, drafts=False)
-    assert found == pytest.approx(1e3 * (linear / 1e15 + attention / ATTENTION_PEAK))
-    assert found < bound_ms(roofline, passes, 2, 2048, drafts=True)
+    qkv, rest = 4096 * (4096 + 2 * 1024), 4096 * (4096 + 3 * 14336)
+    # Two requests of 2,048 tokens.  Behind the last layer's K and V, one row of each is computed.
+    linear = 2 * (4096 * (32 * qkv + 31 * rest) + 2 * (rest + 4096 * 128256))
+    attention = 2 * 4 * 4096 * 31 * 2048 * 2049 // 2
+    found = bound_ms(roofline, 2, 2048, drafts=False)
+    assert found == pytest.approx(1e3 * (linear + attention) / 1e15)
+    assert found < bound_ms(roofline, 2, 2048, drafts=True)
     roofline.shape = block = shape_named("llama-3.1-8b", block_size=16)
-    context = sum(run.flops for run in block.extend_passes(2048))
-    of_draft = bound_ms(roofline, passes, 2, 2048, drafts=True) - found
-    assert of_draft == pytest.approx(1e3 * 2 * context / 1e15), "it attends to no prompt"
+    context = sum(run.flops for run in block.extend_passes(4096))
+    of_draft = bound_ms(roofline, 2, 2048, drafts=True) - found
+    assert of_draft == pytest.approx(1e3 * context / 1e15), "it attends to no prompt"
     roofline.shape = shape_named("qwen3-30b-a3b")
-    assert bound_ms(roofline, passes, 2, 2048, drafts=False) is None
+    assert bound_ms(roofline, 2, 2048, drafts=False) is None
 
 
 def test_prefill_counts_its_passes_and_who_waits(engines):
@@ -106,14 +126,23 @@ def test_a_wait_lasts_from_the_last_token_before_to_the_first_after():
     assert waits([[1, 2], [1, 3]], [[5], []], [[9, 20], [4, 20]]) == [3, 4, 1]
 
 
+def test_without_a_tree_plain_decoding_is_measured_alone(monkeypatch, capsys):
+    monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
+    monkeypatch.setattr("espalier.bench.engines.require_gpu", lambda what: CPU)
+    sizes = ["--requests", "1", "--input", "4,4", "--output", "1,1"]
+    assert main(["bench", "throughput", "--shape", "llama-3.1-8b", "--steps", "0", *sizes]) == 0
+    shown = capsys.readouterr().out
+    assert "plain" in shown and "tree" not in shown
+
+
 @pytest.mark.parametrize("command", ["prefill", "throughput", "latency"])
 def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("espalier.bench.engines.require_gpu", lambda what: CPU)
     monkeypatch.setattr("espalier.bench.prefill.Roofline", lambda shape: None)
     file = tmp_path / "figures.json"
-    load = ["--requests", "3", "--input", "4,9", "--output", "3,6"]
-    more = ["--prompts", "1x40", "2x9", "--running", "2"] if command == "prefill" else load
+    sizes = ["--requests", "3", "--input", "4,9", "--output", "3,6"]
+    more = ["--prompts", "1x40", "2x9", "--running", "2"] if command == "prefill" else sizes
     assert main(["bench", command, "--shape", "llama-3.1-8b", "--json", str(file), *more]) == 0
     figures = json.loads(file.read_text())
     assert figures["config"]["steps"] == 5
@@ -135,7 +164,7 @@ def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_
         (["latency", "--rate", "0"], "--rate=0"),
         (["latency", "--rate", "2", "--concurrency", "2"], "not allowed with"),
         (["latency", "--accept-length", "3"], "--accept-length is for a named shape"),
-        (["latency", "--shape", "llama-3.1-8b", "--draft", "x"], "--draft is not for --shape"),
+        (["latency", "--shape", "llama-3.1-8b", "--draft", "bundled"], "--draft is not for --shape"),
         (["generate", "--shape", "llama-3.1-8b", "--plant-fault", "x"], "--plant-fault is not for --shape"),
     ],
 )

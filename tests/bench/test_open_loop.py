@@ -1,5 +1,6 @@
 """`bench serve --url`: what is sent and when, how a response is read, and what counts as answered and as good."""
 
+import asyncio
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from espalier.bench import open_loop
 from espalier.bench.asking import Asked, take
 from espalier.bench.clients import Address, Exchange, address_of
 from espalier.bench.load import Arrivals, Timeline
@@ -208,6 +210,21 @@ def test_any_server_is_measured_at_each_rate(scripted, tmp_path, capsys):
     assert len(scripted.bodies) == 1 + 16
     assert all(body.keys() == STANDARD and body["model"] == "its model" for body in scripted.bodies)
     assert set(scripted.keys) == {"Bearer secret"}
+
+
+def test_the_time_before_the_first_arrival_does_not_count(monkeypatch):
+    now = [10.0]
+
+    async def converse(talk, due):
+        now[0] = due + 2
+        return []
+
+    monkeypatch.setattr(open_loop, "perf_counter", lambda: now[0])
+    talks = Traffic((1, 1), (1, 1)).conversations(1, seed=0)
+    [seconds, _] = asyncio.run(
+        open_loop._measure(SimpleNamespace(converse=converse), talks, due=[5.0], advance=lambda: None)
+    )
+    assert seconds == 2
 
 
 def test_turns_follow_their_answers_and_more_fields_are_a_flag(scripted, tmp_path):

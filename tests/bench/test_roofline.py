@@ -15,7 +15,7 @@ from espalier.bench.roofline import (
     draft_passes,
     expert_cost,
     expert_times,
-    known_ms,
+    kv_value_bytes,
     round_attention,
     round_experts,
     round_runs,
@@ -227,13 +227,15 @@ def test_plain_decoding_without_a_draft_has_no_extend():
     assert cost.num_bytes == 2 * 1000 * 2 * 8 * 128 * 2 * 32
 
 
-def test_earlier_figures_of_a_chip_are_shown_beside_new_ones():
-    known = known_ms("llama-3.1-8b", "NVIDIA H200")
-    assert known[64] == 4.24 and not known_ms("llama-3.1-8b", "NVIDIA L4") and not known_ms("qwen3-8b", "NVIDIA H200")
-    rows = table([LinearTimes(64, 4.452, 4.1, 15 * 10**9), LinearTimes(8, 4, 3.9, 1)], Ceilings(4e12, 8e14), known)
-    assert rows[1] == ["64", "4.45", "4.24", "+5.0%", "4.10", "3.75"]
-    assert rows[2] == ["8", "4.00", "", "", "3.90", "0.00"]
-    mixed = table([LinearTimes(64, 4, 3, 1)], Ceilings(4e12, 8e14), {}, [ExpertTimes(12.34, 0.5)])
+def test_the_dtype_of_a_drafts_cache_follows_the_targets():
+    assert kv_value_bytes("fp8_e4m3", "auto") == (1, 1) and kv_value_bytes("auto", "auto") == (2, 2)
+    assert kv_value_bytes("fp8_e4m3", "bfloat16") == (1, 2)
+
+
+def test_the_table_of_linear_layers_has_a_row_a_pass():
+    rows = table([LinearTimes(64, 4.452, 4.1, 15 * 10**9), LinearTimes(8, 4, 3.9, 1)], Ceilings(4e12, 8e14))
+    assert rows[1:] == [["64", "4.45", "4.10", "3.75"], ["8", "4.00", "3.90", "0.00"]]
+    mixed = table([LinearTimes(64, 4, 3, 1)], Ceilings(4e12, 8e14), [ExpertTimes(12.34, 0.5)])
     assert mixed[0][-2:] == ["experts touched", "experts, ms"] and mixed[1][-2:] == ["12.3", "0.50"]
 
 

@@ -15,6 +15,8 @@ from espalier.bench.clients import Exchange, exchange_all, request_of
 from espalier.cli import shape_worker
 from espalier.cli.main import main
 from espalier.cli.serve import sendable
+from espalier.errors import EspalierError
+from espalier.request import Output
 from tests.synthetic.test_checkpoint import SHAPE
 
 TREE = ["--steps", "3", "--topk", "2", "--num-draft-tokens", "8"]
@@ -119,6 +121,14 @@ def test_bench_serve_of_a_shape(tiny, echoing, monkeypatch, tmp_path):
     # Streams and whole answers, an untimed run and a timed one.
     assert [len(bodies), {len(body["prompt"]) for body in bodies}] == [4 * 3, {8}]
     assert all(body["return_token_ids"] and body["ignore_eos"] for body in bodies)
+
+
+def test_a_failed_request_is_no_figure():
+    failed = Output("", [], "abort", error="no page is free")
+    engine = SimpleNamespace(scheduler=SimpleNamespace(num_rounds=SimpleNamespace(total=lambda: 0)))
+    llm = SimpleNamespace(engine=engine, tokenizer=None, generate=lambda prompts, params: [failed])
+    with pytest.raises(EspalierError, match="a request failed: no page is free"):
+        serve.ServeBench(SimpleNamespace(llm=llm), None)._offline([[1]], 2)
 
 
 @pytest.mark.parametrize(

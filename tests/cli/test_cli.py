@@ -63,6 +63,7 @@ BAD = [
     (["bench", "kernels", "--page-size", "0"], "--page-size=[0]"),
     (["bench", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
     (["bench", "grammar", "--suite", "/no/such"], "--suite=/no/such has no *.json files"),
+    (["bench", "grammar", "--tokens", "1"], "--tokens=1 is not supported: the first comes of no round"),
     (["bench", "round", "--batch", "a"], "use a list of whole numbers, such as 1,8"),
     (["nonsense"], "unknown command 'nonsense'; use one of demo, generate"),
     ([], "a command is missing; use one of demo, generate"),
@@ -337,6 +338,8 @@ def test_bench_round_measures_both_in_one_run(tiny, tiny_heldout, capsys, tmp_pa
             "1,2",
             "--repeats",
             "1",
+            "--by-batch",
+            '{"2": {"steps": 0}}',
             "--json",
             file,
             *tiny,
@@ -347,7 +350,9 @@ def test_bench_round_measures_both_in_one_run(tiny, tiny_heldout, capsys, tmp_pa
     assert [cell["identical"] for cell in cells] == [1, 2]
     assert all(cell["round_ms"] > 0 and 0 < cell["outside_forwards"] < 1 for cell in cells)
     assert all(1 <= cell["accept_length"] <= 4 for cell in cells)
-    assert "tree over plain" in capsys.readouterr().out
+    # The table says which tree a batch had, and not only which one is configured.
+    assert [cell["tree"]["steps"] == 0 for cell in cells] == [False, True]
+    assert re.search(r"steps, topk, nodes .* 0, 1, 1\n.*tree over plain", capsys.readouterr().out, re.DOTALL)
 
 
 def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_path):
