@@ -47,9 +47,11 @@ class Turn:
         # Who fails to take the lock leaves its action to the thread that holds it, which comes here after its turn.
         while self._postponed and self._lock.acquire(blocking=False):
             try:
-                if self._in_whole or not self._postponed:
+                if self._in_whole:
                     return
-                self._postponed.popleft()()
+                # Another thread may have taken the last one, and a third have left a new one meanwhile.
+                if self._postponed:
+                    self._postponed.popleft()()
             finally:
                 self._lock.release()
 
