@@ -5,8 +5,9 @@ and the model.  The command line's flags are generated from the fields.
 """
 
 import json
+import math
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from os import PathLike
 from typing import Any, Literal, Union, get_args, get_origin
@@ -20,7 +21,7 @@ KV_DTYPES = (FP8_KV, *DTYPES)
 
 
 def option(text: str, default: Any = "auto", **limits: Any) -> Any:
-    """A dataclass field with its help text.  limits: low, high, choices."""
+    """A dataclass field with its help text.  limits: low and high, both included; above, which is not; choices."""
     return field(default=default, metadata={"help": text, **limits})
 
 
@@ -155,21 +156,23 @@ def is_open(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value == "auto")
 
 
-def check(config: Any) -> None:
-    """Check every field's type and limits.  Raises EspalierError with field, value and supported values."""
+def check(config: Any, spelled: Callable[[str], str] = str) -> None:
+    """Check every field's type and limits.  Raises EspalierError with field, value and supported values.
+
+    spelled: a field's name as the message has it.
+    """
     for f in fields(config):
         value = getattr(config, f.name)
         if not (_fits_type(value, f.type) and _within(value, f.metadata)):
-            raise EspalierError(f"{f.name}={shown(value)} is not supported; use {supported(f)}")
+            raise EspalierError(f"{spelled(f.name)}={shown(value)} is not supported; use {supported(f)}")
 
 
 def supported(f: Field) -> str:
     """The supported values of a field, in words."""
     kinds = _kinds(f.type)
     words = list(f.metadata.get("choices", ()))
-    low, high = f.metadata.get("low"), f.metadata.get("high")
-    if int in kinds:
-        words.append(f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}")
+    if not words and kinds & {int, float}:
+        words.append(("a whole number" if int in kinds else "a number") + _range(f.metadata))
     if bool in kinds:
         words += ["True", "False"]
     if SpeculationConfig in kinds:
@@ -180,9 +183,16 @@ def supported(f: Field) -> str:
         words.append("text")
     if f.default == "auto":
         words.append("'auto'")
-    if type(None) in kinds and f.name != "num_pages":
+    if type(None) in kinds and int not in kinds:
         words.append("None")
     return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]
+
+
+def _range(limits: Mapping[str, Any]) -> str:
+    low, high = limits.get("low"), limits.get("high")
+    if low is None:
+        return f" above {limits['above']}" + ("" if high is None else f", up to {high}")
+    return f", {low} or more" if high is None else f", {low} to {high}"
 
 
 def _kinds(annotation: Any) -> set[Any]:
@@ -200,6 +210,8 @@ def _fits_type(value: Any, annotation: Any) -> bool:
         return bool in kinds
     if isinstance(value, str):
         return str in kinds or value in kinds
+    if isinstance(value, int) and float in kinds:
+        return True
     return any(isinstance(value, kind) for kind in kinds if isinstance(kind, type))
 
 
@@ -208,8 +220,9 @@ def _within(value: Any, limits: Mapping[str, Any]) -> bool:
         return True
     if "choices" in limits:
         return value in limits["choices"]
-    if isinstance(value, int):
-        return limits.get("low", value) <= value <= limits.get("high", value)
+    if isinstance(value, int | float):
+        inside = limits.get("low", value) <= value <= limits.get("high", value)
+        return inside and limits.get("above", -math.inf) < value < math.inf
     return value != ""
 
 

@@ -101,13 +101,13 @@ class InputProcessor:
         _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
-        return self.text_of("chat").chat(messages, check=check, **options)
+        return self.text_of("a conversation").chat(messages, check=check, **options)
 
     def conversation(
         self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]
     ) -> tuple[list[int], ResolvedParams, ChatPlan]:
         """(prompt, parameters, plan of the output) of a conversation.  Raises EspalierError."""
-        tokenizer = self.text_of("chat")
+        tokenizer = self.text_of("a conversation")
         _check_messages(messages)
         for name in options:
             if name not in ConversationOptions.__annotations__:

@@ -81,7 +81,7 @@ def check_for_model(params: Any, vocab_size: int, has_tokenizer: bool) -> None:
 def check_beside_grammar(params: Any, has_tokenizer: bool) -> None:
     """Refuse what a grammar cannot go together with.  params: ResolvedParams."""
     if not has_tokenizer:
-        raise EspalierError("grammar needs text and this model has no tokenizer; leave it out")
+        raise EspalierError("a grammar needs text and this model has no tokenizer; leave it out")
     if params.ignore_eos:
         raise EspalierError("ignore_eos=True is not supported with a grammar, which says where the output ends")
     if params.min_tokens:
@@ -90,7 +90,7 @@ def check_beside_grammar(params: Any, has_tokenizer: bool) -> None:
             "to 0"
         )
     if not params.stop_token_ids:
-        raise EspalierError("grammar needs an end token and this model has none; give one as stop_token_ids")
+        raise EspalierError("a grammar needs an end token and this model has none; give one as stop_token_ids")
 
 
 def texts_of(stop: str | Sequence[str]) -> tuple[str, ...]:

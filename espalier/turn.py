@@ -13,24 +13,27 @@ from typing import Any
 
 
 class Turn:
-    """A lock.  A thread may take its turn again within its turn."""
+    """A lock.  `with turn, turn.lock:` is a turn; a thread may take its turn again within its turn.
+
+    lock: `with` itself takes and releases it, in C.  In methods written in Python, Ctrl-C could come behind the
+    taking or before the release, and every other thread would wait for ever.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._in_whole = False
         self._postponed: deque[Callable[[], None]] = deque()
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        pass
 
     def __exit__(self, *_: object) -> None:
-        self._lock.release()
         self._run_postponed()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """A turn that nothing interrupts; Ctrl-C comes after it.  Not to be taken within itself."""
-        with self, _interrupt_deferred():
+        with self, self.lock, _interrupt_deferred():
             assert not self._in_whole
             self._in_whole = True
             try:
@@ -45,15 +48,18 @@ class Turn:
 
     def _run_postponed(self) -> None:
         # Who fails to take the lock leaves its action to the thread that holds it, which comes here after its turn.
-        while self._postponed and self._lock.acquire(blocking=False):
-            try:
-                if self._in_whole:
+        while self._postponed:
+            with _interrupt_deferred():
+                if not self.lock.acquire(blocking=False):
                     return
-                # Another thread may have taken the last one, and a third have left a new one meanwhile.
-                if self._postponed:
-                    self._postponed.popleft()()
-            finally:
-                self._lock.release()
+                try:
+                    if self._in_whole:
+                        return
+                    # Another thread may have taken the last one, and a third have left a new one meanwhile.
+                    if self._postponed:
+                        self._postponed.popleft()()
+                finally:
+                    self.lock.release()
 
 
 @contextmanager

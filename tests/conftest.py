@@ -1,5 +1,6 @@
 """What holds for every test: one thread, reproducible examples, and no GPU test where there is no GPU."""
 
+import ctypes
 import gc
 import logging
 import os
@@ -9,6 +10,12 @@ from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Read where Triton is first imported, which may be by the next conftest.py: kernels then run in its interpreter, on the
+# CPU.  To ask PyTorch for a GPU would take seconds here, also in a controller of several workers.
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,7 +52,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers share the cores, and matrices of a tiny model are quicker on one thread than on two.
     torch.set_num_threads(1)
     if not has_gpu():
-        # Read where Triton is first imported: kernels then run in its interpreter, on the CPU.
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 

@@ -421,7 +421,7 @@ def test_a_directory_without_a_tokenizer_takes_tokens_and_refuses_text():
         assert (len(output.token_ids), output.text) == (12, "")
         with pytest.raises(EspalierError, match="give token ids"):
             llm.generate("abc", GREEDY)
-        with pytest.raises(EspalierError, match="chat needs a tokenizer"):
+        with pytest.raises(EspalierError, match="a conversation needs a tokenizer"):
             llm.chat([{"role": "user", "content": "ab"}])
         with pytest.raises(EspalierError, match="stop_token_ids"):
             llm.generate([[0]], SamplingParams(stop="a"))

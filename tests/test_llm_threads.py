@@ -1,14 +1,19 @@
 """Threads that share an LLM: each gets what it gets alone."""
 
+import contextlib
 import gc
+import signal
+import sys
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from unittest.mock import patch
 
 import pytest
 
 from espalier import LLM, SamplingParams, SpeculationConfig
+from espalier import turn as turns
 from espalier.turn import Turn
 from tests.harness import directories
 
@@ -71,7 +76,7 @@ def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm
 
 def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
     turn, events = Turn(), []
-    with turn:
+    with turn, turn.lock:
         with turn.whole():
             turn.run(lambda: events.append("later"))
             events.append("step")
@@ -83,10 +88,10 @@ def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
 def test_a_thread_leaves_what_it_has_to_do_to_the_thread_whose_turn_it_is():
     """It never waits: that thread may wait for it, as for the thread that runs launches."""
     turn, events = Turn(), []
-    with turn:
+    with turn, turn.lock:
         other = threading.Thread(target=turn.run, args=(lambda: events.append("other"),), daemon=True)
         other.start()
-        other.join(30)
+        other.join(60)
         assert not other.is_alive() and not events
     assert events == ["other"]
 
@@ -114,3 +119,44 @@ def test_an_action_that_is_left_while_another_is_looked_for_is_found():
 
     turn.run(lambda: events.append("first"))
     assert events == ["third"]
+
+
+def interrupt(turn: Turn, moment: int) -> bool:
+    """Ctrl-C at this event of the code of a turn, counted from 0.  False if there are fewer.
+
+    What the interpreter does by itself, as `with` takes a lock, is no event: no signal is handled there either.
+    """
+    events, files, before, pressed = count(), (turns.__file__, contextlib.__file__), sys.gettrace(), []
+
+    def press(frame, *_):
+        if frame.f_code.co_filename not in files:
+            return None
+        if next(events) == moment:
+            pressed.append(moment)
+            signal.raise_signal(signal.SIGINT)
+        return press
+
+    sys.settrace(press)
+    try:
+        with turn, turn.lock, turn.whole():
+            turn.run(list)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return bool(pressed)
+
+
+def test_ctrl_c_at_any_line_of_a_turn_leaves_the_lock_to_other_threads():
+    turn, moments = Turn(), count()
+
+    def is_free():
+        taken = turn.lock.acquire(blocking=False)
+        if taken:
+            turn.lock.release()
+        return taken
+
+    with ThreadPoolExecutor(1) as other:
+        while interrupt(turn, next(moments)):
+            assert other.submit(is_free).result()
+    assert next(moments) > 50

@@ -31,8 +31,9 @@ from espalier.server import logs, protocol
 from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
 from espalier.server.front import FrontOptions
-from espalier.server.protocol import Harvest, Part, Ready, Shutdown, Start, Submit, Submits
+from espalier.server.protocol import Harvest, Part, Ready, Shutdown, Submit, Submits
 from espalier.server.run import ServeOptions, serve
+from espalier.server.worker import BROKEN, DONE, wait_for_start
 from espalier.stats import SpeculationStats
 
 STEP_S = 0.003
@@ -44,27 +45,29 @@ PROMPT = list(range(300, 428))
 CHAT = [{"role": "user", "content": "Tell a long story about a tree that was trained to grow flat against a wall."}]
 
 
-def stand_in(address: str) -> None:
-    """The engine process."""
+def stand_in(address: str, front_pid: int) -> int:
+    """The engine process.  It ends when the front does, like a real one."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as pair:
+        pair.linger = 0
         pair.connect(address)
-        start = protocol.decode_to_engine(pair.recv())
-        assert isinstance(start, Start)
+        if wait_for_start(pair, front_pid) is None:
+            return BROKEN
         facts = prepare(EngineConfig(model="bundled")).inputs.facts
         pair.send(protocol.encode(Ready(facts, {"max_batch": MAX_STREAMS, "chunk_size": CHUNK_SIZE, "page_size": 16})))
         left: dict[str, Submit] = {}
         sent: dict[str, int] = {}
-        while True:
+        while os.getppid() == front_pid:
             while pair.poll(0 if left else 1000):
                 message = protocol.decode_to_engine(pair.recv())
                 if isinstance(message, Shutdown):
-                    return
+                    return DONE
                 for submit in message.prompts if isinstance(message, Submits) else ():
                     left[submit.name], sent[submit.name] = submit, 0
             parts = [step_of(submit, sent) for submit in left.values()]
             left = {name: submit for name, submit in left.items() if sent[name] < (submit.params.max_tokens or 0)}
             pair.send(protocol.encode(Harvest(parts)))
             time.sleep(STEP_S)
+    return DONE
 
 
 def step_of(submit: Submit, sent: dict[str, int]) -> Part:
@@ -139,22 +142,23 @@ def run(args: Namespace) -> None:
         process.wait(60)
 
 
-def main() -> None:
+def main() -> int:
+    # The front starts it as its engine.
+    if len(sys.argv) == 3 and sys.argv[1].startswith("ipc://"):
+        return stand_in(sys.argv[1], int(sys.argv[2]))
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--streams", default="1,8,16,64")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--profile")
     parser.add_argument("--front", type=int)
-    parser.add_argument("address", nargs="?")
     args = parser.parse_args()
-    if args.address is not None:
-        stand_in(args.address)
-    elif args.front is not None:
+    if args.front is not None:
         front(args.front, args.profile)
     else:
         run(args)
+    return 0
 
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
+    sys.exit(main())

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from espalier.cli import INTERRUPTED
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
     from espalier.batch.sender import Sender
 
 FOR_URL = ("api_key", "priority")
+# Flags of the front of an own engine, with their defaults.
+FOR_ENGINE = MappingProxyType(
+    {
+        "served_model_name": None,
+        "chat_template": None,
+        "allow_special_tokens_in_messages": False,
+        "tool_format": "auto",
+        "reasoning_format": "auto",
+    }
+)
 BUNDLED = "bundled"
 URL_CONCURRENCY = 64
 # With this many lines for each slot of the engine, one is waiting when another ends.
@@ -101,7 +112,7 @@ def _check(args: Namespace) -> None:
         for name in FOR_URL:
             if getattr(args, name) is not None:
                 raise EspalierError(f"{flag_of(name)} is for a running server; give --url, or leave it out")
-    elif given := given_flags(args):
+    elif given := given_flags(args) + [name for name, unset in FOR_ENGINE.items() if getattr(args, name) != unset]:
         raise EspalierError(f"{flag_of(given[0])} is not for --url, where the server has its engine; leave one out")
     if args.url is not None:
         from espalier.batch.sender import require_url

@@ -9,6 +9,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from espalier import counterparts
+from espalier.startup.checkpoints import require_names
+from espalier.terminal.flags import named_models
 
 BAD_INPUT = 2
 # What a flag of a plain type takes, for messages; a function that reads a flag has this as its __name__.
@@ -39,8 +41,8 @@ class Command(NamedTuple):
     """Where a command is.
 
     about: its help; flags: the module of add_flags(parser); work: the module of run(args) -> status, which is imported
-    only to run, or None if the command only adds further ones.  Most work imports PyTorch.  The flags do not, so that
-    help and a mistyped flag are answered at once.
+    only to run, or None if the command only adds further ones.  Most work imports PyTorch.  The flags and the look at
+    the models' directories do not, so that help and what is mistyped are answered at once.
     """
 
     about: str
@@ -49,6 +51,7 @@ class Command(NamedTuple):
 
     def run(self, args: Namespace) -> int:
         assert self.work is not None
+        require_names(named_models(args))
         module: Any = import_module(self.work)
         return module.run(args)
 

@@ -62,7 +62,7 @@ def _add_batch_flags(group: _ArgumentGroup) -> None:
         help="keep files and batches there, and serve /v1/files and /v1/batches (they are not served)",
     )
     group.add_argument(
-        "--max-file-bytes", type=int, default=200 * 2**20, metavar="N", help="largest upload of a file (209715200)"
+        "--max-file-bytes", type=int, metavar="N", help="with --batch-dir: largest upload of a file (209715200)"
     )
 
 
@@ -166,22 +166,14 @@ def run(args: Namespace) -> int:
     # Imported here, so that other commands start without the server's modules.
     from espalier.server.api import ApiOptions
     from espalier.server.client import MODEL_WORKER, ClientOptions
+    from espalier.server.options import check_options
     from espalier.server.run import ServeOptions, serve
 
-    for name in (
-        "port",
-        "max_queue",
-        "request_timeout",
-        "body_timeout",
-        "send_timeout",
-        "load_timeout",
-        "drain_timeout",
-    ):
-        _require(name, getattr(args, name) or 0, 0)
+    check_options(vars(args), flag_of)
     if not args.host:  # an empty address means all: `--host "$HOST"` with HOST unset must not open the server to them
         raise EspalierError("--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all, or leave it out")
-    for name in ("max_body_bytes", "max_file_bytes", "engine_timeout"):
-        _require(name, getattr(args, name), 1)
+    if args.batch_dir is None:
+        _refuse_beside(args, ("max_file_bytes",), "is for --batch-dir; give that too, or leave it out")
     settings, name = _shape(args) if args.shape is not None else _model(args)
     # With "auto" and a draft, the name is that of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
@@ -204,7 +196,7 @@ def run(args: Namespace) -> int:
             args.cors_origin or (),
             args.max_body_bytes,
             args.body_timeout or None,
-            args.max_file_bytes,
+            args.max_file_bytes or ApiOptions.max_file_bytes,
         ),
         batch_dir=args.batch_dir,
     )
@@ -251,8 +243,6 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
     _refuse_beside(args, ("restart_engine",), "has no effect with --replicas: Ray Serve replaces engines; leave it out")
     _refuse_beside(args, ("send_timeout",), "is not supported with --replicas: Ray's proxy sends; leave it out")
     _refuse_beside(args, ("shape", "batch_dir"), "is for one engine; leave out --replicas")
-    for name in ("tokens_per_replica", "fronts"):
-        _require(name, 1 if getattr(args, name) is None else getattr(args, name), 1)
     checked_settings(settings)
     replicas = replicas_of(args.replicas, tokens_per_replica=args.tokens_per_replica or TOKENS_PER_REPLICA)
     service = Service(
@@ -269,7 +259,8 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
 def _refuse_beside(args: Namespace, names: Sequence[str], why: str) -> None:
     """Raises EspalierError for a flag that was given."""
     for name in names:
-        if getattr(args, name):
+        # 0 counts as given.
+        if not (getattr(args, name) is None or getattr(args, name) is False):
             raise EspalierError(f"{flag_of(name)} {why}")
 
 
@@ -302,8 +293,3 @@ def sendable(settings: dict[str, Any]) -> dict[str, Any]:
     if tree is None or isinstance(tree, str):
         return settings
     return {**settings, "speculation": asdict(tree)}
-
-
-def _require(name: str, value: float, low: float) -> None:
-    if not value >= low:
-        raise EspalierError(f"--{name.replace('_', '-')}={value} is not supported; use {low} or more")

@@ -1,6 +1,7 @@
 """Refuses unsupported grammars, as far as that is possible without compiling them."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 from espalier.errors import EspalierError
 from espalier.grammar.choices import ebnf_of_choices
@@ -17,6 +18,8 @@ _CHECKS: Mapping[str, Callable[[Grammar], object]] = {
 }
 
 
+# A server gets the same grammars again and again, and to check a large one takes many milliseconds.
+@lru_cache(256)
 def check_grammar(grammar: Grammar) -> None:
     """Raises EspalierError with the reason."""
     if not grammar.spec and grammar.kind != "json_object":

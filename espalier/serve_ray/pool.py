@@ -130,6 +130,9 @@ class EnginePool:
             self._open[each] = generation, asyncio.create_task(self._run(Prompt(submit, generation)))
         return generation
 
+    async def sent(self) -> None:
+        await asyncio.sleep(0)
+
     def forget(self, generation: Generation) -> None:
         for name in generation.num_running:
             if (found := self._open.pop(name, None)) is not None:

@@ -1,6 +1,7 @@
 """What is served: the models with their engines' settings and replicas, and the options of the front.
 
-The command line makes a Service from its flags, and a Serve config file from its `args`, whose names are the flags'.
+The command line makes a Service from its flags, and a Serve config file from its `args`, most of whose
+names are the flags'.
 """
 
 from collections.abc import Mapping
@@ -9,12 +10,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from espalier.chat import require_template
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.errors import EspalierError, require_int, shown, unknown_name
+from espalier.errors import EspalierError, shown, unknown_name
 from espalier.server.api import ApiOptions
 from espalier.server.client import ClientOptions
 from espalier.server.front import FrontOptions
 from espalier.server.logs import LEVELS
+from espalier.server.options import check_options
 from espalier.tools.formats import find_formats
 
 # Open tokens (replica.open_tokens) for which one replica is enough, on average.
@@ -112,13 +115,16 @@ def service_of(args: Mapping[str, Any]) -> Service:
     level = args.get("log_level", "info")
     if level not in LEVELS:
         raise EspalierError(f"log_level={shown(level)} is not supported; use {', '.join(LEVELS)}")
-    require_int("fronts", args.get("fronts", 1), 1)
-    logged = {"log_level": level, "log_json": bool(args.get("log_json", False))}
+    check_options(args)
+    key = args.get("api_key")
+    if key is not None and not (isinstance(key, str) and key):
+        raise EspalierError("api_key is empty, or is no text; give the key, or leave it out")
+    logged = {"log_level": level, "log_json": args.get("log_json", False)}
     return Service(
         tuple(_model({**shared, **model}, logged) for model in models),
-        ApiOptions(**_renamed(args, OF_API), cors_origins=tuple(_as_list(args.get("cors_origin", ())))),
+        ApiOptions(**_renamed(args, OF_API), cors_origins=tuple(_texts(args, "cors_origin"))),
         args.get("fronts", 1),
-        float(args.get("drain_timeout", 60.0)),
+        args.get("drain_timeout", 60.0),
         **logged,
     )
 
@@ -128,17 +134,17 @@ def _model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
     for name in args:
         if name not in (*engine, *OF_MODEL):
             raise unknown_name("args", name, [*engine, *OF_MODEL, *OF_SERVICE, "models"])
+    check_options(args)
     settings = {name: args[name] for name in engine if name in args}
     if settings.setdefault("model", "auto") == "auto" and "draft" not in settings:
         raise EspalierError("model is missing in args; name a directory, a Hugging Face id or 'bundled'")
     checked_settings(settings)
-    names = _as_list(args.get("served_model_name", settings["model"] if settings["model"] != "auto" else ()))
+    names = _texts(args, "served_model_name", *(() if settings["model"] == "auto" else (settings["model"],)))
     front = _renamed(args, OF_FRONT)
     find_formats("", front.get("tool_format", "auto"), front.get("reasoning_format", "auto"))
     if "chat_template" in args:
-        front["chat_template"] = _text("chat_template", args["chat_template"])
+        front["chat_template"] = _template(args["chat_template"])
     of_replicas = {name: args[name] for name in OF_REPLICAS if name in args}
-    require_int("tokens_per_replica", of_replicas.get("tokens_per_replica", TOKENS_PER_REPLICA), 1)
     return ServedModel(
         settings,
         FrontOptions(tuple(names), **front),
@@ -156,17 +162,24 @@ def checked_settings(settings: Mapping[str, Any]) -> None:
 
 
 def _renamed(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The given options by their fields.  A limit of 0 seconds is no limit."""
-    given = {field: args[name] for name, field in names.items() if name in args}
+    """The given options by their fields.  null is not given, and a limit of 0 seconds is no limit."""
+    given = {field: args[name] for name, field in names.items() if args.get(name) is not None}
     return {field: None if field.endswith("_s") and value == 0 else value for field, value in given.items()}
 
 
-def _as_list(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else list(value)
+def _texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
+    """A text or a list of texts, as a list.  Raises EspalierError."""
+    value = args.get(name, list(default))
+    texts = [value] if isinstance(value, str) else value
+    if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
+        raise EspalierError(f"{name}={shown(value)} is not supported; use a text or a list of texts")
+    return texts
 
 
-def _text(name: str, path: Any) -> str:
+def _template(path: Any) -> str:
     try:
-        return Path(path).read_text()
-    except (OSError, ValueError) as error:
-        raise EspalierError(f"{name} cannot be read ({error}); give a text file") from None
+        text = Path(path).read_text()
+    except (OSError, ValueError, TypeError) as error:
+        raise EspalierError(f"chat_template cannot be read ({error}); give a text file") from None
+    require_template(text, f"chat_template {path}")
+    return text

@@ -19,19 +19,20 @@ from espalier import __version__
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
+from espalier.request import SamplingParams
 from espalier.server.answers import TextAnswer
 from espalier.server.batch_api import add_batches
 from espalier.server.batches import Batches
 from espalier.server.chat_answers import ChatAnswer
 from espalier.server.conversing import chat_tokens, converse, num_characters, refusing
-from espalier.server.errors import ApiError, ErrorBody
+from espalier.server.errors import FAILED, ApiError, ErrorBody
 from espalier.server.front import CLIENT_LEFT, Front
 from espalier.server.fronts import Fronts
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
-from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, without_effect
 from espalier.server.response_answers import ResponsesAnswer
-from espalier.server.responses import ResponsesRequest
+from espalier.server.responses import ResponsesRequest, naming_fields
 from espalier.tools.definitions import Tools
 from espalier.tools.formats import Formats
 from espalier.tools.plan import ChatPlan
@@ -166,45 +167,43 @@ def _add_generation(app: FastAPI, server: Server) -> None:
             asked = body.params()
             params = front.resolve(asked)
             sent_prompts = body.prompts()
-        front.check_effect(ignored := body.without_effect())
+        front.check_effect(ignored := without_effect(body))
         with front.entering(len(sent_prompts) * params.n):
-            check = front.require_tokenizable
-            prompts = [
-                await front.lanes.run(_prompt, body, prompt, check, size=len(prompt), field="prompt")
-                for prompt in sent_prompts
-            ]
-            with refusing():
-                for prompt_ids in prompts:
-                    front.inputs.require_room(prompt_ids, asked, body.limit_name)
+            size, check = sum(map(len, sent_prompts)), front.require_tokenizable
+            prompts = await front.lanes.run(_prompts, body, sent_prompts, asked, check, size=size, field="prompt")
             echo: list[str] = []
             if body.echo:
-                skip = params.skip_special_tokens
-                echo = [
-                    prompt
-                    if isinstance(prompt, str)
-                    else await front.lanes.run(_text, "echo", prompt, skip, size=len(prompt))
-                    for prompt in (sent_prompts if body.truncate_prompt_tokens is None else prompts)
-                ]
-        id = f"cmpl-{request_id.get()}"
-        answer = TextAnswer(id, body, params, prompts, front.inputs.tokenizer, echo)
-        return _naming(ignored, await front.respond(http, body, prompts, answer))
+                shown = sent_prompts if body.truncate_prompt_tokens is None else prompts
+                size = sum(len(prompt) for prompt in shown if not isinstance(prompt, str))
+                echo = await front.lanes.run(_echo, shown, params.skip_special_tokens, size=size)
+
+        def answer() -> TextAnswer:
+            return TextAnswer(f"cmpl-{request_id.get()}", body, params, prompts, front.inputs.tokenizer, echo)
+
+        return _naming(ignored, await front.respond(http, body, prompts, params, answer))
 
     @post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
     async def chat(body: ChatRequest, http: Request) -> Response:
         front = server.of(body.model)
         talk = await converse(front, body)
-        answer = ChatAnswer(f"chatcmpl-{request_id.get()}", body, *talk.answer_arguments)
-        return _naming(talk.ignored, await front.respond(http, body, [talk.prompt], answer))
+
+        def answer() -> ChatAnswer:
+            return ChatAnswer(f"chatcmpl-{request_id.get()}", body, *talk.answer_arguments)
+
+        return _naming(talk.ignored, await front.respond(http, body, [talk.prompt], talk.params, answer))
 
     @post("/v1/responses", responses=STREAMED | answers_with(*GENERATES))
     async def respond(body: ResponsesRequest, http: Request) -> Response:
         front = server.of(body.model)
-        front.check_effect(ignored := body.without_effect())
-        with refusing():
+        front.check_effect(ignored := without_effect(body))
+        with naming_fields(), refusing():
             chat = body.as_chat()
-        talk = await converse(front, chat, "max_output_tokens")
-        answer = ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
-        return _naming(ignored, await front.respond(http, chat, [talk.prompt], answer))
+            talk = await converse(front, chat)
+
+        def answer() -> ResponsesAnswer:
+            return ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
+
+        return _naming(ignored + talk.ignored, await front.respond(http, chat, [talk.prompt], talk.params, answer))
 
 
 def _naming(ignored: Sequence[str], answer: Response) -> Response:
@@ -252,17 +251,31 @@ def _posts(app: FastAPI, server: Server) -> Callable[..., Any]:
     return post
 
 
-def _prompt(
-    inputs: InputProcessor, body: CompletionRequest, prompt: str | list[int], check: Callable[[str], None]
-) -> list[int]:
-    """The prompt's token ids.  check: limits the length of a text that will be truncated; max_context limits any other.
+def _prompts(
+    inputs: InputProcessor,
+    body: CompletionRequest,
+    prompts: Sequence[str | list[int]],
+    asked: SamplingParams,
+    check: Callable[[str], None],
+) -> list[list[int]]:
+    """The prompts' token ids.
 
-    Raises EspalierError.
+    check: limits the length of a text that will be truncated; max_context limits any other.  Raises EspalierError.
     """
-    keep = body.truncate_prompt_tokens
-    if keep is not None and isinstance(prompt, str):
-        check(prompt)
-    return inputs.tokens(prompt, body.add_special_tokens is not False, keep)
+    keep, found = body.truncate_prompt_tokens, []
+    for prompt in prompts:
+        if keep is not None and isinstance(prompt, str):
+            check(prompt)
+        found.append(inputs.tokens(prompt, body.add_special_tokens is not False, keep))
+        inputs.require_room(found[-1], asked, body.limit_name)
+    return found
+
+
+def _echo(inputs: InputProcessor, prompts: Sequence[str | list[int]], skip_special_tokens: bool) -> list[str]:
+    """The text of each prompt.  Raises EspalierError."""
+    return [
+        prompt if isinstance(prompt, str) else _text(inputs, "echo", prompt, skip_special_tokens) for prompt in prompts
+    ]
 
 
 def _text(inputs: InputProcessor, what: str, tokens: list[int], skip_special_tokens: bool = True) -> str:
@@ -277,7 +290,7 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
         front = server.of(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "send either prompt or messages", "prompt")
-        size = len(body.prompt or "") + num_characters(body.messages or ())
+        size = num_characters([body.prompt, body.messages, body.chat_template_kwargs])
         if body.messages is None:
             for name, value in body.options().items():
                 if value is not None:
@@ -356,6 +369,11 @@ def _add_errors(app: FastAPI) -> None:
         api_error = error if isinstance(error, ApiError) else _of_routing(http, error)
         http.scope["state"]["refused"] = api_error
         return JSONResponse(api_error.body(), api_error.status_code, api_error.headers)
+
+    @app.exception_handler(Exception)
+    async def failed(http: Request, error: Exception) -> JSONResponse:
+        # Without this the framework answers in plain text.  It raises the error again, and the gate logs it.
+        return JSONResponse(ApiError(500, FAILED).body(), 500)
 
 
 def _of_routing(http: Request, error: HTTPException) -> ApiError:

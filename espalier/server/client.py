@@ -144,6 +144,9 @@ class EngineClient:
             self._outbox.add(Submit(each, prompt, params, priority, detokenize))
         return generation
 
+    async def sent(self) -> None:
+        await self._outbox.sent()
+
     def forget(self, generation: Generation) -> None:
         """Abort the samples that still run, and drop their output."""
         for name in generation.num_running:

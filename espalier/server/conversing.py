@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError
@@ -10,7 +11,7 @@ from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams
 from espalier.server.errors import refusal
 from espalier.server.front import Front
-from espalier.server.openai import ChatRequest, Message
+from espalier.server.openai import Body, ChatRequest, Message, without_effect
 from espalier.text import Tokenizer
 from espalier.tools.plan import ChatPlan
 
@@ -39,8 +40,8 @@ def refusing() -> Iterator[None]:
         raise refusal(error) from None
 
 
-async def converse(front: Front, body: ChatRequest, limit_name: str | None = None) -> Conversation:
-    """Check a conversation and make its prompt.  limit_name: what the client calls max_tokens.  Raises ApiError."""
+async def converse(front: Front, body: ChatRequest) -> Conversation:
+    """Check a conversation and make its prompt.  Raises ApiError."""
     with refusing():
         body.check()
         asked = body.params()
@@ -48,12 +49,13 @@ async def converse(front: Front, body: ChatRequest, limit_name: str | None = Non
         plan = ChatPlan(front.inputs.tokenizer, front.formats, body.tool_use())
         _check_effort(front.inputs.tokenizer, body)
     shows_tools = front.inputs.tokenizer is not None and front.inputs.tokenizer.shows("tools")
-    front.check_effect(ignored := body.without_effect() + ["tools"] * (bool(body.tools) and not shows_tools))
+    front.check_effect(ignored := without_effect(body) + ["tools"] * (bool(body.tools) and not shows_tools))
     with front.entering(params.n):
-        check, size = front.require_tokenizable, num_characters(body.messages)
+        check = front.require_tokenizable
+        size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
         prompt = await front.lanes.run(_prompt, body, plan, check, size=size, field="messages")
     with refusing():
-        front.inputs.require_room(prompt, asked, limit_name or body.limit_name)
+        front.inputs.require_room(prompt, asked, body.limit_name)
         params = front.inputs.planned(plan, params, prompt)
     return Conversation(ignored, prompt, params, plan)
 
@@ -85,6 +87,13 @@ def chat_tokens(
     return inputs.chat(plan.messages([message.turn() for message in messages]), check=check, **options)
 
 
-def num_characters(messages: Sequence[Message]) -> int:
-    """About how many characters a conversation has."""
-    return sum(len(message.content or "") for message in messages)
+def num_characters(value: Any) -> int:
+    """The characters of all texts in a value that was read from a body."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(name) + num_characters(each) for name, each in value.items())
+    if isinstance(value, list):
+        return sum(map(num_characters, value))
+    # Of a record, the fields that were sent: most of them are not.
+    return num_characters([getattr(value, name) for name in value.model_fields_set]) if isinstance(value, Body) else 0

@@ -66,6 +66,9 @@ class Engines(Protocol):
     ) -> "Generation":
         """Queue prompts.  name: prefix of their names in log lines.  Raises EngineGone."""
 
+    async def sent(self) -> None:
+        """Return when the prompts queued so far have left, after at least one turn of the event loop."""
+
     def forget(self, generation: "Generation") -> None:
         """Abort the samples that still run, and drop their output."""
 

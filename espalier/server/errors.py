@@ -27,7 +27,7 @@ KINDS = {
 }
 FAILED = "internal server error; the server's log has the details under this request_id"
 RETRY_AFTER_S = 1
-FIELD_FIRST = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| is | with )")
+FIELD_FIRST = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
 # A message quotes the client's value, which may be as long as a body.
 MAX_MESSAGE_CHARS = 1000
 MAX_PARAM_CHARS = 100

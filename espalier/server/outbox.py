@@ -25,14 +25,29 @@ class Outbox:
         self._waiting: list[Submit] = []
         self._num_rows = 0
         self._send_at = 0.0
+        self._num_quiet = 0
         self._turn: asyncio.Handle | None = None
+        # Set once what waits has left.  None until the first prompt comes.
+        self._left: asyncio.Event | None = None
 
     def add(self, submit: Submit) -> None:
+        loop = asyncio.get_running_loop()
         if not self._waiting:
-            self._send_at = asyncio.get_running_loop().time() + MAX_WAIT_S
+            self._send_at, self._left = loop.time() + MAX_WAIT_S, asyncio.Event()
         self._waiting.append(submit)
         self._num_rows += len(submit.prompt)
-        self._look_in(QUIET_TURNS if self._num_rows < self.full_rows else 0)
+        self._num_quiet = 0
+        if self._num_rows >= self.full_rows or loop.time() >= self._send_at:
+            self.flush()
+        elif self._turn is None:
+            self._turn = loop.call_soon(self._look_in)
+
+    async def sent(self) -> None:
+        """Return when what waits has left, after at least one turn of the event loop."""
+        if self._waiting and self._left is not None:
+            await self._left.wait()
+        else:
+            await asyncio.sleep(0)
 
     def flush(self) -> None:
         """Send what waits now."""
@@ -44,15 +59,16 @@ class Outbox:
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
+        if self._left is not None:
+            self._left.set()
         waiting, self._waiting, self._num_rows = self._waiting, [], 0
         return waiting
 
-    def _look_in(self, turns: int) -> None:
-        """Send after this number of turns, unless a prompt comes before."""
+    def _look_in(self) -> None:
+        """Send, or look again in the next turn."""
         loop = asyncio.get_running_loop()
-        if not turns or loop.time() >= self._send_at:
+        if self._num_quiet == QUIET_TURNS or loop.time() >= self._send_at:
             self.flush()
             return
-        if self._turn is not None:
-            self._turn.cancel()
-        self._turn = loop.call_soon(self._look_in, turns - 1)
+        self._num_quiet += 1
+        self._turn = loop.call_soon(self._look_in)

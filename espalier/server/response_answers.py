@@ -165,6 +165,11 @@ class ResponsesAnswer(ChatAnswer):
     def encode(self, chunk: dict[str, Any]) -> bytes:
         return f"event: {chunk['type']}\n".encode() + b"data: " + to_json(chunk) + b"\n\n"
 
+    def failure(self, error: dict[str, Any]) -> bytes:
+        """OpenAI's event, with the whole error added, by which its clients tell an error in any stream."""
+        fields = {name: error["error"][name] for name in ("code", "message", "param")}
+        return self.encode({"type": "error", "sequence_number": self.items.num_events, **fields, **error})
+
     def opening(self) -> list[dict[str, Any]]:
         for kind in ("created", "in_progress"):
             self.items.event(kind, response=self._response("in_progress"))

@@ -1,13 +1,13 @@
 """The body of POST /v1/responses, in its stateless form: it becomes the body of a chat completion."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 
-from espalier.errors import EspalierError, require_int, shown, unknown_name
-from espalier.limits import MAX_COUNT
-from espalier.server.errors import of_validation
+from espalier.errors import EspalierError, shown, unknown_name
+from espalier.server.errors import ApiError, of_validation
 from espalier.server.openai import (
     FIRST,
     HINT_FIELDS,
@@ -20,7 +20,6 @@ from espalier.server.openai import (
     Nothing,
     Refused,
     at_most,
-    without_effect,
 )
 from espalier.tools.definitions import MAX_TOOLS
 
@@ -31,6 +30,26 @@ _sampling = {name: each for name, each in SAMPLING_FIELDS.items() if name not in
 _Sampling: Any = create_model("ResponsesSampling", __base__=Body, **_sampling, **HINT_FIELDS)
 # Fields that a chat completion has under the same name.
 SHARED = (*_sampling, "model", "stream", "parallel_tool_calls", "priority", "chat_template_kwargs", "top_logprobs")
+# Fields of a chat completion that this endpoint names otherwise.
+NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+}
+
+
+@contextmanager
+def naming_fields() -> Iterator[None]:
+    """Errors of the chat completion name the fields as they were sent here."""
+    try:
+        yield
+    except ApiError as error:
+        if (theirs := error.param) is not None and theirs in NAMES:
+            if error.detail.startswith(theirs):
+                error.detail = NAMES[theirs] + error.detail.removeprefix(theirs).removeprefix(".json_schema")
+            error.param = NAMES[theirs].partition(".")[0]
+        raise
 
 
 class Reasoning(Body):
@@ -88,15 +107,9 @@ class ResponsesRequest(_Sampling):
     response_format: Annotated[None, Refused("use text.format")] = None
     modalities: Annotated[Nothing | None, TEXT_ONLY] = None
 
-    def without_effect(self) -> list[str]:
-        """Names of the fields that were sent and have no effect."""
-        return without_effect(self)
-
     def as_chat(self) -> ChatRequest:
         """The same request as a chat completion.  Raises EspalierError or ApiError."""
         fields = {name: value for name in SHARED if (value := getattr(self, name)) is not None}
-        # Checked here so that the error has the name that was sent.
-        require_int("max_output_tokens", self.max_output_tokens, 1, MAX_COUNT, optional=True)
         fields["messages"] = messages_of(self.input, self.instructions)
         fields["max_completion_tokens"] = self.max_output_tokens
         if self.tools is not None:
@@ -137,6 +150,7 @@ ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "function_call_output": (("call_id", "output"), ("id", "status", "name")),
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
+ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -169,13 +183,16 @@ def _kind_of(place: str, item: Mapping[str, Any]) -> str:
         raise EspalierError(f"{place}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
     needed, optional = ITEM_FIELDS[kind]
     for name in item:
-        if name != "type" and name not in needed and name not in optional:
+        # OpenAI's client writes all fields of an item that it gives back, most of them null.
+        if item[name] is not None and name not in ("type", *needed, *optional):
             raise unknown_name(place, name, (*needed, *optional))
     for name in needed:
         if item.get(name) is None:
             raise EspalierError(f"{place}.{name} is missing; a {kind} item needs it")
         if name not in ("content", "output") and not isinstance(item[name], str):
             raise EspalierError(f"{place}.{name}={shown(item[name])} is not supported; use text")
+    if kind == "message" and item["role"] not in ROLES:
+        raise EspalierError(f"{place}.role={shown(item['role'])} is not supported; use {', '.join(ROLES)}")
     return str(kind)
 
 

@@ -127,8 +127,8 @@ class Worker:
 
     def _start(self, submit: Submit, grammar: CompiledGrammar | None) -> None:
         asked = (submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
-        group = self.llm.group(*asked, grammar)
         try:
+            group = self.llm.group(*asked, grammar)
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:

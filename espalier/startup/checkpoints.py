@@ -1,5 +1,6 @@
 """Finds a model's files: bundled with the package, in a directory, or on the Hugging Face hub."""
 
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 
@@ -12,18 +13,28 @@ BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
-def find_target(name: str | PathLike[str]) -> Path:
-    """The directory of a target.  Raises EspalierError."""
-    return _find("model", name, BUNDLED_FILES / "target", FILES)
+def find_target(name: str | PathLike[str], what: str = "model") -> Path:
+    """The directory of a target.  what: the setting that names it.  Raises EspalierError."""
+    return _find(what, name, BUNDLED_FILES / "target", FILES)
 
 
-def find_draft(name: str | PathLike[str], algorithm: str = "auto") -> Path:
+def find_draft(name: str | PathLike[str], algorithm: str = "auto", what: str = "draft") -> Path:
     """The directory of a draft.  Raises EspalierError.
 
-    algorithm: the one that the user sets, which chooses among the bundled drafts.
+    algorithm: the one that the user sets, which chooses among the bundled drafts; what: the setting that names it.
     """
     bundled = BUNDLED_DRAFTS.get(algorithm, BUNDLED_DRAFTS["eagle3"])
-    return _find("draft", name, bundled, [*FILES, "pytorch_model*.bin"])
+    return _find(what, name, bundled, [*FILES, "pytorch_model*.bin"])
+
+
+def require_names(named: Mapping[str, str | PathLike[str]]) -> None:
+    """Refuse a path that find_target or find_draft would refuse, before PyTorch is imported.  named: by setting.
+
+    Nothing is downloaded: what may be a Hugging Face id passes.
+    """
+    for what, name in named.items():
+        if str(name) != BUNDLED:
+            _directory(what, name)
 
 
 def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str]) -> Path:
@@ -33,6 +44,11 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
                 f"{what}='bundled' is not in this installation ({bundled} is missing); install espalier again"
             )
         return bundled
+    return _directory(what, name) or _download(what, str(name), files)
+
+
+def _directory(what: str, name: str | PathLike[str]) -> Path | None:
+    """The directory; None if there is none and the name may be a Hugging Face id.  Raises EspalierError."""
     path = Path(name).expanduser()
     if _is_directory(what, path):
         return path
@@ -41,12 +57,12 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
             f"{what}={str(name)!r} is not a directory; use one with config.json and *.safetensors, a Hugging Face id "
             "or 'bundled'"
         )
-    return _download(what, str(name), files)
+    return None
 
 
 def _is_directory(what: str, path: Path) -> bool:
     """Whether `path` is a directory.  Raises EspalierError for a file, or a directory that is no checkpoint."""
-    files = "config.json and *.safetensors" if what == "model" else "a draft's config.json and weights"
+    files = "a draft's config.json and weights" if what.endswith("draft") else "config.json and *.safetensors"
     try:
         if path.is_file():
             raise EspalierError(f"{what}={str(path)!r} is a file; give the directory that holds {files}")

@@ -89,6 +89,15 @@ def given_flags(args: Namespace) -> list[str]:
     return [*_given(args, EngineConfig), *_given(args, SpeculationConfig)]
 
 
+def named_models(args: Namespace) -> dict[str, str]:
+    """The model and the draft that a command names, by a flag of EngineConfig or by one of its own."""
+    given = {
+        name: getattr(args, _destination(EngineConfig, name), None) or getattr(args, name, None)
+        for name in ("model", "draft")
+    }
+    return {name: value for name, value in given.items() if value and not is_open(value)}
+
+
 def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     """Flags of a synthetic model besides --shape and --accept-length."""
     parser.add_argument(

@@ -1,6 +1,6 @@
 """The trainer: makes the bundled model, and trains EAGLE-3, MTP and block drafts for Llama, Qwen and Mistral targets.
 
-It needs torch, transformers, tokenizers and safetensors.  It does not use the engine.
+It needs torch, transformers, tokenizers and safetensors.  It does not run the engine.
 """
 
 import sys

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from espalier.train.llama import Llama, LlamaShape, save_llama
 from espalier.train.optim import make_optimizers, schedule, set_rate
 from espalier.train.packing import Windows
-from espalier.train.state import load_state, save_state
+from espalier.train.state import SavedState
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
 
@@ -135,7 +135,9 @@ def pretrain(
     model = Llama(shape, torch.bfloat16 if device.type == "cuda" else torch.float32).to(device)
     loss_of: LossOf = torch.compile(model) if device.type == "cuda" else model
     with fast_attention(device):
-        run_steps(model, loss_of, windows, heldout.part(8), work / "base.pt", config, rank, num_ranks)
+        made_from = {name: str(value) for name, value in {**vars(config), **vars(shape)}.items()}
+        state = SavedState(work / "base.pt", made_from)
+        run_steps(model, loss_of, windows, heldout.part(8), state, config, rank, num_ranks)
         result = bits_per_byte(loss_of, heldout.stream, heldout.num_bytes, device)
     if rank == 0:
         save_llama(model, out, eos_token_ids)
@@ -148,7 +150,7 @@ def run_steps(
     loss_of: LossOf,
     windows: Windows,
     heldout: Heldout,
-    state: Path,
+    state: SavedState,
     config: PretrainConfig,
     rank: int,
     num_ranks: int,
@@ -156,7 +158,7 @@ def run_steps(
     """Run the remaining steps.  Each rank takes its share of every batch; rank 0 reports and saves."""
     optimizers = make_optimizers(model, config.matrix_lr, config.other_lr, config.weight_decay)
     num_steps = max(1, int(config.num_tokens / (config.batch * config.length)))
-    first = load_state(state, model, optimizers)
+    first = state.load(model, optimizers)
     num_parameters = sum(p.numel() for p in model.parameters())
     print(f"{num_parameters:,} parameters, {len(windows.stream):,} tokens, steps {first} to {num_steps}")
     begun, losses = time.perf_counter(), []
@@ -168,7 +170,7 @@ def run_steps(
             report(done, num_steps, losses, config.batch * config.length * (done - first), time.perf_counter() - begun)
             losses.clear()
         if rank == 0 and done % config.save_every == 0:
-            save_state(state, model, optimizers, done)
+            state.save(model, optimizers, done)
             part = bits_per_byte(loss_of, heldout.stream, heldout.num_bytes, windows.stream.device)
             print(f"held-out {part:.4f} bits/byte on a part")
 

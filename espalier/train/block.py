@@ -7,7 +7,6 @@ embedding and the lm_head are the target's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,47 +16,22 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from espalier.config import option
 from espalier.kernels.tree.edge_topk import Rows, fill_depth
 from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
-from espalier.train.checkpoint import layer_fields, read_config, rope_theta, write_checkpoint
-from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
+from espalier.train.checkpoint import layer_fields, rope_theta, write_checkpoint
+from espalier.train.configs import MIN_CAPTURED_LAYERS, read_config
+from espalier.train.draft_run import DraftRun, prepare_run, train_draft
 from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
 from espalier.train.own_text import load_own_text
-from espalier.train.target import Eagle3Target, FrozenTarget
+from espalier.train.settings import BlockConfig
+from espalier.train.target import Eagle3Target, FrozenTarget, training_device
 
 # (topk, num_draft_tokens) of the trees that are measured; the first is a chain.
 TREES = {"chain": (1, 0), "tree of 16": (8, 16), "tree of 64": (8, 64)}
 # Held-out text that is measured while training: prompts, and tokens of each prompt and of its continuation.
 HELDOUT_PROMPTS, HELDOUT_TOKENS = 16, 64
-
-
-@dataclass(frozen=True)
-class BlockConfig(TrainConfig):
-    """The settings of a run.  `python -m espalier.train block` has a flag for each field.
-
-    Raises ValueError for settings that do not fit together.
-    """
-
-    layers: int = option("number of the draft's layers", 3)
-    block_size: int = option("number of tokens that one pass of the draft proposes", 8)
-    edge_rank: int = option("rank of the Markov head, which scores a token given the one before it; 0: none", 64)
-    anchors: int = option("number of blocks that are trained in each row of a batch", 64)
-    mask_token: int = option(
-        "token id that the draft reads in place of a token that is to be proposed; -1: the target's last one", -1
-    )
-
-    def __post_init__(self) -> None:
-        if not 2 <= self.block_size < self.length:
-            raise ValueError(
-                f"block_size {self.block_size} does not fit into length {self.length}; use 2 to length - 1"
-            )
-        if self.anchors < 1 or self.layers < 1 or self.edge_rank < 0:
-            raise ValueError(
-                f"layers {self.layers}, anchors {self.anchors}, edge_rank {self.edge_rank}: use at least 1, 1 and 0"
-            )
 
 
 def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
@@ -80,12 +54,11 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
 def train_block(target_dir: Path, stream: np.ndarray, out: Path, work: Path, config: BlockConfig) -> dict[str, float]:
     """Train, save to `out`, and return the run's figures.  stream: token ids of the text to train on; its end is held
     out and measured while training."""
-    target = Eagle3Target(target_dir, training_device())
     heldout = HELDOUT_PROMPTS * HELDOUT_TOKENS
-    if len(stream) < 4 * heldout:
-        raise ValueError(f"the data hold {len(stream)} tokens; give at least {4 * heldout}, as {heldout} are held out")
+    files = prepare_run("block", target_dir, stream, out, work, config, MIN_CAPTURED_LAYERS, heldout)
+    target = Eagle3Target(target_dir, training_device())
     stream, prompts = stream[:-heldout], stream[-heldout:].astype(np.int64).reshape(HELDOUT_PROMPTS, -1)
-    own = load_own_text(target, stream, config, work)
+    own = load_own_text(target, stream, config, work, files.origin)
     head = new_head(target, config)
     texts = target.continuations(torch.from_numpy(prompts).to(target.device), HELDOUT_TOKENS, 0.0)
     texts = [text for text in texts if len(text) > HELDOUT_TOKENS + config.block_size]
@@ -105,9 +78,8 @@ def train_block(target_dir: Path, stream: np.ndarray, out: Path, work: Path, con
         reports = measure_block(head, target, texts, firsts)
         return "held out: " + ", ".join(f"{name} {r.every_root:.3f}" for name, r in reports.items())
 
-    state = work / f"block-{config.layers}-{config.block_size}-{config.edge_rank}.pt"
     run = DraftRun(
-        *(head, target, loss_of, lambda: save_block(head, target, target_dir, out), state, config),
+        *(head, target, loss_of, lambda: save_block(head, target, target_dir, out), files.state, config),
         rows_of=token_rows,
         measure=measured,
     )
@@ -149,10 +121,6 @@ def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Pat
 
 # Fields of BlockShape that stand outside transformer_layer_config.
 OWN_FIELDS = ("block_size", "num_features", "edge_rank", "mask_token_id")
-
-
-def is_block(directory: Path) -> bool:
-    return read_config(directory).get("speculators_model_type") == "dspark"
 
 
 def load_block(directory: Path) -> BlockHead:

@@ -18,15 +18,17 @@ import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer
 
+from espalier.errors import EspalierError
 from espalier.train.base import PretrainConfig, pretrain
 from espalier.train.card import write_card
 from espalier.train.corpus import build_corpus, read_documents
-from espalier.train.eagle3 import Eagle3Config, train_eagle3
+from espalier.train.eagle3 import train_eagle3
 from espalier.train.evaluate import evaluate_draft
 from espalier.train.heldout import write_heldout
 from espalier.train.llama import LlamaShape
 from espalier.train.ngram import ngram_bits_per_byte
 from espalier.train.packing import pack
+from espalier.train.settings import Eagle3Config
 from espalier.train.tokenizer import END, END_OF_TEXT, SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 
 SHAPE = LlamaShape()
@@ -156,4 +158,13 @@ def make_bundle(folders: BundleFolders, only: str | None = None) -> None:
         if only in (None, name):
             print(f"{name}: {'kept' if stage.done(folders) else 'making'}", flush=True)
             if not stage.done(folders):
-                stage.make(folders)
+                _make(name, stage, folders)
+
+
+def _make(name: str, stage: Stage, folders: BundleFolders) -> None:
+    try:
+        stage.make(folders)
+    except FileNotFoundError as error:
+        raise EspalierError(
+            f"the stage {name} needs {error.filename}, which a stage before it makes; leave --only out, or run that one"
+        ) from None

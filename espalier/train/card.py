@@ -8,7 +8,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from espalier.train.base import PretrainConfig
-from espalier.train.eagle3 import Eagle3Config
+from espalier.train.settings import Eagle3Config
 
 TEMPLATE = Path(__file__).with_name("card_template.md")
 

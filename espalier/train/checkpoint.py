@@ -1,4 +1,4 @@
-"""Read and write EAGLE-3 drafts in SafeAILab's layout, and read the config of a target."""
+"""Read and write EAGLE-3 drafts in SafeAILab's layout, and write the files of any draft."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from espalier.errors import EspalierError
 from espalier.models.weights import write_weights
+from espalier.train.configs import kind_in, read_config
 from espalier.train.draft import DraftShape, Eagle3Draft
+from espalier.train.work import whole_file
 
-
-def read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is missing: give the directory of a Hugging Face model")
-    return json.loads(path.read_text())
+REMEDY = "free some space there, or give another --out"
 
 
 def rope_theta(config: dict[str, Any]) -> float:
@@ -50,12 +48,14 @@ def draft_shape(target: dict[str, Any], draft_vocab_size: int, intermediate_size
 def write_checkpoint(config: dict[str, Any], module: nn.Module, out: Path) -> None:
     """Write config.json and model.safetensors (bfloat16)."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     weights = {
         name: tensor.detach().cpu().to(torch.bfloat16 if tensor.is_floating_point() else tensor.dtype).contiguous()
         for name, tensor in module.state_dict().items()
     }
-    write_weights(out / "model.safetensors", weights)
+    with whole_file(out / "model.safetensors", REMEDY) as unfinished:
+        write_weights(unfinished, weights)
+    with whole_file(out / "config.json", REMEDY) as unfinished:
+        unfinished.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def save_draft(draft: Eagle3Draft, out: Path) -> None:
@@ -74,14 +74,12 @@ def save_draft(draft: Eagle3Draft, out: Path) -> None:
     write_checkpoint(config, draft, out)
 
 
-def is_eagle3(directory: Path) -> bool:
-    return read_config(directory).get("architectures") == ["LlamaForCausalLMEagle3"]
-
-
 def load_draft(directory: Path) -> Eagle3Draft:
     config = read_config(directory)
-    if not is_eagle3(directory):
-        raise ValueError(f"{directory} holds {config.get('architectures')}, not a LlamaForCausalLMEagle3")
+    if kind_in(directory) != "eagle3":
+        raise EspalierError(
+            f"{directory} holds {config.get('architectures')}; give a draft of the architecture LlamaForCausalLMEagle3"
+        )
     draft = Eagle3Draft(DraftShape(**{name: config[name] for name in DraftShape.__dataclass_fields__}))
     draft.load_state_dict(load_file(directory / "model.safetensors"))
     return draft

@@ -3,74 +3,98 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import Any, NoReturn
 
-import numpy as np
-
-from espalier.startup.checkpoints import find_draft, find_target
+from espalier.config import supported
+from espalier.errors import EspalierError, one_line, require_int
+from espalier.startup.checkpoints import find_draft, find_target, require_names
+from espalier.terminal.flags import flag_of
 from espalier.train import interrupted
-from espalier.train.block import BlockConfig, evaluate_block, is_block, train_block
-from espalier.train.bundle import STAGES, BundleFolders, make_bundle
-from espalier.train.checkpoint import is_eagle3, read_config
-from espalier.train.draft_run import TrainConfig, training_device
-from espalier.train.eagle3 import Eagle3Config, train_eagle3
-from espalier.train.evaluate import evaluate_draft
-from espalier.train.mtp import MtpConfig, evaluate_mtp, train_mtp
-from espalier.train.mtp_checkpoint import is_mtp
-from espalier.train.own_text import OwnTextConfig, write_own_text
-from espalier.train.target import FrozenTarget
+from espalier.train.configs import kind_in, read_target
+from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig
+from espalier.train.work import require_folder
 
 BAD_INPUT = 2
+FAILED = 1
 TARGET_HELP = "a Llama, Qwen or Mistral model: a directory, a Hugging Face id, or 'bundled'"
 DATA_HELP = 'JSON lines with "text" or "token_ids", or a .npy of token ids [num_tokens]'
 OUT_HELP = "where the draft goes; a finished draft of the same kind there is replaced, another model refused"
+# Those of espalier/train/bundle.py, which imports PyTorch, as the help does not.
+STAGES = ("corpus", "tokenizer", "pack", "base", "ngram", "draft", "measure", "card")
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """A kind of draft.
+    """A kind of draft.  train, evaluate: "module:function"; the modules import PyTorch, so only a run imports them.
 
-    train: (target's directory, token ids, out, work, config) -> figures; holds: whether a directory has such a draft;
-    evaluate: (draft's directory, target's directory, prompts, tokens continued).
+    train: (target's directory, token ids, out, work, config) -> figures; evaluate: (draft's directory, target's
+    directory, prompts, tokens continued).
     """
 
     help: str
     config: type[TrainConfig]
-    train: Callable[[Path, np.ndarray, Path, Path, Any], dict[str, float]]
-    holds: Callable[[Path], bool]
-    evaluate: Callable[[Path, Path, list[list[int]], int], Any]
+    train: str
+    evaluate: str
 
 
-TRAINERS = {
-    "eagle3": Trainer(
-        *("train an EAGLE-3 draft for a target", Eagle3Config, train_eagle3, is_eagle3, evaluate_draft),
-    ),
-    "mtp": Trainer(
-        *("train an MTP head of one or several layers for a target", MtpConfig, train_mtp, is_mtp, evaluate_mtp),
-    ),
-    "block": Trainer(
-        *("train a block draft (DSpark's form) for a target", BlockConfig, train_block, is_block, evaluate_block),
-    ),
-}
+TRAINERS = MappingProxyType(
+    {
+        "eagle3": Trainer(
+            "train an EAGLE-3 draft for a target",
+            Eagle3Config,
+            "espalier.train.eagle3:train_eagle3",
+            "espalier.train.evaluate:evaluate_draft",
+        ),
+        "mtp": Trainer(
+            "train an MTP head of one or several layers for a target",
+            MtpConfig,
+            "espalier.train.mtp:train_mtp",
+            "espalier.train.mtp:evaluate_mtp",
+        ),
+        "block": Trainer(
+            "train a block draft (DSpark's form) for a target",
+            BlockConfig,
+            "espalier.train.block:train_block",
+            "espalier.train.block:evaluate_block",
+        ),
+    }
+)
+
+
+def function(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """A flag for each field of a config dataclass, with the field's help text."""
-    hints = get_type_hints(config)
     for item in fields(config):
-        hint = hints[item.name]
-        named = get_args(hint) if get_origin(hint) is Literal else None
-        kind, metavar = (str, None) if named else (float, "X") if hint is float else (int, "N")
+        choices = item.metadata.get("choices")
         about = item.metadata["help"]
         if item.default is not None:
-            about += f" [{item.default:g}]" if kind is not str else f" [{item.default}]"
-        flag = f"--{item.name.replace('_', '-')}"
-        parser.add_argument(flag, type=kind, choices=named, default=item.default, metavar=metavar, help=about)
+            about += f" [{item.default}]" if choices else f" [{item.default:g}]"
+        how: dict[str, Any] = {"choices": choices} if choices else {"type": reader(item)}
+        how["metavar"] = None if choices else "X" if item.type is float else "N"
+        parser.add_argument(flag_of(item.name), default=item.default, help=about, **how)
+
+
+def reader(item: Field) -> Callable[[str], float]:
+    """Reads a number of a flag.  Its range is checked with those of all other fields."""
+    kind: type[float] = float if item.type is float else int
+
+    def read(text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not supported; use {supported(item)}") from None
+
+    return read
 
 
 class Parser(argparse.ArgumentParser):
@@ -107,99 +131,93 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_prompts(path: Path, target: Path) -> list[list[int]]:
-    """The token ids of every line: "token_ids" as given, or "text" or "prompt" encoded by the target's tokenizer.
-
-    Raises ValueError, naming the line.
-    """
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    documents = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from error
-        text = record.get("text", record.get("prompt"))
-        if "token_ids" not in record and not isinstance(text, str):
-            raise ValueError(f'{path}, line {number}: neither "text" nor "token_ids"')
-        documents.append(record["token_ids"] if "token_ids" in record else tokenizer(text)["input_ids"])
-    if not documents:
-        raise ValueError(f"{path} is empty: give one JSON object a line")
-    return documents
-
-
-def read_stream(path: Path, target: Path) -> np.ndarray:
-    """The token ids of all documents, one after another.  Raises ValueError, naming what is wrong with the file."""
-    if path.suffix != ".npy":
-        return np.concatenate([np.array(d, dtype=np.int32) for d in read_prompts(path, target)])
-    stream = np.load(path)
-    vocab_size = int(read_config(target)["vocab_size"])
-    if stream.ndim != 1 or stream.dtype.kind not in "iu" or not len(stream):
-        raise ValueError(f"{path} holds {stream.dtype} {list(stream.shape)}: give whole numbers [num_tokens]")
-    if stream.min() < 0 or stream.max() >= vocab_size:
-        raise ValueError(
-            f"{path} holds ids from {stream.min()} to {stream.max()}, and the target has {vocab_size}: give ids of its "
-            "own tokenizer"
-        )
-    return stream
-
-
 def config_of(kind: type[Any], arguments: argparse.Namespace) -> Any:
+    """The config of a command's flags.  Raises EspalierError."""
     return kind(**{item.name: getattr(arguments, item.name) for item in fields(kind)})
 
 
 def run(arguments: argparse.Namespace) -> None:
     if arguments.command == "bundled":
-        work = arguments.work or arguments.out / "work"
-        make_bundle(BundleFolders(arguments.out, work, arguments.site_packages or []), arguments.only)
-        return
-    if arguments.command in TRAINERS:
-        refuse_other_model(arguments.out, arguments.command)  # before a target is downloaded
-    target = find_target(arguments.target)
-    read_config(target)
-    if not arguments.data.is_file():
-        raise ValueError(f"--data {arguments.data} is not a file: give {DATA_HELP}")
-    if arguments.command == "evaluate":
-        _evaluate(find_draft(arguments.draft), target, read_prompts(arguments.data, target), arguments.max_tokens)
-        return
-    work = arguments.work or arguments.out / "work"
-    try:
-        work.mkdir(parents=True, exist_ok=True)  # before the target is loaded and its text is made
-    except OSError as error:
-        raise ValueError(f"{work} cannot be made ({error.strerror}): give another --out or --work") from None
-    stream = read_stream(arguments.data, target)
-    if arguments.command == "own-text":
-        own_config = config_of(OwnTextConfig, arguments)
-        write_own_text(FrozenTarget(target, training_device()), stream, own_config, work)
-        return
-    trainer = TRAINERS[arguments.command]
-    trainer.train(target, stream, arguments.out, work, config_of(trainer.config, arguments))
+        _make_bundle(arguments)
+    elif arguments.command == "evaluate":
+        _evaluate(arguments)
+    elif arguments.command == "own-text":
+        _write_own_text(arguments)
+    else:
+        _train(arguments)
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    """All that can be refused without PyTorch is refused before it is imported."""
+    trainer, out = TRAINERS[arguments.command], arguments.out
+    config, work = config_of(trainer.config, arguments), arguments.work or out / "work"
+    require_names({"--target": arguments.target})
+    require_data(arguments.data)
+    refuse_other_model(out, arguments.command)
+    require_folder("--out", out)
+    require_folder("--work", work)
+    target = find_target(arguments.target, "--target")
+    config.require_target(read_target(target))
+    stream = function("espalier.train.data:read_stream")(arguments.data, target)
+    function(trainer.train)(target, stream, out, work, config)
+
+
+def _write_own_text(arguments: argparse.Namespace) -> None:
+    config = config_of(OwnTextConfig, arguments)
+    require_names({"--target": arguments.target})
+    require_data(arguments.data)
+    require_folder("--work", arguments.work)
+    target = find_target(arguments.target, "--target")
+    config.require_target(read_target(target))
+    stream = function("espalier.train.data:read_stream")(arguments.data, target)
+    function("espalier.train.own_text:own_text_command")(target, stream, config, arguments.work)
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    require_int("--max-tokens", arguments.max_tokens, 1)
+    require_names({"--target": arguments.target, "--draft": arguments.draft})
+    require_data(arguments.data)
+    draft, target = find_draft(arguments.draft, what="--draft"), find_target(arguments.target, "--target")
+    kind, config = kind_in(draft), read_target(target)
+    if kind is None:
+        raise EspalierError(f"--draft {draft} is no draft of this trainer; give one of {', '.join(TRAINERS)}")
+    prompts = function("espalier.train.data:read_prompts")(arguments.data, target)
+    if not all(prompts):
+        raise EspalierError("a prompt of --data has no tokens; leave it out, or give it text")
+    positions, longest = int(config["max_position_embeddings"]), max(map(len, prompts))
+    if longest + arguments.max_tokens > positions:
+        raise EspalierError(
+            f"--max-tokens={arguments.max_tokens} is too many: a prompt has {longest} tokens, and the target has "
+            f"{positions} positions; use at most {positions - longest}, or shorter prompts"
+        )
+    function("espalier.train.evaluate:require_fitting")(draft, target)
+    function(TRAINERS[kind].evaluate)(draft, target, prompts, arguments.max_tokens)
+
+
+def _make_bundle(arguments: argparse.Namespace) -> None:
+    sites, work = arguments.site_packages or [], arguments.work or arguments.out / "work"
+    for site in sites:
+        if not site.is_dir():
+            raise EspalierError(f"--site-packages {site} is not a directory; give that of the corpus environment")
+    require_folder("--out", arguments.out)
+    require_folder("--work", work)
+    bundle: Any = import_module("espalier.train.bundle")
+    bundle.make_bundle(bundle.BundleFolders(arguments.out, work, sites), arguments.only)
+
+
+def require_data(path: Path) -> None:
+    if not path.is_file():
+        raise EspalierError(f"--data {path} is not a file; give {DATA_HELP}")
 
 
 def refuse_other_model(out: Path, kind: str) -> None:
-    """Raises ValueError if `out` holds a draft of another kind, or a target, which the run would overwrite."""
+    """Raises EspalierError if `out` holds a draft of another kind, or a target, which the run would overwrite."""
     if not (out / "config.json").exists():
         return
     found = kind_in(out)
     if found != kind:
         what = f"a draft of the kind {found}" if found else "a model that is no draft of this trainer"
-        raise ValueError(f"--out {out} holds {what}, which {kind} would overwrite: give another folder")
-
-
-def kind_in(directory: Path) -> str | None:
-    """The kind of the draft in a directory; None if it holds something else."""
-    return next((name for name, trainer in TRAINERS.items() if trainer.holds(directory)), None)
-
-
-def _evaluate(draft: Path, target: Path, prompts: list[list[int]], max_tokens: int) -> None:
-    kind = kind_in(draft)
-    if kind is None:
-        raise ValueError(f"--draft {draft} is no draft of this trainer: give one of {', '.join(TRAINERS)}")
-    if not all(prompts):
-        raise ValueError("a prompt of --data has no tokens: leave it out, or give it text")
-    TRAINERS[kind].evaluate(draft, target, prompts, max_tokens)
+        raise EspalierError(f"--out {out} holds {what}, which {kind} would overwrite; give another folder")
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -211,5 +229,11 @@ def main(given: Sequence[str] | None = None) -> int:
         return interrupted()
     except (OSError, ValueError) as error:
         print(f"espalier.train: {error}", file=sys.stderr)
-        return BAD_INPUT if isinstance(error, ValueError) else 1
+        return BAD_INPUT if isinstance(error, ValueError) else FAILED
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which is not imported here
+            raise
+        remedy = "use a smaller --batch, --length or --generate-batch"
+        print(f"espalier.train: the GPU's memory is full ({one_line(error)}); {remedy}", file=sys.stderr)
+        return FAILED
     return 0

@@ -1,12 +1,13 @@
 """The run of every draft's trainer: text of the target, batches, steps, interruption and its settings.
 
 A trainer brings its draft and the loss of a batch (DraftRun).  An interrupted run continues if it is started again
-with the same work folder.  Runs that share a work folder share the target's own text (own_text.py).
+with the same flags.  Runs that share a work folder share the target's own text (own_text.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -16,12 +17,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from espalier.config import option
+from espalier.errors import EspalierError
+from espalier.train.configs import read_target
 from espalier.train.optim import make_optimizers, schedule, set_rate
-from espalier.train.own_text import OwnTextConfig
-from espalier.train.packing import Windows
-from espalier.train.state import load_state, save_state
+from espalier.train.own_text import require_prompts, saved_texts
+from espalier.train.packing import Windows, require_windows
+from espalier.train.settings import TrainConfig, fixed_settings
+from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget
+from espalier.train.work import origin_of, whole_file
 
 # (embeddings [B, R, H], or what DraftRun.rows_of has in their place, what the draft reads of the target [B, R, F],
 # target's logits [B, R, V])
@@ -30,25 +34,52 @@ Loss = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class TrainConfig(OwnTextConfig):
-    """The settings that every draft's run has.  The command line shows what each is."""
+class RunFiles:
+    """What a run keeps in its work folder.  origin: of the own text and of the state, see work.origin_of."""
 
-    intermediate_size: int | None = option("width of the draft's MLP; by default the target's", None)
-    length: int = option("tokens of a row of a batch", 1024)
-    batch: int = option("rows of a batch", 32)
-    num_tokens: float = option("tokens that the run trains on; text that is read again counts again", 2.5e8)
-    max_seconds: int | None = option(
-        "seconds after which the run ends, unless num-tokens ends it before; the learning rate falls to zero by then; "
-        "the first step, which compiles, is not counted; by default no limit",
-        None,
+    origin: dict[str, str]
+    state: SavedState
+
+
+def prepare_run(
+    kind: str,
+    target: Path,
+    stream: np.ndarray,
+    out: Path,
+    work: Path,
+    config: TrainConfig,
+    min_layers: int = 1,
+    held_out: int = 0,
+) -> RunFiles:
+    """Refuse what does not fit together, before the target is loaded.  Raises EspalierError.
+
+    held_out: tokens of the data that are not trained on.
+    """
+    config.require_target(read_target(target, min_layers))
+    origin, num_tokens = origin_of(target, stream), len(stream)
+    if num_tokens < 4 * held_out:
+        raise EspalierError(
+            f"--data holds {num_tokens} tokens; give at least {4 * held_out}, as {held_out} are held out"
+        )
+    num_tokens -= held_out
+    what, remedy = f"--data holds {num_tokens} tokens to train on", "give more text, or a smaller --batch or --length"
+    require_windows(what, num_tokens, config.length, config.batch - config.own_rows, remedy)
+    if not saved_texts(config, work, origin):
+        require_prompts(num_tokens, config)
+        longest = config.continuations * (max(n for n, _ in config.prompts()) + config.continuation_tokens)
+        require_own_rows(longest, config)
+    # Runs that share the work folder have a state each, by what they write.
+    state = SavedState(work / f"{kind}-{out.resolve().name}.pt", {**origin, **fixed_settings(config, type(config))})
+    state.require_same()
+    return RunFiles(origin, state)
+
+
+def require_own_rows(num_tokens: int, config: TrainConfig) -> None:
+    """Refuse a text of the target that does not fill its share of a batch.  num_tokens: of the text, or the most."""
+    remedy = "use more --continuations, or a smaller --own-share, --batch or --length"
+    require_windows(
+        f"the target's own text has {num_tokens} tokens at most", num_tokens, config.length, config.own_rows, remedy
     )
-    decay: float = option("weight of a depth's loss, relative to that of the depth before it", 0.9)
-    own_share: float = option("share of a batch's rows, 0 to 1, that is the target's own text; the rest is data", 0.6)
-    matrix_lr: float = option("highest learning rate of the matrices between hidden states, which Muon trains", 4e-3)
-    other_lr: float = option("highest learning rate of the other weights, which AdamW trains", 2e-3)
-    weight_decay: float = option("weight decay of the matrices that Muon trains", 0.05)
-    log_every: int = option("steps between two lines with the loss", 50)
-    save_every: int = option("steps between two saved states, from which an interrupted run goes on", 500)
 
 
 def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,7 +93,7 @@ def training_rows(target: FrozenTarget, tokens: Tensor) -> tuple[Tensor, Tensor,
 
 @dataclass(frozen=True)
 class DraftRun:
-    """One run.  loss_of: for a batch; save: writes the draft; state: the file of an unfinished run.
+    """One run.  loss_of: for a batch; save: writes the draft; state: of an unfinished run.
 
     rows_of: the inputs of loss_of for tokens [B, R + 1]; measure: a line on held-out text, printed when state is saved
     and at the end.
@@ -72,7 +103,7 @@ class DraftRun:
     target: FrozenTarget
     loss_of: Loss
     save: Callable[[], None]
-    state: Path
+    state: SavedState
     config: TrainConfig
     rows_of: Callable[[FrozenTarget, Tensor], tuple[Tensor, Tensor, Tensor]] = training_rows
     measure: Callable[[], str] | None = None
@@ -82,14 +113,9 @@ class DraftRun:
         return sum(p.numel() for p in self.draft.parameters())
 
 
-def training_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def mixed_batches(own: Windows, given: Windows, config: TrainConfig, first: int) -> Iterator[Tensor]:
     """Batches [batch, length + 1]; `own_share` of their rows are the target's own text."""
-    num_own = round(config.own_share * config.batch)
-    sizes = ((own, num_own), (given, config.batch - num_own))
+    sizes = ((own, config.own_rows), (given, config.batch - config.own_rows))
     sources = [windows.batches(size, first) for windows, size in sizes if size]
     while True:
         yield torch.cat([next(source) for source in sources])
@@ -108,8 +134,10 @@ def backward(run: DraftRun, tokens: Tensor) -> tuple[Tensor, Tensor]:
 def train_draft(run: DraftRun, own: np.ndarray, given: np.ndarray, **more: float) -> dict[str, float]:
     """Train on the target's own text and the given text, save, and return the run's figures, with `more` added.
 
-    The figures and the settings are also in a JSON file beside the state.
+    The figures and the settings are also in a JSON file in the work folder.  The state is removed: a run that is
+    finished does not go on.
     """
+    require_own_rows(len(own), run.config)
     windows = [Windows(stream, run.config.length, run.target.device, run.config.seed) for stream in (own, given)]
     num_steps, agreement = run_steps(run, windows[0], windows[1])
     figures = {
@@ -120,19 +148,21 @@ def train_draft(run: DraftRun, own: np.ndarray, given: np.ndarray, **more: float
         "seen_tokens": float(num_steps * run.config.batch * run.config.length),
     } | {f"agreement_{depth}": value for depth, value in enumerate(agreement, 1)}
     text = json.dumps(figures | {"config": asdict(run.config)}, indent=1)
-    run.state.with_suffix(".json").write_text(text + "\n")
+    with whole_file(run.state.path.with_suffix(".json"), "free some space there") as unfinished:
+        unfinished.write_text(text + "\n")
+    run.state.remove()
     return figures
 
 
 def run_steps(run: DraftRun, own: Windows, given: Windows) -> tuple[int, list[float]]:
-    """Run the remaining steps; the draft is saved even on interruption.
+    """Run the remaining steps, and save the draft; also if the run is interrupted after a step.
 
     Returns the number of steps done, and the last top-1 agreement by depth.
     """
     config, state = run.config, run.state
     optimizers = make_optimizers(run.draft, config.matrix_lr, config.other_lr, config.weight_decay)
-    num_steps = max(1, int(config.num_tokens / (config.batch * config.length)))
-    first = done = load_state(state, run.draft, optimizers)
+    num_steps = int(config.num_tokens / (config.batch * config.length))
+    first = done = state.load(run.draft, optimizers)
     agreement = torch.zeros(0)
     print(f"{run.num_parameters:,} parameters, steps {first} to {num_steps}")
     clock = StepClock(config.max_seconds)
@@ -150,17 +180,49 @@ def run_steps(run: DraftRun, own: Windows, given: Windows) -> tuple[int, list[fl
             clock.count_step()
             if done % config.log_every == 0 or done == num_steps:
                 log(done, num_steps, float(loss), agreement, config.batch * config.length * clock.steps_per_second)
+                require_finite(done, math.isfinite(loss))
             if done % config.save_every == 0:
-                save_state(state, run.draft, optimizers, done)
+                save_step(run, optimizers, done)
                 print_measure(run)
     except KeyboardInterrupt:
-        save_state(state, run.draft, optimizers, done)
-        print(f"stopped; {state} holds step {done}: start again to continue")
+        if done > first:
+            save_step(run, optimizers, done)
+            run.save()
+            print(f"stopped; {state.path} holds step {done}: start again to continue")
         raise
-    finally:
-        run.save()
+    save_finished(run, optimizers, done)
     print_measure(run)
     return done, agreement.tolist()
+
+
+def require_finite(step: int, is_finite: bool) -> None:
+    """Raises EspalierError for a run that has diverged."""
+    if not is_finite:
+        raise EspalierError(
+            f"at step {step} the loss or a weight is no finite number, and nothing of it is saved; begin anew with a "
+            "lower --matrix-lr and --other-lr"
+        )
+
+
+def save_step(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int) -> None:
+    """Save the state; if that fails, the draft.  Raises OSError or EspalierError."""
+    require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
+    try:
+        run.state.save(run.draft, optimizers, done)
+    except OSError:
+        run.save()
+        raise
+
+
+def save_finished(run: DraftRun, optimizers: list[torch.optim.Optimizer], done: int) -> None:
+    """Save the draft; if that fails, the state, from which the run started again saves it."""
+    require_finite(done, all(bool(p.isfinite().all()) for p in run.draft.parameters()))
+    try:
+        run.save()
+    except (OSError, EspalierError):
+        run.state.save(run.draft, optimizers, done)
+        print(f"{run.state.path} holds step {done}: start again to save the draft")
+        raise
 
 
 def print_measure(run: DraftRun) -> None:

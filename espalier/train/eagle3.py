@@ -5,27 +5,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.config import option
 from espalier.train.checkpoint import draft_shape, save_draft
+from espalier.train.configs import MIN_CAPTURED_LAYERS
 from espalier.train.draft import Eagle3Draft, training_loss
-from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
+from espalier.train.draft_run import DraftRun, prepare_run, train_draft
 from espalier.train.own_text import load_own_text
-from espalier.train.target import Eagle3Target
-
-
-@dataclass(frozen=True)
-class Eagle3Config(TrainConfig):
-    """The settings of a run.  `python -m espalier.train eagle3` has a flag for each field."""
-
-    draft_vocab: int = option("number of token ids that the draft can propose: those that the target says most", 4096)
-    ttt_steps: int = option("number of depths that are trained", 6)
+from espalier.train.settings import Eagle3Config
+from espalier.train.target import Eagle3Target, training_device
 
 
 def choose_vocabulary(stream: np.ndarray, greedy_counts: np.ndarray, size: int) -> tuple[np.ndarray, float]:
@@ -47,8 +39,9 @@ def new_draft(target: Eagle3Target, ids: np.ndarray, config: Eagle3Config) -> Ea
 
 def train_eagle3(target_dir: Path, stream: np.ndarray, out: Path, work: Path, config: Eagle3Config) -> dict[str, float]:
     """Train, save to `out`, and return the run's figures.  stream: token ids of the text to train on."""
+    files = prepare_run("eagle3", target_dir, stream, out, work, config, MIN_CAPTURED_LAYERS)
     target = Eagle3Target(target_dir, training_device())
-    own = load_own_text(target, stream, config, work)
+    own = load_own_text(target, stream, config, work, files.origin)
     ids, coverage = choose_vocabulary(stream, own.greedy_counts, min(config.draft_vocab, len(own.greedy_counts)))
     print(f"draft vocabulary {len(ids)} of {len(own.greedy_counts)}: {coverage:.2%} of the target's greedy tokens")
     draft = new_draft(target, ids, config)
@@ -57,5 +50,5 @@ def train_eagle3(target_dir: Path, stream: np.ndarray, out: Path, work: Path, co
     def loss_of(embeds: Tensor, features: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         return loss(draft, embeds, features, logits, config.ttt_steps, config.decay)
 
-    run = DraftRun(draft, target, loss_of, lambda: save_draft(draft, out), work / "draft.pt", config)
+    run = DraftRun(draft, target, loss_of, lambda: save_draft(draft, out), files.state, config)
     return train_draft(run, own.stream, stream, coverage=coverage)

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
+from espalier.models import read_config
+from espalier.speculate.drafters.registry import read_draft
 from espalier.terminal.console import print_table
 from espalier.train.checkpoint import load_draft
 from espalier.train.draft import Eagle3Draft
-from espalier.train.draft_run import training_device
-from espalier.train.target import Eagle3Target, FrozenTarget, repeated
+from espalier.train.target import Eagle3Target, FrozenTarget, repeated, training_device
 
 
 @dataclass
@@ -169,11 +171,16 @@ def greedy_texts(target: FrozenTarget, prompts: list[list[int]], num_tokens: int
     return texts
 
 
+def require_fitting(draft: Path, target: Path) -> None:
+    """Refuse a draft of another target's sizes, as the engine does.  Raises EspalierError."""
+    read_draft(draft, read_config(target))
+
+
 def require_room(num_tokens: int, steps: int) -> None:
-    """Raises ValueError if no continuation of num_tokens tokens has room for a tree of this depth."""
+    """Raises EspalierError if no continuation of num_tokens tokens has room for a tree of this depth."""
     if num_tokens <= (shortest := max(SHORTEST, steps)):
-        raise ValueError(
-            f"--max-tokens {num_tokens} is too few to measure a tree of {steps} steps: give at least {shortest + 1}"
+        raise EspalierError(
+            f"--max-tokens={num_tokens} is too few to measure a tree of {steps} steps; use at least {shortest + 1}"
         )
 
 
@@ -182,15 +189,15 @@ def continued(
 ) -> tuple[list[np.ndarray], list[int]]:
     """(greedy texts, where each continuation starts) of the prompts whose continuation has room for `steps`.
 
-    Says on stdout how many are left out.  Raises ValueError if all are.
+    Says on stdout how many are left out.  Raises EspalierError if all are.
     """
     shortest = max(SHORTEST, steps)
     texts = greedy_texts(target, prompts, num_tokens)
     long_enough = [i for i, text in enumerate(texts) if len(text) - len(prompts[i]) > shortest]
     if not long_enough:
-        raise ValueError(
+        raise EspalierError(
             f"the target ends all {len(prompts)} prompts of --data within {shortest} tokens, so there is nothing to "
-            "measure: give prompts that it continues"
+            "measure; give prompts that it continues"
         )
     if left_out := len(prompts) - len(long_enough):
         print(f"{left_out} of {len(prompts)} prompts are left out: the target ends them within {shortest} tokens")

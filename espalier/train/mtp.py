@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,39 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.config import option
 from espalier.train.checkpoint import layer_fields
-from espalier.train.draft_run import DraftRun, TrainConfig, train_draft, training_device
+from espalier.train.draft_run import DraftRun, prepare_run, train_draft
 from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
-from espalier.train.mtp_head import FORMS, Form, MtpHead, mtp_loss
+from espalier.train.mtp_head import MtpHead, mtp_loss
 from espalier.train.own_text import load_own_text
-from espalier.train.target import FrozenTarget
-
-
-@dataclass(frozen=True)
-class MtpConfig(TrainConfig):
-    """The settings of a run.  `python -m espalier.train mtp` has a flag for each field.
-
-    Raises ValueError for settings that do not fit together.
-    """
-
-    layers: int = option("number of MTP layers", 1)
-    form: Form = field(
-        default="chain",
-        metadata={"help": "what layer k reads: chain, the output of layer k - 1; target, the target's hidden state"},
-    )
-    ttt_steps: int = option("number of depths that are trained; those beyond the layers run the last layer again", 3)
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"form {self.form!r} is not supported; use one of {', '.join(FORMS)}")
-        if not 1 <= self.layers <= self.ttt_steps:
-            raise ValueError(
-                f"layers {self.layers} and ttt_steps {self.ttt_steps} do not fit: every layer needs a depth that "
-                f"trains it; use layers from 1 to ttt_steps"
-            )
+from espalier.train.settings import MtpConfig
+from espalier.train.target import FrozenTarget, training_device
 
 
 def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
@@ -60,17 +35,16 @@ def new_head(target: FrozenTarget, config: MtpConfig) -> MtpHead:
 
 def train_mtp(target_dir: Path, stream: np.ndarray, out: Path, work: Path, config: MtpConfig) -> dict[str, float]:
     """Train, save to `out`, and return the run's figures.  stream: token ids of the text to train on."""
+    files = prepare_run("mtp", target_dir, stream, out, work, config)
     target = FrozenTarget(target_dir, training_device())
-    own = load_own_text(target, stream, config, work)
+    own = load_own_text(target, stream, config, work, files.origin)
     head = new_head(target, config)
     loss = torch.compile(mtp_loss) if target.device.type == "cuda" else mtp_loss
 
     def loss_of(embeds: Tensor, hidden: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         return loss(head, target.head, embeds, hidden, logits, config.ttt_steps, config.decay)
 
-    # Runs of other sizes and forms may share the work folder, and with it the target's own text.
-    state = work / f"mtp-{config.layers}-{config.form}.pt"
-    run = DraftRun(head, target, loss_of, lambda: save_mtp(head, target_dir, out), state, config)
+    run = DraftRun(head, target, loss_of, lambda: save_mtp(head, target_dir, out), files.state, config)
     return train_draft(run, own.stream, stream)
 
 

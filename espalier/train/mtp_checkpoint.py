@@ -21,7 +21,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from espalier.train.checkpoint import read_config, rope_theta, write_checkpoint
+from espalier.train.checkpoint import rope_theta, write_checkpoint
+from espalier.train.configs import read_config
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_head import MtpHead
 
@@ -66,10 +67,6 @@ def save_mtp(head: MtpHead, target: Path, out: Path) -> None:
     }
     architectures = read_config(target)["architectures"]
     write_checkpoint(mtp_config(layer, head.shape.num_hidden_layers, head.form, target, architectures), head, out)
-
-
-def is_mtp(directory: Path) -> bool:
-    return read_config(directory).get("speculators_model_type") == "mtp"
 
 
 def load_mtp(directory: Path) -> MtpHead:

@@ -16,8 +16,6 @@ same scores.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,9 +23,7 @@ from torch import Tensor, nn
 from espalier.train.depth_loss import depth_loss
 from espalier.train.draft_attention import DraftAttention, attend
 from espalier.train.llama import MLP, LlamaShape, RMSNorm, rope_tables
-
-Form = Literal["chain", "target"]
-FORMS: tuple[str, ...] = get_args(Form)
+from espalier.train.settings import Form
 
 
 class MtpLayer(nn.Module):

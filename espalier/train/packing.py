@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.train.corpus import read_documents
 from espalier.train.tokenizer import ASSISTANT, END, SPECIAL_TOKENS, USER
 
@@ -72,6 +73,20 @@ def pack(corpus: Path, tokenizer: Tokenizer, out: Path, seed: int) -> None:
     (out / "heldout_bytes.txt").write_text(str(sum(len(t.encode()) for t in heldout)))
 
 
+def num_windows(num_tokens: int, length: int) -> int:
+    """Windows of `length + 1` tokens at every offset below `length`."""
+    return max(0, (num_tokens - 1) // length - 1)
+
+
+def require_windows(what: str, num_tokens: int, length: int, size: int, remedy: str) -> None:
+    """Refuse a text that does not fill a batch of `size` windows.  what: the text, with its length.
+
+    Raises EspalierError.
+    """
+    if (found := num_windows(num_tokens, length)) < size:
+        raise EspalierError(f"{what}: {found} rows of {length} tokens, and a batch takes {size} of them; {remedy}")
+
+
 class Windows:
     """Windows of `length + 1` tokens of a stream on the device, with a new offset and order in every epoch."""
 
@@ -79,9 +94,7 @@ class Windows:
         self.stream = torch.from_numpy(stream.astype(np.int32)).to(device)
         self.length = length
         self.seed = seed
-        self.num_windows = (len(stream) - 1) // length - 1
-        if self.num_windows < 1:
-            raise ValueError(f"the data hold {len(stream)} tokens, fewer than two windows of {length}")
+        self.num_windows = num_windows(len(stream), length)
 
     def epoch(self, number: int) -> tuple[Tensor, int]:
         """(order of the windows, offset of the first)."""
@@ -91,7 +104,10 @@ class Windows:
 
     def batches(self, size: int, first: int = 0) -> Iterator[Tensor]:
         """Endless batches [size, length + 1] int64.  first: number of batches to skip, for a resumed run."""
-        per_epoch = max(1, self.num_windows // size)
+        require_windows(
+            f"the text has {len(self.stream)} tokens", len(self.stream), self.length, size, "give more text"
+        )
+        per_epoch = self.num_windows // size
         reach = torch.arange(self.length + 1, device=self.stream.device)
         number = first // per_epoch
         skip = first % per_epoch

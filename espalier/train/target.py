@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from espalier.train.checkpoint import read_config
+from espalier.errors import EspalierError, one_line
+from espalier.train.configs import MIN_CAPTURED_LAYERS, read_target
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 # Text that repeats this many tokens of itself is taken for a loop.
 LOOP = 16
+
+
+def training_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class FrozenTarget:
     """A draft reads its last hidden state, after the final norm."""
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
-        self.config = read_config(directory)
-        architecture = (self.config.get("architectures") or ["?"])[0]
-        if architecture not in FAMILIES:
-            raise ValueError(f"{directory}: {architecture} cannot be a target here; supported: {', '.join(FAMILIES)}")
+    def __init__(self, directory: Path, device: torch.device, min_layers: int = 1) -> None:
+        self.config = read_target(directory, min_layers)
         self.device = device
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
-        self.model = model.to(device).eval().requires_grad_(False)
+        self.model = _load(directory, device).eval().requires_grad_(False)
         eos = self.model.generation_config.eos_token_id
         self.eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
 
@@ -70,16 +70,30 @@ class Eagle3Target(FrozenTarget):
     """A draft reads the concatenated inputs of layers 2, L / 2 and L - 3, which is EAGLE-3's default."""
 
     def __init__(self, directory: Path, device: torch.device) -> None:
-        super().__init__(directory, device)
+        super().__init__(directory, device, MIN_CAPTURED_LAYERS)
         num_layers = int(self.config["num_hidden_layers"])
-        if num_layers < 6:
-            raise ValueError(f"{directory}: {num_layers} layers; three features need 6 or more")
         self.captured = (2, num_layers // 2, num_layers - 3)
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         out = self.model(tokens, output_hidden_states=True, use_cache=False)
         return torch.cat([out.hidden_states[layer] for layer in self.captured], dim=-1), out.logits
+
+
+def _load(directory: Path, device: torch.device) -> Any:
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+    except Exception as error:  # a missing or damaged file, a missing package: each has another class
+        raise EspalierError(
+            f"--target {directory} cannot be loaded ({one_line(error)}); give a directory whose weights are whole"
+        ) from None
+    if missing := [*loaded["missing_keys"], *loaded["mismatched_keys"]]:
+        raise EspalierError(
+            f"--target {directory} has no weight {missing[0]} of the right size; give a directory whose weights are "
+            "whole"
+        )
+    return model.to(device)
 
 
 def repeated(tokens: np.ndarray, length: int = LOOP) -> np.ndarray:

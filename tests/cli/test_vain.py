@@ -88,6 +88,8 @@ EARLY = [
     (["serve", "--chat-template", "/dev/null"], "--chat-template /dev/null is empty"),
     (["serve", "--chat-template", "BROKEN"], "BROKEN is no Jinja template (Encountered unknown tag 'broken'"),
     (["generate", "--chat", "--file", "TOKENS"], "--chat is for messages, and --file holds token ids"),
+    (["serve", "--engine-timeout", "0"], "--engine-timeout=0.0 is not supported; use seconds, 1 or more"),
+    (["serve", "--max-file-bytes", "9"], "--max-file-bytes is for --batch-dir"),
     (["serve", "--max-context", "1"], "max_context=1 is not supported"),
     (["bench", "generate", "--prompts", "99x9"], "99 prompts at once are above max_batch=8; give --max-batch 99"),
     (["bench", "generate", "--tokens", "9000"], "above max_context=2048; give --max-context 9128"),
@@ -261,7 +263,7 @@ OTHERS = [
     (["doctor", "--matrix", "--tune"], "--tune is not for --matrix"),
     (["doctor", "--matrix", "--page-size", "8"], "--page-size is not for --matrix"),
     (["doctor", "--tune", "--max-batch", "2"], "--max-batch is not for --tune; leave"),
-    (["doctor", "--tune", "--shapes", "llama-3.1-8b", "--model", "x"], "--model is not for --tune --shapes"),
+    (["doctor", "--tune", "--shapes", "llama-3.1-8b", "--model", "bundled"], "--model is not for --tune --shapes"),
 ]
 
 

@@ -9,7 +9,7 @@ import xgrammar
 
 from espalier.bench.schemas import random_schema
 from espalier.errors import EspalierError
-from espalier.grammar import Grammar
+from espalier.grammar import Grammar, check
 from espalier.grammar.check import check_grammar
 from espalier.grammar.schema import ANNOTATIONS, KEYWORDS, enforceable
 from tests.grammar.vocabulary import compiled, random_text
@@ -172,6 +172,15 @@ def test_what_is_not_enforced_is_refused_by_name(schema, named):
         check_grammar(Grammar.of_json_schema(json.dumps(schema)))
     assert named.lower() in str(caught.value).lower()
     assert "\n" not in str(caught.value)
+
+
+def test_a_grammar_is_checked_once(monkeypatch):
+    checked = []
+    monkeypatch.setitem(check._CHECKS, "choice", checked.append)
+    for _ in range(2):
+        check_grammar(Grammar.of_choices(["checked", "once"]))
+    assert len(checked) == 1
+    check_grammar.cache_clear()
 
 
 def test_a_number_too_large_for_a_float_is_refused():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import espalier.chat
 from espalier.errors import EspalierError
 from espalier.serve_ray.build import _deployment_name
 from espalier.serve_ray.policy import OpenTokens
@@ -61,7 +62,16 @@ def test_what_stands_beside_the_models_holds_for_each():
         ({"model": "bundled", "tokens_per_replica": 0}, "tokens_per_replica=0"),
         ({"model": "bundled", "tool_format": "x"}, "'x'"),
         ({"model": "bundled", "chat_template": "/no/file"}, "chat_template cannot be read"),
+        ({"model": "bundled", "chat_template": espalier.chat.__file__}, "is no Jinja template"),
         ({"models": [{"model": "bundled", "api_key": "k"}]}, "put it beside `models`"),
+        # Without a limit nobody would notice an engine that is gone.
+        ({"model": "bundled", "engine_timeout": 0}, "engine_timeout=0 is not supported; use seconds, 1 or more"),
+        ({"model": "bundled", "request_timeout": -1}, "request_timeout=-1"),
+        ({"models": [{"model": "bundled", "max_queue": "5"}]}, "max_queue='5' is not supported; use a whole number"),
+        ({"model": "bundled", "drain_timeout": "x"}, "drain_timeout='x'"),
+        ({"model": "bundled", "allow_special_tokens_in_messages": "no"}, "use True or False"),
+        ({"model": "bundled", "api_key": ""}, "api_key is empty"),
+        ({"model": "bundled", "served_model_name": 5}, "use a text or a list of texts"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(args, says):

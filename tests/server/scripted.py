@@ -108,7 +108,7 @@ def scripted(
         yield Served(None, started["port"], folder / "no-log"), started["client"]
     finally:
         started["server"].should_exit = True
-        thread.join(30)
+        thread.join(60)
 
 
 def answer(prompt: str, params: ResolvedParams) -> str:

@@ -70,7 +70,7 @@ class Served:
         assert len(children) == 1, children
         return int(children[0])
 
-    def until(self, holds: Any, seconds: float = 20.0) -> None:
+    def until(self, holds: Any, seconds: float = 60.0) -> None:
         """Wait for what takes a moment.  To look costs the server CPU time, so the pauses grow."""
         end, pause = time.monotonic() + seconds, 0.01
         while not holds():
@@ -175,7 +175,7 @@ def serving(folder: Path, *flags: str, copied: bool = False, **constants: float)
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             raise

@@ -161,8 +161,8 @@ def test_a_key_may_hold_any_character(sent):
     assert reached and statuses == [200]
 
 
-def test_a_longer_echo_is_read_beside_the_loop(monkeypatch):
-    monkeypatch.setattr(lanes, "MAX_INLINE", 1)
+def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkeypatch):
+    monkeypatch.setattr(lanes, "MAX_INLINE", 2)
     threads = []
 
     class Echoing:
@@ -194,17 +194,17 @@ def test_a_longer_echo_is_read_beside_the_loop(monkeypatch):
         def entering(self, wanted):
             return nullcontext()
 
-        async def respond(self, http, body, prompts, answer):
+        async def respond(self, http, body, prompts, params, make_answer):
             threads.append(threading.get_ident())
-            return Response("".join(answer.echo))
+            return Response("".join(make_answer().echo))
 
     app, _ = make_app(Echoing(), ApiOptions())
     # No lifespan: the gate has none.
-    answer = TestClient(app).post("/v1/completions", json={"model": "m", "prompt": [1, 2], "echo": True})
-    assert (answer.status_code, answer.text) == (200, "text")
+    answer = TestClient(app).post("/v1/completions", json={"model": "m", "prompt": [[1, 2], [3]], "echo": True})
+    assert (answer.status_code, answer.text) == (200, "texttext")
     Echoing.lanes.close()
-    decoding, loop = threads
-    assert decoding != loop
+    *decoding, loop = threads
+    assert len(decoding) == 2 and loop not in decoding
 
 
 def test_prompts_that_are_being_read_take_room():

@@ -86,7 +86,7 @@ def test_a_slow_reader_holds_up_nobody(served, client):
         answer = client.completions.create(model="bundled", prompt="x = ", max_tokens=4)
         assert answer.usage.completion_tokens > 0
         # It ends all the same, and its reader finds all of it.
-        served.until(lambda: idle(served), 60)
+        served.until(lambda: idle(served))
         read = b""
         while b"[DONE]" not in read:
             read += slow.recv(65536)
@@ -131,7 +131,7 @@ def test_a_killed_engine_is_told_and_started_again(own):
     status, _, health = own.request("/health")
     assert (status, health["status"]) == (503, "gone") and "signal 9" in health["why"]
     assert own.request("/v1/completions", LONG)[0] == 503
-    own.until(lambda: own.request("/health")[0] == 200, 60)
+    own.until(lambda: own.request("/health")[0] == 200)
     assert own.engine_pid() != first and own.metric("engine_restarts_total") == 1
     assert own.request("/v1/completions", {**LONG, "max_tokens": 3})[2]["usage"]["completion_tokens"] == 3
 
@@ -159,7 +159,7 @@ def test_sigterm_finishes_what_runs_and_waits_for_nothing_else(own):
         ask_large(slow)
         # The next on this connection cannot be answered: it stays open.
         slow.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        own.until(lambda: own.metric("http_requests_total", path="/detokenize", status="200") == 1, 60)
+        own.until(lambda: own.metric("http_requests_total", path="/detokenize", status="200") == 1)
         announce_body(upload)
         _, stream = opened(own, max_tokens=150)
         own.process.send_signal(signal.SIGTERM)
@@ -174,7 +174,7 @@ def test_sigterm_finishes_what_runs_and_waits_for_nothing_else(own):
         assert is_told_of_the_end(upload)
         ended = events(stream)
         assert ended[-1] == b"[DONE]" and json.loads(ended[-2])["choices"][0]["finish_reason"] == "length"
-        assert own.process.wait(40) == 0
+        assert own.process.wait(60) == 0
         assert not exists(engine)
 
 

@@ -48,6 +48,14 @@ def test_each_model_has_its_front(fronts):
     assert (health.status_code, health.json()) == (503, {"status": "gone", "why": "it is dead"})
 
 
+def test_a_defect_of_an_endpoint_is_an_error_of_openais_form(fronts, monkeypatch, caplog):
+    monkeypatch.setattr(fronts[0].metrics, "text", lambda: 1 / 0)
+    answer = TestClient(make_app(fronts[0], ApiOptions())[0]).get("/metrics")
+    assert answer.status_code == 500 and answer.json()["error"]["type"] == "server_error"
+    assert answer.json()["error"]["request_id"] == answer.headers["x-request-id"]
+    assert any(record.exc_info and record.getMessage() == "GET /metrics failed" for record in caplog.records)
+
+
 def test_a_name_stands_for_one_model(fronts):
     with pytest.raises(EspalierError, match="two models are served as 'first'"):
         Fronts([fronts[0], fronts[0]], fronts[0].metrics)

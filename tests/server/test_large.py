@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +17,13 @@ from espalier.server import body_reader, lanes
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import MAX_ENTRIES, MAX_MESSAGES, BodyLimits, read_body
 from espalier.server.body_reader import SMALL_BYTES, BodyReader
+from espalier.server.conversing import converse
 from espalier.server.errors import ApiError
 from espalier.server.lanes import MAX_INLINE, MAX_SHORT, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
 from espalier.text import load_tokenizer
 from espalier.text_bound import TextBound
+from espalier.tools.formats import Formats
 
 TOKENIZER = Path(espalier.__file__).parent / "bundled" / "target"
 LIMITS = BodyLimits(vocab_size=1000, max_context=100_000, prompts=100, tokens=1000)
@@ -32,10 +35,16 @@ class Posted:
 
     def __init__(self, body):
         self.headers = {"content-type": "application/json"}
-        self.data = json.dumps(body).encode()
+        data = json.dumps(body).encode()
+        # In two parts, and with the fields that an ASGI server may leave out.
+        self.messages = [
+            {"type": "http.request", "body": data[:20], "more_body": True},
+            {"type": "http.request", "more_body": True},
+            {"type": "http.request", "body": data[20:]},
+        ]
 
-    async def body(self):
-        return self.data
+    async def receive(self):
+        return self.messages.pop(0)
 
 
 def read_in_turn(*posted):
@@ -209,6 +218,29 @@ def test_a_conversation_that_cannot_fit_is_never_tokenized(monkeypatch):
     assert inputs.chat([{"role": "user", "content": "a"}], check=inputs.require_fit) == [1] and len(encoded) == 1
 
 
+def test_a_conversation_is_as_long_as_all_its_texts():
+    """By this its lane is chosen: what is not counted would be read on the event loop."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "' + 1000 * "x" + '"}'}}
+    asked = [{"role": "user", "content": 1000 * "x"}]
+    asked += [{"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": 2000 * "x"}]
+    tool = {"type": "function", "function": {"name": "f", "description": 4000 * "x"}}
+    chat = {"model": "m", "messages": asked, "tools": [tool], "tool_choice": "none"}
+    sizes = []
+
+    async def run(*work, size, field):
+        sizes.append(size)
+        raise ApiError(400, field)
+
+    front = SimpleNamespace(
+        resolve=lambda params: SimpleNamespace(n=1), check_effect=lambda names: None, formats=Formats()
+    )
+    front.inputs, front.lanes = SimpleNamespace(tokenizer=None), SimpleNamespace(run=run)
+    front.entering, front.require_tokenizable = lambda samples: nullcontext(), None
+    with pytest.raises(ApiError, match="messages"):
+        asyncio.run(converse(front, ChatRequest.model_validate(chat)))
+    assert 8000 < sizes[0] < 8200
+
+
 @pytest.fixture
 def two_lanes():
     found = Lanes(InputProcessor(ModelFacts("m", 10, 64), Recording()))
@@ -259,6 +291,23 @@ def test_a_tiny_prompt_needs_no_thread_unless_its_lane_is_busy(two_lanes):
 
     idle, waited, after = asyncio.run(run())
     assert idle == after and idle[0] == threading.get_ident() != waited[0] and idle[1] == waited[1]
+
+
+def test_a_lane_whose_request_was_cancelled_is_busy_until_its_thread_is_done(two_lanes):
+    async def run():
+        go_on = threading.Event()
+        cancelled = asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        # On the event loop it would use the tokenizer beside the thread.
+        waits = asyncio.create_task(two_lanes.run(lambda _: threading.get_ident(), size=MAX_INLINE))
+        await asyncio.sleep(0)
+        go_on.set()
+        return await waits, await two_lanes.run(lambda _: threading.get_ident(), size=MAX_INLINE)
+
+    waited, after = asyncio.run(run())
+    assert waited != after == threading.get_ident()
 
 
 def test_only_so_many_long_prompts_wait(two_lanes, monkeypatch):

@@ -18,6 +18,7 @@ import pytest
 from prometheus_client import Counter
 
 from espalier.errors import EspalierError
+from espalier.server.answers import event
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.connections import TCP_INFO, Readers, Senders, _acknowledged
 from espalier.server.errors import ApiError
@@ -57,7 +58,7 @@ def test_a_reader_that_takes_nothing_loses_its_connection_also_after_its_request
     before = sockets(limited)
     with connected(limited) as slow:
         ask_large(slow, "authorization: Bearer secret\r\nx-request-id: asleep\r\n")
-        limited.until(lambda: limited.metric("http_requests_total", path="/detokenize", status="200") == 1, 60)
+        limited.until(lambda: limited.metric("http_requests_total", path="/detokenize", status="200") == 1)
         limited.until(lambda: limited.metric("stalled_readers_total") == 1)
         limited.until(lambda: sockets(limited) <= before)
         assert re.search(
@@ -211,14 +212,14 @@ def test_who_is_without_a_request_for_too_long_is_closed():
 
 def trickled(connection, first, status):
     """Send the first part, read an answer where one is due, and then send a byte now and then; seconds to the end."""
-    connection.settimeout(20)
+    connection.settimeout(60)
     connection.sendall(first.encode())
     if status:
         assert connection.recv(65536).startswith(f"HTTP/1.1 {status} ".encode())
     began = time.monotonic()
     connection.settimeout(0.1)
     with suppress(ConnectionError):
-        while time.monotonic() - began < 20:
+        while time.monotonic() - began < 60:
             connection.sendall(b"x")
             with suppress(TimeoutError):
                 if not connection.recv(65536):
@@ -243,11 +244,11 @@ def test_who_trickles_what_nobody_waits_for_loses_the_connection(limited):
     with socket.create_connection(("127.0.0.1", limited.port)) as silent, ThreadPoolExecutor(8) as several:
         connections = [socket.create_connection(("127.0.0.1", limited.port)) for _ in TRICKLES]
         seconds = list(several.map(trickled, connections, *zip(*TRICKLES.values(), strict=True)))
-        silent.settimeout(20)
+        silent.settimeout(60)
         assert silent.recv(1) == b""
     for connection in connections:
         connection.close()
-    assert max(seconds) < 15, dict(zip(TRICKLES, seconds, strict=True))
+    assert max(seconds) < 45, dict(zip(TRICKLES, seconds, strict=True))
     limited.until(lambda: sockets(limited) <= before)
     assert limited.metric("stalled_senders_total") == stalled + len(TRICKLES) + 1
     line = r"no whole request arrived in \d+ s: the connection from 127\.0\.0\.1 port (\d+) is closed"
@@ -265,7 +266,7 @@ def test_ctrl_c_tells_what_runs_and_leaves_nothing(limited):
             os.kill(pid, signal.SIGINT)
         assert "shutting down" in json.loads(events(stream)[-1])["error"]["message"]
         assert is_told_of_the_end(upload)
-        assert limited.process.wait(20) == 0
+        assert limited.process.wait(60) == 0
     assert len(group) > 1 and not any(map(exists, group)) and "Traceback" not in limited.log.read_text()
 
 
@@ -342,7 +343,7 @@ def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
     # It stays where it is: loading.
     os.kill(engine, signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     assert not exists(engine) and list(tmp_path.iterdir()) == [log]
     assert "serving" not in log.read_text() and "Traceback" not in log.read_text()
 
@@ -357,6 +358,7 @@ def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
 def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, kind, message, caplog):
     counter = Counter("stream_errors", "", ["type"], registry=None)
     run = SimpleNamespace(metrics=SimpleNamespace(stream_errors=counter), deadline=None, close=lambda: None)
+    run.answer = SimpleNamespace(failure=event)
 
     async def rest():
         yield b"second"

@@ -79,6 +79,38 @@ def test_prompts_leave_when_they_have_waited_long_enough(monkeypatch):
     assert sent_by(work) == [["0"], ["1"], ["2"]]
 
 
+def test_the_rest_of_a_request_comes_after_all_prompts_have_left():
+    order = []
+
+    async def handle(box, name, turns):
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        box.add(prompt(name))
+        await box.sent()
+        order.append(name)
+
+    async def work(box):
+        send = box.send
+        box.send = lambda submits: (order.append("sent"), send(submits))
+        # The last one fills a pass.
+        handled = asyncio.gather(handle(box, 0, 0), handle(box, 1, 2), handle(box, 2, 4), handle(box, 3, 4))
+        await asyncio.wait_for(handled, 10)
+
+    assert sent_by(work, full_rows=40) == [["0", "1", "2", "3"]]
+    assert order[0] == "sent" and sorted(order[1:]) == [0, 1, 2, 3]
+
+
+def test_nobody_waits_for_prompts_that_never_leave():
+    async def work(box):
+        box.add(prompt("x"))
+        waiting = asyncio.create_task(box.sent())
+        await asyncio.sleep(0)
+        assert [submit.name for submit in box.clear()] == ["x"]
+        await asyncio.wait_for(waiting, 10)
+
+    assert sent_by(work) == []
+
+
 def test_an_abort_follows_its_prompt(monkeypatch):
     async def run():
         client, sent = EngineClient({}, ClientOptions()), []

@@ -210,8 +210,12 @@ def test_neutral_values_of_refused_fields_are_served(served):
     ],
 )
 def test_bad_values_are_refused_in_one_line(served, path, body, words):
-    message = error_of(served.request(path, body))["message"]
+    error = error_of(served.request(path, body))
+    message = error["message"]
     assert words in message and "\n" not in message
+    # A message that begins with a field that was sent is about this field.
+    begin = re.split(r"[^a-z_]", message)[0]
+    assert error["param"] == begin or isinstance(body, bytes) or begin not in body
 
 
 def test_a_prompt_that_is_too_long_is_refused_and_not_warned_of(served):

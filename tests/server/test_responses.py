@@ -115,11 +115,12 @@ def test_a_response_asks_for_what_a_chat_asks_for():
     named = {"type": "function", "name": "f"}
     fields = {"tools": [tool], "tool_choice": named, "parallel_tool_calls": False, "stream": True, "priority": -1}
     fields |= {"max_output_tokens": 3, "top_k": 2, "temperature": 0.5, "seed": 1, "text": {"format": {"type": "text"}}}
-    fields |= {"reasoning": {"effort": "low", "summary": "auto"}, "top_logprobs": 2}
+    fields |= {"logit_bias": {"5": 1}, "reasoning": {"effort": "low", "summary": "auto"}, "top_logprobs": 2}
     fields |= {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
     body = ResponsesRequest(model="m", input="hi", **fields)
     chat = body.as_chat()
     assert chat.tool_use().schemas == {"f": {"type": "object"}} and chat.tool_use().is_named
     params = chat.params()
     assert (params.max_tokens, params.top_k, params.temperature, params.seed, params.logprobs) == (3, 2, 0.5, 1, 2)
+    assert params.logit_bias == {5: 1.0}
     assert (chat.stream, chat.parallel_tool_calls, chat.reasoning_effort, chat.priority) == (True, False, "low", -1)

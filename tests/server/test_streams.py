@@ -99,6 +99,11 @@ def ask(tokenizer, monkeypatch):
     return ask
 
 
+def named_events(body):
+    """(name, data) of each event."""
+    return [tuple(line.partition(": ")[2] for line in each.split("\n")) for each in body.decode().split("\n\n")[:-1]]
+
+
 def through_asgi(monkeypatch):
     monkeypatch.setattr(front, "connection_of", lambda scope: None)
 
@@ -138,6 +143,17 @@ def test_a_defect_while_the_run_writes_ends_the_stream_with_an_error_event(ask, 
     *_, last = [data for _, data in ask(*BODIES["text"]).events()]
     assert json.loads(last)["error"]["type"] == "server_error"
     assert len(events) == 4
+
+
+def test_an_error_amid_the_events_of_a_response_is_one_of_them(ask, monkeypatch):
+    takes = iter((response_answers.ResponsesAnswer.take,))
+    monkeypatch.setattr(response_answers.ResponsesAnswer, "take", lambda *part: next(takes)(*part))
+    events = [(kind, json.loads(data)) for kind, data in named_events(ask(*BODIES["response"]).body())]
+    assert [kind for kind, _ in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1][0] == "error" and events[-2][0].endswith("delta")
+    assert all(kind == data["type"] and i == data["sequence_number"] for i, (kind, data) in enumerate(events))
+    error = events[-1][1]
+    assert error["message"] == error["error"]["message"] and error["param"] is error["code"] is None
 
 
 def test_while_the_reader_sends_the_run_writes_nothing():

@@ -310,7 +310,10 @@ def test_the_items_of_a_response_go_back_in(servers):
         ]
         history = [{"role": "user", "content": [{"type": "input_text", "text": "hi"}]}, *first.output, *results]
         second = client.responses.create(model="bundled", input=history, tools=FLAT)
-        assert second.output_text == "noon"
+        # With the fields that are null.
+        dumped = [history[0], *(item.model_dump() for item in first.output), *results]
+        third = client.responses.create(model="bundled", input=dumped, tools=FLAT)
+        assert second.output_text == third.output_text == "noon"
         # An answer that was cut short says so.
         cut = client.responses.create(model="bundled", input="say:abcdefgh", max_output_tokens=3)
         assert (cut.status, cut.incomplete_details.reason, cut.output_text) == (
@@ -361,18 +364,20 @@ RESPONSE = {"model": "bundled", "input": "hi"}
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "only text parts"),
         ({"input": [{"role": "user", "content": "x", "rol": 1}]}, "input", "input[0] has no 'rol'"),
         ({"input": [{"role": "user"}]}, "input", "input[0].content is missing; a message item needs it"),
-        ({"input": [{"role": "king", "content": "x"}]}, "messages", "messages.0.role"),
+        ({"input": [{"role": "king", "content": "x"}]}, "input", "input[0].role='king' is not supported; use user, "),
+        ({"input": []}, "input", "input: List should have at least 1 item"),
         (
             {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "x"}]},
-            "messages",
+            "input",
             "JSON object",
         ),
-        ({"top_logprobs": 2}, None, "top_logprobs needs include"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "text.format.schema: Field required"),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs needs include"),
         ({"include": ["message.output_text.logprobs"]}, "include", "is not supported where reasoning or tool calls"),
         ({"max_tokens": 3}, "max_tokens", "use max_output_tokens"),
         ({"messages": HI}, "messages", "use input"),
         ({"response_format": {"type": "json_object"}}, "response_format", "use text.format"),
-        ({"reasoning": {"effort": "high"}}, "reasoning_effort", "does not read it"),
+        ({"reasoning": {"effort": "high"}}, "reasoning", "reasoning.effort='high' is not supported"),
         ({"modalities": ["audio"]}, "modalities", "this server supports only text"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens=0 is not supported"),
         ({"max_output_tokens": 10**6}, "max_output_tokens", "max_output_tokens=1000000 is more than fits"),
@@ -399,3 +404,7 @@ def test_a_response_has_log_probabilities_where_all_is_text(client):
 def test_the_bundled_model_says_that_it_calls_no_tools(client):
     with pytest.raises(openai.BadRequestError, match="tools needs a chat template that reads them"):
         client.chat.completions.create(tools=TOOLS, **ASK)
+    # Where they may not be called they have no effect, and the header says so.
+    asked = {"model": "bundled", "input": "hi", "tools": FLAT, "tool_choice": "none", "max_output_tokens": 1}
+    answer = client.responses.with_raw_response.create(user="me", **asked)
+    assert answer.headers["x-espalier-no-effect"] == "user, tools"

@@ -13,7 +13,6 @@ from espalier.models import load_target, read_config
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.train.block import (
     TREES,
-    BlockConfig,
     accept_lengths,
     load_block,
     mask_embedding,
@@ -24,6 +23,7 @@ from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.command import make_parser
 from espalier.train.draft_run import backward
 from espalier.train.llama import Llama, LlamaShape, save_llama
+from espalier.train.settings import BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
 from tests.models.test_block_format import OverContext, context_planes
 
@@ -190,9 +190,9 @@ def test_an_interrupted_run_goes_on(ring_target, tmp_path, monkeypatch, capsys):
 
 
 def test_settings_that_do_not_fit_are_refused(ring_target, tmp_path):
-    with pytest.raises(ValueError, match="block_size 24 does not fit into length 24"):
+    with pytest.raises(ValueError, match="--block-size=24 does not fit into --length 24"):
         replace(CONFIG, block_size=24)
-    with pytest.raises(ValueError, match="at least 1, 1 and 0"):
+    with pytest.raises(ValueError, match="--anchors=0 is not supported; use a whole number, 1 or more"):
         replace(CONFIG, anchors=0)
     with pytest.raises(ValueError, match="give at least 4096"):
         train_block(ring_target, ring(300), tmp_path / "draft", tmp_path / "work", CONFIG)

@@ -14,7 +14,8 @@ import pytest
 from espalier import train
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
 from espalier.train import evaluate
-from espalier.train.command import kind_in, main, make_parser, refuse_other_model
+from espalier.train.command import main, make_parser, refuse_other_model
+from espalier.train.configs import kind_in
 from espalier.train.evaluate import continued, report
 
 
@@ -29,9 +30,9 @@ def test_every_flag_is_explained_in_words(command: str) -> None:
         assert len((action.help or "").partition("[")[0].split()) >= 2, action.option_strings
 
 
-@pytest.mark.parametrize("module", ["espalier.train.command", "espalier.train.mtp"])
+@pytest.mark.parametrize("module", ["espalier.train.command", "espalier.train.data", "espalier.train.mtp"])
 def test_an_interrupt_while_modules_load_ends_in_a_line(
-    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Interrupting:
         def find_spec(self, name: str, *_: object) -> None:
@@ -41,7 +42,9 @@ def test_an_interrupt_while_modules_load_ends_in_a_line(
     for name in ("espalier.train.command", module):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
-    assert train.start(["mtp", "--help"]) == 130
+    np.save(tmp_path / "ids.npy", np.arange(9))
+    data = ["--data", str(tmp_path / "ids.npy")]
+    assert train.start(["mtp", "--target", "bundled", *data, "--out", str(tmp_path / "out")]) == 130
     assert capsys.readouterr() == ("", "espalier.train: interrupted\n")
 
 
@@ -55,7 +58,7 @@ def test_a_draft_of_the_same_kind_may_be_replaced(kind: str, draft: Path, tmp_pa
 @pytest.mark.parametrize(
     ("kind", "held", "said"),
     [
-        ("mtp", BUNDLED_DRAFTS["eagle3"], "a draft of the kind eagle3, which mtp would overwrite: give another folder"),
+        ("mtp", BUNDLED_DRAFTS["eagle3"], "a draft of the kind eagle3, which mtp would overwrite; give another folder"),
         ("eagle3", BUNDLED_DRAFTS["block"], "a draft of the kind block"),
         ("block", BUNDLED_DRAFTS["mtp"], "a draft of the kind mtp"),
         ("mtp", BUNDLED_FILES / "target", "a model that is no draft of this trainer"),
@@ -94,8 +97,12 @@ def test_accept_lengths_are_a_table(draft: Path, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize("draft", BUNDLED_DRAFTS.values(), ids=BUNDLED_DRAFTS)
 @pytest.mark.parametrize(
     ("tokens", "max_tokens", "said"),
-    [([5], 8, "--max-tokens 8 is too few to measure a tree of"), ([], 50, "a prompt of --data has no tokens")],
-    ids=["few", "none"],
+    [
+        ([5], 8, "--max-tokens=8 is too few to measure a tree of"),
+        ([5], 2048, "a prompt has 1 tokens, and the target has 2048 positions; use at most 2047"),
+        ([], 50, "a prompt of --data has no tokens"),
+    ],
+    ids=["few", "many", "none"],
 )
 def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
     draft: Path,
@@ -127,3 +134,14 @@ def test_continuations_that_the_target_ends_early_are_left_out_in_words(
     assert report([evaluate.torch.ones(1, dtype=int)], kept, firsts).fresh == 1
     with pytest.raises(ValueError, match="the target ends all 2 prompts of --data within 11 tokens"):
         continued(None, [[0, 1], [0]], 20, 11)
+
+
+def test_a_draft_of_another_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((BUNDLED_FILES / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 512}))
+    data = tmp_path / "p.jsonl"
+    data.write_text(json.dumps({"token_ids": [5]}))
+    for draft in BUNDLED_DRAFTS.values():
+        assert main(["evaluate", "--target", str(tmp_path), "--draft", str(draft), "--data", str(data)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1) and "hidden size 256, the target has 512" in err

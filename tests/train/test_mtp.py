@@ -17,10 +17,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from espalier.train.command import make_parser
+from espalier.train.configs import kind_in
 from espalier.train.llama import Llama, LlamaShape, rope_tables, rotate, save_llama
-from espalier.train.mtp import MtpConfig, matches, measure_mtp, train_mtp
-from espalier.train.mtp_checkpoint import is_mtp, load_mtp, save_mtp
+from espalier.train.mtp import matches, measure_mtp, train_mtp
+from espalier.train.mtp_checkpoint import load_mtp, save_mtp
 from espalier.train.mtp_head import MtpHead, MtpLayer, mtp_loss
+from espalier.train.settings import MtpConfig
 from espalier.train.target import FrozenTarget
 
 SHAPE = LlamaShape(
@@ -206,15 +208,15 @@ def test_the_file_has_exactly_the_names_of_the_form(num_layers: int, target_dir:
     assert (layer["model_type"], layer["hidden_size"], layer["vocab_size"]) == ("llama", 12, 24)
     assert layer["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"} and "rope_theta" not in layer
     again = load_mtp(tmp_path)
-    assert is_mtp(tmp_path) and again.form == "target" and again.shape == head.shape
+    assert kind_in(tmp_path) == "mtp" and again.form == "target" and again.shape == head.shape
     for one, two in zip(again.parameters(), head.parameters(), strict=True):
         assert torch.equal(one, two.bfloat16().float())
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="layers 4 and ttt_steps 3 do not fit"):
+    with pytest.raises(ValueError, match="--layers=4 is more than --ttt-steps 3"):
         MtpConfig(layers=4)
-    with pytest.raises(ValueError, match="form 'tree' is not supported; use one of chain, target"):
+    with pytest.raises(ValueError, match="--form='tree' is not supported; use chain or target"):
         MtpConfig(form="tree")  # type: ignore[arg-type]
 
 

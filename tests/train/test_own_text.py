@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from espalier.train import own_text
-from espalier.train.command import main, make_parser, read_stream, run
+from espalier.train.command import make_parser, run
 from espalier.train.draft_run import StepClock
 from espalier.train.llama import Llama, LlamaShape, save_llama
-from espalier.train.mtp import MtpConfig, train_mtp
-from espalier.train.own_text import OwnTextConfig, load_own_text, write_own_text
+from espalier.train.mtp import train_mtp
+from espalier.train.own_text import load_own_text, write_own_text
+from espalier.train.settings import MtpConfig, OwnTextConfig
 from espalier.train.target import FrozenTarget
+from espalier.train.work import origin_of
 
 SHAPE = LlamaShape(
     vocab_size=32,
@@ -49,13 +51,13 @@ def stream() -> np.ndarray:
 def test_texts_of_all_seeds_add_up_and_a_run_makes_no_other(
     target_dir: Path, stream: np.ndarray, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = FrozenTarget(target_dir, torch.device("cpu"))
+    target, origin = FrozenTarget(target_dir, torch.device("cpu")), origin_of(target_dir, stream)
     for seed in (1, 2):
-        write_own_text(target, stream, replace(OWN, seed=seed), tmp_path)
+        write_own_text(target, stream, replace(OWN, seed=seed), tmp_path, origin)
     parts = [np.load(tmp_path / f"own_text-{seed}.npz") for seed in (1, 2)]
     assert not np.array_equal(parts[0]["stream"], parts[1]["stream"])
     monkeypatch.setattr(own_text, "make_own_text", None)
-    own = load_own_text(target, stream, OWN, tmp_path)
+    own = load_own_text(target, stream, OWN, tmp_path, origin)
     assert own.stream.tolist() == [*parts[0]["stream"].tolist(), *parts[1]["stream"].tolist()]
     assert own.greedy_counts.tolist() == (parts[0]["greedy_counts"] + parts[1]["greedy_counts"]).tolist()
     assert own.greedy_counts.sum() > 0
@@ -75,23 +77,6 @@ def test_heads_of_several_forms_train_on_the_text_of_one_command(
         run(make_parser().parse_args(["mtp", *common, "--out", str(tmp_path / form), "--form", form, *sizes]))
         config = json.loads((tmp_path / form / "config.json").read_text())
         assert (config["mtp_form"], config["num_nextn_predict_layers"]) == (form, 2)
-
-
-@pytest.mark.parametrize(
-    ("ids", "says"),
-    [
-        (np.array([1, 32]), "ids from 1 to 32, and the target has 32"),
-        (np.array([-1, 3]), "ids from -1 to 3"),
-        (np.array([1.0, 2.0]), "give whole numbers"),
-        (np.array([[1, 2]]), r"holds int64 \[1, 2\]"),
-    ],
-)
-def test_token_ids_that_are_not_the_targets_are_refused(
-    ids: np.ndarray, says: str, target_dir: Path, tmp_path: Path
-) -> None:
-    np.save(tmp_path / "ids.npy", ids)
-    with pytest.raises(ValueError, match=says):
-        read_stream(tmp_path / "ids.npy", target_dir)
 
 
 def test_a_time_limit_ends_a_run_whose_rate_fell_to_zero(
@@ -131,27 +116,3 @@ def test_as_many_prompts_are_continued_as_were_asked_for(
         "continued 2 prompts",
         "continued 3 prompts",
     ]
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "the following arguments are required: --target, --data, --out"),
-        (["--target", "/no/such"], "model='/no/such' is not a directory"),
-        (["--target", "bundled", "--data", "/no/such"], "--data /no/such is not a file: give JSON lines"),
-        (["--target", "bundled", "--data", __file__, "--out", __file__], "cannot be made (Not a directory)"),
-    ],
-    ids=str,
-)
-def test_bad_input_is_one_line_before_the_target_is_loaded(
-    flags: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("espalier.train.command.read_stream", None)
-    given = dict(zip(flags[::2], flags[1::2], strict=True))
-    rest = {"--data": __file__, "--out": "/no/such"} if given else {}
-    try:
-        status = main(["mtp", *(part for pair in (rest | given).items() for part in pair)])
-    except SystemExit as left:
-        status = int(str(left.code))
-    out, err = capsys.readouterr()
-    assert (status, out, err.count("\n")) == (2, "", 1) and said in err

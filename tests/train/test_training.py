@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from espalier.train import draft_run
 from espalier.train.base import bits_per_byte
 from espalier.train.checkpoint import load_draft
-from espalier.train.eagle3 import Eagle3Config, choose_vocabulary, train_eagle3
+from espalier.train.eagle3 import choose_vocabulary, train_eagle3
 from espalier.train.llama import Llama, LlamaShape, save_llama
-from espalier.train.state import save_state
+from espalier.train.settings import Eagle3Config
+from espalier.train.state import SavedState
 from espalier.train.target import Eagle3Target, FrozenTarget
 
 SHAPE = LlamaShape(
@@ -108,23 +108,25 @@ def test_an_interrupted_run_resumes_to_the_same_draft(
 ) -> None:
     whole = train_eagle3(target_dir, stream, tmp_path / "whole", tmp_path / "work1", CONFIG)
 
+    save = SavedState.save
+
     def save_and_stop(*arguments) -> None:
-        save_state(*arguments)
+        save(*arguments)
         raise Stopped
 
     with monkeypatch.context() as patch, pytest.raises(Stopped):
-        patch.setattr(draft_run, "save_state", save_and_stop)
+        patch.setattr(SavedState, "save", save_and_stop)
         train_eagle3(target_dir, stream, tmp_path / "parts", tmp_path / "work2", CONFIG)
     resumed = train_eagle3(target_dir, stream, tmp_path / "parts", tmp_path / "work2", CONFIG)
     assert resumed == whole
     drafts = [load_draft(tmp_path / name) for name in ("whole", "parts")]
     for one, two in zip(*(draft.parameters() for draft in drafts), strict=True):
         assert torch.equal(one, two)
-    assert json.loads((tmp_path / "work2" / "draft.json").read_text())["config"] == asdict(CONFIG)
+    assert json.loads((tmp_path / "work2" / "eagle3-parts.json").read_text())["config"] == asdict(CONFIG)
 
 
 def test_a_target_that_cannot_serve_is_refused_by_name(target_dir: Path) -> None:
     config = json.loads((target_dir / "config.json").read_text())
     (target_dir / "config.json").write_text(json.dumps(config | {"architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be a target here; supported: Llama"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot be a target here; use one of Llama"):
         FrozenTarget(target_dir, torch.device("cpu"))

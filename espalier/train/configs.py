@@ -1,0 +1,73 @@
+"""Reads config.json: what a folder holds, and whether a model can be a target.  Nothing here imports PyTorch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from espalier.errors import EspalierError
+
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
+# Sizes of a target that a draft's layers take over.
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
+# The kinds of drafts, each with the field of config.json that names it.
+KINDS: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "eagle3": ("architectures", ["LlamaForCausalLMEagle3"]),
+        "mtp": ("speculators_model_type", "mtp"),
+        "block": ("speculators_model_type", "dspark"),
+    }
+)
+# Layers of a target of which three hand on their inputs.
+MIN_CAPTURED_LAYERS = 6
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """config.json of a model.  Raises EspalierError, naming the file."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise EspalierError(f"{path} is missing; give the directory of a Hugging Face model") from None
+    except (OSError, ValueError) as error:
+        raise EspalierError(f"{path} is not readable JSON ({error}); download the model again") from None
+    if not isinstance(config, dict):
+        raise EspalierError(f"{path} holds no JSON object; give the directory of a Hugging Face model")
+    return config
+
+
+def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
+    """config.json of a model that can be a target.  Raises EspalierError for another."""
+    config = read_config(directory)
+    architecture = (config.get("architectures") or ["an unnamed architecture"])[0]
+    if architecture not in FAMILIES:
+        raise EspalierError(
+            f"--target {directory}: {architecture} cannot be a target here; use one of {', '.join(FAMILIES)}"
+        )
+    for name in SIZES:
+        value = config.get(name)
+        if not isinstance(value, int | float) or value <= 0:
+            raise EspalierError(f"{directory / 'config.json'} has {name} {value!r}; give a model whose file is whole")
+    if config["num_hidden_layers"] < min_layers:
+        raise EspalierError(
+            f"--target {directory} has {config['num_hidden_layers']} layers, and this draft reads three of a target's "
+            f"layers; use a target of {min_layers} or more, or train an MTP head"
+        )
+    return config
+
+
+def kind_in(directory: Path) -> str | None:
+    """The kind of the draft in a directory; None if it holds something else."""
+    config = read_config(directory)
+    return next((kind for kind, (name, value) in KINDS.items() if config.get(name) == value), None)

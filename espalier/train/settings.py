@@ -1,0 +1,203 @@
+"""The settings of the trainer's commands, each with its limits.  The command line has a flag for each field.
+
+A class refuses what no target and no data could make right.  What depends on them is checked by `require_target` and
+`espalier/train/packing.py`, before the target is loaded.  Nothing here imports PyTorch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from espalier.config import check, option
+from espalier.errors import EspalierError
+from espalier.terminal.flags import flag_of
+
+Form = Literal["chain", "target"]
+FORMS: tuple[str, ...] = get_args(Form)
+# Tokens of the prompts that the target continues, batch by batch in turn.
+PROMPT_LENGTHS = (48, 96, 192, 384)
+# A run's seed is multiplied into seeds of 64 bits (own_text.py, packing.py).
+MAX_SEED = 10**8
+# The engine runs no deeper draft.
+MAX_DEPTH = 256
+
+
+@dataclass(frozen=True)
+class OwnTextConfig:
+    """The settings of the target's own text.
+
+    A field that is `free` may change between the parts of a run: the text and the draft do not depend on it.
+    """
+
+    continuations: int = option("number of prompts, cut from the data, that the target continues", 40960, low=1)
+    continuation_tokens: int = option("most tokens of a continuation", 256, low=1)
+    generate_batch: int = option("number of prompts that are continued at once", 64, low=1, free=True)
+    sampled_share: float = option(
+        "share of these batches, 0 to 1, that is sampled at temperature 1; the others are greedy", 0.35, low=0, high=1
+    )
+    seed: int = option(
+        "seed of every random choice; the own text of several seeds adds up in the work folder",
+        0,
+        low=0,
+        high=MAX_SEED,
+    )
+
+    def __post_init__(self) -> None:
+        check(self, flag_of)
+
+    def prompts(self) -> list[tuple[int, int]]:
+        """(tokens of a prompt, most prompts at once) for each length that is used."""
+        left = [self.continuations - self.generate_batch * i for i in range(len(PROMPT_LENGTHS))]
+        sizes = [min(self.generate_batch, each) for each in left]
+        return [(length, size) for length, size in zip(PROMPT_LENGTHS, sizes, strict=True) if size > 0]
+
+    def require_target(self, target: Mapping[str, Any]) -> None:
+        """Refuse what does not fit a target.  target: its config.json.  Raises EspalierError."""
+        positions = int(target["max_position_embeddings"])
+        longest = max(length for length, _ in self.prompts())
+        if longest + self.continuation_tokens > positions:
+            raise EspalierError(
+                f"--continuation-tokens={self.continuation_tokens} is too long: a prompt has up to {longest} tokens, "
+                f"and the target {positions} positions; use at most {positions - longest}"
+            )
+
+
+@dataclass(frozen=True)
+class TrainConfig(OwnTextConfig):
+    """The settings that every draft's run has."""
+
+    intermediate_size: int | None = option("width of the draft's MLP; by default the target's", None, low=1)
+    length: int = option("tokens of a row of a batch", 1024, low=2)
+    batch: int = option("rows of a batch", 32, low=1)
+    num_tokens: float = option(
+        "tokens that the run trains on; text that is read again counts again", 2.5e8, above=0, free=True
+    )
+    max_seconds: int | None = option(
+        "seconds after which the run ends, unless num-tokens ends it before; the learning rate falls to zero by then; "
+        "the first step, which compiles, is not counted; by default no limit",
+        None,
+        low=1,
+        free=True,
+    )
+    decay: float = option("weight of a depth's loss, relative to that of the depth before it", 0.9, low=0, high=10)
+    own_share: float = option(
+        "share of a batch's rows, 0 to 1, that is the target's own text; the rest is data", 0.6, low=0, high=1
+    )
+    matrix_lr: float = option(
+        "highest learning rate of the matrices between hidden states, which Muon trains", 4e-3, above=0, high=1
+    )
+    other_lr: float = option("highest learning rate of the other weights, which AdamW trains", 2e-3, above=0, high=1)
+    weight_decay: float = option("weight decay of the matrices that Muon trains", 0.05, low=0, high=10)
+    log_every: int = option("steps between two lines with the loss", 50, low=1, free=True)
+    save_every: int = option(
+        "steps between two saved states, from which an interrupted run goes on", 500, low=1, free=True
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_tokens < self.batch * self.length:
+            raise EspalierError(
+                f"--num-tokens={self.num_tokens:g} is less than one batch of --batch {self.batch} rows of --length "
+                f"{self.length} tokens; use {self.batch * self.length} or more"
+            )
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of a batch that are the target's own text."""
+        return round(self.own_share * self.batch)
+
+    def require_target(self, target: Mapping[str, Any]) -> None:
+        super().require_target(target)
+        if self.length > (positions := int(target["max_position_embeddings"])):
+            raise EspalierError(f"--length={self.length} is more than the target's positions; use at most {positions}")
+
+
+@dataclass(frozen=True)
+class Eagle3Config(TrainConfig):
+    """The settings of `python -m espalier.train eagle3`."""
+
+    draft_vocab: int = option(
+        "number of token ids that the draft can propose: those that the target says most; at most all of them",
+        4096,
+        low=1,
+    )
+    ttt_steps: int = option("number of depths that are trained", 6, low=1, high=MAX_DEPTH)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_depths(self.ttt_steps, self.length)
+
+
+@dataclass(frozen=True)
+class MtpConfig(TrainConfig):
+    """The settings of `python -m espalier.train mtp`."""
+
+    layers: int = option("number of MTP layers", 1, low=1, high=MAX_DEPTH)
+    form: Form = field(
+        default="chain",
+        metadata={
+            "help": "what layer k reads: chain, the output of layer k - 1; target, the target's hidden state",
+            "choices": FORMS,
+        },
+    )
+    ttt_steps: int = option(
+        "number of depths that are trained; those beyond the layers run the last layer again", 3, low=1, high=MAX_DEPTH
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_depths(self.ttt_steps, self.length)
+        if self.layers > self.ttt_steps:
+            raise EspalierError(
+                f"--layers={self.layers} is more than --ttt-steps {self.ttt_steps}: every layer needs a depth that "
+                f"trains it; use --ttt-steps {self.layers} or more, or fewer layers"
+            )
+
+
+@dataclass(frozen=True)
+class BlockConfig(TrainConfig):
+    """The settings of `python -m espalier.train block`."""
+
+    layers: int = option("number of the draft's layers", 3, low=1, high=MAX_DEPTH)
+    block_size: int = option("number of tokens that one pass of the draft proposes", 8, low=2, high=MAX_DEPTH)
+    edge_rank: int = option("rank of the Markov head, which scores a token given the one before it; 0: none", 64, low=0)
+    anchors: int = option("number of blocks that are trained in each row of a batch", 64, low=1)
+    mask_token: int = option(
+        "token id that the draft reads in place of a token that is to be proposed; -1: the target's last one",
+        -1,
+        low=-1,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size >= self.length:
+            raise EspalierError(
+                f"--block-size={self.block_size} does not fit into --length {self.length}; use 2 to {self.length - 1}, "
+                "or longer rows"
+            )
+        if self.anchors > (places := self.length - self.block_size + 1):
+            raise EspalierError(
+                f"--anchors={self.anchors} is more than a row has places for: --length {self.length} has {places} for "
+                f"blocks of {self.block_size}; use at most {places}, or longer rows"
+            )
+
+    def require_target(self, target: Mapping[str, Any]) -> None:
+        super().require_target(target)
+        if self.mask_token >= (vocab_size := int(target["vocab_size"])):
+            raise EspalierError(
+                f"--mask-token={self.mask_token} is no token of the target; use 0 to {vocab_size - 1}, or -1"
+            )
+
+
+def require_depths(ttt_steps: int, length: int) -> None:
+    """Refuse depths beyond the end of every row.  Raises EspalierError."""
+    if ttt_steps > length:
+        raise EspalierError(
+            f"--ttt-steps={ttt_steps} does not fit into --length {length}; use at most {length}, or longer rows"
+        )
+
+
+def fixed_settings(config: OwnTextConfig, kind: type[OwnTextConfig]) -> dict[str, str | None]:
+    """The flags of `kind` that must stay the same while a run goes on, with their values; None: left out."""
+    values = {f.name: getattr(config, f.name) for f in fields(kind) if not f.metadata.get("free")}
+    return {flag_of(name): None if value is None else str(value) for name, value in values.items()}
