@@ -242,7 +242,7 @@ class RoundLayout:
 
     def max_pass_rows(self, decoding: bool) -> int:
         """Rows of a prefill pass.  decoding: whether running requests wait for it."""
-        return self.busy_chunk_size or self.chunk_size if decoding else self.chunk_size
+        return (decoding and self.busy_chunk_size) or self.chunk_size
 
     def tokens_ahead(self, rounds: int) -> int:
         """The most rows from the last root that the host has seen, that root included.

@@ -236,7 +236,7 @@ def resolve(
         threads=choose_threads(config.threads, device.type, facts.weights.nbytes(getattr(torch, dtype)), facts.threads),
         attention=attention,
         draft_attention=draft_attention,
-        num_pages=_num_pages(config, layout, facts, getattr(torch, dtype)),
+        num_pages=_num_pages(config, layout, facts, getattr(torch, dtype), defaults.memory_share),
         prefix_cache=prefix_cache,
         overlap=overlap,
         graph_batch=_graph_batch(config, layout, device),
@@ -340,7 +340,7 @@ def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device
     return int(config.graph_batch)
 
 
-def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: torch.dtype) -> int:
+def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: torch.dtype, memory_share: float) -> int:
     """The user's num_pages, else the pages that fit into a share of the free memory, the dummy page included.
 
     At most the pages of a full batch of full contexts.  Raises EspalierError if the user's pages do not fit, or if not
@@ -360,7 +360,7 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
                 "pages; lower it, or leave it to 'auto'"
             )
         return config.num_pages
-    affordable = int(available * DEFAULTS[choose_device(config).type].memory_share) // page_bytes
+    affordable = int(available * memory_share) // page_bytes
     if affordable < layout.least_pages:
         raise EspalierError(
             f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens and "
