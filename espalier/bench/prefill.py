@@ -138,26 +138,22 @@ def prefill(bench: BenchEngine, batch: int, length: int, roofline: Roofline | No
     linear_ms = None if roofline is None else _linear_ms(bench, passes, roofline)
     expert_ms = None if roofline is None else _expert_ms(bench, passes, roofline)
     drafts = bench.config.algorithm not in WITHOUT_FILES
-    bound = None if roofline is None else bound_ms(roofline, passes, batch, length, drafts)
+    bound = None if roofline is None else bound_ms(roofline, batch, length, drafts)
     rate = batch * length / seconds
     return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
 
 
-def bound_ms(
-    roofline: Roofline, passes: Sequence[tuple[int, int]], batch: int, length: int, drafts: bool
-) -> float | None:
+def bound_ms(roofline: Roofline, batch: int, length: int, drafts: bool) -> float | None:
     """FLOPs of all linear layers / measured bf16 peak + FLOPs of attention / ATTENTION_PEAK, in ms.
 
-    It counts every row of every layer, though the engine leaves out rows of the last layer that nobody reads.  None
-    with experts, quantised weights or MTP modules.
+    It counts every row of the prompts in every layer, though the engine leaves out rows of the last layer that nobody
+    reads.  Padded rows do not count.  None with experts, quantised weights or MTP modules.
     """
     shape = roofline.shape
     if shape.experts is not None or shape.mtp is not None or shape.weights != DENSE:
         return None
-    linear = 0
-    for pieces, width in passes:
-        draft = shape.extend_passes(pieces * width) if drafts else ()
-        linear += sum(run.flops for run in (*shape.target_pass(pieces * width, pieces), *draft))
+    draft = shape.extend_passes(batch * length) if drafts else ()
+    linear = sum(run.flops for run in (*shape.target_pass(batch * length, batch), *draft))
     # A block draft only projects a prompt's tokens to K and V.
     attending = (shape, shape.draft_sizes) if drafts and shape.block is None else (shape,)
     attention = batch * sum(each.prompt_attention_flops(length) for each in attending)

@@ -151,7 +151,7 @@ def test_the_answer_of_a_stream_is_read(choices, answer):
     "arguments, message",
     [
         (["serve", "--shape", "nothing"], "nothing"),
-        (["serve", "model", "--shape", "llama-3.1-8b"], "--model is not for --shape"),
+        (["serve", "bundled", "--shape", "llama-3.1-8b"], "--model is not for --shape"),
         (["serve", "--shape", "llama-3.1-8b", "--dtype", "float32"], "--dtype is not for --shape"),
         (["serve", "bundled", "--accept-length", "3"], "--accept-length is for a named shape"),
         (["bench", "serve", "--soak", "3", "--shape", "llama-3.1-8b"], "--shape is not for --soak"),
