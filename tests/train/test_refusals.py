@@ -80,6 +80,7 @@ FLAGS_OF = {"own-text": ("--target", "--data"), "evaluate": ("--target", "--data
 def test_what_is_wrong_is_one_line_before_anything_is_loaded(
     line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "function", None)  # what imports PyTorch
     name, *words = line.split()
     flags = {flag: GIVEN[flag] for flag in FLAGS_OF.get(name, GIVEN)} | dict(zip(words[::2], words[1::2], strict=True))
