@@ -16,7 +16,7 @@ from espalier.errors import EspalierError, one_line, require_int
 from espalier.startup.checkpoints import find_draft, find_target, require_names
 from espalier.terminal.flags import flag_of
 from espalier.train import interrupted
-from espalier.train.configs import kind_in, read_target
+from espalier.train.configs import MIN_CAPTURED_LAYERS, kind_in, read_target
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig
 from espalier.train.work import require_folder
 
@@ -34,13 +34,14 @@ class Trainer:
     """A kind of draft.  train, evaluate: "module:function"; the modules import PyTorch, so only a run imports them.
 
     train: (target's directory, token ids, out, work, config) -> figures; evaluate: (draft's directory, target's
-    directory, prompts, tokens continued).
+    directory, prompts, tokens continued); min_layers: of a target.
     """
 
     help: str
     config: type[TrainConfig]
     train: str
     evaluate: str
+    min_layers: int = 1
 
 
 TRAINERS = MappingProxyType(
@@ -50,6 +51,7 @@ TRAINERS = MappingProxyType(
             Eagle3Config,
             "espalier.train.eagle3:train_eagle3",
             "espalier.train.evaluate:evaluate_draft",
+            MIN_CAPTURED_LAYERS,
         ),
         "mtp": Trainer(
             "train an MTP head of one or several layers for a target",
@@ -62,6 +64,7 @@ TRAINERS = MappingProxyType(
             BlockConfig,
             "espalier.train.block:train_block",
             "espalier.train.block:evaluate_block",
+            MIN_CAPTURED_LAYERS,
         ),
     }
 )
@@ -174,7 +177,7 @@ def _train(arguments: argparse.Namespace) -> None:
     require_folder("--out", out)
     require_folder("--work", work)
     target = find_target(arguments.target, "--target")
-    config.require_target(read_target(target))
+    config.require_target(read_target(target, trainer.min_layers))
     stream = function("espalier.train.data:read_stream")(arguments.data, target)
     function(trainer.train)(target, stream, out, work, config)
 

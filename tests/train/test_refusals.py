@@ -80,6 +80,7 @@ FLAGS_OF = {"own-text": ("--target", "--data"), "evaluate": ("--target", "--data
 def test_what_is_wrong_is_one_line_before_anything_is_loaded(
     line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "function", None)  # what imports PyTorch
     name, *words = line.split()
     flags = {flag: GIVEN[flag] for flag in FLAGS_OF.get(name, GIVEN)} | dict(zip(words[::2], words[1::2], strict=True))
@@ -151,6 +152,37 @@ def test_the_command_line_does_without_pytorch() -> None:
     line = ["mtp", "--target", "/no/such", "--data", HERE, "--out", "/no/such/out"]
     ran = subprocess.run([sys.executable, "-c", code, *line], capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (2, "") and "--target='/no/such' is not a directory" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel cannot be a target here; use one of Llama"),
+        ({"architectures": None}, "an unnamed architecture cannot be a target here"),
+        ({"num_hidden_layers": 5}, "has 5 layers, and this draft reads three of a target's layers; use a target of 6"),
+        ({"hidden_size": None}, "config.json has hidden_size None; give a model whose file is whole"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_model_that_cannot_be_a_target_is_refused_before_pytorch_is_imported(
+    changed: dict[str, object],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(command, "function", None)
+    config = json.loads((find_target("bundled") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changed}))
+    assert main(["eagle3", "--target", str(tmp_path), "--data", HERE, "--out", str(tmp_path / "out")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and said in err
+
+
+def test_a_stage_without_the_one_before_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bundled", "--out", str(tmp_path), "--only", "pack"]) == 2
+    missing = tmp_path / "target" / "tokenizer.json"
+    assert f"the stage pack needs {missing}, which a stage before it makes" in capsys.readouterr().err
 
 
 def test_the_stages_of_the_bundled_model_are_those_of_the_flag() -> None:
