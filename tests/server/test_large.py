@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.testclient import TestClient
 
 import espalier
@@ -45,6 +46,13 @@ class Posted:
 
     async def receive(self):
         return self.messages.pop(0)
+
+
+def test_a_client_that_leaves_within_its_body_is_not_read_further():
+    posted = Posted(text("a"))
+    posted.messages[1:] = [{"type": "http.disconnect"}]
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(BodyReader(LIMITS).read(posted, CompletionRequest))
 
 
 def read_in_turn(*posted):
