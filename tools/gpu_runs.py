@@ -2,7 +2,8 @@
 
 A GPU may be available for minutes only.  So each run states the seconds that it needs, and a run that does not fit the
 time left is not started.  The GPUs take runs from one list, in its order.  FOLDER/NAME.log has a run's command and all
-that it printed.  Two GPUs share the CPU: do not time small models on one while tests run on the other.
+that it printed.  The status is 1 if a run failed or was not started.  Two GPUs share the CPU: do not time small models
+on one while tests run on the other.
 """
 
 import argparse
@@ -15,11 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 # Runs are told to stop this long before they are killed.
 GRACE_SECONDS = 5
+POLL_SECONDS = 0.1
 LAST_LINES = 30
 
 
@@ -133,21 +136,34 @@ RUNS = {
 }
 
 
-def run_what_fits(runs: "queue.Queue[str]", gpu: str, out: Path, deadline: float) -> None:
-    """Take runs on one GPU until the list is empty.  deadline: time.monotonic() at which every run must have ended."""
-    while True:
+@dataclass
+class Session:
+    """deadline: time.monotonic() at which every run must have ended; failed: runs that failed or were not started;
+    interrupted: set by Ctrl-C."""
+
+    runs: "queue.Queue[str]"
+    out: Path
+    deadline: float
+    failed: list[str] = field(default_factory=list)
+    interrupted: threading.Event = field(default_factory=threading.Event)
+
+
+def run_what_fits(session: Session, gpu: str) -> None:
+    """Take runs on one GPU until the list is empty."""
+    while not session.interrupted.is_set():
         try:
-            name = runs.get_nowait()
+            name = session.runs.get_nowait()
         except queue.Empty:
             return
-        run = RUNS[name]
-        if time.monotonic() + run.seconds > deadline:
-            print(f"{name}: not started, as it needs {run.seconds} s", flush=True)
-            continue
-        print(f"{name}: {measure(run, gpu, out / f'{name}.log')}", flush=True)
+        run, status = RUNS[name], f"not started, as it needs {RUNS[name].seconds} s"
+        if time.monotonic() + run.seconds <= session.deadline:
+            status = measure(run, gpu, session.out / f"{name}.log", session.interrupted)
+        if not status.startswith("exit 0,"):
+            session.failed.append(name)
+        print(f"{name}: {status}", flush=True)
 
 
-def measure(run: Run, gpu: str, log: Path) -> str:
+def measure(run: Run, gpu: str, log: Path, interrupted: threading.Event) -> str:
     """Run the command on one GPU and write its output to `log`.  Returns its status and the last lines of the log."""
     start = time.monotonic()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
@@ -158,11 +174,13 @@ def measure(run: Run, gpu: str, log: Path) -> str:
         process = subprocess.Popen(
             run.words, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-        try:
-            status = f"exit {process.wait(run.seconds - GRACE_SECONDS)}"
-        except subprocess.TimeoutExpired:
+        end = start + run.seconds - GRACE_SECONDS
+        while process.poll() is None and time.monotonic() < end and not interrupted.wait(POLL_SECONDS):
+            pass
+        status = f"exit {process.returncode}"
+        if process.returncode is None:
             os.killpg(process.pid, signal.SIGTERM)
-            status = "stopped at its limit"
+            status = "stopped" if interrupted.is_set() else "stopped at its limit"
             try:
                 process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
@@ -190,15 +208,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs: queue.Queue[str] = queue.Queue()
     for name in given.names:
         runs.put(name)
-    deadline = time.monotonic() + given.seconds
-    threads = [
-        threading.Thread(target=run_what_fits, args=(runs, gpu, given.out, deadline)) for gpu in given.gpus.split(",")
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return 0
+    session = Session(runs, given.out, time.monotonic() + given.seconds)
+    gpus = given.gpus.split(",")
+    with ThreadPoolExecutor(len(gpus)) as threads:
+        try:
+            list(threads.map(run_what_fits, [session] * len(gpus), gpus))
+        except KeyboardInterrupt:
+            session.interrupted.set()
+            return 130
+    return 1 if session.failed else 0
 
 
 if __name__ == "__main__":

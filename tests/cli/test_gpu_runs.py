@@ -1,6 +1,10 @@
 """The list of GPU measurements: its commands exist, and a run ends at its limit with all that it started."""
 
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -24,14 +28,40 @@ def test_a_run_ends_at_its_limit(tmp_path, monkeypatch, capsys):
     runs = {"slow": Run(6, endless), "long": Run(100, endless), "quick": Run(9, "python -c 'print(2 + 1)'")}
     monkeypatch.setattr(gpu_runs, "RUNS", runs)
     start = time.monotonic()
-    assert main(["slow", "long", "quick", "--gpus", "0,1", "--seconds", "30", "--out", str(tmp_path)]) == 0
+    assert main(["slow", "long", "quick", "--gpus", "0,1", "--seconds", "30", "--out", str(tmp_path)]) == 1
     assert time.monotonic() - start < 300
     shown = capsys.readouterr().out
     assert "slow: stopped at its limit" in shown and "long: not started" in shown and "quick: exit 0" in shown
     assert (tmp_path / "slow.log").read_text().splitlines()[-1] == "2"
 
 
+def test_the_status_says_whether_all_runs_succeeded(tmp_path, monkeypatch):
+    runs = {"good": Run(60, "python -c pass"), "bad": Run(60, "python -c 'raise SystemExit(3)'")}
+    monkeypatch.setattr(gpu_runs, "RUNS", runs)
+    assert main(["good", "--out", str(tmp_path)]) == 0
+    assert main(["bad", "good", "--out", str(tmp_path)]) == 1
+    assert main(["good", "--seconds", "1", "--out", str(tmp_path)]) == 1, "it was not started"
+
+
 def test_an_unknown_run_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["generate"])
     assert "there is no run 'generate'" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_the_runs_and_starts_no_other(tmp_path):
+    program = (
+        "import sys; from tools import gpu_runs; from tools.gpu_runs import Run\n"
+        "gpu_runs.RUNS = {n: Run(500, 'python -c \"import time; time.sleep(500)\"') for n in ('one', 'two')}\n"
+        f"sys.exit(gpu_runs.main(['one', 'two', '--out', {str(tmp_path)!r}]))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE)
+    try:
+        while not (tmp_path / "one.log").exists():
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        shown, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and b"one: stopped" in shown
+    assert not (tmp_path / "two.log").exists()
