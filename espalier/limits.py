@@ -20,7 +20,7 @@ MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
 MAX_COUNT = 2**31 - 1
 # Within these limits, scaled logits stay finite and nonzero in float32.
-MIN_TEMPERATURE = 1e-4
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1_000_000
 REPETITION_PENALTIES = (0.01, 100.0)
 MAX_ABS_BIAS = 10_000
 MAX_SEED = 2**63 - 1

@@ -15,7 +15,16 @@ from espalier import limits
 from espalier.errors import EspalierError, prompt_too_long, refuses_unknown, require_int
 from espalier.grammar.spec import Grammar, require_grammar
 from espalier.grammar.token_masker import TokenMasker
-from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, MIN_TEMPERATURE, number, whole_number
+from espalier.limits import (
+    MAX_BIAS,
+    MAX_LOGPROBS,
+    MAX_SAMPLES,
+    MAX_SEED,
+    MAX_TEMPERATURE,
+    MIN_TEMPERATURE,
+    number,
+    whole_number,
+)
 from espalier.logprobs import PromptLogprobs, TokenLogprob, TokenLogprobs
 from espalier.stats import SpeculationStats
 
@@ -42,7 +51,10 @@ class SamplingParams:
 
     temperature: float | None = _param(
         "0 is greedy; higher is more varied",
-        number(lambda t: t == 0 or t >= MIN_TEMPERATURE, f"0 (greedy), or {MIN_TEMPERATURE} and more"),
+        number(
+            lambda t: t == 0 or MIN_TEMPERATURE <= t <= MAX_TEMPERATURE,
+            f"0 (greedy), or {MIN_TEMPERATURE} to {MAX_TEMPERATURE}",
+        ),
         generation_config="temperature",
     )
     top_k: int | None = _param(

@@ -59,6 +59,7 @@ REFUSED = [
     ({"temperature": -1}, "temperature=-1"),
     ({"temperature": float("nan")}, "temperature=nan"),
     ({"temperature": 1e-9}, "temperature=1e-09"),
+    ({"temperature": 1e39}, "temperature=1e"),
     ({"temperature": True}, "temperature=True"),
     ({"top_k": -2}, "top_k=-2"),
     ({"top_k": 1.5}, "top_k=1.5"),
