@@ -313,8 +313,6 @@ class TextAnswer(Answer):
         }
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        choice.text_length, choice.has_begun = 0, False
-        choice.characters.reset()
         return {
             "index": choice.index,
             "text": self._echo(choice) + "".join(choice.texts),

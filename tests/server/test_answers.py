@@ -36,14 +36,15 @@ def sentencepiece():
 
 
 def answered(kind, body, tokenizer, entries, finish_reason="stop", prompt=(), **params):
-    answer = kind("id", body, ResolvedParams(**params), [list(prompt)], tokenizer)
+    whole, answer = (kind("id", body, ResolvedParams(**params), [list(prompt)], tokenizer) for _ in range(2))
     tokens = [entry.token_id for entry in entries]
     chunks = []
     for i, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
         last = finish_reason if i == len(tokens) - 1 else None
         piece = OutputChunk("x.0", token_ids=[token], from_draft=[False], logprobs=[entry], finish_reason=last)
         chunks.append(answer.chunk(*answer.take(0, Part("x", piece))))
-    return answer.whole()["choices"][0], [chunk["choices"][0] for chunk in chunks]
+        whole.take(0, Part("x", piece))
+    return whole.whole()["choices"][0], [chunk["choices"][0] for chunk in chunks]
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
@@ -133,11 +134,13 @@ def test_offsets_of_an_echo_are_places_of_the_prompts_text_too(make, text):
     for cut in range(1, len(tokens)):
         prompt, said = tokens[:cut], tokens[cut:]
         body = CompletionRequest(model="m", prompt=prompt, echo=True, logprobs=0)
-        answer = TextAnswer("id", body, ResolvedParams(), [prompt], tokenizer, [tokenizer.decode(prompt)])
+        of_body = body, ResolvedParams(), [prompt], tokenizer, [tokenizer.decode(prompt)]
+        answer, streamed = TextAnswer("id", *of_body), TextAnswer("id", *of_body)
         known = [None, *(TokenLogprob(token, -2.0, [], 1) for token in prompt[1:])]
         own = [TokenLogprob(token, -1.0, [], 1) for token in said]
         whole = OutputChunk("x.0", token_ids=said, logprobs=own, prompt_logprobs=known, finish_reason="length")
-        chunk = answer.chunk(*answer.take(0, Part("x", whole)))["choices"][0]
+        chunk = streamed.chunk(*streamed.take(0, Part("x", whole)))["choices"][0]
+        answer.take(0, Part("x", whole))
         [found] = answer.whole()["choices"]
         assert (chunk["text"], chunk["logprobs"]) == (found["text"], found["logprobs"])
         assert found["logprobs"]["token_logprobs"] == [None, *[-2.0] * (cut - 1), *[-1.0] * len(said)]
