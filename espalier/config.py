@@ -191,7 +191,7 @@ def supported(f: Field) -> str:
 def _range(limits: Mapping[str, Any]) -> str:
     low, high = limits.get("low"), limits.get("high")
     if low is None:
-        return f" above {limits['above']}"
+        return f" above {limits['above']}" + ("" if high is None else f", up to {high}")
     return f", {low} or more" if high is None else f", {low} to {high}"
 
 

@@ -20,7 +20,7 @@ ROUNDS_IN_FLIGHT = 2
 # Prompt log-probabilities: the most bytes of float32 logits computed at a time.  With a vocabulary of 128k that is 256
 # rows, which take about as long to compute as the head's weight takes to read.
 LOGITS_BYTES = 2**27
-# A verify pass: the same.  With a vocabulary of 128k that is 4186 rows, more than trees have by default
+# A verify pass: the same.  With a vocabulary of 128k that is 4185 rows, more than trees have by default
 # (startup/tree_policy.py).
 NODE_LOGITS_BYTES = 2**31
 # The row of the page buffers that padding uses.  It stays zero, so that a masked read of it is finite.
@@ -242,7 +242,7 @@ class RoundLayout:
 
     def max_pass_rows(self, decoding: bool) -> int:
         """Rows of a prefill pass.  decoding: whether running requests wait for it."""
-        return self.busy_chunk_size or self.chunk_size if decoding else self.chunk_size
+        return (decoding and self.busy_chunk_size) or self.chunk_size
 
     def tokens_ahead(self, rounds: int) -> int:
         """The most rows from the last root that the host has seen, that root included.

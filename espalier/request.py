@@ -302,8 +302,8 @@ class Request:
     salts are equal; prompt_logprobs: of prompt tokens from the second on, as far as they have been read.
 
     In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, the rows of these launched so far;
-    num_known, index of the last root that the host knows; rounds_in_flight, rounds launched and not yet read.
-    generation: how often it has left a slot.
+    num_known, index of the last root that the host knows, which is also the number of rows committed before it;
+    rounds_in_flight, rounds launched and not yet read.  generation: how often it has left a slot.
     """
 
     id: str

@@ -143,14 +143,14 @@ class SlotTable:
         self.counts = zeros(vocab_size, dtype=torch.int32)
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
-    def admission_updates(self, slot_inits: Sequence[SlotInit]) -> dict[str, ScatterUpdate]:
-        """Values for the admitted slots, by field.  All other cells of these slots must be cleared before."""
+    def init_updates(self, slot_inits: Sequence[SlotInit]) -> dict[str, ScatterUpdate]:
+        """What fills these slots, by field.  All other cells of them must be cleared before."""
         fields: dict[str, list[ScatterUpdate]] = {}
-        for request in slot_inits:
-            for name, values in _row(request).items():
+        for init in slot_inits:
+            for name, values in _row(init).items():
                 if not isinstance(values, ScatterUpdate):
                     values = ScatterUpdate(np.arange(len(values)), np.asarray(values, dtype=np.int64))
-                first = request.slot * getattr(self, name).shape[1]
+                first = init.slot * getattr(self, name).shape[1]
                 fields.setdefault(name, []).append(ScatterUpdate(first + values.at, values.values))
         return {name: ScatterUpdate(*map(np.concatenate, zip(*rows, strict=True))) for name, rows in fields.items()}
 
@@ -169,36 +169,36 @@ class SlotTable:
         return ScatterUpdate(slots * self.layout.table_width + columns, pages)
 
     def clear(self, slots: Tensor) -> None:
-        """Clear slots [A] of their last requests; admission_updates overwrites `ints` and `floats`."""
+        """Clear slots [A] of their last requests; init_updates overwrites `ints` and `floats`."""
         zeroed = (self.history, self.page_table, self.bias_ids, self.bias_values, self.counts, self.seen)
         for rows in (*zeroed, *self.carried.values()):
             rows.index_fill_(0, slots, 0)
         self.stop_ids.index_fill_(0, slots, -1)
 
-    def write(self, cells: Mapping[str, ScatterUpdate]) -> None:
+    def write(self, updates: Mapping[str, ScatterUpdate]) -> None:
         """Write updates, by field."""
-        for name, (at, values) in cells.items():
+        for name, (at, values) in updates.items():
             rows: Tensor = getattr(self, name)
             # The low bytes of an int64 are the narrower integer, or the float's bits.  A view costs no launch.
             narrowed = values.view(rows.dtype)[:: values.itemsize // rows.itemsize]
             rows.view(-1).index_copy_(0, at, narrowed)
 
 
-def _row(request: SlotInit) -> dict[str, Any]:
+def _row(init: SlotInit) -> dict[str, Any]:
     """The first values of each field's row, or a ScatterUpdate of columns and values."""
-    numbers = request.numbers
+    numbers = init.numbers
     row: dict[str, Any] = {
         "ints": [numbers[name] for name in INTS],
         "floats": _bits([numbers[name] for name in FLOATS]),
-        "history": request.tokens,
-        "page_table": request.pages,
-        "bias_ids": list(request.bias),
-        "bias_values": _bits(list(request.bias.values())),
-        "stop_ids": request.stop_ids,
+        "history": init.tokens,
+        "page_table": init.pages,
+        "bias_ids": list(init.bias),
+        "bias_values": _bits(list(init.bias.values())),
+        "stop_ids": init.stop_ids,
     }
-    if request.counts_tokens:
-        seen = np.unique(np.array(request.tokens[: request.prompt_len], dtype=np.int64))
-        output, times = np.unique(np.array(request.tokens[request.prompt_len :], dtype=np.int64), return_counts=True)
+    if init.counts_tokens:
+        seen = np.unique(np.array(init.tokens[: init.prompt_len], dtype=np.int64))
+        output, times = np.unique(np.array(init.tokens[init.prompt_len :], dtype=np.int64), return_counts=True)
         row |= {"seen": ScatterUpdate(seen, np.ones_like(seen)), "counts": ScatterUpdate(output, times)}
     return row
 

@@ -53,9 +53,11 @@ class Turn:
                 if not self.lock.acquire(blocking=False):
                     return
                 try:
-                    if self._in_whole or not self._postponed:
+                    if self._in_whole:
                         return
-                    self._postponed.popleft()()
+                    # Another thread may have taken the last one, and a third have left a new one meanwhile.
+                    if self._postponed:
+                        self._postponed.popleft()()
                 finally:
                     self.lock.release()
 

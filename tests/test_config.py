@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.config import EngineConfig, SpeculationConfig, is_open
@@ -219,6 +220,8 @@ def test_a_control_groups_limit_bounds_memory(monkeypatch, tmp_path):
     (tmp_path / "memory.current").write_text("400\n")
     monkeypatch.setattr(resolve, "CGROUP", tmp_path)
     assert resolve.free_memory(CPU) == 600
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 250\nactive_file 50\n")
+    assert resolve.free_memory(CPU) == 850, "cached files make way"
 
 
 def test_a_models_own_fields_reach_the_configuration():
@@ -258,6 +261,21 @@ def test_the_hub_out_of_reach_is_one_line(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     with pytest.raises(EspalierError, match=r"hub failed .no route to host.; check the name and the network"):
         load.find(EngineConfig(model="someone/something"))
+
+
+def test_weights_are_downloaded_once(monkeypatch):
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    stored = ["config.json", "consolidated.safetensors", "consolidated-00001.safetensors", *shards, "onnx/model.json"]
+    wanted = []
+
+    def download(name, **patterns):
+        wanted.extend(filter_repo_objects(stored, **patterns))
+        raise OSError("far enough")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(EspalierError, match="far enough"):
+        load.find(EngineConfig(model="someone/something"))
+    assert wanted == ["config.json", *shards]
 
 
 def test_a_draft_alone_needs_to_name_its_target():

@@ -5,6 +5,7 @@ import gc
 import signal
 import sys
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from unittest.mock import patch
@@ -93,6 +94,31 @@ def test_a_thread_leaves_what_it_has_to_do_to_the_thread_whose_turn_it_is():
         other.join(60)
         assert not other.is_alive() and not events
     assert events == ["other"]
+
+
+def test_an_action_that_is_left_while_another_is_looked_for_is_found():
+    """One thread sees an action and takes the lock; another has run it; a third leaves its own and goes."""
+
+    class Raced(deque):
+        looks = 0
+
+        def __bool__(self):
+            self.looks += 1
+            if self.looks == 2:
+                self.clear()
+                leave()
+                return False
+            return len(self) > 0
+
+    turn, events = Turn(), []
+    turn._postponed = Raced()
+
+    def leave():
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(turn.run, lambda: events.append("third")).result()
+
+    turn.run(lambda: events.append("first"))
+    assert events == ["third"]
 
 
 def interrupt(turn: Turn, moment: int) -> bool:

@@ -60,7 +60,7 @@ class Graph:
 
 
 @dataclass
-class Place:
+class HostEntry:
     """The pinned host buffers of one ring entry.
 
     logprobs: of Results.logprobs; copied: the event after which the buffers may be used again.
@@ -75,31 +75,31 @@ class Place:
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """A launch in flight.  reported: pinned tensors, valid after the event `place.copied`."""
+    """A launch in flight.  reported: pinned tensors, valid after the event `host.copied`."""
 
     results: Results
-    place: Place
+    host: HostEntry
     launch_input: LaunchInput
     reported: Reported
 
     def wait(self) -> None:
-        self.place.copied.synchronize()
+        self.host.copied.synchronize()
 
     def result(self) -> list[RequestResult]:
         self.wait()
-        entry = self.place.results[: len(self.launch_input.slots)].numpy()
+        entry = self.host.results[: len(self.launch_input.slots)].numpy()
         return read(self.results.fields, entry, self.reported, self.launch_input)
 
 
 @dataclass
 class CudaStagedHandle:
-    """A staged round in flight.  After the event `place.copied` its trees are on the host, while the GPU verifies.
+    """A staged round in flight.  After the event `host.copied` its trees are on the host, while the GPU verifies.
 
     stages: of this batch size; None once the round is settled.
     """
 
     executor: "CudaExecutor"
-    place: Place
+    host: HostEntry
     launch_input: LaunchInput
     stages: Stages | None
     settled: CudaHandle | None = None
@@ -116,12 +116,12 @@ class CudaStagedHandle:
         with torch.cuda.stream(self.executor.stream):
             self.stages.set_guide(guide)
             self.stages.propose(ask if asks else None)
-            self.executor.copy_entry(self.place, batch)
+            self.executor.copy_entry(self.host, batch)
             self.stages.verify()
 
     def trees(self) -> Trees:
-        self.place.copied.synchronize()
-        return read_trees(self.executor.results.fields, self.place.results[: len(self.launch_input.slots)].numpy())
+        self.host.copied.synchronize()
+        return read_trees(self.executor.results.fields, self.host.results[: len(self.launch_input.slots)].numpy())
 
     @torch.inference_mode()
     def settle(self, masks: RowMasks) -> None:
@@ -131,7 +131,7 @@ class CudaStagedHandle:
             self.stages.settle()
         # An eager round's tensors are free for the round that is launched before this one is read.
         self.stages = None
-        self.settled = self.executor.start_readback(self.place, self.launch_input, None)
+        self.settled = self.executor.start_readback(self.host, self.launch_input, None)
 
     def wait(self) -> None:
         assert self.settled is not None
@@ -180,7 +180,7 @@ class CudaExecutor:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         widest = len(pack_launch(runner.table, of_dummies(layout.max_batch), 0, layout.max_batch).vector)
         self.ring = [
-            Place(
+            HostEntry(
                 entry,
                 torch.zeros(widest, dtype=torch.int64, pin_memory=True),
                 torch.zeros(layout.max_batch, self.results.fields.width, dtype=torch.int64, pin_memory=True),
@@ -198,17 +198,17 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def launch(self, launch_input: LaunchInput) -> Handle:
-        place, batch, packed = self._packed(launch_input)
+        host, batch, packed = self._packed(launch_input)
         graph = None if launch_input.is_prefill else self.graphs.get(batch)
         self._prepare(launch_input, batch, graph is not None)
         output = None
         with torch.cuda.stream(self.stream):
             if graph is not None:
-                graph.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
+                graph.launch_input.copy_(_pinned(host.launch_input, packed), non_blocking=True)
                 self._replay(graph.graph)
             else:
                 output = self._eager(launch_input, packed)
-        return self.start_readback(place, launch_input, output)
+        return self.start_readback(host, launch_input, output)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         if self.replay_events is None:
@@ -220,13 +220,13 @@ class CudaExecutor:
         end.record()
         self.replay_events.append((start, end))
 
-    def _packed(self, launch_input: LaunchInput) -> tuple[Place, int, LaunchBuffer]:
+    def _packed(self, launch_input: LaunchInput) -> tuple[HostEntry, int, LaunchBuffer]:
         """The next buffers of the ring, after waiting until they are free; the padded batch; the packed launch."""
-        place = self.ring[self.num_launched % RING]
+        host = self.ring[self.num_launched % RING]
         self.num_launched += 1
-        place.copied.synchronize()
+        host.copied.synchronize()
         batch = self._padded_batch(launch_input)
-        return place, batch, pack_launch(self.runner.table, launch_input, place.entry, batch)
+        return host, batch, pack_launch(self.runner.table, launch_input, host.entry, batch)
 
     def _prepare(self, launch_input: LaunchInput, batch: int, in_graph: bool) -> None:
         """Announce the lengths of a launch to the attention backends, and clear its pages, on its stream."""
@@ -240,7 +240,7 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
-        place, batch, packed = self._packed(launch_input)
+        host, batch, packed = self._packed(launch_input)
         captured = self.stage_graphs.get(batch)
         self._prepare(launch_input, batch, captured is not None)
         with torch.cuda.stream(self.stream):
@@ -248,19 +248,19 @@ class CudaExecutor:
                 stages = self._eager_stages(packed, batch).stages
             else:
                 stages = captured
-                stages.launch_input.copy_(_pinned(place.launch_input, packed), non_blocking=True)
+                stages.launch_input.copy_(_pinned(host.launch_input, packed), non_blocking=True)
             stages.begin()
-        return CudaStagedHandle(self, place, launch_input, stages)
+        return CudaStagedHandle(self, host, launch_input, stages)
 
     def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
         return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.stage_memory)
 
-    def copy_entry(self, place: Place, batch: int) -> None:
+    def copy_entry(self, host: HostEntry, batch: int) -> None:
         """Copy a ring entry to the host on the copy stream, while the compute stream goes on."""
         self.copies.wait_stream(self.stream)
         with torch.cuda.stream(self.copies):
-            place.results[:batch].copy_(self.results.ring[place.entry, :batch], non_blocking=True)
-            place.copied.record(self.copies)
+            host.results[:batch].copy_(self.results.ring[host.entry, :batch], non_blocking=True)
+            host.copied.record(self.copies)
 
     @torch.inference_mode()
     def compile(self, launch_inputs: Iterable[LaunchInput]) -> None:
@@ -324,7 +324,7 @@ class CudaExecutor:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
         return packed.on(vector)
 
-    def start_readback(self, place: Place, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
+    def start_readback(self, host: HostEntry, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
         """Start the copies of the results, and of the requested log-probabilities, to the host.
 
         output: of an eager launch, the only kind that computes prompt log-probabilities; None for other launches.
@@ -337,12 +337,12 @@ class CudaExecutor:
         self.copies.wait_stream(self.stream)
         with torch.cuda.stream(self.copies):
             if launch_input.num_logprobs is not None:
-                emitted = place.logprobs[:batch]
-                emitted.copy_(self.results.logprobs[place.entry, :batch], non_blocking=True)
+                emitted = host.logprobs[:batch]
+                emitted.copy_(self.results.logprobs[host.entry, :batch], non_blocking=True)
             if prompt_logprobs is not None:
                 prompt = self._to_host(prompt_logprobs)
-            self.copy_entry(place, batch)
-        return CudaHandle(self.results, place, launch_input, Reported(emitted, prompt))
+            self.copy_entry(host, batch)
+        return CudaHandle(self.results, host, launch_input, Reported(emitted, prompt))
 
     def _to_host(self, value: Tensor) -> Tensor:
         value.record_stream(self.copies)

@@ -1,11 +1,11 @@
-"""The engine: `Engine.step` is one turn of the main loop.  It admits requests, starts a launch and reads a launch.
+"""The engine: `Engine.step` is one turn of the main loop.  It starts a launch and reads a launch.
 
 A round with a grammar runs in stages.  It is started like every other round: with overlap, before the host has read the
 round before it.  Its first stage, begin, needs no mask.  Once the host has read that round, it knows the grammars'
 states and resumes the new one.  It makes the masks of the trees' nodes while the target verifies them, and settles the
 round with these masks at the start of the next step.
 
-scheduler.py decides which requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
+scheduler.py decides which of the waiting requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
 """
 
 from collections.abc import Iterator
@@ -73,17 +73,15 @@ class Engine:
         self.scheduler = Scheduler(
             self.layout, self.pool, self.prefixes, rounds_in_flight=2 if overlap else 1, vocab_size=self.vocab_size
         )
-        self.inbox: list[Request] = []
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None
         self.observer: LaunchObserver | None = None
 
     def step(self) -> list[OutputChunk]:
-        """Admit new requests, start the next launch, read a launch.  Returns the output chunks of this step."""
+        """Start the next launch, read a launch.  Returns the output chunks of this step."""
         with self._stop_on_error():
             # A round that is not settled shares buffers with every later launch, so nothing comes before its end.
             self._settle()
-            self.scheduler.admit(self._drain_inbox())
             launch = self.scheduler.next_launch()  # a prefill pass, a round, or None
             started = self._start(launch) if launch else None
             if self.in_flight.overlap:
@@ -145,7 +143,7 @@ class Engine:
                 f"{self.pool.num_pages - 1} pages of {self.layout.page_size} tokens; "
                 "lower max_tokens or raise num_pages"
             )
-        self.inbox.append(request)
+        self.scheduler.waiting.add(request)
         self.requests[request.id] = request
 
     def abort(self, request_id: str) -> None:
@@ -162,7 +160,6 @@ class Engine:
         except BaseException as error:
             self.stopped = f"the engine stopped ({type(error).__name__}: {error}); make another LLM"
             self.in_flight.forget()
-            self.scheduler.admit(self._drain_inbox())
             self.scheduler.stop(self.stopped)
             raise
 
@@ -172,13 +169,9 @@ class Engine:
                 del self.requests[chunk.request_id]
         return chunks
 
-    def _drain_inbox(self) -> list[Request]:
-        arrived, self.inbox = self.inbox, []
-        return arrived
-
     @property
     def has_work(self) -> bool:
-        return bool(self.inbox) or self.scheduler.has_work
+        return self.scheduler.has_work
 
     @property
     def totals(self) -> SpeculationStats:

@@ -84,12 +84,12 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: 
 
     Raises EspalierError where the slot table or the vector is too small.
     """
-    cells = table.admission_updates(launch_input.slot_inits)
+    updates = table.init_updates(launch_input.slot_inits)
     appended_pages = table.page_table_updates(launch_input.appended_pages)
     if not launch_input.is_prefill:
-        appended_pages = _padded_cells(appended_pages, table.layout, batch)
-    initial = cells.get("page_table", ScatterUpdate(*np.zeros((2, 0), dtype=np.int64)))
-    cells["page_table"] = ScatterUpdate(*(np.concatenate(pair) for pair in zip(initial, appended_pages, strict=True)))
+        appended_pages = _padded_update(appended_pages, table.layout, batch)
+    initial = updates.get("page_table", ScatterUpdate(*np.zeros((2, 0), dtype=np.int64)))
+    updates["page_table"] = ScatterUpdate(*(np.concatenate(pair) for pair in zip(initial, appended_pages, strict=True)))
     parts = {
         "entry": np.array([entry]),
         "slots": _padded(launch_input.slots, batch),
@@ -97,7 +97,7 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: 
         **_pieces(launch_input),
         "cleared": np.array([slot_init.slot for slot_init in launch_input.slot_inits], dtype=np.int64),
     }
-    for name, (at, values) in cells.items():
+    for name, (at, values) in updates.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
     vector = np.concatenate([each for part in parts.values() for each in _aligned_part(part)])
     return LaunchBuffer(vector, tuple((name, len(part)) for name, part in parts.items()))
@@ -125,12 +125,12 @@ def _padded(values: Sequence[int], count: int) -> np.ndarray:
     return padded
 
 
-def _padded_cells(cells: ScatterUpdate, layout: RoundLayout, batch: int) -> ScatterUpdate:
+def _padded_update(update: ScatterUpdate, layout: RoundLayout, batch: int) -> ScatterUpdate:
     """Pad to the fixed length of a round.  Padding writes 0 to cell 0: the dummy request's first page stays page 0."""
     capacity = layout.max_appended_pages(batch)
-    if len(cells.at) > capacity:
+    if len(update.at) > capacity:
         raise EspalierError(
-            f"a round of {batch} requests appends {len(cells.at)} pages and its launch input holds {capacity}; both "
+            f"a round of {batch} requests appends {len(update.at)} pages and its launch input holds {capacity}; both "
             f"follow from {layout}: reserve pages with layout.reserve"
         )
-    return ScatterUpdate(_padded(cells.at, capacity), _padded(cells.values, capacity))
+    return ScatterUpdate(_padded(update.at, capacity), _padded(update.values, capacity))

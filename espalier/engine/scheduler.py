@@ -84,13 +84,8 @@ class Scheduler:
         self._appended: list[tuple[int, int, int]] = []
         self._to_clear: list[int] = []
 
-    def admit(self, requests: list[Request]) -> None:
-        """Add requests to the waiting queue, which is ordered by priority, then by arrival."""
-        for request in requests:
-            self.waiting.add(request)
-
     def abort(self, request: Request) -> None:
-        """End a request once no launch in flight holds it.  It must be admitted before the next launch."""
+        """End a request once no launch in flight holds it."""
         request.aborted = True
         self._aborted.append(request)
 
@@ -410,7 +405,7 @@ class Scheduler:
         """Return a running request to the queue.  It keeps its tokens; its full pages go to the prefix cache."""
         self.num_preempted += 1
         self._release(request)
-        self.admit([request])
+        self.waiting.add(request)
 
     def _release(self, request: Request) -> None:
         assert request.slot is not None

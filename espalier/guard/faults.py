@@ -194,7 +194,13 @@ def _one_late(right):
 
 
 def _wrong_parent(right):
-    return lambda tokens: right(tokens).roll(1, 1)
+    def with_edges(root, steps, topk, next_depth):
+        def wrong_depth(depth, rows, out):
+            return next_depth(depth, rows._replace(tokens=rows.tokens.roll(1, 1)), out)
+
+        return right(root, steps, topk, wrong_depth)
+
+    return with_edges
 
 
 def _scales_of_layer_before(right):
@@ -342,7 +348,7 @@ FAULTS = {
         Fault(
             "edge-of-wrong-parent",
             "the edges of a block draft are those of another token of the depth before",
-            "espalier.speculate.drafters.one_pass:edge_tokens",
+            "espalier.speculate.drafters.one_pass:with_edges",
             _wrong_parent,
         ),
         Fault(

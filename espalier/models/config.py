@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -231,22 +232,21 @@ def parse(
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, *rope_names}
     full = _with_partial_rotation({**family.defaults, **with_overrides(raw, overrides or {}, known)})
     refuse_unsupported(full, path, family.honours)
-    read = _Fields(full, path)
-    heads, layers = read.count("num_attention_heads"), read.count("num_hidden_layers")
-    hidden = read.count("hidden_size")
-    latent = read_latent(full, read.count, path) if family.latent else None
-    kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(read, heads, hidden)
+    count = partial(_count, full, path)
+    heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
+    latent = read_latent(full, count, path) if family.latent else None
+    kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(full, path, heads, hidden)
     rotated = latent.rope_size if latent else _rotated_size(full, head_size, path)
-    rope, max_position = read_rope(full, rotated, read.count("max_position_embeddings"), path)
+    rope, max_position = read_rope(full, rotated, count("max_position_embeddings"), path)
     return ModelConfig(
         architecture=family.architecture,
-        vocab_size=read.count("vocab_size"),
+        vocab_size=count("vocab_size"),
         hidden_size=hidden,
         num_layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
-        intermediate_size=read.count("intermediate_size"),
+        intermediate_size=count("intermediate_size"),
         rms_norm_eps=float(full["rms_norm_eps"]),
         rope=rope,
         max_position=max_position,
@@ -313,29 +313,24 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
-class _Fields:
-    """Typed access to fields; errors name the field."""
-
-    def __init__(self, full: Raw, path: Path) -> None:
-        self.full = full
-        self.path = path
-
-    def count(self, name: str) -> int:
-        value = self.full.get(name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise EspalierError(
-                f"{self.path}: {name} = {value!r}; a positive integer is needed; correct it or pass model_overrides"
-            )
-        return value
+def _count(full: Raw, path: Path, name: str) -> int:
+    """The positive integer of a field.  Raises EspalierError naming a field that has none."""
+    value = full.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise EspalierError(
+            f"{path}: {name} = {value!r}; a positive integer is needed; correct it or pass model_overrides"
+        )
+    return value
 
 
-def _kv_heads(read: _Fields, heads: int, hidden: int) -> tuple[int, int]:
+def _kv_heads(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]:
     """(key-value heads, size of a head) of layers that keep K and V heads."""
-    head_size = read.count("head_dim") if read.full.get("head_dim") is not None else hidden // heads
-    kv_heads = read.count("num_key_value_heads") if read.full.get("num_key_value_heads") is not None else heads
+    head_size = hidden // heads if full.get("head_dim") is None else _count(full, path, "head_dim")
+    name = "num_key_value_heads"
+    kv_heads = heads if full.get(name) is None else _count(full, path, name)
     if heads % kv_heads or head_size % 2:
         raise EspalierError(
-            f"{read.path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
+            f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
             "of key-value heads, and the size must be even; correct the config or override the fields"
         )
     return kv_heads, head_size

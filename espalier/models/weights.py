@@ -337,12 +337,12 @@ class WeightCount:
 
 
 def stored_weights(path: Path, formats: FormatOf) -> WeightCount:
-    """The size of the weights in a directory's safetensors files.
+    """The size of the weights that `Weights` reads from a directory's safetensors files.
 
-    An unreadable file counts as 0 here; loading reports it.
+    An unreadable file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index.
     """
     count = WeightCount()
-    for file in path.glob("*.safetensors"):
+    for file in shards_of(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118

@@ -86,7 +86,7 @@ class SamplingRows:
         )
 
 
-def shape(
+def process_logits(
     logits: Tensor, rows: SamplingRows, needs: SamplingNeeds, positions: Tensor, above: Above | None = None
 ) -> Tensor:
     """Apply bias and bans, then penalties.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, shape
+from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, process_logits
 
 
 class SampledTokens(NamedTuple):
@@ -45,7 +45,7 @@ def pick(
     noise: [B, Q, V], None where nothing is sampled; above: drafted tokens that count as output.
     """
     if rows is not None:
-        logits = shape(logits, rows, needs, positions, above)
+        logits = process_logits(logits, rows, needs, positions, above)
     if rows is not None and noise is not None:
         greedy = (rows.temperature == 0)[:, None, None]
         scaled = over_temperature(logits, rows)

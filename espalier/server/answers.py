@@ -27,6 +27,11 @@ def event(chunk: dict[str, Any]) -> bytes:
     return b"data: " + to_json(chunk) + b"\n\n"
 
 
+def makes_text_there(params: ResolvedParams) -> bool:
+    """Whether the engine process makes the text.  It must if there are stop strings, which end a request there."""
+    return bool(params.stop)
+
+
 @dataclass
 class Delta:
     """The output that a part adds to one choice."""
@@ -142,13 +147,8 @@ class Answer:
     def _choice(self, index: int, prompt: list[int]) -> Choice:
         return Choice(index, prompt, partial(self._sink, prompt), self.params.include_stop_str_in_output)
 
-    @property
-    def detokenize_there(self) -> bool:
-        """Whether the engine process makes the text.  It must if there are stop strings, which end a request there."""
-        return bool(self.params.stop)
-
     def _sink(self, prompt: list[int]) -> TextStream | None:
-        return None if self.detokenize_there else text_sink(self.tokenizer, prompt, self.params)
+        return None if makes_text_there(self.params) else text_sink(self.tokenizer, prompt, self.params)
 
     def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
         """Add a part of a prompt."""

@@ -176,16 +176,21 @@ def _add_generation(app: FastAPI, server: Server) -> None:
                 shown = sent_prompts if body.truncate_prompt_tokens is None else prompts
                 size = sum(len(prompt) for prompt in shown if not isinstance(prompt, str))
                 echo = await front.lanes.run(_echo, shown, params.skip_special_tokens, size=size)
-        id = f"cmpl-{request_id.get()}"
-        answer = TextAnswer(id, body, params, prompts, front.inputs.tokenizer, echo)
-        return _naming(ignored, await front.respond(http, body, prompts, answer))
+
+        def answer() -> TextAnswer:
+            return TextAnswer(f"cmpl-{request_id.get()}", body, params, prompts, front.inputs.tokenizer, echo)
+
+        return _naming(ignored, await front.respond(http, body, prompts, params, answer))
 
     @post("/v1/chat/completions", responses=STREAMED | answers_with(*GENERATES))
     async def chat(body: ChatRequest, http: Request) -> Response:
         front = server.of(body.model)
         talk = await converse(front, body)
-        answer = ChatAnswer(f"chatcmpl-{request_id.get()}", body, *talk.answer_arguments)
-        return _naming(talk.ignored, await front.respond(http, body, [talk.prompt], answer))
+
+        def answer() -> ChatAnswer:
+            return ChatAnswer(f"chatcmpl-{request_id.get()}", body, *talk.answer_arguments)
+
+        return _naming(talk.ignored, await front.respond(http, body, [talk.prompt], talk.params, answer))
 
     @post("/v1/responses", responses=STREAMED | answers_with(*GENERATES))
     async def respond(body: ResponsesRequest, http: Request) -> Response:
@@ -194,8 +199,11 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         with naming_fields(), refusing():
             chat = body.as_chat()
             talk = await converse(front, chat)
-        answer = ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
-        return _naming(ignored + talk.ignored, await front.respond(http, chat, [talk.prompt], answer))
+
+        def answer() -> ResponsesAnswer:
+            return ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
+
+        return _naming(ignored + talk.ignored, await front.respond(http, chat, [talk.prompt], talk.params, answer))
 
 
 def _naming(ignored: Sequence[str], answer: Response) -> Response:

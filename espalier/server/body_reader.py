@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.body_process import LENGTH, framed
@@ -23,6 +23,18 @@ SMALL_BYTES = 65536
 MAX_WAITING = 32
 # The content-encoding of a body that is sent as it is.
 IDENTITY = "identity"
+
+
+async def _received(http: Request) -> bytes:
+    """The whole body.  Raises ClientDisconnect.  Starlette's own reading takes twice the time."""
+    parts: list[bytes] = []
+    while True:
+        message = await http.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
 
 
 class BodyReader:
@@ -37,7 +49,7 @@ class BodyReader:
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
         """The body as a record of `model`.  Raises ApiError."""
-        data, content_type = await http.body(), http.headers.get("content-type", "")
+        data, content_type = await _received(http), http.headers.get("content-type", "")
         if (encoding := http.headers.get("content-encoding", IDENTITY)) != IDENTITY:
             raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
         if len(data) <= SMALL_BYTES:

@@ -11,7 +11,7 @@ from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams
 from espalier.server.errors import refusal
 from espalier.server.front import Front
-from espalier.server.openai import Body, ChatRequest, Message, without_effect
+from espalier.server.openai import ChatRequest, Message, without_effect
 from espalier.text import Tokenizer
 from espalier.tools.plan import ChatPlan
 
@@ -91,9 +91,11 @@ def num_characters(value: Any) -> int:
     """The characters of all texts in a value that was read from a body."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, dict):
-        return sum(len(name) + num_characters(each) for name, each in value.items())
     if isinstance(value, list):
         return sum(map(num_characters, value))
-    # Of a record, the fields that were sent: most of them are not.
-    return num_characters([getattr(value, name) for name in value.model_fields_set]) if isinstance(value, Body) else 0
+    if isinstance(value, dict):
+        return sum(len(name) + num_characters(each) for name, each in value.items())
+    if isinstance(value, bool | int | float | None):
+        return 0
+    # A record, of which most fields are not set.
+    return sum(num_characters(each) for each in vars(value).values() if each is not None)

@@ -6,9 +6,10 @@ aborted.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
-from espalier.server.answers import Answer
+from espalier.server.answers import Answer, makes_text_there
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
 from espalier.server.engines import EngineGone, Engines, Generation
@@ -156,11 +157,22 @@ class Front:
         if len(text) > limit:
             raise EspalierError(f"a text of {len(text)} characters is not supported; use at most {limit}")
 
-    async def respond(self, http: Request, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Response:
-        """Run a request.  Raises ApiError; for a stream only before its first event."""
+    async def respond(
+        self,
+        http: Request,
+        body: Generating,
+        prompts: Sequence[list[int]],
+        params: ResolvedParams,
+        make_answer: Callable[[], Answer],
+    ) -> Response:
+        """Run a request.  Raises ApiError; for a stream only before its first event.
+
+        make_answer: called once the prompts have left.
+        """
         loop = asyncio.get_running_loop()
         limit = self.options.request_timeout_s
-        run = Run(self, answer, self._submit(body, prompts, answer), None if limit is None else loop.time() + limit)
+        generation = self._submit(body, prompts, params)
+        run = Run(self, make_answer, generation, None if limit is None else loop.time() + limit)
         try:
             # The rest is done while the engine computes.
             await self.engines.sent()
@@ -206,11 +218,11 @@ class Front:
         if num_held + num_samples > capacity:
             raise full(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
 
-    def _submit(self, body: Generating, prompts: Sequence[list[int]], answer: Answer) -> Generation:
-        self._require_capacity(len(prompts) * answer.params.n)
+    def _submit(self, body: Generating, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
+        self._require_capacity(len(prompts) * params.n)
         name = request_id.get()
         try:
-            return self.engines.submit(name, prompts, answer.params, body.priority or 0, answer.detokenize_there)
+            return self.engines.submit(name, prompts, params, body.priority or 0, makes_text_there(params))
         except EngineGone as error:
             raise self._gone(str(error)) from None
 
@@ -228,10 +240,10 @@ class Front:
 class Run:
     """One request in progress.  deadline: on the event loop's clock."""
 
-    def __init__(self, front: Front, answer: Answer, generation: Generation, deadline: float | None):
+    def __init__(self, front: Front, make_answer: Callable[[], Answer], generation: Generation, deadline: float | None):
         self.metrics = front.metrics
         self.timeout_s = front.options.request_timeout_s
-        self.answer = answer
+        self.make_answer = make_answer
         self.generation = generation
         self.deadline = deadline
         self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
@@ -239,6 +251,10 @@ class Run:
         self.last_token_at: dict[tuple[str, int], float] = {}
         self.leaving: asyncio.Task[None] | None = None
         self._opening = b""
+
+    @cached_property
+    def answer(self) -> Answer:
+        return self.make_answer()
 
     def watch(self, http: Request) -> None:
         """From now on, the client's disconnect ends the request with ClientLeft."""

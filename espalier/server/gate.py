@@ -75,8 +75,6 @@ class Gate:
         scope.setdefault("state", {})["request_id"] = request_id.get()
         refused: ApiError | None = None
         began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive, scope["path"])
-        # Quoted, so that a line break in the path cannot forge a log line.
-        path = quote(scope["path"])
         self.num_open += 1
         try:
             self._check_key(scope["path"], headers)
@@ -87,7 +85,7 @@ class Gate:
             if not answer.status:
                 await JSONResponse(error.body(), error.status_code, error.headers)(scope, receive, answer)
         except Exception:
-            log.exception("%s %s failed", method, path)
+            log.exception("%s %s failed", method, _shown(scope))
             if not answer.status:
                 failed = ApiError(500, FAILED)
                 await JSONResponse(failed.body(), 500)(scope, receive, answer)
@@ -99,7 +97,7 @@ class Gate:
             # Probes would fill the log.
             level = logging.DEBUG if scope["path"] in OPEN_PATHS and answer.status == 200 else logging.INFO
             why = _reason(refused or scope["state"].get("refused"))
-            log.log(level, "%s %s %d %.3f s%s", method, path, status, seconds, why)
+            log.log(level, "%s %s %d %.3f s%s", method, _shown(scope), status, seconds, why)
             route = scope.get("route")
             self.answered(getattr(route, "path", "other"), status)
 
@@ -112,6 +110,11 @@ class Gate:
                 error = ApiError(401, message, code="invalid_api_key")
                 error.headers = {"www-authenticate": "Bearer"}
                 raise error
+
+
+def _shown(scope: Scope) -> str:
+    """The path in a log line, quoted, so that a line break in it cannot forge another line."""
+    return quote(scope["path"])
 
 
 def _reason(refused: ApiError | None) -> str:

@@ -21,14 +21,30 @@ MAX_WAITING = 32
 MAX_INLINE = 2048
 
 
+class Lane:
+    """num_open: pieces of work that wait or run, also those whose request was cancelled: a thread cannot be stopped."""
+
+    def __init__(self, inputs: InputProcessor, thread: ThreadPoolExecutor):
+        self.inputs = inputs
+        self.thread = thread
+        self.num_open = 0
+
+    async def run(self, work: Callable[..., T], *values: Any) -> T:
+        running = asyncio.get_running_loop().run_in_executor(self.thread, work, self.inputs, *values)
+        self.num_open += 1
+        running.add_done_callback(self._end)
+        return await asyncio.shield(running)
+
+    def _end(self, running: asyncio.Future[Any]) -> None:
+        self.num_open -= 1
+
+
 class Lanes:
     """inputs: used by the short lane; the long lane uses a copy."""
 
     def __init__(self, inputs: InputProcessor):
-        self._short = inputs, ThreadPoolExecutor(1, "tokenizing-short")
-        self._long = inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizing-long")
-        self._num_short = 0
-        self._num_long = 0
+        self._short = Lane(inputs, ThreadPoolExecutor(1, "tokenizing-short"))
+        self._long = Lane(inputs.for_another_thread(), ThreadPoolExecutor(1, "tokenizing-long"))
 
     async def run(self, work: Callable[..., T], *values: Any, size: int, field: str | None = None) -> T:
         """Run work(InputProcessor, *values) in a lane.
@@ -37,29 +53,17 @@ class Lanes:
         raises EspalierError, or if too many long prompts wait.
         """
         try:
-            if size <= MAX_INLINE and not self._num_short:
+            if size <= MAX_INLINE and not self._short.num_open:
                 # Nobody else uses this lane's tokenizer now.
-                return work(self._short[0], *values)
+                return work(self._short.inputs, *values)
             if size <= MAX_SHORT:
-                self._num_short += 1
-                try:
-                    return await self._in(self._short, work, *values)
-                finally:
-                    self._num_short -= 1
-            if self._num_long > MAX_WAITING:
+                return await self._short.run(work, *values)
+            if self._long.num_open > MAX_WAITING:
                 raise full(f"{MAX_WAITING} long prompts are already waiting to be tokenized")
-            self._num_long += 1
-            try:
-                return await self._in(self._long, work, *values)
-            finally:
-                self._num_long -= 1
+            return await self._long.run(work, *values)
         except EspalierError as error:
             raise refusal(error, field) from None
 
-    async def _in(self, lane: tuple[InputProcessor, ThreadPoolExecutor], work: Callable[..., T], *values: Any) -> T:
-        inputs, thread = lane
-        return await asyncio.get_running_loop().run_in_executor(thread, work, inputs, *values)
-
     def close(self) -> None:
-        for _, thread in (self._short, self._long):
-            thread.shutdown(wait=False)
+        for lane in (self._short, self._long):
+            lane.thread.shutdown(wait=False)

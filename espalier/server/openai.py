@@ -75,7 +75,8 @@ def _whole_text(value: Any) -> None:
             raise ValueError("text contains a lone surrogate (\\ud800 to \\udfff); send whole characters") from None
     elif isinstance(value, dict):
         for name, inner in value.items():
-            if not name.isascii():
+            # A bias that was read once has token ids as names.
+            if not (isinstance(name, int) or name.isascii()):
                 _whole_text(name)
             if type(inner) not in PLAIN:
                 _whole_text(inner)
@@ -202,7 +203,8 @@ class Generating(Hinted, Constrained):
 
 def without_effect(body: BaseModel) -> list[str]:
     """Names of the fields of a body that were sent and have no effect, in the order of the model."""
-    return [name for name in _names_without_effect(type(body)) if getattr(body, name) is not None]
+    given = body.model_fields_set
+    return [name for name in _names_without_effect(type(body)) if name in given and getattr(body, name) is not None]
 
 
 @cache

@@ -36,6 +36,8 @@ CLOSE_S = 5
 # A client that reads nothing for this long loses its connection, at the end and while draining.
 STALLED_AT_CLOSE_S = 1.0
 STALLED_AT_DRAIN_S = 5.0
+# New objects after which the youngest generation is collected.
+COLLECT_AFTER = 20_000
 # uvicorn ticks ten times a second.
 TICKS_PER_SWEEP = 10
 
@@ -151,6 +153,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
             log_config=None,
             access_log=False,
             server_header=False,
+            # Nothing here depends on a client's address that a proxy adds.
+            proxy_headers=False,
             lifespan="off",
             # A WebSocket request gets a normal 404.
             ws="none",
@@ -164,6 +168,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         # The application lives as long as the process: garbage collections must not search it.
         gc.collect()
         gc.freeze()
+        # The default, 700 objects, is a few requests: those that arrive together would wait for collections.
+        gc.set_threshold(COLLECT_AFTER)
         if batches is not None:
             batches.start(gate, options.api.api_key)
         _allow_reuse(listener)

@@ -127,8 +127,8 @@ class Worker:
 
     def _start(self, submit: Submit, grammar: CompiledGrammar | None) -> None:
         asked = (submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
-        group = self.llm.group(*asked, grammar)
         try:
+            group = self.llm.group(*asked, grammar)
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:
@@ -174,7 +174,7 @@ class Worker:
         cached = 0 if engine.prefixes is None else len(engine.prefixes)
         return Report(
             harvests=self.steps,
-            waiting=len(scheduler.waiting) + len(engine.inbox) + len(self.compiling),
+            waiting=len(scheduler.waiting) + len(self.compiling),
             running=len(scheduler.running),
             pages_free=pool.free,
             pages_cached=cached,

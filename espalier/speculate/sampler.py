@@ -16,7 +16,7 @@ from espalier.kernels.sampling.pick import pick_triton
 from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.kernels.tree.edge_topk import LowRankEdges, Rows, edge_topk_triton, fill_depth
 from espalier.kernels.tree.select_paths import Candidates
-from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, shape
+from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, process_logits
 from espalier.sampling.mask import DraftGuide, force, masked, unpack_mask
 from espalier.sampling.noise import gumbel
 from espalier.sampling.pick import SampledTokens, coupled_scores, over_temperature, pick
@@ -153,7 +153,7 @@ class Sampler:
             return torch.log_softmax(precise, -1), d2t
         if d2t is not None:
             precise = precise.new_full((*precise.shape[:-1], self.vocab), -torch.inf).index_copy_(-1, d2t, precise)
-        processed = shape(precise, self.rows, self.needs, self.first[:, None] + offsets, above)
+        processed = process_logits(precise, self.rows, self.needs, self.first[:, None] + offsets, above)
         noise = self._noise(offsets)
         if noise is None:
             return torch.log_softmax(processed, -1), None

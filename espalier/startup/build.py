@@ -100,8 +100,19 @@ def assemble(
     Raises EspalierError if a backend cannot run a layer, or if the prefix cache does not support one.
     """
     require_reentry(prefix_cache, (*target.layer_specs, *(draft.layer_specs if draft is not None else ())))
-    models = target, draft, algorithm
-    runner = make_runner(layout, *models, attention, num_pages, dtype, device, draft_attention, overlap, kv)
+    runner = make_runner(
+        layout,
+        target,
+        draft,
+        algorithm,
+        attention=attention,
+        draft_attention=draft_attention,
+        num_pages=num_pages,
+        dtype=dtype,
+        device=device,
+        overlap=overlap,
+        kv=kv,
+    )
     return engine_of(runner, overlap, prefix_cache, graph_batch, keep_graphs, capture_stages)
 
 

@@ -11,6 +11,8 @@ BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
 # The bundled model's drafts by algorithm; where none is set, eagle3's is used.
 BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp", "block": BUNDLED_FILES / "block"}
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# Folders, and the copy of all weights under the publisher's own names that Mistral's repositories have.
+NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]
 
 
 def find_target(name: str | PathLike[str], what: str = "model") -> Path:
@@ -87,7 +89,7 @@ def _download(what: str, name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=NOT_DOWNLOADED))
     except Exception as error:  # no network, no such repository, no permission, no space: each has another class
         raise EspalierError(
             f"{what}={name!r} is not a directory, and the download from the Hugging Face hub failed "

@@ -198,8 +198,19 @@ def _measure_pages(
     kv = kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype)
 
     def make(num_pages: int) -> ModelRunner:
-        parts = (layout, target, draft, resolved.algorithm, resolved.attention, num_pages, dtype, device)
-        return make_runner(*parts, resolved.draft_attention, resolved.overlap, kv)
+        return make_runner(
+            layout,
+            target,
+            draft,
+            resolved.algorithm,
+            attention=resolved.attention,
+            draft_attention=resolved.draft_attention,
+            num_pages=num_pages,
+            dtype=dtype,
+            device=device,
+            overlap=resolved.overlap,
+            kv=kv,
+        )
 
     layer_specs = cache_specs(target.layer_specs, _specs_of(draft), kv)
     page_bytes = layout.tokens_in(bytes_per_token(layer_specs, dtype))

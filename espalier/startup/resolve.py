@@ -33,6 +33,12 @@ LAYOUT_FIELDS = (
     *("page_size", "max_batch", "max_context", "chunk_size", "busy_chunk_size", "reentry", "block_rows"),
 )
 CGROUP = Path("/sys/fs/cgroup")
+# Of control groups v2 and v1: the files with the limit, the use and its parts, and the part that the kernel gives back
+# when memory runs short.  It is cached files, such as those of a model that was loaded before.
+CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+)
 # The least compute capability: bfloat16 on tensor cores, and asynchronous copies to shared memory.
 LEAST_CAPABILITY = (8, 0)
 log = logging.getLogger(__name__)
@@ -230,7 +236,7 @@ def resolve(
         threads=choose_threads(config.threads, device.type, facts.weights.nbytes(getattr(torch, dtype)), facts.threads),
         attention=attention,
         draft_attention=draft_attention,
-        num_pages=_num_pages(config, layout, facts, getattr(torch, dtype)),
+        num_pages=_num_pages(config, layout, facts, getattr(torch, dtype), defaults.memory_share),
         prefix_cache=prefix_cache,
         overlap=overlap,
         graph_batch=_graph_batch(config, layout, device),
@@ -334,7 +340,7 @@ def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device
     return int(config.graph_batch)
 
 
-def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: torch.dtype) -> int:
+def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: torch.dtype, memory_share: float) -> int:
     """The user's num_pages, else the pages that fit into a share of the free memory, the dummy page included.
 
     At most the pages of a full batch of full contexts.  Raises EspalierError if the user's pages do not fit, or if not
@@ -354,7 +360,7 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
                 "pages; lower it, or leave it to 'auto'"
             )
         return config.num_pages
-    affordable = int(available * DEFAULTS[choose_device(config).type].memory_share) // page_bytes
+    affordable = int(available * memory_share) // page_bytes
     if affordable < layout.least_pages:
         raise EspalierError(
             f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens and "
@@ -384,11 +390,19 @@ def _machine_memory() -> int:
 
 def _cgroup_memory() -> list[int]:
     """Bytes that this process's control group may still use, by cgroup v2 and v1 limits; 2**63 for no limit."""
-    pairs = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
     remaining = [2**63]
-    for limit, used in pairs:
+    for limit, used, parts, cached in CGROUP_FILES:
         try:
-            remaining.append(int((CGROUP / limit).read_text()) - int((CGROUP / used).read_text()))
+            in_use = int((CGROUP / used).read_text()) - _part(CGROUP / parts, cached)
+            remaining.append(int((CGROUP / limit).read_text()) - in_use)
         except (OSError, ValueError):
             continue
     return remaining
+
+
+def _part(file: Path, name: str) -> int:
+    """The bytes on the line `name` of a control group's statistics; 0 if it has none."""
+    try:
+        return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(f"{name} "))
+    except (OSError, StopIteration):
+        return 0

@@ -205,9 +205,9 @@ def crossovers(path: Path = SHIPPED) -> list[Crossover]:
     return _parse_all(path, "crossovers", _parse_crossover)
 
 
-def chip_figures(path: Path = SHIPPED) -> dict[Chip, ChipFigures]:
-    """What the chips of a file were measured to do.  Raises EspalierError naming a file of another form."""
-    return dict(_parse_all(path, "chips", _parse_chip))
+def chip_figures() -> dict[Chip, ChipFigures]:
+    """What chips were measured to do."""
+    return dict(_parse_all(SHIPPED, "chips", _parse_chip))
 
 
 def _parse_all(path: Path, name: str, parse_entry: Callable[[dict[str, Any]], Parsed]) -> list[Parsed]:

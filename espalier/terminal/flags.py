@@ -90,7 +90,12 @@ def given_flags(args: Namespace) -> list[str]:
 
 
 def named_models(args: Namespace) -> dict[str, str]:
-    """The model and the draft that a command names, by a flag of EngineConfig or by one of its own."""
+    """The model and the draft that a command loads, by a flag of EngineConfig or by one of its own.
+
+    With --url it loads none: the name is for a running server.
+    """
+    if getattr(args, "url", None):
+        return {}
     given = {
         name: getattr(args, _destination(EngineConfig, name), None) or getattr(args, name, None)
         for name in ("model", "draft")

@@ -65,7 +65,8 @@ class BundleFolders:
         return self.work / "packed"
 
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer.from_file(str(self.target / "tokenizer.json"))
+        # Not from_file, whose error of a missing file does not name it.
+        return Tokenizer.from_str((self.target / "tokenizer.json").read_text(encoding="utf-8"))
 
     def results(self) -> dict[str, Any]:
         path = self.work / "results.json"

@@ -16,7 +16,7 @@ from espalier.errors import EspalierError, one_line, require_int
 from espalier.startup.checkpoints import find_draft, find_target, require_names
 from espalier.terminal.flags import flag_of
 from espalier.train import interrupted
-from espalier.train.configs import kind_in, read_target
+from espalier.train.configs import MIN_CAPTURED_LAYERS, kind_in, read_target
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig
 from espalier.train.work import require_folder
 
@@ -34,13 +34,14 @@ class Trainer:
     """A kind of draft.  train, evaluate: "module:function"; the modules import PyTorch, so only a run imports them.
 
     train: (target's directory, token ids, out, work, config) -> figures; evaluate: (draft's directory, target's
-    directory, prompts, tokens continued).
+    directory, prompts, tokens continued); min_layers: of a target.
     """
 
     help: str
     config: type[TrainConfig]
     train: str
     evaluate: str
+    min_layers: int = 1
 
 
 TRAINERS = MappingProxyType(
@@ -50,6 +51,7 @@ TRAINERS = MappingProxyType(
             Eagle3Config,
             "espalier.train.eagle3:train_eagle3",
             "espalier.train.evaluate:evaluate_draft",
+            MIN_CAPTURED_LAYERS,
         ),
         "mtp": Trainer(
             "train an MTP head of one or several layers for a target",
@@ -62,6 +64,7 @@ TRAINERS = MappingProxyType(
             BlockConfig,
             "espalier.train.block:train_block",
             "espalier.train.block:evaluate_block",
+            MIN_CAPTURED_LAYERS,
         ),
     }
 )
@@ -103,30 +106,47 @@ class Parser(argparse.ArgumentParser):
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
+def not_empty(text: str) -> str:
+    """The type of a flag that names something: `--out "$OUT"` with OUT unset must not mean the folder it runs in."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty; give a name")
+    return text
+
+
+def given_path(text: str) -> Path:
+    return Path(not_empty(text))
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m espalier.train", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, trainer in TRAINERS.items():
         train = commands.add_parser(name, help=trainer.help)
-        train.add_argument("--target", required=True, help=TARGET_HELP)
-        train.add_argument("--data", type=Path, required=True, help=DATA_HELP)
-        train.add_argument("--out", type=Path, required=True, help=OUT_HELP)
-        train.add_argument("--work", type=Path, help="where an unfinished run keeps its state [OUT/work]")
+        train.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
+        train.add_argument("--data", type=given_path, required=True, help=DATA_HELP)
+        train.add_argument("--out", type=given_path, required=True, help=OUT_HELP)
+        train.add_argument("--work", type=given_path, help="where an unfinished run keeps its state [OUT/work]")
         add_config_flags(train, trainer.config)
     own_text = commands.add_parser("own-text", help="continue text by the target, for all runs of a work folder")
-    own_text.add_argument("--target", required=True, help=TARGET_HELP)
-    own_text.add_argument("--data", type=Path, required=True, help=DATA_HELP)
-    own_text.add_argument("--work", type=Path, required=True, help="the folder; texts of several seeds add up there")
+    own_text.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
+    own_text.add_argument("--data", type=given_path, required=True, help=DATA_HELP)
+    own_text.add_argument(
+        "--work", type=given_path, required=True, help="the folder; texts of several seeds add up there"
+    )
     add_config_flags(own_text, OwnTextConfig)
     evaluate = commands.add_parser("evaluate", help="accept lengths of a draft on the target's own greedy text")
-    evaluate.add_argument("--target", required=True, help=TARGET_HELP)
-    evaluate.add_argument("--draft", required=True, help="the draft: a directory, a Hugging Face id, or 'bundled'")
-    evaluate.add_argument("--data", type=Path, required=True, help="JSON lines with prompts, as for training")
+    evaluate.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
+    evaluate.add_argument(
+        "--draft", type=not_empty, required=True, help="the draft: a directory, a Hugging Face id, or 'bundled'"
+    )
+    evaluate.add_argument("--data", type=given_path, required=True, help="JSON lines with prompts, as for training")
     evaluate.add_argument("--max-tokens", type=int, default=200, help="tokens continued after each prompt [200]")
     bundled = commands.add_parser("bundled", help="make the bundled model again")
-    bundled.add_argument("--out", type=Path, required=True, help="where target, draft, prompts and card go")
-    bundled.add_argument("--work", type=Path, help="corpus, packed tokens and unfinished runs [OUT/work]")
-    bundled.add_argument("--site-packages", type=Path, action="append", help="of the corpus environment; may repeat")
+    bundled.add_argument("--out", type=given_path, required=True, help="where target, draft, prompts and card go")
+    bundled.add_argument("--work", type=given_path, help="corpus, packed tokens and unfinished runs [OUT/work]")
+    bundled.add_argument(
+        "--site-packages", type=given_path, action="append", help="of the corpus environment; may repeat"
+    )
     bundled.add_argument("--only", choices=STAGES, help="run one stage")
     return parser
 
@@ -157,7 +177,7 @@ def _train(arguments: argparse.Namespace) -> None:
     require_folder("--out", out)
     require_folder("--work", work)
     target = find_target(arguments.target, "--target")
-    config.require_target(read_target(target))
+    config.require_target(read_target(target, trainer.min_layers))
     stream = function("espalier.train.data:read_stream")(arguments.data, target)
     function(trainer.train)(target, stream, out, work, config)
 

@@ -84,10 +84,10 @@ class TrainConfig(OwnTextConfig):
         "share of a batch's rows, 0 to 1, that is the target's own text; the rest is data", 0.6, low=0, high=1
     )
     matrix_lr: float = option(
-        "highest learning rate of the matrices between hidden states, which Muon trains", 4e-3, above=0
+        "highest learning rate of the matrices between hidden states, which Muon trains", 4e-3, above=0, high=1
     )
-    other_lr: float = option("highest learning rate of the other weights, which AdamW trains", 2e-3, above=0)
-    weight_decay: float = option("weight decay of the matrices that Muon trains", 0.05, low=0)
+    other_lr: float = option("highest learning rate of the other weights, which AdamW trains", 2e-3, above=0, high=1)
+    weight_decay: float = option("weight decay of the matrices that Muon trains", 0.05, low=0, high=10)
     log_every: int = option("steps between two lines with the loss", 50, low=1, free=True)
     save_every: int = option(
         "steps between two saved states, from which an interrupted run goes on", 500, low=1, free=True
@@ -197,6 +197,7 @@ def require_depths(ttt_steps: int, length: int) -> None:
         )
 
 
-def fixed_settings(config: OwnTextConfig, kind: type[OwnTextConfig]) -> dict[str, str]:
-    """The flags of `kind` that must stay the same while a run goes on, with their values."""
-    return {flag_of(f.name): str(getattr(config, f.name)) for f in fields(kind) if not f.metadata.get("free")}
+def fixed_settings(config: OwnTextConfig, kind: type[OwnTextConfig]) -> dict[str, str | None]:
+    """The flags of `kind` that must stay the same while a run goes on, with their values; None: left out."""
+    values = {f.name: getattr(config, f.name) for f in fields(kind) if not f.metadata.get("free")}
+    return {flag_of(name): None if value is None else str(value) for name, value in values.items()}

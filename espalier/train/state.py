@@ -13,7 +13,7 @@ from torch import nn
 from espalier.errors import EspalierError, one_line
 from espalier.train.work import require_same, whole_file
 
-REMEDY = "give the same flags to go on, or another --out"
+REMEDY = "give the same flags to go on, or another --out to begin anew"
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,18 @@ class SavedState:
     """made_from: target, data and settings of the run, by flag; a run that goes on must have the same."""
 
     path: Path
-    made_from: Mapping[str, str]
+    made_from: Mapping[str, str | None]
 
     def save(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
         state = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
-        with whole_file(self.path, "free some space there, or give another --work") as unfinished:
-            torch.save({**state, "made_from": dict(self.made_from)}, unfinished)
+        remedy = "free some space there, or give another --work"
+        # A file that Python opened: its errors say why.
+        with whole_file(self.path, remedy) as unfinished, unfinished.open("wb") as file:
+            torch.save({**state, "made_from": dict(self.made_from)}, file)
 
     def load(self, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
         """Restore in place and return the number of steps done; 0 if there is no state."""
-        state = self._read(next(model.parameters()).device)
+        state = self._read(next(model.parameters()).device, mmap=False)
         if state is None:
             return 0
         model.load_state_dict(state["model"])
@@ -41,16 +43,16 @@ class SavedState:
 
     def require_same(self) -> None:
         """Refuse the state of another run, before the target is loaded.  Raises EspalierError."""
-        self._read(torch.device("cpu"))
+        self._read(torch.device("cpu"), mmap=True)
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)
 
-    def _read(self, device: torch.device) -> dict[str, Any] | None:
+    def _read(self, device: torch.device, mmap: bool) -> dict[str, Any] | None:
         if not self.path.exists():
             return None
         try:
-            state = torch.load(self.path, map_location=device, weights_only=True, mmap=True)
+            state = torch.load(self.path, map_location=device, weights_only=True, mmap=mmap)
         except Exception as error:  # a damaged file, by where it is damaged
             raise EspalierError(f"{self.path} cannot be read ({one_line(error)}); delete it to begin anew") from None
         require_same(self.path, state.get("made_from"), self.made_from, REMEDY)

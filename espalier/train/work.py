@@ -19,11 +19,13 @@ from espalier.errors import EspalierError, one_line
 # Bytes at the begin, the middle and the end of each file of weights, by which two targets are told apart.
 SAMPLED_BYTES = 2**20
 DIGEST_CHARS = 16
+# Kept as digests, which say nothing to a user.
+ORIGIN = ("--target", "--data")
 
 
 def origin_of(target: Path, stream: np.ndarray) -> dict[str, str]:
     """What identifies a target, wherever it stands, and the token ids of the data."""
-    return {"--target": target_digest(target), "--data": text_digest(stream)}
+    return dict(zip(ORIGIN, (target_digest(target), text_digest(stream)), strict=True))
 
 
 def target_digest(directory: Path) -> str:
@@ -42,18 +44,23 @@ def text_digest(stream: np.ndarray) -> str:
     return hashlib.sha256(stream.astype(np.int32).tobytes()).hexdigest()[:DIGEST_CHARS]
 
 
-def require_same(path: Path, made_from: Mapping[str, str] | None, now: Mapping[str, str], remedy: str) -> None:
+def require_same(
+    path: Path, made_from: Mapping[str, str | None] | None, now: Mapping[str, str | None], remedy: str
+) -> None:
     """Refuse a file that was made from something else than `now`.  Raises EspalierError, naming the difference."""
     if made_from is None:
-        raise EspalierError(f"{path} does not say what it was made from; {remedy}, or delete it to begin anew")
+        raise EspalierError(f"{path} does not say what it was made from; {remedy}, or delete it")
     for flag, value in now.items():
         before = made_from.get(flag)
         if before != value:
-            if flag in ("--target", "--data"):
+            how = f"{_said(flag, before)}, now it is {_said(flag, value)}"
+            if flag in ORIGIN:
                 how = f"from another {flag}"
-            else:
-                how = f"with {flag} {before}, and it is {value} now"
-            raise EspalierError(f"{path} was made {how}; {remedy}, or delete it to begin anew")
+            raise EspalierError(f"{path} was made {how}; {remedy}, or delete it")
+
+
+def _said(flag: str, value: str | None) -> str:
+    return f"with {flag} {value}" if value is not None else f"without {flag}"
 
 
 def require_folder(flag: str, path: Path) -> None:
@@ -77,7 +84,9 @@ def whole_file(path: Path, remedy: str) -> Iterator[Path]:
         yield unfinished
         unfinished.replace(path)
     except (OSError, RuntimeError, SafetensorError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+        # PyTorch's error says that its writer failed; the one that it handles says why.
+        first = error.__context__ if isinstance(error.__context__, OSError) else error
+        why = (isinstance(first, OSError) and first.strerror) or one_line(error)
         raise OSError(f"{path} cannot be written ({why}); {remedy}") from None
     finally:
         unfinished.unlink(missing_ok=True)

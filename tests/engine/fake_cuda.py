@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from espalier.engine import cuda
-from espalier.engine.cuda import CudaExecutor, Place
+from espalier.engine.cuda import CudaExecutor, HostEntry
 from espalier.engine.engine import Engine
 from tests.harness import Setup
 
@@ -102,7 +102,7 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> None:
     # A copy, so that a buffer on the host that is written too early is seen.
     patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    patch.setattr(cuda, "Place", lambda *args: Place(*args, FakeEvent()))
+    patch.setattr(cuda, "HostEntry", lambda *args: HostEntry(*args, FakeEvent()))
     patch.setattr(cuda, "precompile", lambda: nullcontext(()))
     FakeGraph.captured = FakeGraph.replayed = 0
 

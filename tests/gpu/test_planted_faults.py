@@ -11,7 +11,7 @@ import torch
 
 import espalier.engine.cuda as cuda
 from espalier.cache.kv import PagedKV
-from espalier.engine.cuda import CudaExecutor, CudaHandle, Place
+from espalier.engine.cuda import CudaExecutor, CudaHandle, HostEntry
 from espalier.engine.engine import Engine
 from espalier.engine.launch_buffer import LaunchBuffer
 from espalier.engine.results import Results, read
@@ -112,16 +112,16 @@ def copies_that_do_not_wait(patch: Patch, executor: CudaExecutor) -> None:
 
 def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> None:
     def result(self: CudaHandle) -> Any:
-        entry = self.place.results[: len(self.launch_input.slots)].numpy()
+        entry = self.host.results[: len(self.launch_input.slots)].numpy()
         return read(self.results.fields, entry, self.reported, self.launch_input)
 
     patch.setattr(CudaHandle, "result", result)
 
 
 def a_ring_of_one(patch: Patch, executor: CudaExecutor) -> None:
-    """Every launch is handed the same place for its results, though that of the launch before is not read."""
+    """Every launch is given the same buffers for its results, though those of the launch before are not read."""
     first = executor.ring[0]
-    executor.ring = [Place(first.entry, place.launch_input, first.results, first.logprobs) for place in executor.ring]
+    executor.ring = [HostEntry(first.entry, host.launch_input, first.results, first.logprobs) for host in executor.ring]
 
 
 def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:

@@ -4,6 +4,7 @@ The loader checks, stacks and cuts its tensors like those of any format, and an 
 """
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -184,6 +185,20 @@ def test_memory_is_counted_as_it_is_stored(both):
     assert int8.kept_bytes == matrices + 16 * len(with_shape)
     assert int8.num_cast == dense.num_cast - matrices + scales
     assert int8.nbytes(torch.bfloat16) == int8.kept_bytes + 2 * int8.num_cast
+
+
+def test_memory_counts_the_files_that_are_loaded(tmp_path):
+    """Some publishers add a second copy of all weights in a file of another name."""
+    path = make_target(tmp_path)
+    formats = read_config(path).formats
+    once = stored_weights(path, formats)
+    shutil.copy(path / "model.safetensors", path / "consolidated.safetensors")
+    assert stored_weights(path, formats) == once
+    names = load_file(path / "model.safetensors")
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert stored_weights(path, formats) == once
 
 
 def edit(path: Path, **tensors: Tensor | None) -> None:

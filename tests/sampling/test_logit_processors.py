@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.request import Request
-from espalier.sampling.logit_processors import Above, SamplingNeeds, shape
+from espalier.sampling.logit_processors import Above, SamplingNeeds, process_logits
 from tests.sampling.batch import request, rows_of
 
 VOCAB = 8
@@ -19,7 +19,7 @@ ALL = SamplingNeeds(penalised=True, biased=True)
 def shaped(logits: list[float], one: Request, needs: SamplingNeeds) -> list[float]:
     positions = torch.tensor([[one.num_tokens]])
     values = torch.tensor([[logits]], dtype=torch.float64)
-    return shape(values, rows_of([one], len(logits)), needs, positions)[0, 0].tolist()
+    return process_logits(values, rows_of([one], len(logits)), needs, positions)[0, 0].tolist()
 
 
 def test_repetition_is_over_prompt_and_output_the_others_over_output():
@@ -44,7 +44,7 @@ def test_stop_ids_are_banned_until_min_tokens_whatever_their_bias(output):
 
 def test_bans_follow_each_rows_position():
     one = request([0], stop_ids=[1], min_tokens=2)
-    values = shape(torch.zeros(1, 4, 3), rows_of([one], 3), BIASED, torch.tensor([[1, 2, 3, 4]]))
+    values = process_logits(torch.zeros(1, 4, 3), rows_of([one], 3), BIASED, torch.tensor([[1, 2, 3, 4]]))
     assert (values[0, :, 1] == -torch.inf).tolist() == [True, True, False, False]
     assert (values[0, :, [0, 2]] == 0).all()
 
@@ -79,14 +79,14 @@ def test_penalties_along_a_path_are_those_of_the_sequence_written_out(tree, deci
         on_path[:, node, path_to(node, parents)] = True
     logits = torch.randn(2, size, VOCAB, generator=torch.Generator().manual_seed(seed))
     positions = torch.zeros(2, size, dtype=torch.int64)
-    together = shape(
+    together = process_logits(
         logits, rows_of([one, mate], VOCAB), ALL, positions, Above(torch.tensor([tokens] * 2), pack(on_path))
     )
     for node in range(size):
         path = [tokens[n] for n in path_to(node, parents) if tokens[n] >= 0]
         written_out = rows_of([request([5, 6], [*output, *path], **params)], VOCAB)
         assert torch.equal(
-            together[0, node], shape(logits[:1, node : node + 1], written_out, ALL, positions[:1, :1])[0, 0]
+            together[0, node], process_logits(logits[:1, node : node + 1], written_out, ALL, positions[:1, :1])[0, 0]
         )
     # A neighbour without penalties keeps its logits, whatever its nodes.
     assert torch.equal(together[1], logits[1])
@@ -95,17 +95,17 @@ def test_penalties_along_a_path_are_those_of_the_sequence_written_out(tree, deci
 def test_extras_that_are_all_void_count_nowhere():
     one = request([0, 3], [3, 2], repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.5)
     rows, logits, positions = rows_of([one], VOCAB), torch.ones(1, 4, VOCAB), torch.zeros(1, 4, dtype=torch.int64)
-    void = shape(
+    void = process_logits(
         logits, rows, PENALISED, positions, Above(torch.full((1, 3), -1), pack(torch.ones(1, 4, 3, dtype=torch.bool)))
     )
-    assert torch.equal(void, shape(logits, rows, PENALISED, positions))
+    assert torch.equal(void, process_logits(logits, rows, PENALISED, positions))
 
 
 def test_shaping_leaves_its_inputs_alone():
     one = request([0], [1, 1], repetition_penalty=1.5, logit_bias={1: 3.0}, stop_ids=[2], min_tokens=9)
     rows, logits = rows_of([one], VOCAB), torch.ones(1, 2, VOCAB)
     before = {name: value.clone() for name, value in vars(rows).items()}
-    shape(
+    process_logits(
         logits, rows, ALL, torch.ones(1, 2), Above(torch.tensor([[4, 5]]), pack(torch.ones(1, 2, 2, dtype=torch.bool)))
     )
     assert (logits == 1).all()
@@ -119,5 +119,6 @@ def test_shaping_leaves_its_inputs_alone():
 def test_narrow_logits_are_shaped_in_float32(given_dtype, computed):
     one = request([0], [1], repetition_penalty=1.5, logit_bias={1: 3.0})
     for needs in (SamplingNeeds(), ALL):
-        values = shape(torch.ones(1, 1, VOCAB, dtype=given_dtype), rows_of([one], VOCAB), needs, torch.ones(1, 1))
+        ones = torch.ones(1, 1, VOCAB, dtype=given_dtype)
+        values = process_logits(ones, rows_of([one], VOCAB), needs, torch.ones(1, 1))
         assert values.dtype == computed

@@ -16,10 +16,11 @@ from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.engines import EngineGone
+from espalier.server.engines import EngineGone, Generation
 from espalier.server.errors import ApiError
 from espalier.server.front import ClientLeft, Front
 from espalier.server.gate import Gate
+from espalier.server.metrics import Metrics
 from espalier.server.protocol import Abort, Part
 from tests.folders import new_folder
 
@@ -194,9 +195,9 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
         def entering(self, wanted):
             return nullcontext()
 
-        async def respond(self, http, body, prompts, answer):
+        async def respond(self, http, body, prompts, params, make_answer):
             threads.append(threading.get_ident())
-            return Response("".join(answer.echo))
+            return Response("".join(make_answer().echo))
 
     app, _ = make_app(Echoing(), ApiOptions())
     # No lifespan: the gate has none.
@@ -222,6 +223,34 @@ def test_prompts_that_are_being_read_take_room():
             pass
     with front.entering(3):
         pass
+
+
+def test_an_answer_is_made_once_the_prompts_have_left():
+    order = []
+
+    def submit(name, prompts, params, priority, detokenize):
+        order.append("submitted")
+        return Generation(front.engines, [name], 1)
+
+    async def sent():
+        order.append("sent")
+
+    def make_answer():
+        order.append("answer")
+        raise RuntimeError("enough")
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    front = Front.__new__(Front)
+    ending = {"sent": sent, "forget": lambda _: order.append("forgotten")}
+    front.engines = SimpleNamespace(require_up=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending)
+    front.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
+    front.draining, front._num_entering, front.metrics = False, 0, Metrics([])
+    asked = SimpleNamespace(receive=receive), SimpleNamespace(stream=True, priority=None), [[1]], ResolvedParams()
+    with pytest.raises(RuntimeError, match="enough"):
+        asyncio.run(front.respond(*asked, make_answer))
+    assert order == ["submitted", "sent", "answer", "forgotten"]
 
 
 def test_probes_that_are_answered_are_no_lines_of_the_log(caplog):

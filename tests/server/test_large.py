@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.testclient import TestClient
 
 import espalier
@@ -35,10 +36,23 @@ class Posted:
 
     def __init__(self, body):
         self.headers = {"content-type": "application/json"}
-        self.data = json.dumps(body).encode()
+        data = json.dumps(body).encode()
+        # In two parts, and with the fields that an ASGI server may leave out.
+        self.messages = [
+            {"type": "http.request", "body": data[:20], "more_body": True},
+            {"type": "http.request", "more_body": True},
+            {"type": "http.request", "body": data[20:]},
+        ]
 
-    async def body(self):
-        return self.data
+    async def receive(self):
+        return self.messages.pop(0)
+
+
+def test_a_client_that_leaves_within_its_body_is_not_read_further():
+    posted = Posted(text("a"))
+    posted.messages[1:] = [{"type": "http.disconnect"}]
+    with pytest.raises(ClientDisconnect):
+        asyncio.run(BodyReader(LIMITS).read(posted, CompletionRequest))
 
 
 def read_in_turn(*posted):
@@ -285,6 +299,23 @@ def test_a_tiny_prompt_needs_no_thread_unless_its_lane_is_busy(two_lanes):
 
     idle, waited, after = asyncio.run(run())
     assert idle == after and idle[0] == threading.get_ident() != waited[0] and idle[1] == waited[1]
+
+
+def test_a_lane_whose_request_was_cancelled_is_busy_until_its_thread_is_done(two_lanes):
+    async def run():
+        go_on = threading.Event()
+        cancelled = asyncio.create_task(two_lanes.run(lambda _: go_on.wait(60), size=MAX_SHORT))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        # On the event loop it would use the tokenizer beside the thread.
+        waits = asyncio.create_task(two_lanes.run(lambda _: threading.get_ident(), size=MAX_INLINE))
+        await asyncio.sleep(0)
+        go_on.set()
+        return await waits, await two_lanes.run(lambda _: threading.get_ident(), size=MAX_INLINE)
+
+    waited, after = asyncio.run(run())
+    assert waited != after == threading.get_ident()
 
 
 def test_only_so_many_long_prompts_wait(two_lanes, monkeypatch):

@@ -3,7 +3,9 @@
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.server.responses import ResponsesRequest, messages_of
+from espalier.server.openai import SAMPLING_FIELDS
+from espalier.server.responses import SHARED, ResponsesRequest, messages_of
+from tests.server.test_openai import FIELDS
 
 
 def call(id, name="f"):
@@ -123,3 +125,12 @@ def test_a_response_asks_for_what_a_chat_asks_for():
     params = chat.params()
     assert (params.max_tokens, params.top_k, params.temperature, params.seed, params.logprobs) == (3, 2, 0.5, 1, 2)
     assert (chat.stream, chat.parallel_tool_calls, chat.reasoning_effort, chat.priority) == (True, False, "low", -1)
+
+
+def test_every_sampling_parameter_that_both_have_is_the_chats():
+    values = {name: value for name, value, _ in FIELDS if name in SHARED} | {"logit_bias": {"5": 1.0}}
+    values |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+    assert set(values) == set(SHARED) & set(SAMPLING_FIELDS)
+    for name, value in values.items():
+        params = ResponsesRequest(model="m", input="hi", **{name: value}).as_chat().params()
+        assert getattr(params, name) == ({5: 1.0} if name == "logit_bias" else value)

@@ -8,6 +8,7 @@ import pytest
 import zmq
 
 from espalier import LLM, SamplingParams, SpeculationConfig
+from espalier.errors import EspalierError
 from espalier.request import ResolvedParams
 from espalier.server import protocol
 from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit, Submits
@@ -89,6 +90,23 @@ def test_what_can_never_run_is_refused_and_nothing_of_it_stays(engine):
     messages = run(worker, front)
     [refused] = [message for message in messages if isinstance(message, Refused)]
     assert refused.name == "never" and "min_tokens=200" in refused.error
+    assert {part.name for part in parts(messages)} == {"good"}
+
+
+def test_a_prompt_whose_requests_cannot_be_made_is_refused_alone(engine, monkeypatch):
+    def group(prompt, params, name, *more):
+        if name == "never":
+            raise EspalierError("never")
+        return make(prompt, params, name, *more)
+
+    worker, front = engine
+    make = worker.llm.group
+    monkeypatch.setattr(worker.llm, "group", group)
+    submit(front, "never")
+    submit(front, "good")
+    worker._take_in()
+    messages = run(worker, front)
+    assert [message.error for message in messages if isinstance(message, Refused)] == ["never"]
     assert {part.name for part in parts(messages)} == {"good"}
 
 

@@ -92,6 +92,7 @@ def trained(ring_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     # A ring repeats at once: untrimmed, so that there is held-out text to measure.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FrozenTarget, "trimmed", lambda self, row, length: row)
+        patch.setattr("espalier.train.block.HELDOUT_PROMPTS", 2)
         train_block(ring_target, ring(8000), out, out / "work", CONFIG)
     return out
 

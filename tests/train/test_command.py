@@ -97,8 +97,12 @@ def test_accept_lengths_are_a_table(draft: Path, tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize("draft", BUNDLED_DRAFTS.values(), ids=BUNDLED_DRAFTS)
 @pytest.mark.parametrize(
     ("tokens", "max_tokens", "said"),
-    [([5], 8, "--max-tokens=8 is too few to measure a tree of"), ([], 50, "a prompt of --data has no tokens")],
-    ids=["few", "none"],
+    [
+        ([5], 8, "--max-tokens=8 is too few to measure a tree of"),
+        ([5], 2048, "a prompt has 1 tokens, and the target has 2048 positions; use at most 2047"),
+        ([], 50, "a prompt of --data has no tokens"),
+    ],
+    ids=["few", "many", "none"],
 )
 def test_texts_too_short_to_measure_are_refused_before_the_target_is_loaded(
     draft: Path,
@@ -130,3 +134,14 @@ def test_continuations_that_the_target_ends_early_are_left_out_in_words(
     assert report([evaluate.torch.ones(1, dtype=int)], kept, firsts).fresh == 1
     with pytest.raises(ValueError, match="the target ends all 2 prompts of --data within 11 tokens"):
         continued(None, [[0, 1], [0]], 20, 11)
+
+
+def test_a_draft_of_another_target_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((BUNDLED_FILES / "target" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": 512}))
+    data = tmp_path / "p.jsonl"
+    data.write_text(json.dumps({"token_ids": [5]}))
+    for draft in BUNDLED_DRAFTS.values():
+        assert main(["evaluate", "--target", str(tmp_path), "--draft", str(draft), "--data", str(data)]) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1) and "hidden size 256, the target has 512" in err

@@ -12,7 +12,6 @@ import torch
 
 from espalier.train import own_text
 from espalier.train.command import make_parser, run
-from espalier.train.data import read_stream
 from espalier.train.draft_run import StepClock
 from espalier.train.llama import Llama, LlamaShape, save_llama
 from espalier.train.mtp import train_mtp
@@ -78,23 +77,6 @@ def test_heads_of_several_forms_train_on_the_text_of_one_command(
         run(make_parser().parse_args(["mtp", *common, "--out", str(tmp_path / form), "--form", form, *sizes]))
         config = json.loads((tmp_path / form / "config.json").read_text())
         assert (config["mtp_form"], config["num_nextn_predict_layers"]) == (form, 2)
-
-
-@pytest.mark.parametrize(
-    ("ids", "says"),
-    [
-        (np.array([1, 32]), "ids from 1 to 32, and the target has 32"),
-        (np.array([-1, 3]), "ids from -1 to 3"),
-        (np.array([1.0, 2.0]), "give whole numbers"),
-        (np.array([[1, 2]]), r"holds int64 \[1, 2\]"),
-    ],
-)
-def test_token_ids_that_are_not_the_targets_are_refused(
-    ids: np.ndarray, says: str, target_dir: Path, tmp_path: Path
-) -> None:
-    np.save(tmp_path / "ids.npy", ids)
-    with pytest.raises(ValueError, match=says):
-        read_stream(tmp_path / "ids.npy", target_dir)
 
 
 def test_a_time_limit_ends_a_run_whose_rate_fell_to_zero(

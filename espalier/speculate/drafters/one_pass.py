@@ -19,7 +19,7 @@ from torch import Tensor
 from espalier.attention import Nodes, Prefix
 from espalier.attention.staged import Projections, StagedPass
 from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.state.batch_state import Chain, chain
+from espalier.kernels.state.batch_state import chain
 from espalier.kernels.tree.edge_topk import LowRankEdges, Rows
 from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.layout import RoundLayout
@@ -88,7 +88,8 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
     ) -> None:
         assert target_features is not None
         width = target_features.shape[1]
-        positions, _, page_rows = context_rows(slots, length, width)
+        # The context rows of tokens n .. n+length-1.  Padding up to `width` is not committed.
+        positions, _, page_rows = chain(slots, 0, length, width)
         rows = self.staging.places(positions, width, 0)
         for i, projections in enumerate(self.draft.context(target_features, positions)):
             layer = self.first_layer + i
@@ -118,21 +119,10 @@ def with_edges(root: Tensor, steps: int, topk: int, next_depth: Callable[[int, R
     candidates = Candidates.empty(root, steps, topk)
     rows = Rows(root[:, None], torch.zeros(len(root), 1, device=root.device))
     for depth in range(steps):
-        out = candidates.of_rows(depth, rows.tokens.shape[1])
-        rows = next_depth(depth, Rows(edge_tokens(rows.tokens), rows.scores), out)
+        rows = next_depth(depth, rows, candidates.of_rows(depth, rows.tokens.shape[1]))
     return candidates
 
 
 def block_positions(slots: BatchState, offsets: Tensor) -> Tensor:
     """[B, Q]: positions of the block's rows, the root's first."""
     return slots.prefix_len[:, None] + offsets
-
-
-def edge_tokens(tokens: Tensor) -> Tensor:
-    """[B, R]: the tokens whose edges score the next depth."""
-    return tokens
-
-
-def context_rows(slots: BatchState, length: Tensor, width: int) -> Chain:
-    """The context rows of tokens n .. n+length-1, padded to `width`.  The padding is not committed."""
-    return chain(slots, 0, length, width)
