@@ -70,9 +70,6 @@ class Acceptance:
     same_tokens: int | None
     places: tuple[Place, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
     """The configured tree; a chain of the same steps; n-gram; a planted fault; sampling with and without coupled
@@ -112,7 +109,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     with progress("measuring", 2 * len(args.trees) or 7) as advance:
         rows = measure(settings, args.prompts, args.tokens, advance, args.trees)
     about = {name: str(value) for name, value in settings.items()}
-    write_json(args.json, {"settings": about, "acceptance": [row.as_dict() for row in rows]})
+    write_json(args.json, {"settings": about, "acceptance": [asdict(row) for row in rows]})
     print_table(_table(rows))
     for row in rows:
         if row.places:

@@ -120,13 +120,11 @@ def _timed(
     error = float((attention.over_prefix(made.q, 0)[0].float() - ours).abs().max())
     [ms] = stopwatch.ms([lambda: [attention.over_prefix(made.q, layer) for layer in range(layers)]], TURNS)
     us = 1e3 * ms / layers
-    keeps, pairs = shape.spec.rows, shape.queries * shape.context
-    flops = 2 * shape.batch * shape.spec.heads * pairs * (keeps.k_size + keeps.v_size)
     return replace(
         cell,
         prefix_us=us,
         terabytes_per_second=shape.kv_bytes / us / 1e6,
-        tflops=flops / us / 1e6,
+        tflops=replace(shape, chain=False).flops / us / 1e6,  # without the chunk's own rows
         host_us=_host_us(backend, lengths, cell.exact),
         error=error,
     )

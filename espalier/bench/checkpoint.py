@@ -6,13 +6,14 @@ from argparse import Namespace
 import torch
 from rich.text import Text
 
+from espalier.bench.synthetic_models import recipe_with
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.startup.resolve import choose_device
 from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, write
-from espalier.synthetic.shapes import find_shape
 from espalier.terminal.console import QUIET, print_table, stdout
+from espalier.terminal.flags import SHAPE_FLAGS
 
 # Trees whose accept length is printed: steps, topk, nodes.
 TREES = ((5, 8, 64), (5, 4, 16), (3, 2, 8), (5, 1, 6))
@@ -28,7 +29,7 @@ def run(args: Namespace) -> int:
         raise EspalierError(f"--out {args.out} cannot be written ({error.strerror}); name another directory") from None
     rows = [["tree (steps, topk, nodes)", "greedy accept length, predicted"]]
     for tree in dict.fromkeys((args.tree, *TREES)):
-        if args.block_size and tree[0] > args.block_size:
+        if 0 < recipe.block_size < tree[0]:
             continue
         rows.append([", ".join(map(str, tree)), f"{predicted_accept_length(chain, *tree):.2f}"])
     print_table(rows)
@@ -39,16 +40,12 @@ def run(args: Namespace) -> int:
 def _recipe(args: Namespace) -> Recipe:
     if args.mode == "copy" and (args.skill, args.accept_length) != (None, None):
         raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
-    if args.block_size and args.mtp_layers:
-        raise EspalierError("--block-size and --mtp-layers name two drafts; leave one out")
-    if args.block_size < 0 or not 0 < args.block_fade <= 1:
-        raise EspalierError(
-            f"--block-size={args.block_size}, --block-fade={args.block_fade} are not supported; use 0 or more tokens, "
-            "and a fade above 0, up to 1"
-        )
-    if args.accept_length is not None and 0 < args.block_size < args.tree[0]:
+    if args.mode != "copy" and args.reach is not None:
+        raise EspalierError("--reach is for --mode copy; leave it out, or use that mode")
+    names = {"mode", "reach", "skill", *SHAPE_FLAGS} - {"accept_length"}
+    recipe = recipe_with(args.shape, args.seed, **{name: getattr(args, name) for name in names})
+    if args.accept_length is None:
+        return recipe
+    if 0 < recipe.block_size < args.tree[0]:
         raise EspalierError(f"--tree has {args.tree[0]} steps, above --block-size={args.block_size}; lower it")
-    skill = Recipe.skill if args.skill is None else args.skill
-    draft = {name: getattr(args, name) for name in ("mtp_layers", "mtp_form", "block_size", "block_fade", "weights")}
-    recipe = Recipe(find_shape(args.shape), args.seed, args.mode, skill, args.reach, args.routing_correlation, **draft)
-    return recipe if args.accept_length is None else recipe.with_accept_length(args.accept_length, *args.tree)
+    return recipe.with_accept_length(args.accept_length, *args.tree)

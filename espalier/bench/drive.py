@@ -167,6 +167,12 @@ def full_steps(runs: Sequence[Driven]) -> list[float]:
     return steps
 
 
+def greedy_request(name: str, arrival: int, prompt: Sequence[int], num_tokens: int) -> Request:
+    """A request that runs to num_tokens tokens.  arrival: its number in the order of arrival, and its seed."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
+    return Request(name, list(prompt), params, seed=arrival, arrival=arrival)
+
+
 def _requests(prompts: Sequence[Sequence[int]], params: SamplingParams, roots: Sequence[int]) -> list[Request]:
     resolved = params.resolve({}, ())
     given = [[root] for root in roots] or [[] for _ in prompts]

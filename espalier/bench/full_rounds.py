@@ -7,14 +7,14 @@ from statistics import median
 from time import perf_counter
 
 from espalier.bench.cells import COUNTED, WARM_UP, Cell
-from espalier.bench.drive import empty_prefix_cache, require_pages
+from espalier.bench.drive import empty_prefix_cache, greedy_request, require_pages
 from espalier.bench.experts_touched import experts_touched
 from espalier.bench.instrument import record_launches
 from espalier.bench.synthetic_models import SyntheticModels
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
-from espalier.request import Request, SamplingParams
+from espalier.request import Request
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,7 @@ def full_rounds(engine: Engine, models: SyntheticModels, cell: Cell, num_rounds:
 
 def enter(engine: Engine, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Request]:
     """Add requests, and step until each has its first token."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens).resolve({}, ())
-    requests = [Request(f"in{i}", list(prompt), params, seed=i, arrival=i) for i, prompt in enumerate(prompts)]
+    requests = [greedy_request(f"in{i}", i, prompt, num_tokens) for i, prompt in enumerate(prompts)]
     for request in requests:
         engine.add(request)
     while not all(request.output for request in requests):

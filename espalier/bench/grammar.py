@@ -36,6 +36,8 @@ from espalier.text import TokenBytes
 MASK_SIZES = ((16, 8), (64, 1))
 BATCH, CONTEXT = 8, 256
 REPEATS = 9
+# Timed runs of a load, after one that is not timed.
+RUNS = 3
 SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {"kind": {"enum": ["note", "report"]}, "text": {"type": "string"}},
@@ -136,7 +138,7 @@ def _measure(bench: BenchEngine, vocabulary: Vocabulary, form: Any, num_tokens: 
     """Figures of BATCH requests: none, one and all of them under the grammar, in turn."""
     prompts = bench.prompts([CONTEXT] * BATCH)
     runs: dict[str, list[Timed]] = {"none": [], "one": [], "all": []}
-    for repeat in range(3):
+    for repeat in range(1 + RUNS):
         for name, count in (("none", 0), ("one", 1), ("all", BATCH)):
             timed = _run(bench.llm, prompts, num_tokens, [vocabulary.masker(form) for _ in range(count)], vocabulary)
             if repeat:

@@ -8,7 +8,7 @@ layer finds its rows in the L2 cache.  Replays of a CUDA graph are timed by even
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from rich.text import Text
@@ -111,9 +111,6 @@ class Cell:
     bandwidth_share: float | None
     tflops: float
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class ExpertCell:
@@ -152,7 +149,7 @@ def run(args: Namespace) -> int:
             advance()
     order = "in order" if args.in_order else "in no order"
     figures = {"bytes_per_second": bytes_per_second, "flops_per_second": ceilings.peak, "in_order": args.in_order}
-    cells_of = {"cells": [cell.as_dict() for cell in cells], "experts": [asdict(cell) for cell in experts]}
+    cells_of = {"cells": [asdict(cell) for cell in cells], "experts": [asdict(cell) for cell in experts]}
     write_json(args.json, figures | cells_of)
     reads = f"memory reads {bytes_per_second / 1e12:.2f} TB/s, a product does {ceilings.peak / 1e12:.0f} TFLOP/s"
     stdout().print(Text(f"bfloat16, pages {order}; {reads}", QUIET))

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from espalier.bench import engines
-from espalier.bench.drive import empty_prefix_cache
+from espalier.bench.drive import empty_prefix_cache, greedy_request
 from espalier.bench.flags.load import INPUTS, OUTPUTS, REQUESTS
 from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
-from espalier.request import Request, SamplingParams
+from espalier.request import Request
 from espalier.terminal.flags import require_at_least_one
 
 PERCENTILES = (50, 90, 99)
@@ -158,7 +158,8 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals
     begun = perf_counter()
     due = [begun + at for at in arrivals.due(len(prompts))]
     timelines = [Timeline(at) for at in due]
-    requests = [_request(i, prompt, count) for i, (prompt, count) in enumerate(zip(prompts, load.outputs, strict=True))]
+    numbered = enumerate(zip(prompts, load.outputs, strict=True))
+    requests = [greedy_request(str(i), i, prompt, count) for i, (prompt, count) in numbered]
     waiting = deque(requests)
     running = 0
     max_running = arrivals.concurrency or len(requests)
@@ -177,11 +178,6 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals
                 timelines[int(chunk.request_id)].chunks.append((perf_counter(), len(chunk.token_ids)))
             running -= chunk.finish_reason is not None
     return Served(load, perf_counter() - timelines[0].due, requests, timelines)
-
-
-def _request(index: int, prompt: Sequence[int], num_tokens: int) -> Request:
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
-    return Request(str(index), list(prompt), params, seed=index, arrival=index)
 
 
 def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Served], ResolvedConfig]:

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import empty_prefix_cache
+from espalier.bench.drive import empty_prefix_cache, greedy_request
 from espalier.bench.engines import BenchEngine, about, engines_of, load_sizes, shape_of
 from espalier.bench.expert_product import ExpertProduct
 from espalier.bench.experts_touched import mixture_blocks
-from espalier.bench.full_rounds import leave
+from espalier.bench.full_rounds import enter, leave
 from espalier.bench.instrument import record_launches
 from espalier.bench.roofline import Roofline
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_tuning import DENSE
-from espalier.request import Request, SamplingParams
+from espalier.request import Request
 from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.terminal.console import print_table, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
@@ -31,8 +31,6 @@ BEFORE = 30
 AFTER = 3
 # Default --prompts: {True: of a named shape on a GPU, False: of a model}.
 PROMPTS = {True: [(1, 8192), (32, 1024)], False: [(1, 256), (8, 64)]}
-# FLOP/s of attention that the bound counts with: what our kernel reaches over a long prefix (docs/log.md, "The table").
-ATTENTION_PEAK = 540e12
 # Tokens of context beyond the longest prompt: running requests decode while it enters.
 SPARE = 512
 
@@ -144,32 +142,25 @@ def prefill(bench: BenchEngine, batch: int, length: int, roofline: Roofline | No
 
 
 def bound_ms(roofline: Roofline, batch: int, length: int, drafts: bool) -> float | None:
-    """FLOPs of all linear layers / measured bf16 peak + FLOPs of attention / ATTENTION_PEAK, in ms.
+    """FLOPs of all linear layers and of attention / measured bf16 peak, in ms.
 
-    It counts every row of the prompts in every layer, though the engine leaves out rows of the last layer that nobody
-    reads.  Padded rows do not count.  None with experts, quantised weights or MTP modules.
+    Padded rows and rows of the last layer that nobody reads do not count.  None with experts, quantised weights or MTP
+    modules.
     """
     shape = roofline.shape
     if shape.experts is not None or shape.mtp is not None or shape.weights != DENSE:
         return None
-    draft = shape.extend_passes(batch * length) if drafts else ()
-    linear = sum(run.flops for run in (*shape.target_pass(batch * length, batch), *draft))
-    # A block draft only projects a prompt's tokens to K and V.
-    attending = (shape, shape.draft_sizes) if drafts and shape.block is None else (shape,)
-    attention = batch * sum(each.prompt_attention_flops(length) for each in attending)
-    peak = roofline.stopwatch.peak(roofline.device)
-    return 1e3 * (linear / peak + attention / ATTENTION_PEAK)
+    linear = sum(run.flops for run in shape.prefill_pass(batch * length, batch, drafts))
+    # The last layer and the draft attend from one row of a request, which is little beside the other layers.
+    attention = batch * shape.prompt_attention_flops(length) * (shape.layers - 1) / shape.layers
+    return 1e3 * (linear + attention) / roofline.stopwatch.peak(roofline.device)
 
 
 def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
     """Seconds from arrival until the last request has its first token."""
     engine = bench.engine
-    requests = [_request(f"in{i}", i, prompt, 1) for i, prompt in enumerate(prompts)]
     begun = perf_counter()
-    for request in requests:
-        engine.add(request)
-    while not all(request.output for request in requests):
-        engine.step()
+    enter(engine, prompts, 1)
     seconds = perf_counter() - begun
     while engine.has_work:
         engine.step()
@@ -212,13 +203,9 @@ def _pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause
     empty_prefix_cache(engine)
     *short, long = bench.prompts([context] * running + [length])
     num_tokens = engine.layout.max_context - context - 1
-    requests = [_request(f"run{i}", i, prompt, num_tokens) for i, prompt in enumerate(short)]
-    for request in requests:
-        engine.add(request)
-    while not all(request.output for request in requests):
-        engine.step()
+    requests = enter(engine, short, num_tokens)
     before = _arrivals(bench, requests, BEFORE)
-    entering = _request("long", running, long, 1)
+    entering = greedy_request("long", running, long, 1)
     engine.add(entering)
     during = _arrivals(bench, requests, None, entering)
     after = _arrivals(bench, requests, AFTER)
@@ -259,8 +246,3 @@ def _arrivals(
 
 def _gaps(times: Sequence[float]) -> list[float]:
     return [after - before for before, after in pairwise(times)]
-
-
-def _request(name: str, arrival: int, prompt: Sequence[int], num_tokens: int) -> Request:
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True).resolve({}, ())
-    return Request(name, list(prompt), params, seed=arrival, arrival=arrival)

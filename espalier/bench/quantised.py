@@ -8,7 +8,7 @@ a lower bound of the KL over the whole vocabulary, and close to it, because the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
@@ -41,9 +41,6 @@ class Accuracy:
     perplexity: tuple[float, float]
     accept_length: tuple[float, float] | None
     is_own_text: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

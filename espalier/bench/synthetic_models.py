@@ -59,28 +59,28 @@ class OneBucket(RoundLayout):
         return (largest,) if largest else ()
 
 
-def recipe_of(
-    shape: str,
-    seed: int,
-    accept_length: float | None = None,
-    routing_correlation: float | None = None,
-    mtp_layers: int | None = None,
-    mtp_form: str | None = None,
-    block_size: int | None = None,
-    block_fade: float | None = None,
-    weights: str | None = None,
-) -> Recipe:
+def recipe_of(shape: str, seed: int, accept_length: float | None = None, **fields: Any) -> Recipe:
     """The recipe of a named shape whose draft reaches this accept length at TREE; None: ACCEPT_LENGTH.
 
-    routing_correlation: None: uniform routing.  mtp_layers: None: an EAGLE-3 head.  mtp_form: None: "chain".
-    block_size: None: no block draft; a lower one than TREE has steps reaches the accept length with that many steps.
-    block_fade: None: 1.  weights: None: dense.
-    Raises EspalierError for an unknown shape, for an accept length that no draft reaches, and for weights that the
-    shape is not stored in.
+    fields: see recipe_with.  With a block_size below TREE's steps, the accept length is that of as many steps.
+    Raises EspalierError also for an accept length that no draft reaches.
     """
+    recipe, (steps, topk, nodes) = recipe_with(shape, seed, **fields), TREE
+    wanted = ACCEPT_LENGTH if accept_length is None else accept_length
+    return recipe.with_accept_length(wanted, min(steps, recipe.block_size or steps), topk, nodes)
+
+
+def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
+    """The recipe of a named shape with these fields of Recipe; None: the field's default.
+
+    Raises EspalierError for an unknown shape, for fields that do not fit together, and for weights that the shape is
+    not stored in.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    mtp_layers, block_size, block_fade = (given.get(name) for name in ("mtp_layers", "block_size", "block_fade"))
     if mtp_layers is not None and not 1 <= mtp_layers <= MAX_MODULES:
         raise EspalierError(f"--mtp-layers={mtp_layers} is not supported; use 1 to {MAX_MODULES}, or leave it out")
-    if mtp_form is not None and mtp_layers is None:
+    if "mtp_form" in given and mtp_layers is None:
         raise EspalierError("--mtp-form is for an MTP head; give --mtp-layers, or leave it out")
     if block_size is not None and not 2 <= block_size <= MAX_STEPS:
         raise EspalierError(f"--block-size={block_size} is not supported; use 2 to {MAX_STEPS}, or leave it out")
@@ -90,22 +90,10 @@ def recipe_of(
         raise EspalierError(
             f"--block-fade={block_fade} is not supported; use above 0 to 1, with --block-size, or leave it out"
         )
-    wanted = ACCEPT_LENGTH if accept_length is None else accept_length
     found = find_shape(shape)
-    if weights is not None:
-        require_stored(found.target, weights)
-    recipe = Recipe(
-        found,
-        seed,
-        routing_correlation=routing_correlation or 0.0,
-        mtp_layers=mtp_layers or 0,
-        mtp_form=mtp_form or Recipe.mtp_form,
-        block_size=block_size or 0,
-        block_fade=block_fade or Recipe.block_fade,
-        weights=weights or Recipe.weights,
-    )
-    steps, topk, nodes = TREE
-    return recipe.with_accept_length(wanted, min(steps, block_size or steps), topk, nodes)
+    if "weights" in given:
+        require_stored(found.target, given["weights"])
+    return Recipe(found, seed, **given)
 
 
 class SyntheticModels:

@@ -43,7 +43,7 @@ def run(args: Namespace) -> int:
     if args.texts:
         with progress("comparing", 2) as advance:
             accuracy = quantised.compare(args.model, str(args.out), settings, args.texts, GENERATED, advance)
-        results["accuracy"] = accuracy.as_dict()
+        results["accuracy"] = asdict(accuracy)
         rows += _rows_of_accuracy(accuracy)
     write_json(args.json, results)
     print_table(rows)

@@ -3,7 +3,7 @@
 import pytest
 
 from espalier.bench import generate, prefill, shaped
-from espalier.cli.main import parse
+from espalier.cli.main import main, parse
 from espalier.models.quantisers import QUANTISERS
 from espalier.startup.resolve import PAGE_SIZE
 from espalier.synthetic.chain import MODES
@@ -20,12 +20,6 @@ def test_the_names_are_all_that_there_are():
     assert tuple(QUANTISERS) == SHAPE_WEIGHTS
 
 
-def test_foundry_has_the_defaults_of_a_recipe():
-    args = parse(FOUNDRY)
-    names = set(Recipe.__dataclass_fields__) - {"shape", "skill"}
-    assert {name: getattr(args, name) for name in names} == {name: getattr(Recipe, name) for name in names}
-
-
 @pytest.mark.parametrize(("flag", "values"), [("mode", MODES), ("mtp_form", FORMS)])
 def test_foundry_takes_every_mode_and_form(flag, values):
     for value in values:
@@ -39,7 +33,25 @@ def test_defaults_in_the_help_are_those_of_the_modules(capsys):
     assert f"page of the cache ({PAGE_SIZE})" in text and f"rounds to time ({shaped.ROUNDS})" in text
     with pytest.raises(SystemExit):
         parse(["bench", "foundry", "--help"])
-    assert f"first guess is right ({Recipe.skill})" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"first guess is right ({Recipe.skill})" in text and f"in mode copy ({Recipe.reach})" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--mtp-form", "target"], "--mtp-form is for an MTP head"),
+        (["--mtp-layers", "99"], "--mtp-layers=99 is not supported"),
+        (["--block-size", "1"], "--block-size=1 is not supported"),
+        (["--block-fade", "0.5"], "--block-fade=0.5 is not supported"),
+        (["--reach", "7"], "--reach is for --mode copy"),
+        (["--weights", "mxfp4"], "mxfp4"),
+    ],
+)
+def test_foundry_refuses_what_it_would_ignore(flags, says, monkeypatch, capsys):
+    monkeypatch.setattr("espalier.bench.checkpoint.write", pytest.fail)
+    assert main([*FOUNDRY, *flags]) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_the_engine_process_makes_the_model(tiny):
     sent = {"recipe": {"shape": "tiny", "seed": 0, "accept_length": 4.0}, "settings": sendable(SIZES)}
     with shape_worker.load(json.loads(json.dumps(sent))) as llm:
         assert llm.tokenizer is None and llm.inputs.facts.vocab_size == SHAPE.target.vocab_size
-        recipe = synthetic_models.recipe_of("tiny", 0, 4.0, None)
+        recipe = synthetic_models.recipe_of("tiny", 0, 4.0)
         models = engines.OfShape(recipe, SIZES, torch.device("cpu")).models
         [prompt] = models.prompts([8])
         [output] = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16))

@@ -129,12 +129,12 @@ def test_models_in_bfloat16_are_accepted_alike() -> None:
 def test_the_command_writes_a_block_draft(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("espalier.bench.checkpoint.find_shape", lambda name: tiny())
+    monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: tiny())
     flags = ["bench", "foundry", "--shape", "tiny", "--out", str(tmp_path), "--dtype", "float32", "--block-size", "4"]
     assert cli.start([*flags, "--accept-length", "2.5"]) == 2
     assert "--tree has 5 steps, above --block-size=4; lower it" in capsys.readouterr().err
     assert cli.start([*flags, "--mtp-layers", "1"]) == 2 and "name two drafts" in capsys.readouterr().err
-    assert cli.start([*flags, "--block-fade", "0"]) == 2 and "a fade above 0" in capsys.readouterr().err
+    assert cli.start([*flags, "--block-fade", "0"]) == 2 and "use above 0 to 1" in capsys.readouterr().err
     assert cli.start([*flags, "--block-fade", "0.95", "--accept-length", "2.5", "--tree", "4,2,8"]) == 0
     # Trees that are deeper than the block are left out.
     printed = capsys.readouterr().out

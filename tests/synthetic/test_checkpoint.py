@@ -334,7 +334,7 @@ def test_what_cannot_be_cast_is_refused(changes: dict[str, Any], says: str) -> N
 def test_the_command_writes_and_foretells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("espalier.bench.checkpoint.find_shape", lambda name: SHAPE)
+    monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
     flags = ["--shape", "tiny", "--out", str(tmp_path), "--dtype", "float32"]
     assert cli.start(["bench", "foundry", *flags, "--accept-length", "3", "--tree", "4,2,8"]) == 0
     assert "4, 2, 8" in capsys.readouterr().out

@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 from espalier.config import DTYPES
-from espalier.terminal.flags import SHAPE_NAMES, SHAPE_WEIGHTS
+from espalier.terminal.flags import SHAPE_NAMES, add_shape_flags
 
 
 def add_flags(parser: ArgumentParser) -> None:
@@ -16,44 +16,8 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--mode", choices=("chain", "copy"), default="chain", help="copy: the text depends on K/V rows far back (chain)"
     )
-    parser.add_argument("--reach", type=int, default=256, metavar="N", help="farthest position back in mode copy (256)")
-    parser.add_argument(
-        "--routing-correlation",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="from 0 (each token's experts are random) to 1 (neighbouring tokens share theirs) (0)",
-    )
-    parser.add_argument(
-        "--mtp-layers",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the draft is an MTP head of N layers; 0: an EAGLE-3 head (0)",
-    )
-    parser.add_argument(
-        "--mtp-form",
-        choices=("chain", "target"),
-        default="chain",
-        help="what the MTP layers read: the layer before, or the target (chain)",
-    )
-    parser.add_argument(
-        "--block-size",
-        type=int,
-        default=0,
-        metavar="N",
-        help="the draft is a block draft that proposes N tokens a pass; 0: no block draft (0)",
-    )
-    parser.add_argument(
-        "--block-fade",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="of the block draft: its skill at each depth, divided by that at the depth before (1)",
-    )
-    parser.add_argument(
-        "--weights", choices=("dense", *SHAPE_WEIGHTS), default="dense", help="format of the target's matrices (dense)"
-    )
+    parser.add_argument("--reach", type=int, metavar="N", help="farthest position back in mode copy (256)")
+    add_shape_flags(parser)
     skill = parser.add_mutually_exclusive_group()
     skill.add_argument("--skill", type=float, metavar="X", help="how often the draft's first guess is right (0.8)")
     skill.add_argument(
