@@ -31,6 +31,8 @@ BEFORE = 30
 AFTER = 3
 # Default --prompts: {True: of a named shape on a GPU, False: of a model}.
 PROMPTS = {True: [(1, 8192), (32, 1024)], False: [(1, 256), (8, 64)]}
+# FLOP/s of attention that the bound counts with: what our kernel reaches over a long prefix (docs/log.md, "The table").
+ATTENTION_PEAK = 540e12
 # Tokens of context beyond the longest prompt: running requests decode while it enters.
 SPARE = 512
 
@@ -142,18 +144,22 @@ def prefill(bench: BenchEngine, batch: int, length: int, roofline: Roofline | No
 
 
 def bound_ms(roofline: Roofline, batch: int, length: int, drafts: bool) -> float | None:
-    """FLOPs of all linear layers and of attention / measured bf16 peak, in ms.
+    """FLOPs of all linear layers / measured bf16 peak + FLOPs of attention / ATTENTION_PEAK, in ms.
 
-    Padded rows and rows of the last layer that nobody reads do not count.  None with experts, quantised weights or MTP
-    modules.
+    No limit: it counts every row of the prompts in every layer, though the engine leaves out rows of the last layer that
+    nobody reads, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None with experts,
+    quantised weights or MTP modules.
     """
     shape = roofline.shape
     if shape.experts is not None or shape.mtp is not None or shape.weights != DENSE:
         return None
-    linear = sum(run.flops for run in shape.prefill_pass(batch * length, batch, drafts))
-    # The last layer and the draft attend from one row of a request, which is little beside the other layers.
-    attention = batch * shape.prompt_attention_flops(length) * (shape.layers - 1) / shape.layers
-    return 1e3 * (linear + attention) / roofline.stopwatch.peak(roofline.device)
+    draft = shape.extend_passes(batch * length) if drafts else ()
+    linear = sum(run.flops for run in (*shape.target_pass(batch * length, batch), *draft))
+    # A block draft only projects a prompt's tokens to K and V.
+    attending = (shape, shape.draft_sizes) if drafts and shape.block is None else (shape,)
+    attention = batch * sum(each.prompt_attention_flops(length) for each in attending)
+    peak = roofline.stopwatch.peak(roofline.device)
+    return 1e3 * (linear / peak + attention / ATTENTION_PEAK)
 
 
 def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:

@@ -11,7 +11,7 @@ from espalier.bench.engines import OfShape
 from espalier.bench.instrument import record_launches
 from espalier.bench.linears import shape_named
 from espalier.bench.load import Arrivals, Load, Timeline, mixed, percentiles, serve
-from espalier.bench.prefill import bound_ms, pause, prefill, waits
+from espalier.bench.prefill import ATTENTION_PEAK, bound_ms, pause, prefill, waits
 from espalier.cli.main import main
 from espalier.config import SpeculationConfig
 from espalier.synthetic.checkpoint import Recipe
@@ -95,12 +95,12 @@ def test_mixed_lengths_lie_between_their_bounds():
 def test_the_bound_of_prompts_counts_each_product_and_each_pair_of_query_and_row():
     shape = shape_named("llama-3.1-8b")
     roofline = SimpleNamespace(shape=shape, device=None, stopwatch=SimpleNamespace(peak=lambda device: 1e15))
-    qkv, rest = 4096 * (4096 + 2 * 1024), 4096 * (4096 + 3 * 14336)
-    # Two requests of 2,048 tokens.  Behind the last layer's K and V, one row of each is computed.
-    linear = 2 * (4096 * (32 * qkv + 31 * rest) + 2 * (rest + 4096 * 128256))
-    attention = 2 * 4 * 4096 * 31 * 2048 * 2049 // 2
+    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    # Two requests of 2,048 tokens; the head computes one row of each.
+    linear = 2 * (4096 * 32 * layer + 2 * 4096 * 128256)
+    attention = 2 * 4 * 4096 * 32 * 2048 * 2049 // 2
     found = bound_ms(roofline, 2, 2048, drafts=False)
-    assert found == pytest.approx(1e3 * (linear + attention) / 1e15)
+    assert found == pytest.approx(1e3 * (linear / 1e15 + attention / ATTENTION_PEAK))
     assert found < bound_ms(roofline, 2, 2048, drafts=True)
     roofline.shape = block = shape_named("llama-3.1-8b", block_size=16)
     context = sum(run.flops for run in block.extend_passes(4096))
