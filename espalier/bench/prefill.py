@@ -146,8 +146,8 @@ def prefill(bench: BenchEngine, batch: int, length: int, roofline: Roofline | No
 def bound_ms(roofline: Roofline, batch: int, length: int, drafts: bool) -> float | None:
     """FLOPs of all linear layers / measured bf16 peak + FLOPs of attention / ATTENTION_PEAK, in ms.
 
-    No limit: it counts every row of the prompts in every layer, though the engine leaves out rows of the last layer that
-    nobody reads, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None with experts,
+    No limit: it counts every row of the prompts in every layer, though the engine leaves out rows of the last layer
+    that nobody reads, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None with experts,
     quantised weights or MTP modules.
     """
     shape = roofline.shape
