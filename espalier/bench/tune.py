@@ -151,6 +151,8 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         models = [_shape_of(checkpoint, args.weights)]
     path = args.choices or own_file()
     if args.tune == EXPERTS:
+        if args.seconds is not None:
+            raise EspalierError("--seconds is not for --tune experts, which measures every plan; leave it out")
         if weights != DENSE:
             raise EspalierError("--weights is not for --tune experts: their plans serve all formats; leave it out")
         tune_experts.run(models, DTYPES[dtype], path)

@@ -50,7 +50,6 @@ class MeasuredExperts:
     """The expert product of one layer at a number of rows.
 
     touched: experts with rows, the mean over calls.  us: of all launches, with `plan`; rule_us: with the rule's plan.
-    gated_us, down_us: of one product alone.
     """
 
     shape: ExpertsShape
@@ -59,8 +58,6 @@ class MeasuredExperts:
     plan: ExpertsPlan
     us: float
     rule_us: float
-    gated_us: float
-    down_us: float
 
     @property
     def bytes_per_second(self) -> float:
@@ -94,13 +91,11 @@ class ExpertsTuner:
         """The figures of one bucket, with the plan that is fastest over all its numbers of rows (`relative_time`)."""
         [shape] = {each.shape for each in calls}
         plans: list[ExpertsPlan] = []
-        alone: dict[tuple[int, ProductPlan, int], list[float]] = {}
         for tile_rows in ROWS_OF_BUCKET[bucket][1]:
             best = []
             for matrices in (2, 1):
                 of_product = candidates(tile_rows, matrices, self.chip)
                 times = self._alone(calls, tile_rows, matrices, of_product, gate_up if matrices == 2 else down)
-                alone |= {(tile_rows, plan, matrices): found for plan, found in times.items()}
                 best.append(sorted(times, key=lambda plan: relative_time(times, plan))[:FINALISTS])
             plans += [ExpertsPlan(tile_rows, *pair) for pair in product(*best)]
         whole = self._whole(calls, plans, gate_up, down)
@@ -114,8 +109,6 @@ class ExpertsTuner:
                 plan,
                 whole[plan][i],
                 rules[rule(shape, each.rows, self.dtype, self.chip)][i],
-                alone[plan.rows, plan.gated, 2][i],
-                alone[plan.rows, plan.down, 1][i],
             )
             for i, each in enumerate(calls)
         ]

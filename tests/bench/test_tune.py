@@ -179,3 +179,6 @@ def test_what_is_not_tuned_is_refused(tuner):
     args = Namespace(shapes="gpt-oss-20b", choices=None, tune="experts", weights="fp8", seconds=None)
     with pytest.raises(EspalierError, match="--weights is not for --tune experts"):
         tune._run(args, EngineConfig(dtype="bfloat16"))
+    args = Namespace(shapes="gpt-oss-20b", choices=None, tune="experts", weights=None, seconds=60.0)
+    with pytest.raises(EspalierError, match="--seconds is not for --tune experts"):
+        tune._run(args, EngineConfig(dtype="bfloat16"))

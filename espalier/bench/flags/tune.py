@@ -23,6 +23,6 @@ def add_flags(parser: ArgumentParser) -> None:
         "--seconds",
         type=float,
         metavar="N",
-        help="of --tune: measure for about so long, the likely best first, and keep the best found (until all are)",
+        help="of --tune linears: measure for about so long, the likely best first (until all are)",
     )
     tuning.add_argument("--choices", type=Path, metavar="FILE", help="write what is fastest there (your own file)")
