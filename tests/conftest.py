@@ -4,6 +4,7 @@ import ctypes
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
@@ -115,3 +116,11 @@ def kernel_device() -> "Iterator[torch.device]":
     adapt_interpreter()
     with checked():
         yield torch.device("cpu")
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell's background job, as of `make test &`, begins with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -258,14 +258,6 @@ def test_a_stream_that_nobody_reads_queues_nothing(llm):
     assert not llm.engine.has_work
 
 
-@pytest.fixture
-def interruptible():
-    """A shell's background job, as of `make test &`, begins with SIGINT ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_aborts_what_is_in_flight_and_the_next_call_goes_on(llm):
     expected = llm.generate(["abc", "d"], GREEDY)

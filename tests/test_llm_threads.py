@@ -147,6 +147,7 @@ def interrupt(turn: Turn, moment: int) -> bool:
     return bool(pressed)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_at_any_line_of_a_turn_leaves_the_lock_to_other_threads():
     turn, moments = Turn(), count()
 

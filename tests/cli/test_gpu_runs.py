@@ -51,6 +51,8 @@ def test_an_unknown_run_is_refused(capsys):
 
 def test_ctrl_c_ends_the_runs_and_starts_no_other(tmp_path):
     program = (
+        # Also where this process was started to ignore Ctrl-C, as a job in the background is.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys; from tools import gpu_runs; from tools.gpu_runs import Run\n"
         "gpu_runs.RUNS = {n: Run(500, 'python -c \"import time; time.sleep(500)\"') for n in ('one', 'two')}\n"
         f"sys.exit(gpu_runs.main(['one', 'two', '--out', {str(tmp_path)!r}]))"
