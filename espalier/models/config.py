@@ -54,6 +54,14 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "swiglu_limit": (None,),
     "swiglu_alpha": (None,),
 }
+# Fields that are not counts: (name, type, in words).
+KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("rms_norm_eps", int | float, "a number"),
+    ("rope_theta", int | float, "a number or null"),
+    ("rope_scaling", Mapping, "an object or null"),
+    ("rope_parameters", Mapping, "an object or null"),
+    ("layer_types", list, "a list or null"),
+)
 # Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
 INERT = (
     "architectures",
@@ -230,7 +238,9 @@ def parse(
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, *rope_names}
-    full = _with_partial_rotation({**family.defaults, **with_overrides(raw, overrides or {}, known)})
+    full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}
+    _require_kinds(full, path)
+    full = _with_partial_rotation(full)
     refuse_unsupported(full, path, family.honours)
     count = partial(_count, full, path)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
@@ -276,6 +286,15 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+
+
+def _require_kinds(full: Raw, path: Path) -> None:
+    """Raises EspalierError naming a field whose value is not of its kind."""
+    for name, kind, words in KINDS:
+        value = full.get(name)
+        is_missing = value is None and words.endswith("null")
+        if not is_missing and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise EspalierError(f"{path}: {name} = {value!r}; {words} is needed; correct it or pass model_overrides")
 
 
 def _with_partial_rotation(full: Raw) -> Raw:
