@@ -92,7 +92,7 @@ class LLM:
         each chunk as it is generated.  Raises EspalierError, which names the prompt, before any prompt starts.  A later
         error is in Output.error.
         """
-        with self._turn, self._turn.lock:
+        with self._turn.postponing(), self._turn.lock:
             groups = self._requests(_as_list(prompts), params)
             requests = [request for group in groups for request in group]
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
@@ -110,7 +110,7 @@ class LLM:
         Raises EspalierError for a bad prompt before the first chunk.  Leaving the loop early aborts the request.
         """
         _require_prompt("the prompt", prompt)
-        with self._turn, self._turn.lock:
+        with self._turn.postponing(), self._turn.lock:
             [group] = self._requests([prompt], params)
         return self._run(group)
 
@@ -126,18 +126,18 @@ class LLM:
         messages: {"role", "content"} mappings; special tokens inside them stay text.  options: tools, tool_choice and
         others (espalier/inputs.py:ConversationOptions, espalier/chat.py:ChatOptions).
         """
-        with self._turn, self._turn.lock:
+        with self._turn.postponing(), self._turn.lock:
             prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
         return chat_output(plan, prompt, self.generate([prompt], resolved, on_chunk)[0])
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
-        with self._turn, self._turn.lock:
+        with self._turn.postponing(), self._turn.lock:
             return self.inputs.chat(messages, **options)
 
     def close(self) -> None:
         """Free the engine's memory.  A second call does nothing."""
-        with self._turn, self._turn.lock:
+        with self._turn.postponing(), self._turn.lock:
             if not self._closed:
                 self._closed = True
                 self.engine.close()
@@ -236,7 +236,7 @@ class LLM:
         """Queue the requests and yield their chunks until all have ended.  Leaving early aborts the others."""
         unread: deque[OutputChunk] = deque()
         try:
-            with self._turn, self._turn.lock:
+            with self._turn.postponing(), self._turn.lock:
                 self._add(requests, unread)
             # Count last chunks, not request.done: another stream's step may end a request whose chunks are unread.
             num_left = len(requests)

@@ -13,10 +13,10 @@ from typing import Any
 
 
 class Turn:
-    """A lock.  `with turn, turn.lock:` is a turn; a thread may take its turn again within its turn.
+    """`with turn.postponing(), turn.lock:` is a turn.  A thread may take its turn again within its turn.
 
-    lock: `with` itself takes and releases it, in C.  In methods written in Python, Ctrl-C could come behind the
-    taking or before the release, and every other thread would wait for ever.
+    lock: `with` takes and releases it in C.  In a method written in Python, Ctrl-C could come after the lock is taken
+    or before it is released, and every other thread would wait forever.
     """
 
     def __init__(self) -> None:
@@ -24,16 +24,18 @@ class Turn:
         self._in_whole = False
         self._postponed: deque[Callable[[], None]] = deque()
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        self._run_postponed()
+    @contextmanager
+    def postponing(self) -> Iterator[None]:
+        """What `run` postpones within the block runs after it.  It does not take the lock."""
+        try:
+            yield
+        finally:
+            self._run_postponed()
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """A turn that nothing interrupts; Ctrl-C comes after it.  Not to be taken within itself."""
-        with self, self.lock, _interrupt_deferred():
+        with self.postponing(), self.lock, _interrupt_deferred():
             assert not self._in_whole
             self._in_whole = True
             try:

@@ -76,7 +76,7 @@ def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm
 
 def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
     turn, events = Turn(), []
-    with turn, turn.lock:
+    with turn.postponing(), turn.lock:
         with turn.whole():
             turn.run(lambda: events.append("later"))
             events.append("step")
@@ -88,7 +88,7 @@ def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
 def test_a_thread_leaves_what_it_has_to_do_to_the_thread_whose_turn_it_is():
     """It never waits: that thread may wait for it, as for the thread that runs launches."""
     turn, events = Turn(), []
-    with turn, turn.lock:
+    with turn.postponing(), turn.lock:
         other = threading.Thread(target=turn.run, args=(lambda: events.append("other"),), daemon=True)
         other.start()
         other.join(60)
@@ -138,7 +138,7 @@ def interrupt(turn: Turn, moment: int) -> bool:
 
     sys.settrace(press)
     try:
-        with turn, turn.lock, turn.whole():
+        with turn.postponing(), turn.lock, turn.whole():
             turn.run(list)
     except KeyboardInterrupt:
         pass

@@ -1,7 +1,7 @@
 """What is served: the models with their engines' settings and replicas, and the options of the front.
 
-The command line makes a Service from its flags, and a Serve config file from its `args`, most of whose
-names are the flags'.
+The command line makes a Service from its flags, and a Serve config file makes one from its `args`.  Most of these have
+the names of flags.
 """
 
 from collections.abc import Mapping
