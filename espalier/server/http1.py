@@ -24,6 +24,9 @@ FIRST_PROBE = 3
 CHECKS_PER_PROBE = 100
 # RFC 9110, section 15.2: an HTTP/1.1 client ignores interim responses that it did not ask for, whatever their number.
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+# Of a head, and of the trailers.  h11 has this limit itself, httptools has none.
+MAX_HEAD_BYTES = 65536
+IS_HTTPTOOLS = hasattr(AutoHTTPProtocol, "on_header")
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichever of uvicorn's parsers is installed
@@ -35,12 +38,28 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
     """
 
     half_closed = False
+    # Received since the last whole head or part of a body; counted for httptools.
+    num_head_bytes = 0
     app_state: dict[str, Any]
 
     def __init__(self, *args: Any, **named: Any):
         super().__init__(*args, **named)
         # uvicorn gives each request a copy: connection_of.
         self.app_state = {**self.app_state, "connection": self}
+
+    def data_received(self, data: bytes) -> None:
+        self.num_head_bytes += len(data) * IS_HTTPTOOLS
+        super().data_received(data)
+        if self.num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response("")
+
+    def on_headers_complete(self) -> None:
+        self.num_head_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.num_head_bytes = 0
+        super().on_body(body)
 
     @property
     def takes_chunks(self) -> bool:

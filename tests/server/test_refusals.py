@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.errors import ApiError
-from espalier.server.http1 import Connection
+from espalier.server.http1 import MAX_HEAD_BYTES, Connection
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, field_rows
 from espalier.server.responses import ResponsesRequest
 from tests.properties.summary import ASKED
@@ -369,6 +369,22 @@ def test_what_is_no_http_is_refused_as_all_else_is(served, sent):
     assert "send plain HTTP/1.1 (http://, not https://)" in error["message"]
     assert answer[1]["connection"] == "close" and answer[1]["content-type"] == "application/json"
     served.until(lambda: f"[{error['request_id']}] malformed HTTP from 127.0.0.1 port" in served.log.read_text())
+
+
+# What comes first, and the line that is repeated behind it until it is too much.
+ENDLESS = {
+    "lines": (b"GET /version HTTP/1.1\r\nhost: x\r\n", b"x: y\r\n"),
+    "line": (b"GET /version HTTP/1.1\r\nx: ", b"y"),
+    "path": (b"GET /", b"y"),
+    "trailer": (CHUNKED % b"tokenize" + b"0\r\n", b"x: y\r\n"),
+}
+
+
+@pytest.mark.parametrize("start,line", ENDLESS.values(), ids=ENDLESS)
+def test_a_head_or_trailer_without_end_is_refused(served, start, line):
+    [answer] = answers([start, line * (MAX_HEAD_BYTES // len(line) + 1)], served.port, 0.1)
+    assert "too long" in error_of(answer)["message"]
+    assert answer[1]["connection"] == "close"
 
 
 def test_who_leaves_in_the_midst_of_a_body_is_no_defect(served):
