@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from email.message import Message as Headers
 from functools import lru_cache
 from types import MappingProxyType
@@ -77,6 +78,10 @@ def _parsed(content_type: str, data: bytes) -> Any:
     if not _is_json(content_type):
         why = f"content-type {content_type} is not supported" if content_type else "the body has no content-type"
         raise ApiError(400, f"{why}; send a JSON object with content-type application/json")
+    # msgspec takes a third of json's time.  json also reads NaN, lone surrogates and other encodings than UTF-8, and
+    # its errors name the place.
+    with suppress(ValueError, RecursionError):
+        return msgspec.json.decode(data)
     try:
         return json.loads(data)
     except json.JSONDecodeError as error:

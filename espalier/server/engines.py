@@ -87,7 +87,7 @@ class Generation:
     caller must close it in every case; that aborts the samples that still run.
 
     listener: gets new parts while the reader of `parts` waits, without waking it, which would cost as much as sending
-    them.  It returns whether it took them; if not, the reader gets them.
+    them.  It returns whether it took them; if not, the reader gets them.  The reader gets the last ones.
     """
 
     def __init__(self, engines: "Engines", names: Sequence[str], samples: int):
@@ -140,7 +140,7 @@ class Generation:
             # Parts before this one may be lost, so it is of no use.
             return
         self.unread.append(part)
-        if self.listener is None:
+        if self.listener is None or self.done:
             self.news.set()
         elif len(self.unread) == 1:
             # The parts of one message come in one turn of the loop, and are read together in the next.
@@ -150,7 +150,7 @@ class Generation:
         """Give the unread parts to the listener, or wake the reader."""
         parts, self.unread = self.unread, []
         try:
-            is_taken = self._is_waiting and listener(parts)
+            is_taken = self._is_waiting and not self.done and listener(parts)
         except Exception as error:
             self.fail(error)
             return

@@ -283,12 +283,17 @@ class Run:
                 if events := self._events_of(parts):
                     yield events
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether all parts have come, without an error."""
+        return self.generation.done and self.generation.error is None
+
     def _events_of(self, parts: list[Part]) -> bytes:
         """The events of the next parts.  Raises ApiError."""
         self._measure(parts)
         events = self._opening + b"".join([self.answer.event(self.prompt_index[part.name], part) for part in parts])
         self._opening = b""
-        if self.generation.done and self.generation.error is None:
+        if self.has_ended:
             # With the last tokens: each message to the client costs as much as many tokens.
             events += b"".join([*map(self.answer.encode, self.answer.closing()), self.answer.end_mark])
         return events
@@ -368,9 +373,12 @@ class EventStream(StreamingResponse):
         await send(_body(self.first))
         if connection is not None:
             self.run.write_to(connection)
+        is_last = False
         try:
             async for events in self.rest:
-                await send(_body(events))
+                # The last events and the end of the response are one message.
+                is_last = self.run.has_ended
+                await send(_body(events, not is_last))
         except ClientLeft:
             return
         except ApiError as error:
@@ -381,7 +389,8 @@ class EventStream(StreamingResponse):
             log.exception("the stream failed")
             await send(_body(self._failed(ApiError(500, FAILED))))
         self.ended = True
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if not is_last:
+            await send(_body(b"", False))
         # Streams that end together all end before the first of them is logged and counted.
         await asyncio.sleep(0)
 
@@ -403,8 +412,8 @@ class EventStream(StreamingResponse):
             self.run.close()
 
 
-def _body(events: bytes) -> Message:
-    return {"type": "http.response.body", "body": events, "more_body": True}
+def _body(events: bytes, more: bool = True) -> Message:
+    return {"type": "http.response.body", "body": events, "more_body": more}
 
 
 async def _left(http: Request) -> None:

@@ -358,7 +358,7 @@ def test_sigterm_while_the_model_loads_leaves_nothing(tmp_path):
 def test_what_is_raised_in_a_streams_midst_ends_it_with_an_error_event(raised, kind, message, caplog):
     counter = Counter("stream_errors", "", ["type"], registry=None)
     run = SimpleNamespace(metrics=SimpleNamespace(stream_errors=counter), deadline=None, close=lambda: None)
-    run.answer = SimpleNamespace(failure=event)
+    run.answer, run.has_ended = SimpleNamespace(failure=event), False
 
     async def rest():
         yield b"second"

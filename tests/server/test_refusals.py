@@ -283,6 +283,30 @@ def test_json_of_another_content_type_is_told_so(kind, said):
     assert refused.value.detail == f"{said}send a JSON object with content-type application/json"
 
 
+AS_JSON_READS = {
+    "UTF-16": '{"prompt": "é"}'.encode("utf-16"),
+    "byte order mark": '\ufeff{"prompt": "é"}'.encode(),
+    "same name twice": b'{"prompt": "x", "prompt": "y"}',
+    "escapes": rb'{"prompt": "\ud83c\udf33\u0000\/"}',
+    "large number": b'{"prompt": "x", "chat_template_kwargs": {"a": [1e400, -0, 1.0, %d]}}' % 10**40,
+    "no number": b'{"prompt": "x", "chat_template_kwargs": {"a": NaN}}',
+}
+
+
+@pytest.mark.parametrize("data", AS_JSON_READS.values(), ids=AS_JSON_READS)
+def test_a_body_is_what_json_reads_in_it(data):
+    body = read_body("TokenizeRequest", "application/json", data, BodyLimits(16, 64, 1, 64))
+    expected = json.loads(data)
+    assert body.model_fields_set == expected.keys()
+    # repr tells -0 from -0.0, and a NaN equals itself.
+    assert repr([getattr(body, name) for name in expected]) == repr(list(expected.values()))
+
+
+def test_a_lone_surrogate_is_refused_by_name():
+    with pytest.raises(ApiError, match="lone surrogate"):
+        read_body("TokenizeRequest", "application/json", rb'{"prompt": "\ud800"}', BodyLimits(16, 64, 1, 64))
+
+
 def test_a_compressed_body_is_told_so(served):
     error = error_of(served.request("/v1/completions", gzip.compress(b"{}"), content_encoding="gzip"))
     assert error["message"] == "content-encoding gzip is not supported; send the body as plain JSON"

@@ -124,10 +124,21 @@ def test_the_run_writes_one_chunk_for_the_parts_that_came_together(ask, monkeypa
     write = Connection.write_chunk
     monkeypatch.setattr(Connection, "write_chunk", lambda self, data: (writes.append(data), write(self, data)))
     body = ask(*BODIES["two prompts, two samples"]).body()
-    assert body.endswith(b"".join(writes))
+    # The first message is uvicorn's, and so is the last, which ends the response.
+    _, written, last = body.partition(b"".join(writes))
+    assert written and last.count(b"data: [DONE]") == 1 and b'finish_reason":"' in last
     # One message has a part of each sample that runs.
     assert max(data.count(b"data: ") for data in writes) >= 2
     assert len(writes) < body.count(b"data: ")
+
+
+@pytest.mark.parametrize("what", BODIES)
+def test_the_last_events_and_the_end_of_the_response_are_one_message(ask, monkeypatch, what):
+    messages, make = [], front._body
+    monkeypatch.setattr(front, "_body", lambda *about: messages.append(make(*about)) or messages[-1])
+    body = ask(*BODIES[what]).body()
+    assert [message["more_body"] for message in messages] == [True, False]
+    assert messages[1]["body"] and body.endswith(messages[1]["body"])
 
 
 def test_a_defect_while_the_run_writes_ends_the_stream_with_an_error_event(ask, monkeypatch):
