@@ -31,8 +31,9 @@ class TritonAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
         self.queries = nodes.positions.shape[1]
-        self.windowed_splits: dict[tuple[int, KVSplitPolicy], KVSplits] = {}
         self.partials: dict[tuple[KVSplitPolicy, int, int], PartialResults] = {}
+        self.splits_of: dict[LayerSpec, KVSplits] = {}
+        self.contiguous_of: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         return self._attend(layer, q, None, None)
@@ -52,14 +53,20 @@ class TritonAttention(Attention):
                 raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
             partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec)
             return latent_attention_triton(inputs, partials)
-        contiguous = self._contiguous_blocks(committed, splits) if uses_contiguous_blocks(inputs) else None
-        return tree_attention_triton(inputs, self._partials(splits, spec), contiguous=contiguous)
+        return tree_attention_triton(
+            inputs, self._partials(splits, spec), contiguous=self._contiguous_blocks(spec, inputs)
+        )
 
     def splits(self, spec: LayerSpec) -> KVSplits:
         """The splits for layers with this spec.
 
         Splits without a window are kept in the prefix, for all passes over it with the same policy.
         """
+        if spec not in self.splits_of:
+            self.splits_of[spec] = self._splits(spec)
+        return self.splits_of[spec]
+
+    def _splits(self, spec: LayerSpec) -> KVSplits:
         (batch, queries), layout, window = self.nodes.positions.shape, self.pages.layout, spec.window
         kv_heads = spec.rows.kv_heads
         max_rows = layout.tokens_in(layout.table_width)
@@ -68,16 +75,17 @@ class TritonAttention(Attention):
         )
         if window is None:
             return self.prefix.shared(policy, partial(kv_splits_triton, self.prefix.length, self.prefix.first, policy))
-        key = (window, policy)
-        if key not in self.windowed_splits:
-            positions = self.nodes.positions
-            self.windowed_splits[key] = kv_splits_triton(
-                self.prefix.length, self.prefix.first, policy, positions, window
-            )
-        return self.windowed_splits[key]
+        return kv_splits_triton(self.prefix.length, self.prefix.first, policy, self.nodes.positions, window)
 
-    def _contiguous_blocks(self, committed: Committed, splits: KVSplits) -> Tensor:
-        """Counts of contiguous blocks, kept in the prefix.  Only for splits without a window."""
+    def _contiguous_blocks(self, spec: LayerSpec, inputs: Inputs) -> Tensor | None:
+        """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""
+        key = (spec, inputs.staged is None)
+        if key not in self.contiguous_of:
+            self.contiguous_of[key] = self._counted(inputs) if uses_contiguous_blocks(inputs) else None
+        return self.contiguous_of[key]
+
+    def _counted(self, inputs: Inputs) -> Tensor:
+        committed, splits = inputs.committed, inputs.splits
         pages = committed.page_table, committed.page_size, committed.first
         key = (splits.policy, count_contiguous_blocks)
         return self.prefix.shared(key, partial(count_contiguous_blocks, splits, *pages))

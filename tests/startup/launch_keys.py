@@ -169,7 +169,7 @@ class Simulation:
     @torch.inference_mode()
     def run(self) -> dict[str, Any]:
         layout = self.layout
-        launch._chip = lambda device, cap: CHIPS[self.chip]  # type: ignore[assignment]
+        launch._chip = lambda device: CHIPS[self.chip]  # type: ignore[assignment]
         runner, memory = runner_of(self.shape, self.layers, layout), StageMemory(META)
         vocab_size, results = runner.target.config.vocab_size, Results(layout, 3, META)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 
-# Environment variable: an upper bound, in bytes, on the shared memory that launchers plan for.  Tests set it to imitate
-# a smaller GPU.
+# Environment variable: an upper bound, in bytes, on the shared memory that launchers plan for.  It is set before the
+# program starts, to imitate a smaller GPU in tests.
 SHARED_MEMORY_CAP = "ESPALIER_SHARED_MEMORY"
 # Bytes per block on the smallest supported GPU.  Launchers assume it in Triton's interpreter.
 SMALLEST_SHARED_MEMORY = 99 * 1024
@@ -152,11 +152,12 @@ class Chip:
 
 def chip(tensor: Tensor) -> Chip:
     """The chip that holds a tensor.  For a CPU tensor (Triton's interpreter): the smallest supported GPU."""
-    return _chip(tensor.device, int(os.environ.get(SHARED_MEMORY_CAP, 2**31)))
+    return _chip(tensor.device)
 
 
 @cache
-def _chip(device: torch.device, cap: int) -> Chip:
+def _chip(device: torch.device) -> Chip:
+    cap = int(os.environ.get(SHARED_MEMORY_CAP, 2**31))
     if device.type != "cuda":
         return Chip(min(SMALLEST_SHARED_MEMORY, cap), 4, (8, 0))
     # Any: some supported versions of PyTorch lack type annotations for these properties.
@@ -176,12 +177,18 @@ def require(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtyp
 
     name: the argument's name in the error text.  Raises EspalierError with the required and the actual properties.
     """
-    fits = tensor.ndim == len(shape) and all(need in (-1, have) for need, have in zip(shape, tensor.shape, strict=True))
+    have = tensor.shape
+    # A pass of prefill calls this hundreds of times: equal shapes are compared in one step.
+    fits = have == shape or (len(have) == len(shape) and all(map(_fits, shape, have)))
     if not fits or (dtype is not None and tensor.dtype != dtype) or tensor.device != like.device:
         raise EspalierError(
             f"{name} needs shape {list(shape)}, {dtype or tensor.dtype} on {like.device}, but has "
             f"{list(tensor.shape)}, {tensor.dtype} on {tensor.device}: allocate and launch from the same layout"
         )
+
+
+def _fits(need: int, have: int) -> bool:
+    return need == have or need == -1
 
 
 def exact_type(dtype: torch.dtype) -> object:
