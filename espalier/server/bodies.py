@@ -32,8 +32,8 @@ MODELS: Mapping[str, type[BaseModel]] = MappingProxyType(
     }
 )
 UNREADABLE = (
-    "the body cannot be read as JSON: it is not UTF-8, or it is nested too deeply; send a JSON object with "
-    "content-type application/json"
+    "the body cannot be read as JSON: it is not UTF-8, it is nested too deeply, or a number has thousands of digits; "
+    "send a JSON object with content-type application/json"
 )
 MAX_MESSAGES = 4096
 # Entries of all lists and objects in one field; prompt and tokens have limits of their own (BodyLimits).  A body of

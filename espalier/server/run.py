@@ -131,6 +131,11 @@ class Server(uvicorn.Server):
         self.readers.sweep(self.server_state.connections, self.loop.time(), at_most_s)
 
 
+def url_of(host: str, port: int) -> str:
+    """The server's URL.  In a URL an IPv6 address is in brackets (RFC 3986, section 3.2.2)."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
     """Serve until a signal.  settings: keywords of EngineConfig.  Raises EspalierError before anything is served."""
     listener = _bound(options.host, options.port)
@@ -163,8 +168,7 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         readers = Readers(options.send_timeout_s, front.metrics.stalled_readers)
         senders = Senders(options.api.body_timeout_s, front.metrics.stalled_senders)
         server = Server(config, front, gate, readers, senders, options.drain_timeout_s, batches)
-        host, port = listener.getsockname()[:2]
-        log.info("serving %s at http://%s:%d/v1", ", ".join(front.names), host, port)
+        log.info("serving %s at %s/v1", ", ".join(front.names), url_of(*listener.getsockname()[:2]))
         # The application lives as long as the process: garbage collections must not search it.
         gc.collect()
         gc.freeze()

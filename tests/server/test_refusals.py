@@ -171,7 +171,12 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ("/v1/chat/completions", b"{", "the body is not JSON (Expecting property name enclosed in double quotes: char"),
         ("/v1/completions", b'{"model": "bund', "(Unterminated string starting at: character 10); send a JSON object"),
         ("/v1/completions", b"\xff\xff{}", "the body cannot be read as JSON: it is not UTF-8"),
-        ("/v1/completions", b"[" * 100_000, "or it is nested too deeply; send a JSON object"),
+        ("/v1/completions", b"[" * 100_000, "it is nested too deeply, or a number has thousands of digits; send a"),
+        (
+            "/v1/completions",
+            b'{"seed": 1' + b"0" * 5000 + b"}",
+            "or a number has thousands of digits; send a JSON object",
+        ),
         ("/v1/completions", {"prompt": "x"}, "model: Field required (a name from /v1/models)"),
         ("/v1/completions", {**TEXT, "prompt": None}, "prompt: Input should be a valid string (text or token ids, one"),
         ("/v1/completions", {**TEXT, "prompt": [1, "x"]}, "prompt.1: Input should be a valid integer (text or token"),

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from espalier.errors import EspalierError
-from espalier.server.run import _allow_reuse, _bound
+from espalier.server.run import _allow_reuse, _bound, url_of
 
 
 def test_events_do_not_wait_for_acknowledgements():
@@ -45,3 +45,10 @@ def test_the_port_of_a_server_that_has_ended_can_be_used_again_at_once():
             # The side that closes first keeps the port.
             first.accept()[0].close()
     _bound(*address).close()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000"), ("::", "http://[::]:8000")]
+)
+def test_an_ipv6_address_is_in_brackets(host, url):
+    assert url_of(host, 8000) == url
