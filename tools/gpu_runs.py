@@ -46,11 +46,18 @@ SHAPE = "--shape llama-3.1-8b --page-size 64"
 GENERATE = f"espalier bench generate {SHAPE} --max-context 33792"
 ROUND = "espalier bench round --rounds 20 --page-size 64"
 CELLS = "1x1024:3,4,16 8x1024:3,4,16 32x1024:3,2,8 1x32768:3,4,16"
+# Of "The table" in docs/log.md.
+TABLE = (
+    "1x32768:5,8,64@64,1 8x1024:5,8,64@1,64 64x1024:3,2,8@64 32x1024:3,2,8@64 8x1024:5,4,16@64 32x1024:5,4,16@64 "
+    "1x1024:5,8,64@64,1,256 1x1024:5,4,16@64"
+)
 TESTS = "python -m pytest -q -m gpu -n 20 --ignore tests/gpu/test_memory.py --ignore tests/gpu/test_first_start.py"
 DRAFTS = "python -m tools.compare_drafts --device cuda --prompts 28 --tokens 96 --turns 3"
 RUNS = {
     "tests": Run(300, f"{TESTS} tests/gpu"),
     "kernel-tests": Run(300, f"{TESTS} tests/kernels tests/attention"),
+    "table": Run(180, f"espalier bench round {SHAPE} --rounds 20 --own-size --cells {TABLE}"),
+    "bundled": Run(90, "espalier bench round --device cuda --batch 1,8"),
     # The default engine, as LLM.generate users have it.
     "generate-plain": Run(120, f"{GENERATE} --tree plain --prompts 1x1024 8x1024 32x1024 64x1024 1x32768"),
     "generate-d64": Run(120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 8x1024 1x32768"),
