@@ -10,10 +10,13 @@ import torch
 
 from espalier.attention import BACKENDS, choose_backends, grouped_backend
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.engine.cuda import CudaExecutor
 from espalier.errors import EspalierError
 from espalier.guard.faults import plant
 from espalier.request import Request, SamplingParams
-from tests.attention.fake_libraries import installed
+from espalier.startup.dummies import fullest_pass, smaller_passes
+from tests.attention.fake_libraries import NAMES, installed
+from tests.engine.fake_cuda import fake_cuda
 from tests.harness import Setup, prompts, request
 from tests.properties.layouts import reference_of
 from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
@@ -61,6 +64,18 @@ def test_whole_rounds_on_a_library_hold_every_property(name, keeps, overlap, pag
     """Target and draft, whose rows begin at 1; the library is a stand-in that takes any sizes."""
     with installed(head_sizes=None, latents=()):
         holds(replace(SETUP, attention=name, keeps=keeps, overlap=overlap, page_size=page_size))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_start_runs_its_passes_of_dummies_on_a_library(name, monkeypatch):
+    """Some have more pieces than requests, and a library plans by piece."""
+    fake_cuda(monkeypatch)
+    setup = replace(SETUP, attention=name, page_size=16, max_batch=6, chunk_size=256, max_context=300)
+    fullest = (fullest_pass(setup.layout, width) for width in setup.layout.chunk_widths)
+    with installed(head_sizes=None, latents=()):
+        executor = CudaExecutor(setup.engine().executor.runner, graph_batch=0)
+        for made in (*fullest, *smaller_passes(setup.layout, 16)):
+            executor.run_dummies(made)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -1,6 +1,5 @@
 """What a start measures and compiles, on a CUDA of the CPU."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.launch_input import LaunchInput
 from espalier.layout import TreeShape
-from espalier.startup.dummies import fullest_pass, smaller_passes
 from espalier.startup.measure_memory import measure
 from tests.engine.fake_cuda import fake_cuda
 from tests.harness import Setup
@@ -57,10 +55,3 @@ def test_rounds_that_will_run_eagerly_are_compiled_in_every_bucket(monkeypatch):
     found = asked_for(monkeypatch, graph_batch=2)
     assert found["compiled"] == {(batch, is_staged) for batch in (1, 2, 3, 4, 6) for is_staged in (False, True)}
     assert found["ran"] == {(3, False), (3, True), (6, False), (6, True)}
-
-
-def test_passes_of_dummies_announce_a_length_for_each_piece():
-    """As the scheduler's do: a backend that plans on the host checks it."""
-    layout = replace(SETUP, chunk_size=256).layout
-    for made in (*(fullest_pass(layout, width) for width in layout.chunk_widths), *smaller_passes(layout, 16)):
-        assert len(made.committed.at_most) == len(made.pieces or made.slots)
