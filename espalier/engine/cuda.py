@@ -232,7 +232,9 @@ class CudaExecutor:
         """Announce the lengths of a launch to the attention backends, and clear its pages, on its stream."""
         with torch.cuda.stream(self.stream):
             self.runner.pages.clear(launch_input.cleared_pages)
-            self.runner.prepare(replace(launch_input.committed.padded(batch), in_graph=in_graph))
+            # A prefill pass announces a length for each piece.
+            lengths = launch_input.committed.padded(len(launch_input.pieces) or batch)
+            self.runner.prepare(replace(lengths, in_graph=in_graph))
 
     def _prepare_capture(self, dummies: LaunchInput, batch: int) -> None:
         committed = replace(dummies.committed, exact=not self.overlap)

@@ -33,7 +33,7 @@ class LaunchInput:
     prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None for none.
     is_staged: a round that runs in stages, because a request of it has a grammar.
     masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None for all.
-    committed: upper bounds of the slots' committed lengths; nothing for dummy slots.
+    committed: upper bounds of the committed lengths, by slot, of a prefill pass by piece; nothing for dummy slots.
     """
 
     slots: tuple[int, ...]

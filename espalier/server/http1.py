@@ -48,7 +48,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
         self.app_state = {**self.app_state, "connection": self}
 
     def data_received(self, data: bytes) -> None:
-        self.num_head_bytes += len(data) * IS_HTTPTOOLS
+        if IS_HTTPTOOLS:
+            self.num_head_bytes += len(data)
         super().data_received(data)
         if self.num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response("")

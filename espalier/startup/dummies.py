@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from espalier.attention import CommittedLengths
 from espalier.engine.cuda import of_dummies
 from espalier.engine.launch_input import LaunchInput
 from espalier.layout import RoundLayout
@@ -70,6 +69,4 @@ def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> Lau
     """A pass whose pieces are spread over the requests.  reported: rows, from the first, with log-probabilities."""
     pieces = tuple((i * requests // num_pieces, 0) for i in range(num_pieces)) if num_pieces > requests else ()
     rows = PromptRows(((0, reported), *((0, 0),) * (requests - 1)), MAX_LOGPROBS) if reported else None
-    committed = CommittedLengths((0,) * (len(pieces) or requests), exact=True)
-    made = of_dummies(requests, width)
-    return replace(made, num_logprobs=MAX_LOGPROBS, prompt_rows=rows, pieces=pieces, committed=committed)
+    return replace(of_dummies(requests, width), num_logprobs=MAX_LOGPROBS, prompt_rows=rows, pieces=pieces)
