@@ -6,7 +6,7 @@ against it on the host, without reading from the device.
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from espalier.errors import EspalierError
 
@@ -23,6 +23,11 @@ LOGITS_BYTES = 2**27
 # A verify pass: the same.  With a vocabulary of 128k that is 4185 rows, more than trees have by default
 # (startup/tree_policy.py).
 NODE_LOGITS_BYTES = 2**31
+# Prefill passes that are captured: widths of their pieces, and the most pieces and rows.  A larger pass of an 8B keeps
+# a GPU busy for longer than the host needs to launch its kernels.
+CAPTURED_WIDTHS = (16, 64, 256)
+CAPTURED_PIECES = 16
+CAPTURED_ROWS = 1024
 # The row of the page buffers that padding uses.  It stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
 
@@ -100,6 +105,23 @@ def next_bucket(batch: int) -> int:
     power = 1 << max(batch - 1, 0).bit_length()
     middle = power - power // 4
     return middle if power > 2 and middle >= batch else power
+
+
+class LaunchForm(NamedTuple):
+    """What decides the shapes of a launch, padding included.
+
+    batch: requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: of the pass, 0 where each
+    request has one.
+    """
+
+    batch: int
+    width: int = 0
+    pieces: int = 0
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows of a prefill pass."""
+        return self.width * (self.pieces or self.batch)
 
 
 def logit_rows(vocab_size: int) -> int:
@@ -239,6 +261,21 @@ class RoundLayout:
     def max_pieces(self, width: int) -> int:
         """Pieces of this width that one prefill pass holds."""
         return self.chunk_size // width
+
+    @property
+    def captured_passes(self) -> tuple[LaunchForm, ...]:
+        """The forms of prefill passes that can be CUDA graphs.  Passes are padded to them: they are few.
+
+        Those with the fewest rows come first; of equally many rows, the widest.
+        """
+        forms = (
+            LaunchForm(min(pieces, self.max_batch), width, pieces)
+            for width in CAPTURED_WIDTHS
+            for pieces in self.batch_buckets(CAPTURED_PIECES)
+        )
+        most_rows = min(CAPTURED_ROWS, self.chunk_size)
+        fitting = (form for form in forms if form.pass_rows <= most_rows)
+        return tuple(sorted(fitting, key=lambda form: (form.pass_rows, -form.width)))
 
     def max_pass_rows(self, decoding: bool) -> int:
         """Rows of a prefill pass.  decoding: whether running requests wait for it."""

@@ -100,6 +100,8 @@ class PacedExecutor:
     pace: ms of a round; ms in which the host launches a prefill pass; µs of a prefill pass for each of its rows.
     """
 
+    captured_passes = ()
+
     def __init__(self, runner: ModelRunner, pace: Sequence[float]):
         self.runner = runner
         self.round_s, self.pass_s, self.row_s = pace[0] / 1e3, pace[1] / 1e3, pace[2] / 1e6

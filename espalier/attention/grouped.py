@@ -30,6 +30,10 @@ class GroupedBackend:
     def __init__(self, groups: Sequence[tuple[tuple[int, ...], AttentionBackend]]):
         self.groups = tuple(groups)
 
+    @property
+    def captures_prefill(self) -> bool:
+        return all(backend.support.prefill_graph for _, backend in self.groups)
+
     def prepare(self, lengths: CommittedLengths) -> None:
         for _, backend in self.groups:
             backend.prepare(lengths)

@@ -1,7 +1,9 @@
 """The GPU executor: one compute stream writes all device state, and rounds run as CUDA graphs.
 
-A launch copies its launch input from a pinned buffer and replays the CUDA graph of its batch bucket.  Prefill passes
-and batches above `graph_batch` run the same code eagerly.  Staged rounds have graphs of their own (cuda_stages.py).
+A launch copies its launch input from a pinned buffer and replays the CUDA graph of its form (LaunchForm): rounds are
+padded to batch buckets, small prefill passes to the forms of RoundLayout.captured_passes.  Larger passes, those that a
+grammar masks or that report log-probabilities of the prompt, and batches above `graph_batch` run the same code eagerly.
+Staged rounds have graphs of their own (cuda_stages.py).
 The host waits only for results: a second stream copies the launch's entry of the results ring to the host.  The entry
 and its pinned buffers are used again only after the event of that copy.
 
@@ -11,7 +13,6 @@ Everything is captured, and all its kernels are compiled, before the first launc
 import logging
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,38 +24,29 @@ from rich.progress import track
 from torch import Tensor
 
 from espalier.engine.cuda_stages import EagerStages, StageMemory, Stages, no_garbage_collection
+from espalier.engine.cuda_streams import give_streams_back, take_streams
 from espalier.engine.executor import Handle, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
-from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, RequestResult, of_dummies
 from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.precompile import precompile
 from espalier.kernels.sampling.logprobs import rows_of
-from espalier.layout import ROUNDS_IN_FLIGHT, bucket_of
-from espalier.sampling.logit_processors import SamplingNeeds
+from espalier.layout import ROUNDS_IN_FLIGHT, LaunchForm, bucket_of
 from espalier.speculate.round import ModelRunner, RoundOutput
 
-# Kernels read all sampling parameters on the device, so one graph serves all requests.
-ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
 # One entry more than launches can be unread, so that a launch never waits for the copy of the launch before it.
 RING = ROUNDS_IN_FLIGHT + 1
-
-# (compute, copy) streams of closed executors, which later executors use again.  PyTorch keeps a cuBLAS workspace for
-# each stream (32 MiB on Hopper) until the process ends, so new streams for each executor would leak memory.
-# This is a module global because the workspaces belong to the process.  Two alternatives fail: clearing the workspaces
-# (a private PyTorch call) would free memory that another engine's graphs use, and with one pair of streams for all
-# engines, the capture of one would record launches of another.  No engine state is kept here.
-IDLE_STREAMS: dict[torch.device, list[tuple[torch.cuda.Stream, torch.cuda.Stream]]] = defaultdict(list)
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured round.  A replay reads `launch_input`, [n] int64 on the device, the packed launch of this batch."""
+    """A captured launch.  A replay reads `launch_input`, [n] int64 on the device: the packed launch of this form, for a
+    prefill pass without its updates of the slot table."""
 
-    batch: int
     launch_input: Tensor
     graph: torch.cuda.CUDAGraph
 
@@ -147,6 +139,8 @@ class CudaExecutor:
 
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger rounds are padded to
     batch buckets too, so that they have few forms.
+    captured_passes: forms of the prefill passes that are captured; none without captured rounds, or where a backend
+    plans passes on the host.
     keep_graphs: PyTorch keeps what the rounds' graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can
     be counted.
     overlap: whether rounds may be launched before the one before is read: then attention is captured for lengths that
@@ -173,12 +167,11 @@ class CudaExecutor:
         self.captured_buckets = layout.batch_buckets(graph_batch)
         larger = (batch for batch in layout.batch_buckets(layout.max_batch) if batch > graph_batch)
         self.buckets = (*self.captured_buckets, *larger)
-        idle = IDLE_STREAMS[self.device]
-        streams = idle.pop() if idle else (torch.cuda.Stream(self.device), torch.cuda.Stream(self.device))
-        self.stream, self.copies = streams
-        self._give_streams_back = weakref.finalize(self, idle.append, streams)
+        self.stream, self.copies = streams = take_streams(self.device)
+        self._give_streams_back = weakref.finalize(self, give_streams_back, self.device, streams)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        widest = len(pack_launch(runner.table, of_dummies(layout.max_batch), 0, layout.max_batch).vector)
+        self.captured_passes = layout.captured_passes if graph_batch and runner.captures_prefill else ()
+        widest = len(pack_launch(runner.table, of_dummies(layout.max_batch), 0, LaunchForm(layout.max_batch)).vector)
         self.ring = [
             HostEntry(
                 entry,
@@ -189,7 +182,7 @@ class CudaExecutor:
             for entry in range(RING)
         ]
         self.num_launched = 0
-        self.graphs: dict[int, Graph] = {}
+        self.graphs: dict[LaunchForm, Graph] = {}
         self.stage_graphs: dict[int, Stages] = {}
         self.stage_memory = StageMemory(self.device)
         # A capture synchronizes the current device, so make that the executor's device.
@@ -198,17 +191,27 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def launch(self, launch_input: LaunchInput) -> Handle:
-        host, batch, packed = self._packed(launch_input)
-        graph = None if launch_input.is_prefill else self.graphs.get(batch)
-        self._prepare(launch_input, batch, graph is not None)
+        host, form, packed = self._packed(launch_input)
+        graph = self.graphs.get(form)
+        self._prepare(launch_input, form, graph is not None)
         output = None
         with torch.cuda.stream(self.stream):
-            if graph is not None:
-                graph.launch_input.copy_(_pinned(host.launch_input, packed), non_blocking=True)
-                self._replay(graph.graph)
-            else:
+            if graph is None:
                 output = self._eager(launch_input, packed)
+            else:
+                self._send(launch_input, packed, host, graph)
+                self._replay(graph.graph)
         return self.start_readback(host, launch_input, output)
+
+    def _send(self, launch_input: LaunchInput, packed: LaunchBuffer, host: HostEntry, graph: Graph) -> None:
+        """Copy a launch to where its graph reads it.  The updates of a prefill pass have any length, so the slot table
+        is updated before the graph."""
+        if not launch_input.is_prefill:
+            graph.launch_input.copy_(_pinned(host.launch_input, packed), non_blocking=True)
+            return
+        device_launch = self._to_device(packed)
+        device_launch.apply(self.runner.table)
+        graph.launch_input.copy_(device_launch.vector[: len(graph.launch_input)])
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         if self.replay_events is None:
@@ -220,34 +223,34 @@ class CudaExecutor:
         end.record()
         self.replay_events.append((start, end))
 
-    def _packed(self, launch_input: LaunchInput) -> tuple[HostEntry, int, LaunchBuffer]:
-        """The next buffers of the ring, after waiting until they are free; the padded batch; the packed launch."""
+    def _packed(self, launch_input: LaunchInput) -> tuple[HostEntry, LaunchForm, LaunchBuffer]:
+        """The next buffers of the ring, after waiting until they are free; the padded form; the packed launch."""
         host = self.ring[self.num_launched % RING]
         self.num_launched += 1
         host.copied.synchronize()
-        batch = self._padded_batch(launch_input)
-        return host, batch, pack_launch(self.runner.table, launch_input, host.entry, batch)
+        form = self.form(launch_input)
+        return host, form, pack_launch(self.runner.table, launch_input, host.entry, form)
 
-    def _prepare(self, launch_input: LaunchInput, batch: int, in_graph: bool) -> None:
+    def _prepare(self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool) -> None:
         """Announce the lengths of a launch to the attention backends, and clear its pages, on its stream."""
         with torch.cuda.stream(self.stream):
             self.runner.pages.clear(launch_input.cleared_pages)
             # A prefill pass announces a length for each piece.
-            lengths = launch_input.committed.padded(len(launch_input.pieces) or batch)
+            lengths = launch_input.committed.padded(form.pieces or form.batch)
             self.runner.prepare(replace(lengths, in_graph=in_graph))
 
-    def _prepare_capture(self, dummies: LaunchInput, batch: int) -> None:
+    def _prepare_capture(self, dummies: LaunchInput, form: LaunchForm) -> None:
         committed = replace(dummies.committed, exact=not self.overlap)
-        self._prepare(replace(dummies, committed=committed), batch, in_graph=True)
+        self._prepare(replace(dummies, committed=committed), form, in_graph=True)
 
     @torch.inference_mode()
     def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
-        host, batch, packed = self._packed(launch_input)
-        captured = self.stage_graphs.get(batch)
-        self._prepare(launch_input, batch, captured is not None)
+        host, form, packed = self._packed(launch_input)
+        captured = self.stage_graphs.get(form.batch)
+        self._prepare(launch_input, form, captured is not None)
         with torch.cuda.stream(self.stream):
             if captured is None:
-                stages = self._eager_stages(packed, batch).stages
+                stages = self._eager_stages(packed, form.batch).stages
             else:
                 stages = captured
                 stages.launch_input.copy_(_pinned(host.launch_input, packed), non_blocking=True)
@@ -296,12 +299,12 @@ class CudaExecutor:
             self.launch(launch_input).result()
 
     def _run_dummies(self, launch_input: LaunchInput) -> None:
-        batch = self._padded_batch(launch_input)
-        self._prepare(launch_input, batch, in_graph=False)
-        packed = pack_launch(self.runner.table, launch_input, 0, batch)
+        form = self.form(launch_input)
+        self._prepare(launch_input, form, in_graph=False)
+        packed = pack_launch(self.runner.table, launch_input, 0, form)
         with torch.cuda.stream(self.stream):
             if launch_input.is_staged:
-                self._eager_stages(packed, batch).run()
+                self._eager_stages(packed, form.batch).run()
             else:
                 self._eager(launch_input, packed)
 
@@ -310,8 +313,11 @@ class CudaExecutor:
         it is refused later."""
         return bucket_of(batch, self.buckets)
 
-    def _padded_batch(self, launch_input: LaunchInput) -> int:
-        return len(launch_input.slots) if launch_input.is_prefill else self.bucket(len(launch_input.slots))
+    def form(self, launch_input: LaunchInput) -> LaunchForm:
+        """The form that a launch is padded to, eager or captured."""
+        if launch_input.is_prefill:
+            return launch_input.form(self.captured_passes)
+        return LaunchForm(self.bucket(len(launch_input.slots)))
 
     def _eager(self, launch_input: LaunchInput, packed: LaunchBuffer) -> RoundOutput:
         masks = None
@@ -352,22 +358,23 @@ class CudaExecutor:
         return on_host.copy_(value, non_blocking=True)
 
     def _capture(self) -> None:
-        """Capture the rounds of each bucket.  The largest comes first: the others then reuse its memory pool."""
+        """Capture each form of rounds and passes.  The largest come first: the others then reuse their memory pool."""
         if not self.captured_buckets:
             return
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
-        pool, batches = torch.cuda.graph_pool_handle(), self.captured_buckets[::-1]
-        batch = batches[0]
+        pool, passes = torch.cuda.graph_pool_handle(), self.captured_passes[::-1]
+        forms = [*map(LaunchForm, self.captured_buckets[::-1]), *passes]
+        form = forms[0]
         try:
-            self.compile(self.dummy_rounds)
-            for batch in track(batches, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
-                self.graphs[batch] = self._captured(batch, pool)
+            self.compile([*self.dummy_rounds, *(of_dummies(*form) for form in passes)])
+            for form in track(forms, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
+                self.graphs[form] = self._captured(form, pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
-                f"the CUDA graph of batch {batch} does not fit into the memory of {self.device}; lower num_pages, "
+                f"the CUDA graph of batch {form.batch} does not fit into the memory of {self.device}; lower num_pages, "
                 "graph_batch or max_batch"
             ) from None
-        self._say_captured("rounds", began, before)
+        self._say_captured(f"{len(passes)} forms of prefill passes and of rounds", began, before)
         if self.capture_stages:
             self._capture_stages(pool)
 
@@ -383,22 +390,22 @@ class CudaExecutor:
         log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", what, batches, seconds, mib)
 
     @torch.inference_mode()
-    def _captured(self, batch: int, pool: Any) -> Graph:
-        dummies = of_dummies(batch)
-        packed = pack_launch(self.runner.table, dummies, 0, batch)
-        self._prepare_capture(dummies, batch)
+    def _captured(self, form: LaunchForm, pool: Any) -> Graph:
+        dummies = of_dummies(*form)
+        packed = pack_launch(self.runner.table, dummies, 0, form)
+        self._prepare_capture(dummies, form)
         with torch.cuda.stream(self.stream):
             launch_input = torch.from_numpy(packed.vector).to(self.device)
             device_launch = packed.on(launch_input)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
-            execute(self.runner, self.results, device_launch, 0, ALL_SAMPLING)
+            execute(self.runner, self.results, device_launch, form.width, ALL_SAMPLING)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=self.keep_graphs)
         with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-            execute(self.runner, self.results, device_launch, 0, ALL_SAMPLING)
+            execute(self.runner, self.results, device_launch, form.width, ALL_SAMPLING)
         if self.keep_graphs:  # else PyTorch did so when the capture ended
             graph.instantiate()
-        return Graph(batch, launch_input, graph)
+        return Graph(launch_input, graph)
 
     def _capture_stages(self, pool: Any) -> None:
         """Capture the stages of each bucket, in the memory of the rounds' graphs.  What does not fit runs eagerly."""
@@ -414,9 +421,9 @@ class CudaExecutor:
 
     @torch.inference_mode()
     def _captured_stages(self, batch: int, pool: Any) -> Stages:
-        dummies = of_dummies(batch)
-        packed = pack_launch(self.runner.table, dummies, 0, batch)
-        self._prepare_capture(dummies, batch)
+        dummies, form = of_dummies(batch), LaunchForm(batch)
+        packed = pack_launch(self.runner.table, dummies, 0, form)
+        self._prepare_capture(dummies, form)
         with torch.cuda.stream(self.stream):
             eager = self._eager_stages(packed, batch)
         return eager.captured(pool, self.stream)
@@ -429,12 +436,6 @@ class CudaExecutor:
             self.graphs.clear()
             self.stage_graphs.clear()
             self._give_streams_back()
-
-
-def of_dummies(batch: int, width: int = 0) -> LaunchInput:
-    """A launch of `batch` dummy slots, which changes no request: a prefill pass of `width`, or a round for width 0."""
-    dummies = (0,) * batch
-    return LaunchInput(slots=dummies, needs=ALL_SAMPLING, lengths=dummies if width else (), width=width)
 
 
 def _pinned(buffer: Tensor, packed: LaunchBuffer) -> Tensor:

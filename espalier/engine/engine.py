@@ -71,7 +71,12 @@ class Engine:
         self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
         self.in_flight = InFlight(overlap)
         self.scheduler = Scheduler(
-            self.layout, self.pool, self.prefixes, rounds_in_flight=2 if overlap else 1, vocab_size=self.vocab_size
+            self.layout,
+            self.pool,
+            self.prefixes,
+            rounds_in_flight=2 if overlap else 1,
+            vocab_size=self.vocab_size,
+            captured_passes=executor.captured_passes,
         )
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None

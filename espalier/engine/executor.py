@@ -20,6 +20,7 @@ from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
 from espalier.engine.results import Reported, Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.sampling.logprobs import rows_of
+from espalier.layout import LaunchForm
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
@@ -85,6 +86,11 @@ class Executor(Protocol):
     @property
     def runner(self) -> ModelRunner: ...
 
+    @property
+    def captured_passes(self) -> tuple[LaunchForm, ...]:
+        """The forms of prefill passes that are CUDA graphs, in the order of RoundLayout.captured_passes."""
+        ...
+
     def launch(self, launch_input: LaunchInput) -> Handle: ...
 
     def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
@@ -98,6 +104,8 @@ class Executor(Protocol):
 
 class ClosedExecutor:
     """Replaces the executor of a closed engine, so that the engine holds no device memory any more."""
+
+    captured_passes: tuple[LaunchForm, ...] = ()
 
     @property
     def runner(self) -> ModelRunner:
@@ -180,6 +188,8 @@ def guide_of(rows: GuideRows, batch: int, ask: AskRows) -> DraftGuide:
 
 
 class CpuExecutor:
+    captured_passes: tuple[LaunchForm, ...] = ()
+
     def __init__(self, runner: ModelRunner, overlap: bool):
         self.runner = runner
         self.results = Results(runner.layout, 1, runner.pages.device)
@@ -237,9 +247,10 @@ class CpuExecutor:
         return self._read_rows(launch_input, None)
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
-        self.runner.prepare(launch_input.committed)
+        form = launch_input.form(self.captured_passes)
+        self.runner.prepare(launch_input.committed.padded(form.pieces or form.batch))
         self.runner.pages.clear(launch_input.cleared_pages)
-        packed = pack_launch(self.runner.table, launch_input, entry=0, batch=len(launch_input.slots))
+        packed = pack_launch(self.runner.table, launch_input, entry=0, form=form)
         return packed.on(torch.from_numpy(packed.vector))
 
     def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:

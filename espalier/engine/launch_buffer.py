@@ -1,7 +1,8 @@
 """Packs a launch input into one int64 vector, so that one copy sends it, and splits the vector on the device.
 
-For a round, the order and lengths of the parts depend on the batch size alone.  So a CUDA graph finds each part at the
-same offset in every launch.
+The order and lengths of the parts that a CUDA graph reads depend on the form of the launch alone, so it finds each at
+the same offset in every launch.  A round's graph reads all parts.  A prefill pass's graph reads the first ones: the
+others update the slot table, and have the lengths of the prompts.
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
-from espalier.layout import RoundLayout
+from espalier.layout import LaunchForm, RoundLayout
 from espalier.slots import ScatterUpdate, SlotTable
 from espalier.speculate.pieces import Pieces
 
-Form = tuple[tuple[str, int], ...]
+Parts = tuple[tuple[str, int], ...]
 # Each part begins at a multiple of so many numbers, which is one of 16 bytes.  Triton compiles another kernel for an
 # address that is none, and the number of requests would decide which addresses are.
 ALIGNMENT = 2
@@ -30,15 +31,15 @@ class LaunchBuffer:
     """A packed launch: on the host as pack_launch makes it, or copied to the device.
 
     vector: int64, of numpy on the host and of torch on the device; zeros follow a part up to the next multiple of
-    ALIGNMENT.  form: (name, length) of each part, in order, without these zeros.
+    ALIGNMENT.  sizes: (name, length) of each part, in order, without these zeros.
     """
 
     vector: Any
-    form: Form
+    sizes: Parts
 
     def on(self, vector: Tensor) -> "LaunchBuffer":
         """The same launch in a tensor that holds a copy of its vector."""
-        return LaunchBuffer(vector, self.form)
+        return LaunchBuffer(vector, self.sizes)
 
     @cached_property
     def parts(self) -> dict[str, Tensor]:
@@ -46,11 +47,11 @@ class LaunchBuffer:
 
         entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
         prefill pass enters, empty for a round; piece_request, piece_offset: [P], and piece_last: [B], as in
-        speculate/pieces.py, empty where no request has several pieces; cleared: slots that get a new request;
-        FIELD.at, FIELD.values: what is written into a field of the slot table.
+        speculate/pieces.py, empty in a form without pieces; cleared: slots that get a new request; FIELD.at,
+        FIELD.values: what is written into a field of the slot table.
         """
-        parts = self.vector.split([_aligned(size) for _, size in self.form])
-        return {name: part[:size] for (name, size), part in zip(self.form, parts, strict=True)}
+        parts = self.vector.split([_aligned(size) for _, size in self.sizes])
+        return {name: part[:size] for (name, size), part in zip(self.sizes, parts, strict=True)}
 
     @property
     def entry(self) -> Tensor:
@@ -66,7 +67,7 @@ class LaunchBuffer:
 
     @property
     def pieces(self) -> Pieces | None:
-        """None where no request has several."""
+        """None in a form without pieces."""
         made = Pieces(*(self.parts[f"piece_{name}"] for name in Pieces._fields))
         return made if made.request.shape[0] else None
 
@@ -79,11 +80,13 @@ class LaunchBuffer:
         table.write({name: ScatterUpdate(self.parts[f"{name}.at"], self.parts[f"{name}.values"]) for name in fields})
 
 
-def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: int) -> LaunchBuffer:
-    """Pack a launch input.  entry: entry of the results ring; batch: size after padding with slot 0.
+def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
+    """Pack a launch input.  entry: entry of the results ring; form: of the launch, padding included.
 
+    Padding requests have slot 0 and no tokens.  Padding pieces have no tokens and belong to the last request.
     Raises EspalierError where the slot table or the vector is too small.
     """
+    batch = form.batch
     updates = table.init_updates(launch_input.slot_inits)
     appended_pages = table.page_table_updates(launch_input.appended_pages)
     if not launch_input.is_prefill:
@@ -94,7 +97,7 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: 
         "entry": np.array([entry]),
         "slots": _padded(launch_input.slots, batch),
         "lengths": _padded(launch_input.lengths, batch if launch_input.is_prefill else 0),
-        **_pieces(launch_input),
+        **_pieces(launch_input, form),
         "cleared": np.array([slot_init.slot for slot_init in launch_input.slot_inits], dtype=np.int64),
     }
     for name, (at, values) in updates.items():
@@ -103,9 +106,16 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, batch: 
     return LaunchBuffer(vector, tuple((name, len(part)) for name, part in parts.items()))
 
 
-def _pieces(launch_input: LaunchInput) -> dict[str, np.ndarray]:
-    request, offset = np.array(launch_input.pieces, dtype=np.int64).reshape(-1, 2).T
-    last = np.flatnonzero(np.append(request[1:] != request[:-1], True)) if len(request) else request
+def _pieces(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray]:
+    request, offset, last = (np.zeros(0, dtype=np.int64),) * 3
+    if form.pieces:
+        pieces = launch_input.pieces or tuple((row, 0) for row in range(len(launch_input.slots)))
+        request, offset = np.array(pieces, dtype=np.int64).T
+        last = _padded(np.flatnonzero(np.append(request[1:] != request[:-1], True)), form.batch)
+        # A piece that begins where its request ends has no tokens.
+        missing, row = form.pieces - len(pieces), form.batch - 1
+        end = launch_input.lengths[row] if row < len(launch_input.slots) else 0
+        request, offset = np.append(request, np.full(missing, row)), np.append(offset, np.full(missing, end))
     return {"piece_request": request, "piece_offset": offset, "piece_last": last}
 
 
@@ -119,7 +129,7 @@ def _aligned_part(part: np.ndarray) -> tuple[np.ndarray, ...]:
     return (part, ZEROS[:missing]) if missing else (part,)
 
 
-def _padded(values: Sequence[int], count: int) -> np.ndarray:
+def _padded(values: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
     padded = np.zeros(count, dtype=np.int64)
     padded[: len(values)] = values
     return padded

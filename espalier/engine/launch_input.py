@@ -1,16 +1,20 @@
 """What the host sends for a launch and what it reads back: plain values, so both can be sent to another process."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from espalier.attention import CommittedLengths
 from espalier.engine.prefill_policy import PrefillPass
+from espalier.layout import LaunchForm
 from espalier.request import Request
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
 
+# Kernels read all sampling parameters on the device, so one graph serves all requests.
+ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
 NOTHING_COMMITTED = CommittedLengths((), exact=True)
 
 
@@ -54,6 +58,18 @@ class LaunchInput:
     @property
     def is_prefill(self) -> bool:
         return self.width > 0
+
+    def form(self, captured: Sequence[LaunchForm] = ()) -> LaunchForm:
+        """Its form: for a prefill pass the first of the `captured` ones that holds it, if there is one.
+
+        No captured pass has masks or prompt rows.
+        """
+        if self.prompt_rows is None and self.masks is None:
+            num_pieces = len(self.pieces) or len(self.slots)
+            for form in captured:
+                if form.width == self.width and form.pieces >= num_pieces:
+                    return form
+        return LaunchForm(len(self.slots), self.width, len(self.pieces))
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,16 @@ class RequestResult:
     tree: DraftTree | None = None
     logprobs: np.ndarray | None = None
     prompt_logprobs: np.ndarray | None = None
+
+
+def of_dummies(batch: int, width: int = 0, pieces: int = 0) -> LaunchInput:
+    """A launch of dummy slots, which changes no request, in the form LaunchForm(batch, width, pieces).
+
+    The pieces are spread over the requests.
+    """
+    dummies = (0,) * batch
+    spread = tuple((i * batch // pieces, 0) for i in range(pieces))
+    return LaunchInput(dummies, ALL_SAMPLING, lengths=dummies if width else (), width=width, pieces=spread)
 
 
 def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:

@@ -7,7 +7,7 @@ so a small width leaves little padding, and a large one makes few pieces.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from espalier.layout import RoundLayout
+from espalier.layout import LaunchForm, RoundLayout
 
 # The cost of a pass beside its rows, in rows: a GPU reads the weights once in the time of some 150 rows (its peak over
 # its bandwidth, in bfloat16), and a round may run before the next pass.
@@ -32,11 +32,17 @@ class PrefillPass(NamedTuple):
 NO_PREFILL = PrefillPass((), 0)
 
 
-def next_pass(layout: RoundLayout, left: Sequence[int], max_rows: int) -> PrefillPass:
-    """The pass that enters the most tokens a second.
+def next_pass(
+    layout: RoundLayout, left: Sequence[int], max_rows: int, captured: Sequence[LaunchForm] = ()
+) -> PrefillPass:
+    """The smallest captured pass that enters all tokens; if none does, the pass that enters the most tokens a second.
 
-    left: tokens that each request still has to enter, oldest first; max_rows: of the pass, at most chunk_size.
+    left: tokens that each request still has to enter, oldest first; max_rows: of the pass, at most chunk_size;
+    captured: forms of passes that are CUDA graphs (Executor.captured_passes).
     """
+    for form in captured:
+        if form.pass_rows <= max_rows and sum(-(-tokens // form.width) for tokens in left) <= form.pieces:
+            return PrefillPass(tuple(left), form.width)
     passes = [_pass_of(left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
     rates = [sum(made.lengths) / (PASS_OVERHEAD_ROWS + made.rows) for made in passes]
     return next(made for made, rate in reversed([*zip(passes, rates, strict=True)]) if rate >= NEAR_BEST * max(rates))

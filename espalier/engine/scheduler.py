@@ -24,7 +24,7 @@ from espalier.engine.launch_input import (
 from espalier.engine.masks import MaskBuilder, Maskers
 from espalier.engine.prefill_policy import NO_PREFILL, PrefillPass, next_pass, pieces_of
 from espalier.engine.queue import WaitingQueue
-from espalier.layout import RoundLayout
+from espalier.layout import LaunchForm, RoundLayout
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
@@ -53,6 +53,7 @@ class Scheduler:
     """num_rounds: rounds launched so far, by the number of requests in the batch.
 
     on_round: called with a RoundTrace for each request of each round; set it to trace trees.
+    captured_passes: as Executor has them.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class Scheduler:
         prefixes: PrefixTree | None,
         rounds_in_flight: int,
         vocab_size: int,
+        captured_passes: tuple[LaunchForm, ...] = (),
     ):
         self.layout = layout
+        self.captured_passes = captured_passes
         self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
         self.prefixes = prefixes
@@ -245,7 +248,8 @@ class Scheduler:
     # Launches
 
     def _launch_prefill(self, prefilling: list[Request], max_rows: int) -> Launch:
-        made = next_pass(self.layout, [r.prefill_len - r.num_prefilled for r in prefilling], max_rows)
+        left = [r.prefill_len - r.num_prefilled for r in prefilling]
+        made = next_pass(self.layout, left, max_rows, self.captured_passes)
         batch, pieces = prefilling[: len(made.lengths)], pieces_of(made)
         starts = pieces or [(r, 0) for r in range(len(batch))]
         committed = CommittedLengths(tuple(batch[r].num_prefilled + offset for r, offset in starts), exact=True)

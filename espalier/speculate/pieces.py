@@ -25,11 +25,12 @@ class LastTokens(NamedTuple):
     """Where a prefill pass holds the last token of each piece, and of each request.
 
     row: [P], the row of a piece's last token among its rows; piece: [B], each request's last piece, None where each
-    request has one piece.
+    request has one piece; slots: [B], the requests' slots.  A request without tokens may name any piece.
     """
 
     row: Tensor
     piece: Tensor | None
+    slots: Tensor
 
     def of_requests(self, values: Tensor) -> Tensor:
         """Of values [P, ...], those of the last pieces: [B, ...]."""
@@ -41,22 +42,23 @@ class PieceRows:
     """The rows of a prefill pass, one batch row for each piece.
 
     slots: [P], prefix_len and num_tokens as they are when the earlier pieces are entered; length: [P], tokens;
-    last: [B], the last piece of each request; None where each request has one.
+    last: [B], the last piece of each request, None where each request has one; requests: [B], their slots.
     """
 
     slots: BatchState
     length: Tensor
     last: Tensor | None
+    requests: Tensor
 
     @classmethod
     def of(cls, slots: BatchState, length: Tensor, width: int, pieces: Pieces | None) -> "PieceRows":
         """slots: the batch; length: [B], tokens that each request enters; width: rows of a piece."""
         if pieces is None:
-            return cls(slots, length, None)
+            return cls(slots, length, None, slots.index)
         made = gather(slots.table, slots.index[pieces.request])
         moved = replace(made, prefix_len=made.prefix_len + pieces.offset, num_tokens=made.num_tokens + pieces.offset)
-        return cls(moved, (length[pieces.request] - pieces.offset).clamp(max=width), pieces.last)
+        return cls(moved, (length[pieces.request] - pieces.offset).clamp(max=width), pieces.last, slots.index)
 
     @property
     def last_tokens(self) -> LastTokens:
-        return LastTokens((self.length - 1).clamp(min=0), self.last)
+        return LastTokens((self.length - 1).clamp(min=0), self.last, self.requests)

@@ -63,6 +63,10 @@ class ModelRunner:
         layout = self.layout.at(batch)
         return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
 
+    @property
+    def captures_prefill(self) -> bool:
+        return self.backend.captures_prefill and self.drafter.captures_prefill
+
     def prepare(self, lengths: CommittedLengths) -> None:
         """Called on the host before each launch.  lengths: the target's committed rows."""
         self.backend.prepare(lengths)

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from espalier.engine.cuda import of_dummies
-from espalier.engine.launch_input import LaunchInput
+from espalier.engine.launch_input import LaunchInput, of_dummies
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
 from espalier.sampling.mask import mask_words
@@ -67,6 +66,6 @@ def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[
 
 def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> LaunchInput:
     """A pass whose pieces are spread over the requests.  reported: rows, from the first, with log-probabilities."""
-    pieces = tuple((i * requests // num_pieces, 0) for i in range(num_pieces)) if num_pieces > requests else ()
+    dummies = of_dummies(requests, width, num_pieces if num_pieces > requests else 0)
     rows = PromptRows(((0, reported), *((0, 0),) * (requests - 1)), MAX_LOGPROBS) if reported else None
-    return replace(of_dummies(requests, width), num_logprobs=MAX_LOGPROBS, prompt_rows=rows, pieces=pieces)
+    return replace(dummies, num_logprobs=MAX_LOGPROBS, prompt_rows=rows)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from espalier.engine.cuda import CudaExecutor, of_dummies
-from espalier.engine.launch_input import LaunchInput
+from espalier.engine.cuda import CudaExecutor
+from espalier.engine.launch_input import LaunchInput, of_dummies
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.speculate.round import ModelRunner
@@ -26,13 +26,13 @@ MARGIN = 0.02
 class Needs:
     """Measured memory in bytes.
 
-    eager_bytes: peak of the largest launch; round_bytes: peak of the largest round.
+    eager_bytes: peak of the largest launch; graph_bytes: peak of the largest launch that may be captured.
     free_bytes: free between launches, with the models, the layout's buffers and TRIAL_PAGES pages allocated.
     total_bytes: memory of the GPU.
     """
 
     eager_bytes: int
-    round_bytes: int
+    graph_bytes: int
     free_bytes: int
     total_bytes: int
 
@@ -51,8 +51,8 @@ def measure_pages(
     and returned.  Raises EspalierError if they do not fit, or, without them, if not even one full context fits.
     """
     needs = _measure_needs(layout, make, device, graph_batch)
-    # CUDA graphs keep the memory of a round in their own pool, in addition to the memory of eager launches.
-    reserved = needs.eager_bytes + (needs.round_bytes if graph_batch else 0) + int(needs.total_bytes * MARGIN)
+    # CUDA graphs keep the memory of a launch in their own pool, in addition to the memory of eager launches.
+    reserved = needs.eager_bytes + (needs.graph_bytes if graph_batch else 0) + int(needs.total_bytes * MARGIN)
     affordable = TRIAL_PAGES + (needs.free_bytes - reserved) // page_bytes
     reason = (
         f"{device} holds {max(affordable, 0)}: of its {_gib(needs.total_bytes)}, models, buffers and other processes "
@@ -99,9 +99,10 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, g
     rounds = [*largest.values(), *(replace(each, is_staged=True) for each in largest.values())]
     compiled = executor.dummy_rounds if graph_batch < layout.max_batch else rounds
     executor.compile([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
-    round_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in rounds)
+    captured = [*rounds, of_dummies(*layout.captured_passes[-1])]
+    graph_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in captured)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
-    return Needs(max(round_bytes, *pass_bytes), round_bytes, *torch.cuda.mem_get_info(device))
+    return Needs(max(graph_bytes, *pass_bytes), graph_bytes, *torch.cuda.mem_get_info(device))
 
 
 def _peak_bytes(executor: CudaExecutor, launch_input: LaunchInput, device: torch.device) -> int:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from espalier.engine import cuda_stages
-from espalier.engine.cuda import of_dummies
 from espalier.engine.cuda_stages import StageMemory, adjacent, no_garbage_collection, pack, unpack
+from espalier.engine.launch_input import of_dummies
 from espalier.kernels.tree import ngram
 from espalier.request import Request
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda

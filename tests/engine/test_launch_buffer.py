@@ -9,6 +9,7 @@ import torch
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, slot_init
 from espalier.errors import EspalierError
+from espalier.layout import LaunchForm
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.slots import FLOATS, INTS, SlotTable
@@ -46,8 +47,10 @@ def entering(slot: int, prompt: list[int], output: list[int]):
     return slot_init(r, r.tokens, start=1, commit_from=4, end=17, steps=3)
 
 
-def device_launch(into: SlotTable, launch_input: LaunchInput, batch: int, entry: int = 0) -> LaunchBuffer:
-    packed = pack_launch(into, launch_input, entry, batch)
+def device_launch(
+    into: SlotTable, launch_input: LaunchInput, batch: int, entry: int = 0, pieces: int = 0
+) -> LaunchBuffer:
+    packed = pack_launch(into, launch_input, entry, LaunchForm(batch, launch_input.width, pieces))
     arrived = packed.on(torch.from_numpy(packed.vector))
     arrived.apply(into)
     return arrived
@@ -103,15 +106,17 @@ def test_a_rounds_vector_has_one_form_a_batch(batch):
     into = table()
     per_request = LAYOUT.max_appended_pages(1)
     most = tuple((1 + i // per_request, i % per_request, 5) for i in range(LAYOUT.max_appended_pages(batch)))
+    slots = tuple(range(1, batch + 1))
     forms = {
         pack_launch(
-            into, LaunchInput(tuple(range(1, batch + 1)), SamplingNeeds(), appended_pages=appended_pages), entry, batch
-        ).form
+            into, LaunchInput(slots, SamplingNeeds(), appended_pages=appended_pages), entry, LaunchForm(batch)
+        ).sizes
         for entry, appended_pages in ((0, ()), (1, most[:1]), (2, most))
     }
     assert len(forms) == 1
     with pytest.raises(EspalierError, match="its launch input holds"):
-        pack_launch(into, LaunchInput((1,), SamplingNeeds(), appended_pages=(*most, (1, 1, 1))), 0, batch)
+        launch_input = LaunchInput((1,), SamplingNeeds(), appended_pages=(*most, (1, 1, 1)))
+        pack_launch(into, launch_input, 0, LaunchForm(batch))
 
 
 def test_padding_is_the_dummy_request_and_writes_its_dummy_page():
@@ -122,10 +127,37 @@ def test_padding_is_the_dummy_request_and_writes_its_dummy_page():
     assert into.page_table.nonzero().tolist() == [[3, 2]]
 
 
+def test_a_prefill_pass_is_padded_with_requests_and_pieces_without_tokens():
+    """The request in row 0 has tokens for two pieces and a part of a third; the next one for one."""
+    launch_input = LaunchInput(
+        (2, 1), SamplingNeeds(), lengths=(37, 16), width=16, pieces=((0, 0), (0, 16), (0, 32), (1, 0))
+    )
+    padded = device_launch(table(), launch_input, 3, pieces=6)
+    assert padded.slots.tolist() == [2, 1, 0] and padded.lengths.tolist() == [37, 16, 0]
+    made = padded.pieces
+    assert made is not None and made.request.tolist() == [0, 0, 0, 1, 2, 2] and made.last.tolist() == [2, 3, 0]
+    lengths = (padded.lengths[made.request] - made.offset).clamp(max=16)
+    assert lengths.tolist() == [16, 16, 5, 16, 0, 0]
+    # Without room for another request, the padding belongs to the last one.
+    made = device_launch(table(), launch_input, 2, pieces=6).pieces
+    assert made is not None and made.request.tolist() == [0, 0, 0, 1, 1, 1] and made.last.tolist() == [2, 3]
+    assert made.offset.tolist() == [0, 16, 32, 0, 16, 16]
+
+
+def test_a_captured_pass_finds_its_numbers_where_the_graph_reads_them():
+    """Whatever else a launch does: what updates the slot table comes after."""
+    launch_input = LaunchInput((2,), SamplingNeeds(), lengths=(3,), width=16)
+    entered = replace(launch_input, slot_inits=(entering(2, [3, 1, 3, 8], [5, 5]),), appended_pages=((3, 1, 9),))
+    form = LaunchForm(2, 16, 4)
+    graph, launch = (pack_launch(table(), each, 1, form).vector for each in (launch_input, entered))
+    assert launch[: len(graph)].tolist() == graph.tolist() and len(launch) > len(graph)
+
+
 def test_a_page_past_the_table_is_refused():
     for slot, column in ((1, LAYOUT.table_width), (LAYOUT.num_slots, 0)):
         with pytest.raises(EspalierError, match="asks for page"):
-            pack_launch(table(), LaunchInput((1,), SamplingNeeds(), appended_pages=((slot, column, 1),)), 0, 1)
+            launch_input = LaunchInput((1,), SamplingNeeds(), appended_pages=((slot, column, 1),))
+            pack_launch(table(), launch_input, 0, launch_input.form())
 
 
 def test_what_grows_between_two_launches_fits_a_launch_input():
@@ -138,8 +170,8 @@ def test_what_grows_between_two_launches_fits_a_launch_input():
 
 
 def test_vectors_are_integers():
-    packed = pack_launch(table(), LaunchInput((), SamplingNeeds()), 0, 0)
-    assert packed.vector.dtype == np.int64 and [size for name, size in packed.form if name == "entry"] == [1]
+    packed = pack_launch(table(), LaunchInput((), SamplingNeeds()), 0, LaunchForm(0))
+    assert packed.vector.dtype == np.int64 and [size for name, size in packed.sizes if name == "entry"] == [1]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])

@@ -1,11 +1,14 @@
 """Prefill passes: tokens go in oldest first, in whole pieces of one width, with little padding."""
 
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
 
+from espalier.engine.launch_input import LaunchInput, of_dummies
 from espalier.engine.prefill_policy import PrefillPass, next_pass, pieces_of
-from espalier.layout import RoundLayout
+from espalier.layout import LaunchForm, RoundLayout
+from espalier.sampling.prompt import PromptRows
 
 LAYOUT = RoundLayout(64, 0, 1, 1, 16, 32768, 0, 2048)
 
@@ -24,6 +27,42 @@ def test_an_odd_length_is_cut_into_pieces_with_little_padding():
 
 def test_a_long_and_short_prompts_share_a_pass():
     assert next_pass(LAYOUT, [1000, 3, 300], 2048).lengths == (1000, 3, 300)
+
+
+@pytest.mark.parametrize(
+    ("left", "width", "form"),
+    [
+        ([1], 16, (1, 16, 1)),
+        ([128], 64, (2, 64, 2)),
+        ([100, 20], 64, (3, 64, 3)),
+        ([250], 256, (1, 256, 1)),
+        ([20] * 8, 16, (16, 16, 16)),
+        ([128] * 8, 64, (16, 64, 16)),
+        ([1024], 256, (4, 256, 4)),
+    ],
+)
+def test_a_small_pass_is_padded_to_a_captured_form(left, width, form):
+    made = next_pass(LAYOUT, left, 2048, LAYOUT.captured_passes)
+    assert made == PrefillPass(tuple(left), width)
+    slots = tuple(range(1, len(left) + 1))
+    launch_input = LaunchInput(slots, of_dummies(1).needs, lengths=made.lengths, width=width, pieces=pieces_of(made))
+    assert launch_input.form(LAYOUT.captured_passes) == LaunchForm(*form)
+    reports = replace(launch_input, prompt_rows=PromptRows(((0, 1), *((0, 0),) * (len(left) - 1)), 0))
+    assert reports.form(LAYOUT.captured_passes) == launch_input.form()
+
+
+def test_a_pass_that_no_captured_form_holds_is_not_padded():
+    captured = LAYOUT.captured_passes
+    for left, max_rows in (([1025], 2048), ([128] * 9, 2048), ([16] * 17, 2048), ([1000], 512)):
+        assert next_pass(LAYOUT, left, max_rows, captured) == next_pass(LAYOUT, left, max_rows)
+
+
+def test_captured_forms_are_few_and_fit_the_layout():
+    forms = LAYOUT.captured_passes
+    assert len(forms) == 20 and [form.pass_rows for form in forms] == sorted(form.pass_rows for form in forms)
+    small = replace(LAYOUT, max_batch=3, chunk_size=100)
+    assert {form.batch for form in small.captured_passes} == {1, 2, 3}
+    assert max(form.pass_rows for form in small.captured_passes) == 96
 
 
 def test_a_pass_keeps_to_its_rows():

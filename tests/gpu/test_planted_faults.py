@@ -15,6 +15,7 @@ from espalier.engine.cuda import CudaExecutor, CudaHandle, HostEntry
 from espalier.engine.engine import Engine
 from espalier.engine.launch_buffer import LaunchBuffer
 from espalier.engine.results import Results, read
+from espalier.layout import LaunchForm
 from espalier.request import Request
 from tests.gpu.delays import delay_segments, delay_streams
 from tests.gpu.engines import DeviceSetup, executor_of, loaded
@@ -132,7 +133,8 @@ def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:
 
 def graphs_of_other_batches(patch: Patch, executor: CudaExecutor) -> None:
     """A batch of three is replayed by the graph of two, and its third request not at all."""
-    executor.graphs[3] = replace(executor.graphs[2], launch_input=executor.graphs[3].launch_input)
+    two, three = LaunchForm(2), LaunchForm(3)
+    executor.graphs[three] = replace(executor.graphs[two], launch_input=executor.graphs[three].launch_input)
 
 
 def a_buffer_allocated_anew(patch: Patch, executor: CudaExecutor) -> None:

@@ -25,21 +25,24 @@ class Done:
 
 
 class Twin:
-    """An executor that is two.  replayed: rounds that ran as a graph, by batch; eager: launches that never do."""
+    """An executor that is two.  replayed: rounds that ran as a graph, by batch; num_passes: prefill passes that did;
+    num_eager: other launches."""
 
     def __init__(self, graphs: CudaExecutor, eager: CudaExecutor):
         self.graphs, self.eager = graphs, eager
         eager.graphs.clear()
         self.runner = graphs.runner
         self.replayed: Counter[int] = Counter()
-        self.num_eager = 0
+        self.num_passes = self.num_eager = 0
 
     def launch(self, launch_input: LaunchInput) -> Handle:
         launch_input = replace(launch_input, traced=True)
-        if not launch_input.is_prefill and self.graphs.bucket(len(launch_input.slots)) in self.graphs.graphs:
-            self.replayed[len(launch_input.slots)] += 1
-        else:
+        if self.graphs.form(launch_input) not in self.graphs.graphs:
             self.num_eager += 1
+        elif launch_input.is_prefill:
+            self.num_passes += 1
+        else:
+            self.replayed[len(launch_input.slots)] += 1
         rows, others = (executor.launch(launch_input).result() for executor in (self.graphs, self.eager))
         torch.cuda.synchronize()
         assert rows == others, f"rows of {launch_input}"

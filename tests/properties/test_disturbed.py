@@ -101,6 +101,31 @@ def test_a_prompt_in_pieces_of_one_pass(keeps, algorithm, overlap):
 
 
 @loops
+@algorithms
+@pytest.mark.parametrize(("keeps", "max_batch"), [("kv", 4), ("kv", 2), ("latent", 4)])
+def test_prompts_in_passes_that_are_padded_as_for_a_graph(keeps, max_batch, algorithm, overlap):
+    setup = replace(SETUP, overlap=overlap, algorithm=algorithm, keeps=keeps, max_batch=max_batch)
+    setup = replace(setup, chunk_size=192, max_context=128)
+    watch = watched(setup)
+    engine, padding = watch.engine, []
+    captured = engine.layout.captured_passes
+    engine.scheduler.captured_passes = engine.executor.captured_passes = captured
+    launch = engine.executor.launch
+
+    def launching(launch_input: LaunchInput):
+        if launch_input.is_prefill:
+            form = launch_input.form(captured)
+            rows = sum(-(-length // form.width) for length in launch_input.lengths)
+            padding.append((form.batch - len(launch_input.slots), form.pieces - rows))
+        return launch(launch_input)
+
+    engine.executor.launch = launching  # type: ignore[method-assign]
+    lengths = [70, 20, 3, 3, 40, 5, 52, 18, 33]
+    run_watched(watch, [asked(i, prompt) for i, prompt in enumerate(prompts(43, lengths))])
+    assert max(requests for requests, _ in padding) > 0 and max(pieces for _, pieces in padding) > 0
+
+
+@loops
 def test_an_aborted_request_leaves_the_others_as_they_were(overlap):
     watch = watched(replace(SETUP, overlap=overlap))
     requests = [asked(i, prompt, max_tokens=20) for i, prompt in enumerate(prompts(41, [5, 9, 7, 6]))]

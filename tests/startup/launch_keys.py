@@ -22,11 +22,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from espalier.attention.support import Support
-from espalier.engine.cuda import ALL_SAMPLING, of_dummies
 from espalier.engine.cuda_stages import EagerStages, StageMemory
 from espalier.engine.executor import execute
 from espalier.engine.launch_buffer import pack_launch
-from espalier.engine.launch_input import LaunchInput
+from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, of_dummies
 from espalier.engine.prefill_policy import next_pass, pieces_of
 from espalier.engine.results import Results
 from espalier.kernels.runtime import launch
@@ -201,7 +200,7 @@ class Simulation:
 
 def run_without_data(runner: ModelRunner, results: Results, memory: StageMemory, launch_input: LaunchInput) -> None:
     """As CudaExecutor runs a launch."""
-    packed = pack_launch(runner.table, launch_input, 0, len(launch_input.slots))
+    packed = pack_launch(runner.table, launch_input, 0, launch_input.form())
     if launch_input.is_staged:
         EagerStages(runner, results, packed, ALL_SAMPLING, len(launch_input.slots), memory).run()
         return

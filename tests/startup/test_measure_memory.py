@@ -37,7 +37,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, graph_batch: int) -> dict[str, se
     monkeypatch.setattr(CudaExecutor, "run_dummies", running)
     executor = CudaExecutor(SETUP.engine().executor.runner, graph_batch=0, capture_stages=True)
     needs = measure(executor, SETUP.layout, torch.device("cpu"), graph_batch)
-    assert (needs.eager_bytes, needs.round_bytes, needs.free_bytes, needs.total_bytes) == (300, 300, FREE, TOTAL)
+    assert (needs.eager_bytes, needs.graph_bytes, needs.free_bytes, needs.total_bytes) == (300, 300, FREE, TOTAL)
     found = {}
     for name, launches in (("compiled", compiled), ("ran", ran)):
         found[name] = {(len(each.slots), each.is_staged) for each in launches if not each.is_prefill}

@@ -146,8 +146,7 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     ) -> None:
         assert target_features is not None
         features, modules = self.draft.fuse(target_features), module_rows(slots, self.spec.modules)
-        pieces = None if last is None else last.piece
-        is_split = pieces is not None
+        is_split = last is not None and last.piece is not None
         feeds = self.feeds(slots, modules, features, length, is_split) if self.spec.modules > 1 else None
         # Only the output at the last token is kept, but the next module reads all.
         needed = None if last is None or feeds is not None else last.row
@@ -159,9 +158,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
                 feed = feeds.of(module)
                 feeds.outputs.append(self._extend_module(module, modules[module - 1], feed, length, is_split))
                 kept[feed_name(module)] = feeds.kept(module)
-        if pieces is not None:
-            slots = replace(slots, index=slots.index[pieces])
-            kept = {name: (values[pieces], count[pieces]) for name, (values, count) in kept.items()}
+        if last is not None:
+            slots = replace(slots, index=last.slots)
+            kept = {name: (last.of_requests(values), last.of_requests(count)) for name, (values, count) in kept.items()}
         for name, (values, count) in kept.items():
             carry(slots, name, values, count)
 

@@ -25,9 +25,15 @@ Grow = Callable[[Sampler], Tree]
 
 
 class Drafter(Protocol):
-    """Proposes token trees, and runs over the tokens that were decided.  spec: what the draft needs (DraftSpec)."""
+    """Proposes token trees, and runs over the tokens that were decided.
+
+    spec: what the draft needs (DraftSpec); captures_prefill: whether its part of prefill passes can be captured.
+    """
 
     spec: DraftSpec
+
+    @property
+    def captures_prefill(self) -> bool: ...
 
     def for_layout(self, layout: RoundLayout) -> Self:
         """The same drafter with the same buffers, for the tree of a smaller layout (RoundLayout.at)."""
@@ -58,6 +64,7 @@ class NoDrafter:
     """Plain decoding: the tree is the root alone.  The base of drafters without files."""
 
     spec = DraftSpec("none")
+    captures_prefill = True
 
     def __init__(self, layout: RoundLayout):
         self.layout = layout

@@ -49,6 +49,11 @@ class ModelDrafter(Generic[Model]):
             self.by_layout[layout] = drafter
         return self.by_layout[layout]
 
+    @property
+    def captures_prefill(self) -> bool:
+        """As Drafter.captures_prefill."""
+        return self.backend.captures_prefill
+
     def prepare(self, lengths: CommittedLengths) -> None:
         """As Drafter.prepare."""
         self.backend.prepare(lengths)

@@ -1,0 +1,31 @@
+"""The streams of GPU executors: those of closed executors are used again by later ones.
+
+PyTorch keeps a cuBLAS workspace for each stream (32 MiB on Hopper) until the process ends, so new streams for each
+executor would leak memory.
+"""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+
+
+class Streams(NamedTuple):
+    compute: torch.cuda.Stream
+    copies: torch.cuda.Stream
+
+
+# Of closed executors.
+# This is a module global because the workspaces belong to the process.  Two alternatives fail: clearing the workspaces
+# (a private PyTorch call) would free memory that another engine's graphs use, and with one pair of streams for all
+# engines, the capture of one would record launches of another.  No engine state is kept here.
+IDLE_STREAMS: dict[torch.device, list[Streams]] = defaultdict(list)
+
+
+def take_streams(device: torch.device) -> Streams:
+    idle = IDLE_STREAMS[device]
+    return idle.pop() if idle else Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+
+def give_streams_back(device: torch.device, streams: Streams) -> None:
+    IDLE_STREAMS[device].append(streams)
