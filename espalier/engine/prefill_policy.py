@@ -12,6 +12,9 @@ from espalier.layout import LaunchForm, RoundLayout
 # The cost of a pass beside its rows, in rows: a GPU reads the weights once in the time of some 150 rows (its peak over
 # its bandwidth, in bfloat16), and a round may run before the next pass.
 PASS_OVERHEAD_ROWS = 256
+# The least cost of a pass that is no CUDA graph, in rows: the host needs about as long to launch its kernels as a GPU
+# needs for so many rows of an 8B (measured on an H200, docs/log.md).
+EAGER_ROWS = 1024
 # Of the widths that enter nearly as many tokens a second as the best one, the largest is used: it makes few pieces.
 NEAR_BEST = 0.95
 
@@ -40,12 +43,17 @@ def next_pass(
     left: tokens that each request still has to enter, oldest first; max_rows: of the pass, at most chunk_size;
     captured: forms of passes that are CUDA graphs (Executor.captured_passes).
     """
-    for form in captured:
-        if form.pass_rows <= max_rows and sum(-(-tokens // form.width) for tokens in left) <= form.pieces:
+    fitting = [form for form in captured if form.pass_rows <= max_rows]
+    for form in fitting:
+        if sum(-(-tokens // form.width) for tokens in left) <= form.pieces:
             return PrefillPass(tuple(left), form.width)
-    passes = [_pass_of(left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
-    rates = [sum(made.lengths) / (PASS_OVERHEAD_ROWS + made.rows) for made in passes]
-    return next(made for made, rate in reversed([*zip(passes, rates, strict=True)]) if rate >= NEAR_BEST * max(rates))
+    least = EAGER_ROWS if captured else 0
+    eager = [_pass_of(left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
+    passes = [(made, max(made.rows + PASS_OVERHEAD_ROWS, least)) for made in eager]
+    passes += [(_pass_of(left, form.width, form.pass_rows), form.pass_rows + PASS_OVERHEAD_ROWS) for form in fitting]
+    rates = [sum(made.lengths) / cost for made, cost in passes]
+    nearly_best = [made for (made, _), rate in zip(passes, rates, strict=True) if rate >= NEAR_BEST * max(rates)]
+    return max(nearly_best, key=lambda made: made.width)
 
 
 def _pass_of(left: Sequence[int], width: int, max_rows: int) -> PrefillPass:

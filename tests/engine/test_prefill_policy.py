@@ -51,10 +51,16 @@ def test_a_small_pass_is_padded_to_a_captured_form(left, width, form):
     assert reports.form(LAYOUT.captured_passes) == launch_input.form()
 
 
-def test_a_pass_that_no_captured_form_holds_is_not_padded():
+def test_a_large_pass_is_not_captured():
     captured = LAYOUT.captured_passes
-    for left, max_rows in (([1025], 2048), ([128] * 9, 2048), ([16] * 17, 2048), ([1000], 512)):
-        assert next_pass(LAYOUT, left, max_rows, captured) == next_pass(LAYOUT, left, max_rows)
+    for left in ([1025], [128] * 9, [8192, 5]):
+        assert next_pass(LAYOUT, left, 2048, captured) == next_pass(LAYOUT, left, 2048)
+
+
+def test_what_no_captured_form_holds_enters_by_several_small_graphs_rather_than_one_small_eager_pass():
+    captured = LAYOUT.captured_passes
+    assert next_pass(LAYOUT, [1000], 640, captured) == PrefillPass((512,), 256)
+    assert next_pass(LAYOUT, [16] * 17, 2048, captured) == PrefillPass((16,) * 16, 16)
 
 
 def test_captured_forms_are_few_and_fit_the_layout():
