@@ -12,8 +12,7 @@ from espalier.layout import LaunchForm, RoundLayout
 # The cost of a pass beside its rows, in rows: a GPU reads the weights once in the time of some 150 rows (its peak over
 # its bandwidth, in bfloat16), and a round may run before the next pass.
 PASS_OVERHEAD_ROWS = 256
-# The least cost of a pass that is no CUDA graph, in rows: the host needs about as long to launch its kernels as a GPU
-# needs for so many rows of an 8B (measured on an H200, docs/log.md).
+# An eager pass of fewer rows takes the host longer than an H200, if the model is an 8B (docs/log.md).
 EAGER_ROWS = 1024
 # Of the widths that enter nearly as many tokens a second as the best one, the largest is used: it makes few pieces.
 NEAR_BEST = 0.95
@@ -38,7 +37,8 @@ NO_PREFILL = PrefillPass((), 0)
 def next_pass(
     layout: RoundLayout, left: Sequence[int], max_rows: int, captured: Sequence[LaunchForm] = ()
 ) -> PrefillPass:
-    """The smallest captured pass that enters all tokens; if none does, the pass that enters the most tokens a second.
+    """The smallest captured pass that enters all tokens; if none does, the pass that enters the most tokens a second,
+    which is captured if an eager one would be small.
 
     left: tokens that each request still has to enter, oldest first; max_rows: of the pass, at most chunk_size;
     captured: forms of passes that are CUDA graphs (Executor.captured_passes).
@@ -47,13 +47,20 @@ def next_pass(
     for form in fitting:
         if sum(-(-tokens // form.width) for tokens in left) <= form.pieces:
             return PrefillPass(tuple(left), form.width)
-    least = EAGER_ROWS if captured else 0
-    eager = [_pass_of(left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
-    passes = [(made, max(made.rows + PASS_OVERHEAD_ROWS, least)) for made in eager]
-    passes += [(_pass_of(left, form.width, form.pass_rows), form.pass_rows + PASS_OVERHEAD_ROWS) for form in fitting]
-    rates = [sum(made.lengths) / cost for made, cost in passes]
-    nearly_best = [made for (made, _), rate in zip(passes, rates, strict=True) if rate >= NEAR_BEST * max(rates)]
-    return max(nearly_best, key=lambda made: made.width)
+    eager = _fastest([(_pass_of(left, width, max_rows), 0) for width in layout.chunk_widths if width <= max_rows])
+    if not fitting or eager.rows >= EAGER_ROWS:
+        return eager
+    return _fastest([(_pass_of(left, form.width, form.pass_rows), form.pass_rows) for form in fitting])
+
+
+def _fastest(passes: Sequence[tuple[PrefillPass, int]]) -> PrefillPass:
+    """The widest of the passes that enter nearly the most tokens a second.
+
+    passes: each with the rows that it is padded to.
+    """
+    rates = [sum(made.lengths) / (PASS_OVERHEAD_ROWS + max(made.rows, rows)) for made, rows in passes]
+    nearly = [made for (made, _), rate in zip(passes, rates, strict=True) if rate >= NEAR_BEST * max(rates)]
+    return max(nearly, key=lambda made: made.width)
 
 
 def _pass_of(left: Sequence[int], width: int, max_rows: int) -> PrefillPass:

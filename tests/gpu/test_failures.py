@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def right() -> list[list[int]]:
         return said(llm)
 
 
-@pytest.mark.parametrize("where", ["launch", "graph", "_eager", "start_readback"])
+@pytest.mark.parametrize("where", ["launch", "graph", "_send", "_eager", "start_readback"])
 def test_an_error_inside_a_launch_stops_the_engine_by_name(where, right, monkeypatch):
     def broken(*_):
         raise RuntimeError("the device is broken")
@@ -44,8 +45,10 @@ def test_an_error_inside_a_launch_stops_the_engine_by_name(where, right, monkeyp
             monkeypatch.setattr("espalier.engine.cuda._pinned", broken)
         else:
             monkeypatch.setattr(executor, where, broken)
+        # A pass that reports the prompt's log-probabilities is not captured.
+        params = replace(SHORT, prompt_logprobs=1) if where == "_eager" else SHORT
         with pytest.raises(RuntimeError, match="the device is broken"):
-            llm.generate(PROMPTS, SHORT)
+            llm.generate(PROMPTS, params)
         monkeypatch.undo()
         with pytest.raises(EspalierError, match=r"the engine stopped \(RuntimeError: the device is broken\)"):
             llm.generate(PROMPTS, SHORT)

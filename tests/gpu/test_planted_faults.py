@@ -175,6 +175,8 @@ def a_sibling_committed(patch: Patch, executor: CudaExecutor | None) -> None:
 
 def products_in_tf32(patch: Patch, executor: CudaExecutor) -> None:
     torch.set_float32_matmul_precision("high")
+    # A graph keeps the products that it has captured.
+    executor.graphs.clear()
 
 
 @dataclass(frozen=True)
