@@ -137,7 +137,7 @@ def execute(
             runner, device_launch.slots, device_launch.lengths, width, needs, device_launch.pieces, prompt_rows, masks
         )
     else:
-        output = decode_round(runner, device_launch.slots, needs)
+        output = decode_round(runner, device_launch.slots, needs, device_launch.appended)
     results.write(device_launch.entry, output)
     return output
 
@@ -159,7 +159,8 @@ class StagedRound:
 
     def begin(self) -> None:
         self.device_launch.apply(self.runner.table)
-        self.begun = begin(self.runner, self.device_launch.slots, self.needs)
+        launch = self.device_launch
+        self.begun = begin(self.runner, launch.slots, self.needs, launch.appended)
 
     def propose(self, guide: DraftGuide | None) -> None:
         # Dropped, because a draft's first logits may be large.

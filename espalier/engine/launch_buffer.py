@@ -71,12 +71,21 @@ class LaunchBuffer:
         made = Pieces(*(self.parts[f"piece_{name}"] for name in Pieces._fields))
         return made if made.request.shape[0] else None
 
+    @property
+    def appended(self) -> ScatterUpdate | None:
+        """The pages that a round appends to page tables, which it writes itself (gather).  None for a prefill pass."""
+        if self.lengths.shape[0]:
+            return None
+        return ScatterUpdate(self.parts["page_table.at"], self.parts["page_table.values"])
+
     def apply(self, table: SlotTable) -> None:
-        """Update the slot table.  Every launch begins with this."""
+        """Update the slot table, but for `appended`.  Every launch begins with this."""
         cleared = self.parts["cleared"]
         if cleared.shape[0]:
             table.clear(cleared)
         fields = [name.removesuffix(".at") for name in self.parts if name.endswith(".at")]
+        if self.appended is not None:
+            fields.remove("page_table")
         table.write({name: ScatterUpdate(self.parts[f"{name}.at"], self.parts[f"{name}.values"]) for name in fields})
 
 

@@ -30,7 +30,7 @@ from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.pick import Logprobs, SampledTokens
 from espalier.sampling.prompt import PromptRows, prompt_logprobs
-from espalier.slots import BatchState, SlotTable
+from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from espalier.speculate.drafters.base import Drafter, Grow
 from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler
@@ -137,15 +137,17 @@ class Verified:
     logits: Tensor | None
 
 
-def decode_round(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> RoundOutput:
-    """Run a whole round.  index: [B] int64, the slots of the batch."""
-    return settle(verify(propose(begin(runner, index, needs))))
+def decode_round(
+    runner: ModelRunner, index: Tensor, needs: SamplingNeeds, appended: ScatterUpdate | None = None
+) -> RoundOutput:
+    """Run a whole round.  index: [B] int64, the slots of the batch; appended: as `gather` takes it."""
+    return settle(verify(propose(begin(runner, index, needs, appended))))
 
 
-def begin(runner: ModelRunner, index: Tensor, needs: SamplingNeeds) -> Begun:
-    """First stage: the draft's first logits for each slot of `index` [B]."""
+def begin(runner: ModelRunner, index: Tensor, needs: SamplingNeeds, appended: ScatterUpdate | None = None) -> Begun:
+    """First stage: the draft's first logits for each slot of `index` [B].  appended: as `gather` takes it."""
     runner = runner.at(index.shape[0])
-    slots = gather(runner.table, index)
+    slots = gather(runner.table, index, appended)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
     return Begun(runner, slots, sampler, runner.drafter.begin(slots))
 

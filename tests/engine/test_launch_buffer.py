@@ -9,6 +9,7 @@ import torch
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, slot_init
 from espalier.errors import EspalierError
+from espalier.kernels.state.batch_state import gather
 from espalier.layout import LaunchForm
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
@@ -124,6 +125,8 @@ def test_padding_is_the_dummy_request_and_writes_its_dummy_page():
     into.page_table.fill_(0)
     arrived = device_launch(into, LaunchInput((3,), SamplingNeeds(), appended_pages=((3, 2, 8),)), batch=3)
     assert arrived.slots.tolist() == [3, 0, 0]
+    assert not into.page_table.any(), "a round writes its pages itself"
+    gather(into, arrived.slots, arrived.appended)
     assert into.page_table.nonzero().tolist() == [[3, 2]]
 
 

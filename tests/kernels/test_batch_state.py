@@ -17,7 +17,7 @@ from espalier.kernels.state.batch_state import (
     gather_triton,
 )
 from espalier.layout import RoundLayout
-from espalier.slots import BatchState, SlotTable
+from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from tests.kernels.treeing import poisoned, random, same
 
 LAYOUT = RoundLayout(6, 2, 2, 4, 3, 40, 1, 32)
@@ -118,6 +118,25 @@ def test_kernels_are_the_references(kernel_device, batch, width):
     check(kernel_device, batch, width)
 
 
+@pytest.mark.parametrize("batch,count", [(3, 0), (1, 1), (3, 5), (4, 300)])
+def test_appended_pages_are_written_before_they_are_read(kernel_device, batch, count):
+    """Also those of slots that are not in the batch, and the padding, which writes 0 to cell 0."""
+    layout = RoundLayout(6, 2, 2, 4, 1, 1500, 1, 32)
+    for seed in range(3):
+        table, index, _, _ = drawn(seed, batch, 5, layout)
+        theirs, generator = moved(table, kernel_device), random(seed)
+        cells = torch.randperm((layout.num_slots - 1) * layout.table_width, generator=generator)[:count]
+        pages = torch.randint(1, 2**31, (count,), generator=generator)
+        nothing = torch.zeros(7, dtype=torch.int64)
+        appended = ScatterUpdate(torch.cat((cells + layout.table_width, nothing)), torch.cat((pages, nothing)))
+        on_device = ScatterUpdate(*(part.to(kernel_device) for part in appended))
+        with poisoned():
+            slots = gather_triton(theirs, index.to(kernel_device), on_device)
+        same_slots(slots, gather_reference(table, index, appended))
+        assert torch.equal(theirs.page_table.cpu(), table.page_table)
+        assert torch.equal(table.page_table.view(-1)[appended.at].long(), appended.values)
+
+
 def test_tables_are_wider_than_a_block(kernel_device):
     check(kernel_device, 2, 1030, RoundLayout(3, 2, 2, 4, 1, 1500, 1, 2048), 1100)
 
@@ -134,6 +153,8 @@ def test_sizes_that_disagree_are_refused(kernel_device):
     slots = gather_triton(table, index)
     with pytest.raises(EspalierError, match="gather: index"):
         gather_triton(table, index.int())
+    with pytest.raises(EspalierError, match="gather: values"):
+        gather_triton(table, index, ScatterUpdate(index, index[1:]))
     with pytest.raises(EspalierError, match="chain: length"):
         chain_triton(slots, 0, length[1:], 4)
     with pytest.raises(EspalierError, match="carry: values"):

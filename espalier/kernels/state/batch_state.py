@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require, unspecialised
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.state.page_rows import page_row, page_rows
-from espalier.slots import COLUMNS, BatchState, SlotTable
+from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 LARGEST_BLOCK = 1024
+# Appended pages that a program writes at a time: as many as it has threads.
+APPENDED_BLOCK = 128
 
 
 class Chain(NamedTuple):
@@ -26,9 +28,12 @@ class Chain(NamedTuple):
     rows: Tensor
 
 
-def gather(table: SlotTable, index: Tensor) -> BatchState:
-    """The BatchState of the slots `index` [B] int64.  Exact."""
-    return (gather_triton if index.is_cuda else gather_reference)(table, index)
+def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
+    """The BatchState of the slots `index` [B] int64, after `appended` is written to the page tables.  Exact.
+
+    appended: of any slots; several values for one cell must be equal.
+    """
+    return (gather_triton if index.is_cuda else gather_reference)(table, index, appended)
 
 
 def chain(slots: BatchState, first: int, length: Tensor, width: int) -> Chain:
@@ -48,20 +53,24 @@ def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
     (carry_triton if length.is_cuda else carry_reference)(slots, name, values, length)
 
 
-def gather_triton(table: SlotTable, index: Tensor) -> BatchState:
+def gather_triton(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
     (batch,), width = index.shape, table.page_table.shape[1]
     require("gather: index", index, (-1,), torch.int64, table.page_table)
+    at, values = (index[:0], index[:0]) if appended is None else appended
+    for name, cells in (("at", at), ("values", values)):
+        require(f"gather: {name}", cells, tuple(at.shape), torch.int64, table.page_table)
     scalars = [torch.empty_like(index) for _ in range(6)]
     real, pages = torch.empty_like(index, dtype=torch.bool), table.page_table.new_empty(batch, width)
     if batch:
         block = min(power_of_two(width), LARGEST_BLOCK)
         _gather_slots_kernel[(batch, -(-width // block))](
-            *(index, table.ints, table.page_table, *scalars, real, pages),
-            *(index.stride(0), table.page_table.stride(0), width),
+            *(index, table.ints, table.page_table, *scalars, real, pages, at, values),
+            *(index.stride(0), width, at.shape[0]),
             # The layout's max_accept_depth is end - prefix_len minus this.
             -table.layout.max_accept_depth(0, 0),
             COLUMNS=COLUMNS,
             BLOCK=block,
+            APPENDED=APPENDED_BLOCK,
             num_warps=4,
             **early(chip(index)),
         )
@@ -71,7 +80,9 @@ def gather_triton(table: SlotTable, index: Tensor) -> BatchState:
     )
 
 
-def gather_reference(table: SlotTable, index: Tensor) -> BatchState:
+def gather_reference(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
+    if appended is not None:
+        table.write({"page_table": appended})
     prefix_len = table.prefix_len[index]
     left = table.layout.max_accept_depth(table.end[index], prefix_len)
     return BatchState(
@@ -136,19 +147,30 @@ def carry_reference(slots: BatchState, name: str, values: Tensor, length: Tensor
     slots.table.carried[name][slots.index] = values.gather(1, last)[:, 0]
 
 
+@unspecialised("appended")
 @kernel
 def _gather_slots_kernel(
     index_ptr, ints_ptr, page_table_ptr,
     prefix_len_ptr, root_ptr, commit_from_ptr, num_tokens_ptr, max_accept_depth_ptr, num_logprobs_ptr, real_ptr,
-    pages_ptr,
-    index_stride, table_stride, width, taken,
-    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    pages_ptr, at_ptr, values_ptr,
+    index_stride, width, appended, taken,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, APPENDED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Appended pages are written by the programs that read their slots, and all of them by the first program."""
     pdl_wait_if(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
+    is_first = (b == 0) & (tl.program_id(1) == 0)
+    for start in range(0, appended, APPENDED):
+        i = start + tl.arange(0, APPENDED)
+        at = tl.load(at_ptr + i, mask=i < appended, other=0)
+        page = tl.load(values_ptr + i, mask=i < appended, other=0).to(tl.int32)
+        own = (at >= slot * width) & (at < (slot + 1) * width)
+        tl.store(page_table_ptr + at, page, mask=(i < appended) & (is_first | own))
+    # Another thread may read what one has written.
+    tl.debug_barrier()
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    pages = tl.load(page_table_ptr + slot * table_stride + column, mask=column < width, other=0)
+    pages = tl.load(page_table_ptr + slot * width + column, mask=column < width, other=0)
     tl.store(pages_ptr + b * width + column, pages, mask=column < width)
     if tl.program_id(1) == 0:
         ints = ints_ptr + slot * COLUMNS.num_ints
