@@ -99,7 +99,16 @@ def test_more_nodes_of_a_depth_than_topk_may_have_children():
 
 
 SMALL = [(0, 2, 1, 2, 4), (1, 1, 1, 1, 1), (2, 1, 1, 4, 5), (2, 3, 1, 3, 30), (1, 15, 1, 2, 65), (2, 4, 3, 3, 40)]
-LARGE = [(64, 7, 1, 8, 64), (64, 15, 1, 16, 256), (8, 15, 8, 8, 256), (3, 8, 1, 32, 512), (2, 5, 4, 4, 1024)]
+# More candidates than are read at once.
+SMALL += [(2, 9, 16, 16, 24)]
+LARGE = [
+    (2, 60, 16, 16, 256),
+    (64, 7, 1, 8, 64),
+    (64, 15, 1, 16, 256),
+    (8, 15, 8, 8, 256),
+    (3, 8, 1, 32, 512),
+    (2, 5, 4, 4, 1024),
+]
 
 
 def check(device, batch, steps, rows, topk, nodes):
@@ -130,6 +139,15 @@ def test_without_candidates_only_the_root_is_left(kernel_device):
         tree = select_paths_triton(root.to(kernel_device), void, 4)
         assert tree.tokens.tolist() == [[70, -1, -1, -1], [71, -1, -1, -1]]
         assert tree.ancestors.flatten(1).tolist() == [[1, 2, 4, 8]] * 2
+
+
+def test_without_next_rows_the_tree_is_one_deep(kernel_device):
+    root, candidates = random_candidates(2, 3, 1, 4, 0)
+    candidates.next_rows.fill_(-1)
+    moved = Candidates(*(value.to(kernel_device) for value in candidates))
+    tree = select_paths_triton(root.to(kernel_device), moved, 8)
+    assert tree.depths.tolist() == [[0, 1, 1, 1, 1, 1, 1, 1]] * 2
+    same(tree, select_paths_reference(root, candidates, 8))
 
 
 def test_sizes_beyond_a_key_are_refused():

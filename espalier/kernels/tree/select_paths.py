@@ -6,7 +6,8 @@ log-probabilities, so a parent comes before its children, and a better sibling b
 
 Grid: one program of one warp per request.  The search selects one node a step.  The frontier has two entries for each
 selected node: its next sibling and its first child.  An entry is a score and 32 bits that break ties, so a step is a
-maximum and a minimum over at most `nodes` entries in registers.
+maximum and a minimum over at most `nodes` entries in registers.  A step's reads depend on one another, so they should
+hit the L1: all candidates are read at once before the first step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
-from espalier.kernels.tree.select_beams import order_of, score_of, usable, usable_score
+from espalier.kernels.tree.select_beams import order_of, score_of, usable
 from espalier.kernels.tree.select_tree import VOID, Tree
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 MAX_STEPS, MAX_NODES, MAX_CANDIDATES = 63, 1024, 256
 # The largest number of keys that one warp holds in registers.
 ONE_WARP = 256
+# The most candidates that are read before the first step, as many as fit into its registers.  At least MAX_CANDIDATES.
+MOST_READ = 2048
 
 
 class Candidates(NamedTuple):
@@ -84,7 +87,10 @@ def select_paths_triton(root: Tensor, candidates: Candidates, nodes: int) -> Tre
             ROWS=rows,
             TOPK=topk,
             WORDS=tree.num_words,
+            # A path has at most steps + 1 nodes.
+            DOUBLINGS=steps.bit_length(),
             BLOCK=block,
+            READ=min(power_of_two(steps * rows * topk), MOST_READ),
             num_warps=1 if block <= ONE_WARP else 4,
             **early(chip(root)),
         )
@@ -162,11 +168,22 @@ def _parts_of(rest):
 
 
 @kernel
+def _order_of_path(above, logp):
+    """The order of a path's score; below that of -inf if there is no path.
+
+    above: the score of its parent, which is usable.  So the sum is not -0.0.
+    """
+    score = above + logp
+    # False for NaN as well.
+    return tl.where(score > float("-inf"), order_of(score), -2147483648)
+
+
+@kernel
 def _select_paths_kernel(
     root_ptr, tokens_ptr, scores_ptr, next_rows_ptr,
     out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr, READ: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Node i is selected in step i.  Its entry's place in the frontier gets its sibling, and place i its first child.
 
@@ -174,14 +191,15 @@ def _select_paths_kernel(
     """
     pdl_wait_if(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
-    of_request = request * (STEPS * ROWS * TOPK)
+    scores_ptr += request * (STEPS * ROWS * TOPK)
+    next_rows_ptr += request * (STEPS * ROWS * TOPK)
+    exists, deepest = _read_first(scores_ptr, next_rows_ptr, STEPS, STEPS * ROWS * TOPK, READ)
     i = tl.arange(0, BLOCK)
     # Below the order of every score, -inf included.
     empty = tl.full([], -2147483648, tl.int32)
     zero = tl.full([], 0, tl.int32)
-    none = order_of(tl.full([], float("-inf"), tl.float32))
-    first = order_of(usable_score(tl.load(scores_ptr + of_request)))
-    orders = tl.where((i == 0) & (first > none), first, empty)
+    first = _order_of_path(0.0, tl.load(scores_ptr))
+    orders = tl.where((i == 0) & exists, first, empty)
     rests = tl.zeros([BLOCK], tl.uint32) + _rest_of(zero + 1, zero, zero, zero)
     above = tl.zeros([BLOCK], tl.int32)
     selected, selected_rests = tl.zeros([BLOCK], tl.int32) + empty, tl.zeros([BLOCK], tl.uint32)
@@ -195,22 +213,34 @@ def _select_paths_kernel(
         parent_score = tl.sum(tl.where(is_best, above, 0), 0).to(tl.float32, bitcast=True)
         selected = tl.where(i == node, best, selected)
         selected_rests = tl.where(i == node, rest, selected_rests)
-        at = of_request + ((depth - 1) * ROWS + row) * TOPK + place
+        at = ((depth - 1) * ROWS + row) * TOPK + place
         beside = tl.load(scores_ptr + at + 1, mask=found & (place + 1 < TOPK), other=float("-inf"))
-        beside = order_of(usable_score(parent_score + usable_score(beside)))
-        next_row = tl.load(next_rows_ptr + at, mask=found & (depth < STEPS), other=-1)
-        child_at = of_request + (depth * ROWS + next_row) * TOPK
+        next_row = tl.load(next_rows_ptr + at, mask=found & (depth < deepest), other=-1)
+        child_at = (depth * ROWS + next_row) * TOPK
         child = tl.load(scores_ptr + child_at, mask=next_row >= 0, other=float("-inf"))
-        child = order_of(usable_score(score + usable_score(child)))
-        orders = tl.where(is_best, tl.where(beside > none, beside, empty), orders)
+        orders = tl.where(is_best, _order_of_path(parent_score, beside), orders)
         rests = tl.where(is_best, _rest_of(depth, parent, place + 1, row), rests)
-        orders = tl.where(i == node, tl.where(child > none, child, empty), orders)
+        orders = tl.where(i == node, _order_of_path(score, child), orders)
         rests = tl.where(i == node, _rest_of(depth + 1, zero + node, zero, next_row), rests)
         above = tl.where(i == node, score.to(tl.int32, bitcast=True), above)
     _write_tree(
         *(root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr),
-        *(request, selected, selected_rests, i, NODES, STEPS, ROWS, TOPK, WORDS, BLOCK),
+        *(request, selected, selected_rests, i, NODES, STEPS, ROWS, TOPK, WORDS, DOUBLINGS, BLOCK),
     )
+
+
+@kernel
+def _read_first(scores_ptr, next_rows_ptr, STEPS: tl.constexpr, COUNT: tl.constexpr, READ: tl.constexpr):
+    """Bring the first READ candidates, all of the first row among them, into the L1.
+
+    The compiler drops a read whose value is not used.  So this returns whether one of these candidates exists, else
+    there is no path, and the deepest depth: 1 if none is continued.
+    """
+    i = tl.arange(0, READ)
+    score = tl.load(scores_ptr + i, mask=i < COUNT, other=float("-inf"))
+    next_row = tl.load(next_rows_ptr + i, mask=i < COUNT, other=-1)
+    exists = tl.max((score > float("-inf")).to(tl.int32), 0) > 0
+    return exists, tl.where(tl.max(next_row, 0) >= 0, STEPS, 1)
 
 
 @kernel
@@ -218,7 +248,7 @@ def _write_tree(
     root_ptr, tokens_ptr, out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
     request, selected, rests, i,
     NODES: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, TOPK: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    DOUBLINGS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Node i is the path selected[i], rests[i]; without one it is void, except for node 0, the root."""
     score = score_of(selected)
@@ -238,10 +268,11 @@ def _write_tree(
     tl.store(out_scores_ptr + out, tl.where(is_root, 0.0, tl.where(void, float("-inf"), score)), mask=exists)
     one = tl.full([BLOCK], 1, tl.int64)
     for word in tl.static_range(WORDS):
-        bits = tl.zeros([BLOCK], tl.int64)
-        ancestor = i
-        for _ in range(STEPS + 1):
-            bits |= tl.where(ancestor // 64 == word, one << (ancestor % 64).to(tl.int64), 0)
-            # A void node's ancestor is itself.
-            ancestor = tl.where(void, i, tl.gather(parent, ancestor, 0))
+        bits = tl.where(i // 64 == word, one << (i % 64).to(tl.int64), 0)
+        # A void node's ancestor is itself.
+        ancestor = tl.where(void, i, parent)
+        # Each turn doubles the number of ancestors that are known, the node itself among them.
+        for _ in range(DOUBLINGS):
+            bits |= tl.gather(bits, ancestor, 0)
+            ancestor = tl.gather(ancestor, ancestor, 0)
         tl.store(out_words_ptr + out * WORDS + word, bits, mask=exists)
