@@ -237,6 +237,3 @@ class BatchState:
         """Tokens at positions [B, W].  Positions past the table read its last column; callers mask them."""
         columns = positions.clamp(max=self.table.layout.history_width - 1)
         return self.table.history[self.index[:, None], columns]
-
-    def carried(self, name: str) -> Tensor:
-        return self.table.carried[name][self.index]

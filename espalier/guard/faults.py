@@ -17,6 +17,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS
+from espalier.kernels.state.batch_state import carried
 
 WRONG_OUTPUT = "The output of this process is WRONG BY INTENT.  For right output, start it without --plant-fault."
 BANNER = "!" * 80
@@ -91,7 +92,7 @@ def _stale_hidden(right):
         if len(slots.prefix_len) != len(slots.index):
             return right(slots, name, values, length)
         unchanged = slots.prefix_len[:, None, None] % 2 == 0
-        return right(slots, name, torch.where(unchanged, slots.carried(name)[:, None], values), length)
+        return right(slots, name, torch.where(unchanged, carried(slots, name), values), length)
 
     return carry
 
@@ -190,15 +191,19 @@ def _wrong_layers(right):
 
 
 def _one_late(right):
-    return lambda slots, offsets: right(slots, offsets) + 1
+    def block_rows(*args):
+        rows = right(*args)
+        return rows._replace(positions=rows.positions + 1)
+
+    return block_rows
 
 
 def _wrong_parent(right):
-    def with_edges(root, steps, topk, next_depth):
+    def with_edges(roots, steps, topk, next_depth):
         def wrong_depth(depth, rows, out):
             return next_depth(depth, rows._replace(tokens=rows.tokens.roll(1, 1)), out)
 
-        return right(root, steps, topk, wrong_depth)
+        return right(roots, steps, topk, wrong_depth)
 
     return with_edges
 
@@ -342,7 +347,7 @@ FAULTS = {
         Fault(
             "anchor-late",
             "the rows of a block are one position too late",
-            "espalier.speculate.drafters.one_pass:block_positions",
+            "espalier.speculate.drafters.one_pass:block_rows",
             _one_late,
         ),
         Fault(

@@ -12,13 +12,24 @@ from torch import Tensor
 from espalier.kernels.tree.select_beams import ordered_topk
 from espalier.kernels.tree.select_tree import VOID, Tree, select
 
-__all__ = ["VOID", "Pool", "Tree", "ordered_topk", "root_only"]
+__all__ = ["VOID", "Pool", "RootTrees", "Tree", "ordered_topk"]
 
 
-def root_only(root: Tensor) -> Tree:
-    """The tree of plain decoding: the root [B] alone."""
-    zeros = torch.zeros_like(root[:, None])
-    return Tree(root[:, None], zeros, zeros, zeros.float(), zeros[..., None] + 1)
+class RootTrees:
+    """The trees of plain decoding: the root alone.  What does not depend on the root is made once, for all rounds.
+
+    scores: [max_batch, 1], path scores of roots, log 1.
+    """
+
+    def __init__(self, max_batch: int, device: torch.device) -> None:
+        self.zeros = torch.zeros(max_batch, 1, dtype=torch.int64, device=device)
+        self.scores = self.zeros.float()
+        self.ancestors = self.zeros[..., None] + 1
+
+    def __call__(self, root: Tensor) -> Tree:
+        """root: [B]."""
+        zeros, scores, ancestors = (part[: len(root)] for part in (self.zeros, self.scores, self.ancestors))
+        return Tree(root[:, None], zeros, zeros, scores, ancestors)
 
 
 class Pool:

@@ -300,5 +300,5 @@ def _grow_paths(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_to
         children = (places.tokens[..., None] + chain.shifts[shift]) % chain.size
         return fill_depth(children, best, places, out)
 
-    candidates = with_edges(roots, steps, topk, next_depth)
+    candidates = with_edges(Rows.of_roots(roots), steps, topk, next_depth)
     return select_paths(roots, candidates, num_draft_tokens)

@@ -168,7 +168,7 @@ def accept_lengths(
     if markov is None:
         candidates = without_edges(*children(logits))
     else:
-        candidates = with_edges(tokens[roots], steps, topk, next_depth)
+        candidates = with_edges(Rows.of_roots(tokens[roots]), steps, topk, next_depth)
     tree = select_paths(tokens[roots], candidates, num_draft_tokens or steps + 1)
     follows = tree.tokens == tokens[roots[:, None] + tree.depths]
     on_path = follows.clone()

@@ -7,7 +7,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.kernels.tree.accept import accept, accept_reference, accept_triton
 from espalier.kernels.tree.select_tree import VOID, Tree, select_tree_reference
-from espalier.speculate.tree import root_only
+from espalier.speculate.tree import RootTrees
 from tests.kernels.treeing import poisoned, random, random_pool, same
 
 TOKENS = 3
@@ -81,7 +81,7 @@ def test_paths_longer_than_64_nodes(kernel_device, depth):
 
 
 def test_plain_decoding_and_padding(kernel_device):
-    tree = root_only(torch.tensor([5, 6]))
+    tree = RootTrees(2, torch.device("cpu"))(torch.tensor([5, 6]))
     zero = torch.zeros(2, 1).long()
     inputs = (tree, torch.tensor([[1], [2]]), zero == 0, zero[:, 0], torch.tensor([True, False]))
     path = accept_triton(*on(kernel_device, inputs), 0)

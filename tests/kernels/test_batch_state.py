@@ -6,6 +6,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.state.batch_state import (
+    carried,
     carry,
     carry_reference,
     carry_triton,
@@ -75,7 +76,8 @@ def test_the_references_are_what_loops_find():
         table, index, length, values = drawn(seed, 4, 5)
         slots = gather_reference(table, index)
         for first in (0, 1):
-            made = chain_reference(slots, first, length, 5)
+            made, padded = (chain_reference(slots, first, length, 5, padding) for padding in (None, 8))
+            assert torch.equal(made.positions, padded.positions) and torch.equal(made.rows, padded.rows)
             for b, slot in enumerate(index.tolist()):
                 n = int(table.prefix_len[slot])
                 max_accept_depth = min(int(table.depth_limit[slot]), int(table.end[slot]) - 2 - n)
@@ -88,7 +90,9 @@ def test_the_references_are_what_loops_find():
                     row = int(table.page_table[slot, page]) * LAYOUT.page_size + offset if kept else 0
                     token = int(table.history[slot, at] if known else table.root[slot])
                     assert tuple(int(part[b, i]) for part in made) == (at, token, row)
+                    assert padded.tokens[b, i] == (token if known else 8)
         before = table.carried["hidden"].clone()
+        assert torch.equal(carried(slots, "hidden"), before[index][:, None])
         carry_reference(slots, "hidden", values, length)
         for slot in range(1, LAYOUT.num_slots):
             at = index.tolist().index(slot) if slot in index else None
@@ -104,9 +108,9 @@ def check(device, batch, width, layout=LAYOUT, size=HIDDEN):
         with poisoned():
             slots = gather_triton(theirs, index.to(device))
             same_slots(slots, expected)
-            for first in (0, 1):
-                made = chain_triton(slots, first, length.to(device), width)
-                same(made, chain_reference(expected, first, length, width))
+            for first, padding in ((0, None), (1, None), (0, 8)):
+                made = chain_triton(slots, first, length.to(device), width, padding)
+                same(made, chain_reference(expected, first, length, width, padding))
         carry_triton(slots, "hidden", values.to(device), length.to(device))
         carry_reference(expected, "hidden", values, length)
         # The dummy is written by every row of padding, in no order.

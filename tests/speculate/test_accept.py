@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.kernels.tree.accept import accept
 from espalier.sampling.pick import SampledTokens
-from espalier.speculate.tree import VOID, Tree, root_only
+from espalier.speculate.tree import VOID, RootTrees, Tree
 
 STEPS = 4
 TOKENS = 3
@@ -91,7 +91,7 @@ def test_paths_go_on_beyond_a_word_of_ancestors(depth):
 
 
 def test_plain_decoding_emits_the_pick_of_the_root():
-    root = root_only(torch.tensor([5, 6]))
+    root = RootTrees(2, torch.device("cpu"))(torch.tensor([5, 6]))
     path = accept(root, *num_finite([[1], [2]]), torch.tensor([0, 0]), torch.tensor([True, False]), steps=0)
     assert path.tokens.tolist() == [[1], [2]] and path.length.tolist() == [1, 0] and path.rows.tolist() == [[0], [0]]
 
@@ -99,6 +99,6 @@ def test_plain_decoding_emits_the_pick_of_the_root():
 def test_no_requests_have_no_paths():
     path = accept(tree_of([([0], [0], [0])]), *num_finite([[0]]), torch.ones(1), torch.tensor([True]), STEPS)
     assert path.rows.shape == (1, STEPS + 1)
-    empty = root_only(torch.zeros(0, dtype=torch.int64))
+    empty = RootTrees(2, torch.device("cpu"))(torch.zeros(0, dtype=torch.int64))
     path = accept(empty, *num_finite(empty.tokens), empty.tokens[:, 0], empty.tokens[:, 0] > 0, STEPS)
     assert path.rows.shape == (0, STEPS + 1) and path.length.shape == (0,)

@@ -58,6 +58,8 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
     held = torch.arange(layout.max_batch * 4, device=device).view(-1, 4).to(torch.int32)
     table.page_table[1:, :4] = 1 + held
     table.root[1:] = torch.arange(len(SLOTS), device=device) % VOCAB
+    # The root is the last known token.
+    table.history[1:] = table.root[1:, None]
     generator = torch.Generator().manual_seed(3)
     # A prompt of ragged length, then what a round decided.
     counts = torch.arange(len(SLOTS)) * 2 + 1

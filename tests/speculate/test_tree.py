@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import every_ancestor
-from espalier.speculate.tree import VOID, Pool, ordered_topk, root_only
+from espalier.speculate.tree import VOID, Pool, RootTrees, ordered_topk
 
 # Few values, so that most are tied.
 SCORES = st.sampled_from([0.0, -0.0, -0.25, -1.0, -1.5, -7.0, -math.inf, math.nan])
@@ -150,7 +150,7 @@ def test_an_empty_batch_has_a_tree():
     none = torch.zeros(0, 1, 2, dtype=torch.int64)
     pool.add(none, none.float())
     assert pool.select(none[:, 0, 0], 3).ancestors.shape == (0, 3, 1)
-    assert root_only(none[:, 0, 0]).tokens.shape == (0, 1)
+    assert RootTrees(2, torch.device("cpu"))(none[:, 0, 0]).tokens.shape == (0, 1)
 
 
 def test_a_pool_smaller_than_the_tree_is_refused():

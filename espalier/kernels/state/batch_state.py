@@ -10,6 +10,7 @@ from torch import Tensor
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require, unspecialised
 from espalier.kernels.runtime.pdl import early, pdl_wait_if
 from espalier.kernels.state.page_rows import page_row, page_rows
+from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
 
 if TYPE_CHECKING:
@@ -36,13 +37,18 @@ def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = Non
     return (gather_triton if index.is_cuda else gather_reference)(table, index, appended)
 
 
-def chain(slots: BatchState, first: int, length: Tensor, width: int) -> Chain:
+def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
     """`length` [B] tokens of each slot's history from position prefix_len + `first` on, in `width` rows.
 
-    Rows past length have the root as their token.  Rows past length and rows below commit_from are written to the dummy
-    row.  Exact.
+    Rows past length have the token `padding`; None: the root.  Rows past length and rows below commit_from are written
+    to the dummy row.  Exact.
     """
-    return (chain_triton if length.is_cuda else chain_reference)(slots, first, length, width)
+    return (chain_triton if length.is_cuda else chain_reference)(slots, first, length, width, padding)
+
+
+def carried(slots: BatchState, name: str) -> Tensor:
+    """[B, 1, H]: what `carry` stored.  Exact."""
+    return gather_rows(slots.table.carried[name][None], slots.index[None]).transpose(0, 1)
 
 
 def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
@@ -99,7 +105,7 @@ def gather_reference(table: SlotTable, index: Tensor, appended: ScatterUpdate | 
     )
 
 
-def chain_triton(slots: BatchState, first: int, length: Tensor, width: int) -> Chain:
+def chain_triton(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
     batch, table, page_size = slots.batch, slots.table, slots.table.layout.page_size
     require("chain: length", length, (batch,), torch.int64, slots.prefix_len)
     made = Chain(*(length.new_empty(batch, width) for _ in range(3)))
@@ -109,6 +115,7 @@ def chain_triton(slots: BatchState, first: int, length: Tensor, width: int) -> C
             *(slots.index, slots.prefix_len, slots.root, slots.commit_from, slots.page_table, table.history),
             *(length, *made, slots.index.stride(0), length.stride(0)),
             *(table.history.stride(0), slots.page_table.shape[1], first, width, page_size),
+            -1 if padding is None else padding,
             BLOCK=block,
             num_warps=1 if block <= 128 else 4,
             **early(chip(length)),
@@ -116,11 +123,11 @@ def chain_triton(slots: BatchState, first: int, length: Tensor, width: int) -> C
     return made
 
 
-def chain_reference(slots: BatchState, first: int, length: Tensor, width: int) -> Chain:
+def chain_reference(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
     offsets = torch.arange(width, device=length.device)
     positions = slots.prefix_len[:, None] + first + offsets
     known = offsets < length[:, None]
-    tokens = torch.where(known, slots.history_at(positions), slots.root[:, None])
+    tokens = torch.where(known, slots.history_at(positions), slots.root[:, None] if padding is None else padding)
     kept = known & (positions >= slots.commit_from[:, None])
     return Chain(positions, tokens, page_rows(slots.page_table, positions, slots.table.layout.page_size, kept))
 
@@ -186,11 +193,12 @@ def _gather_slots_kernel(
         tl.store(real_ptr + b, slot > 0)
 
 
+@unspecialised("padding")
 @kernel
 def _chain_kernel(
     index_ptr, prefix_len_ptr, root_ptr, commit_from_ptr, page_table_ptr, history_ptr, length_ptr,
     positions_ptr, tokens_ptr, rows_ptr,
-    index_stride, length_stride, history_stride, table_width, first, width, page_size,
+    index_stride, length_stride, history_stride, table_width, first, width, page_size, padding,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_wait_if(DEPENDENT)
@@ -203,7 +211,8 @@ def _chain_kernel(
     token = tl.load(history_ptr + slot * history_stride + position, mask=known, other=0)
     out = b * width + offset
     tl.store(positions_ptr + out, position, mask=offset < width)
-    tl.store(tokens_ptr + out, tl.where(known, token, tl.load(root_ptr + b)), mask=offset < width)
+    padding = tl.where(padding < 0, tl.load(root_ptr + b), padding)
+    tl.store(tokens_ptr + out, tl.where(known, token, padding), mask=offset < width)
     row = page_row(page_table_ptr + b * table_width, position, page_size, kept)
     tl.store(rows_ptr + out, row, mask=offset < width)
 

@@ -65,6 +65,11 @@ class Rows(NamedTuple):
     tokens: Tensor
     scores: Tensor
 
+    @classmethod
+    def of_roots(cls, root: Tensor) -> Rows:
+        """The rows of depth 1.  root: [B]."""
+        return cls(root[:, None], torch.zeros(len(root), 1, device=root.device))
+
 
 @dataclass(frozen=True)
 class LowRankEdges:

@@ -61,7 +61,8 @@ class Tree(NamedTuple):
 
     def positions(self, prefix_len: Tensor) -> Tensor:
         """[B, D]: position of each node in the target."""
-        return prefix_len[:, None] + self.depths
+        # The root's depth is 0.
+        return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
 
 
 def select(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Tree:

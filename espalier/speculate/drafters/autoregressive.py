@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.attention import CommittedLengths, Nodes
 from espalier.attention.staged import Commit, StagedPass
 from espalier.kernels.attention.ancestor_bits import own_bits
-from espalier.kernels.state.batch_state import Chain, carry, chain
+from espalier.kernels.state.batch_state import Chain, carried, carry, chain
 from espalier.kernels.tree.select_beams import SelectedBeams, select_beams
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import Above
@@ -25,7 +25,7 @@ from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
-from espalier.speculate.tree import VOID, Pool, Tree, root_only
+from espalier.speculate.tree import VOID, Pool, Tree
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,6 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         # Entry d: the bits of all rows deeper than d.
         depths = range(self.spec.modules)
         self.bits_below = torch.stack([self.own_bits[layout.beams_above(depth + 1) :].sum(0) for depth in depths])
-        # The path score of the root is log 1.
-        self.root_scores = torch.zeros(layout.max_batch, 1, device=device)
 
     def prepare(self, lengths: CommittedLengths) -> None:
         # After a prefix hit, module k attends to k - 1 cached rows more than module 1.
@@ -75,15 +73,15 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
 
     def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
-            return lambda sampler: root_only(slots.root)
+            return lambda sampler: self.root_trees(slots.root)
         positions = slots.prefix_len[:, None] + self.depths
         rows = TreeRows(slots, positions, torch.empty_like(positions), module_rows(slots, self.spec.modules))
-        out = self._module(1).output_of(slots.carried("hidden")[:, None])
+        out = self._module(1).output_of(carried(slots, "hidden"))
         return partial(self._grow, rows, out, self._logits(out, 1))
 
     def _grow(self, rows: TreeRows, out: DraftOutput, logits: Tensor, sampler: Sampler) -> Tree:
         """out, logits: of level 1."""
-        pool, path_scores = Pool(self.layout.topk), self.root_scores[: logits.shape[0]]
+        pool, path_scores = Pool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
         above: Above | None = None
         for level in range(1, self.layout.steps + 1):
             tokens, scores = sampler.children(logits, self.draft.d2t, level - 1, path_scores, self.layout.topk, above)

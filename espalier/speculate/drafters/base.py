@@ -18,7 +18,7 @@ from espalier.models.weights import Weights
 from espalier.slots import BatchState
 from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
-from espalier.speculate.tree import Tree, root_only
+from espalier.speculate.tree import RootTrees, Tree
 
 # The rest of a proposal, once the sampler is known.
 Grow = Callable[[Sampler], Tree]
@@ -66,17 +66,18 @@ class NoDrafter:
     spec = DraftSpec("none")
     captures_prefill = True
 
-    def __init__(self, layout: RoundLayout):
+    def __init__(self, layout: RoundLayout, root_trees: RootTrees):
         self.layout = layout
+        self.root_trees = root_trees
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        return type(self)(layout)
+        return type(self)(layout, self.root_trees)
 
     def prepare(self, lengths: CommittedLengths) -> None:
         pass
 
     def begin(self, slots: BatchState) -> Grow:
-        return lambda sampler: root_only(slots.root)
+        return lambda sampler: self.root_trees(slots.root)
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None

@@ -8,6 +8,7 @@ from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftModel
+from espalier.speculate.tree import RootTrees
 
 Model = TypeVar("Model", bound=DraftModel)
 
@@ -35,6 +36,7 @@ class ModelDrafter(Generic[Model]):
         self.first_layer = len(layer_specs) - len(self.spec.layers)
         layers = range(self.first_layer, len(layer_specs))
         self.staging = staging or StagedKV(layer_specs, layers, layout.draft_rows, pages.dtype, pages.device)
+        self.root_trees = RootTrees(layout.max_batch, pages.device)
         self.by_layout: dict[RoundLayout, Self] = {}
         self.allocate()
 

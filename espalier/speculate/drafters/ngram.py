@@ -15,7 +15,7 @@ from espalier.sampling.mask import DraftGuide, allows, force
 from espalier.slots import BatchState
 from espalier.speculate.drafters.base import Grow, NoDrafter
 from espalier.speculate.sampler import Sampler
-from espalier.speculate.tree import Pool, Tree, root_only
+from espalier.speculate.tree import Pool, Tree
 
 
 class NgramDrafter(NoDrafter):
@@ -27,7 +27,7 @@ class NgramDrafter(NoDrafter):
 
     def _propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         if self.layout.num_draft_tokens == 1:
-            return root_only(slots.root)
+            return self.root_trees(slots.root)
         topk = self.layout.topk
         if sampler.guide is not None and self.layout.steps:
             return self._propose_guided(slots, sampler.guide)

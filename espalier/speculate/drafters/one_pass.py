@@ -19,7 +19,7 @@ from torch import Tensor
 from espalier.attention import Nodes, Prefix
 from espalier.attention.staged import Projections, StagedPass
 from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.state.batch_state import chain
+from espalier.kernels.state.batch_state import Chain, chain
 from espalier.kernels.tree.edge_topk import LowRankEdges, Rows
 from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.layout import RoundLayout
@@ -29,7 +29,7 @@ from espalier.speculate.drafters.base import Grow
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.pieces import LastTokens
 from espalier.speculate.sampler import Sampler
-from espalier.speculate.tree import Tree, root_only
+from espalier.speculate.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,7 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         # A row that is not causal sees the whole block, as trained, also rows beyond `steps`.
         spec, layout, device = self.spec, self.layout, self.pages.device
         self.width = spec.first_proposing + layout.steps if all(spec.causal) else layout.block_rows
-        self.offsets = torch.arange(self.width, device=device)
-        self.is_root = self.offsets == 0
+        self.known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
         everything = torch.ones(self.width, self.width, dtype=torch.bool, device=device)
         self.ancestor_bits = {
             is_causal: pack(everything.tril() if is_causal else everything) for is_causal in (False, True)
@@ -57,25 +56,24 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 
     def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
-            return lambda sampler: root_only(slots.root)
+            return lambda sampler: self.root_trees(slots.root)
         hidden = self._run_block(slots)
         logits = self.draft.block_logits(hidden)
         edges = None if self.draft.edges is None else self.draft.edges.of_block(logits, hidden)
-        return partial(best_paths, slots.root, logits, edges, self.draft.d2t, self.layout)
+        roots = Rows(slots.root[:, None], self.root_trees.scores[: slots.batch])
+        return partial(best_paths, roots, logits, edges, self.draft.d2t, self.layout)
 
     def _run_block(self, slots: BatchState) -> Tensor:
         """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
-        tokens = torch.where(self.is_root, slots.root[:, None], self.spec.mask_token)
         first = self.spec.first_proposing
-        hidden = self.draft(tokens, block_positions(slots, self.offsets), self._attend(slots))
+        rows = block_rows(slots, 0, self.known[: slots.batch], self.width, self.spec.mask_token)
+        hidden = self.draft(rows.tokens, rows.positions, self._attend(slots, rows.positions))
         return hidden[:, first : first + self.layout.steps]
 
-    def _attend(self, slots: BatchState) -> BlockAttend:
+    def _attend(self, slots: BatchState, positions: Tensor) -> BlockAttend:
         prefix = Prefix(slots.page_table, slots.prefix_len)
         # Attention uses positions for windows only.
-        at = slots.prefix_len[:, None].expand(-1, self.width)
-        if not self.spec.windows_from_root:
-            at = at + self.offsets
+        at = slots.prefix_len[:, None].expand(-1, self.width) if self.spec.windows_from_root else positions
         passes = {}
         for is_causal in sorted(set(self.spec.causal)):
             bits = self.ancestor_bits[is_causal].expand(slots.batch, -1, -1)
@@ -98,15 +96,15 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
 
 
 def best_paths(
-    root: Tensor, logits: Tensor, edges: LowRankEdges | None, d2t: Tensor | None, layout: RoundLayout, sampler: Sampler
+    roots: Rows, logits: Tensor, edges: LowRankEdges | None, d2t: Tensor | None, layout: RoundLayout, sampler: Sampler
 ) -> Tree:
-    """The tree of the best paths.  root: [B]; logits: [B, steps, draft vocabulary], without edges."""
+    """The tree of the best paths.  roots: [B, 1]; logits: [B, steps, draft vocabulary], without edges."""
     if edges is None:
-        no_scores = torch.zeros(logits.shape[:2], device=logits.device)
+        no_scores = roots.scores.expand(-1, logits.shape[1])
         candidates = without_edges(*sampler.children(logits, d2t, 0, no_scores, layout.topk, None, stride=1))
     else:
-        candidates = with_edges(root, layout.steps, layout.topk, partial(sampler.next_depth, edges, d2t))
-    return select_paths(root, candidates, layout.num_draft_tokens)
+        candidates = with_edges(roots, layout.steps, layout.topk, partial(sampler.next_depth, edges, d2t))
+    return select_paths(roots.tokens[:, 0], candidates, layout.num_draft_tokens)
 
 
 def without_edges(tokens: Tensor, scores: Tensor) -> Candidates:
@@ -114,15 +112,14 @@ def without_edges(tokens: Tensor, scores: Tensor) -> Candidates:
     return Candidates(tokens[:, :, None], scores[:, :, None], torch.zeros_like(tokens, dtype=torch.int32)[:, :, None])
 
 
-def with_edges(root: Tensor, steps: int, topk: int, next_depth: Callable[[int, Rows, Candidates], Rows]) -> Candidates:
-    """root: [B].  next_depth: as fill_depth, of (a depth from 0, its rows, where to write their candidates)."""
-    candidates = Candidates.empty(root, steps, topk)
-    rows = Rows(root[:, None], torch.zeros(len(root), 1, device=root.device))
+def with_edges(rows: Rows, steps: int, topk: int, next_depth: Callable[[int, Rows, Candidates], Rows]) -> Candidates:
+    """rows: the roots.  next_depth: as fill_depth, of (a depth from 0, its rows, where to write their candidates)."""
+    candidates = Candidates.empty(rows.tokens[:, 0], steps, topk)
     for depth in range(steps):
         rows = next_depth(depth, rows, candidates.of_rows(depth, rows.tokens.shape[1]))
     return candidates
 
 
-def block_positions(slots: BatchState, offsets: Tensor) -> Tensor:
-    """[B, Q]: positions of the block's rows, the root's first."""
-    return slots.prefix_len[:, None] + offsets
+def block_rows(slots: BatchState, first: int, known: Tensor, width: int, mask: int) -> Chain:
+    """Rows from position prefix_len + `first` on: `known` [B] tokens, and mask tokens."""
+    return chain(slots, first, known, width, mask)

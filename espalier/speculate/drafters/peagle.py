@@ -10,13 +10,14 @@ import torch
 
 from espalier.attention import Nodes, Prefix
 from espalier.attention.staged import StagedPass
+from espalier.kernels.state.batch_state import carried
+from espalier.kernels.tree.edge_topk import Rows
 from espalier.models.draft import DraftOutput
 from espalier.models.peagle import PEagleDraft
 from espalier.slots import BatchState
 from espalier.speculate.drafters import one_pass
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter, rope_positions
 from espalier.speculate.drafters.base import Grow
-from espalier.speculate.tree import root_only
 
 
 class PEagleDrafter(AutoregressiveDrafter):
@@ -24,21 +25,22 @@ class PEagleDrafter(AutoregressiveDrafter):
 
     def allocate(self) -> None:
         super().allocate()
-        # Distances of the mask rows from the root.
-        self.offsets = torch.arange(1, max(self.layout.steps, 1), device=self.pages.device)
+        self.known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.pages.device)
 
     def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
-            return lambda sampler: root_only(slots.root)
-        out = self.draft.output_of(slots.carried("hidden")[:, None])
+            return lambda sampler: self.root_trees(slots.root)
+        out = self.draft.output_of(carried(slots, "hidden"))
         if self.layout.steps > 1:
             normed = torch.cat((out.normed, self._mask_rows(slots).normed), 1)
             out = DraftOutput(normed, normed)
-        return partial(one_pass.best_paths, slots.root, self.draft.logits(out), None, self.draft.d2t, self.layout)
+        roots = Rows(slots.root[:, None], self.root_trees.scores[: slots.batch])
+        return partial(one_pass.best_paths, roots, self.draft.logits(out), None, self.draft.d2t, self.layout)
 
     def _mask_rows(self, slots: BatchState) -> DraftOutput:
-        positions = one_pass.block_positions(slots, self.offsets)
+        width = self.layout.steps - 1
+        positions = one_pass.block_rows(slots, 1, self.known[: slots.batch], width, self.spec.mask_token).positions
         # The rows of tokens 1 .. n are committed; token n is the root.
         plan = self.plan(Prefix(slots.page_table, slots.num_tokens, first=1), Nodes.chain(positions))
-        attend = StagedPass(plan, self.staging, len(self.offsets), first_layer=self.first_layer)
+        attend = StagedPass(plan, self.staging, width, first_layer=self.first_layer)
         return self.draft.mask_rows(rope_positions(positions, 1), attend)

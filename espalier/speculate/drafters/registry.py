@@ -33,6 +33,7 @@ from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, ar
 from espalier.speculate.drafters.ngram import NgramDrafter
 from espalier.speculate.drafters.one_pass import OnePassDrafter
 from espalier.speculate.drafters.peagle import PEagleDrafter
+from espalier.speculate.tree import RootTrees
 
 CAPTURED = "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
 # Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
@@ -210,7 +211,7 @@ def make_drafter(
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """
     if algorithm in WITHOUT_FILES:
-        return WITHOUT_FILES[algorithm](layout)
+        return WITHOUT_FILES[algorithm](layout, RootTrees(layout.max_batch, pages.device))
     if draft is None:
         raise EspalierError(f"algorithm={algorithm!r} needs a draft and none is loaded; pass draft=")
     return DRAFT_FORMATS[algorithm].drafter(draft, layout, pages, backend, layer_specs)
