@@ -32,12 +32,14 @@ from espalier.speculate.tree import VOID, Pool, Tree
 class TreeRows:
     """All draft rows of a tree, level after level.
 
-    slots: the batch; positions: [B, beam_rows], page positions; tokens: [B, beam_rows], written when beams are chosen.
+    slots: the batch; positions: [B, beam_rows], page positions; above: [B, beam_rows], page positions one level above;
+    tokens: [B, beam_rows], written when beams are chosen.
     modules: each module's rows; levels: the beams of each level.
     """
 
     slots: BatchState
     positions: Tensor
+    above: Tensor
     tokens: Tensor
     modules: list[ModuleRows]
     levels: list[SelectedBeams] = field(default_factory=list)
@@ -59,8 +61,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def allocate(self) -> None:
         layout, device = self.layout, self.pages.device
         self.feeds = feeds_of(self.spec.form)
-        # The depth of each draft row of a tree, and the bit of each among ancestor bits.
-        self.depths = torch.arange(layout.beam_rows, device=device) // layout.topk + 1
+        # The depth of each draft row of a tree, behind as many rows of depth 0.
+        self.depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
+        # The bit of each draft row among ancestor bits.
         self.own_bits = own_bits(0, layout.beam_rows, layout.beam_words, device)
         # Entry d: the bits of all rows deeper than d.
         depths = range(self.spec.modules)
@@ -74,8 +77,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
             return lambda sampler: self.root_trees(slots.root)
-        positions = slots.prefix_len[:, None] + self.depths
-        rows = TreeRows(slots, positions, torch.empty_like(positions), module_rows(slots, self.spec.modules))
+        at, topk, modules = slots.prefix_len[:, None] + self.depths, self.layout.topk, self.spec.modules
+        positions, above = at[:, topk:], at[:, : self.layout.beam_rows]
+        rows = TreeRows(slots, positions, above, torch.empty_like(positions), module_rows(slots, modules))
         out = self._module(1).output_of(carried(slots, "hidden"))
         return partial(self._grow, rows, out, self._logits(out, 1))
 
@@ -122,7 +126,8 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         tokens = rows.tokens[:, first:end]
         if self.draft.has_experts:
             tokens = tokens.masked_fill(~rows.slots.real[:, None], VOID)
-        return self._module(level)(tokens, feed[0], rope_positions(nodes.positions, module), attend, feed[1])
+        rope = rope_positions(rows.above[:, first:end], module - 1)
+        return self._module(level)(tokens, feed[0], rope, attend, feed[1])
 
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
         """What feeds the beams of a pass, and their ancestor bits."""
@@ -195,9 +200,11 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self.first_layer + (module - 1) * self.spec.layers_per_module
 
 
-def rope_positions(positions: Tensor, module: int) -> Tensor:
-    """RoPE positions of rows of a module.  Rows that do not exist get 0."""
-    return positions - 1 if module == 1 else (positions - module).clamp(min=0)
+def rope_positions(positions: Tensor, behind: int) -> Tensor:
+    """RoPE positions of rows, `behind` their page positions: k for those of module k.  Rows that do not exist get 0."""
+    if behind <= 1:
+        return positions - behind if behind else positions
+    return (positions - behind).clamp(min=0)
 
 
 def extend_rows(slots: BatchState, length: Tensor, width: int) -> Chain:
