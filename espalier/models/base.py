@@ -8,6 +8,7 @@ A model never sees the KV cache.  A layer calls `attend(layer, projections)` and
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from espalier.attention.staged import Projections
@@ -26,11 +27,16 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """hidden: [B, Q, H], after the final norm, or [B, 1, H] in a call with `needed`; captured: [B, Q, n·H], the inputs
-    of the n captured layers, in order."""
+    """hidden: [B, Q, H], after the final norm, or [B, 1, H] in a call with `needed`; inputs: [B, Q, H] each, of the n
+    captured layers, in order."""
 
     hidden: Tensor
-    captured: Tensor | None
+    inputs: tuple[Tensor, ...]
+
+    @property
+    def captured(self) -> Tensor | None:
+        """[B, Q, n·H]: `inputs`, concatenated."""
+        return torch.cat(self.inputs, -1) if self.inputs else None
 
 
 class CausalLM(Protocol):

@@ -90,7 +90,7 @@ class BlockDraft:
         context = self.fuse(features)
         sizes, at = self.config.layer, positions.flatten()[None]
         shape = (*positions.shape, 2 * sizes.kv_heads, sizes.head_size)
-        cos, sin = (gather_rows(table[None], at)[0] for table in (self.rope.cos, self.rope.sin))
+        cos, sin = gather_rows(at, self.rope.cos[None], self.rope.sin[None])[0].chunk(2, -1)
         return [
             HeadProjections(project(context).view(shape), _rope_and_k_norm(layer, cos, sin))
             for layer, project in zip(self.layers, self.context_kv, strict=True)

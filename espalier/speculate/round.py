@@ -184,10 +184,10 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     sampled = sample_nodes(verified, mask)
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised)
-    runner.drafter.extend(slots, rows_of_path(draft_features(runner.drafter, out), path), path.length)
+    runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
     if verified.logits is not None:
         return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree)
-    logits = runner.target.logits(gather_rows(out.hidden, path.rows))
+    logits = runner.target.logits(gather_rows(path.rows, out.hidden))
     rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
     return RoundOutput(path, logits, slots.num_logprobs, rows, tree)
 
@@ -235,7 +235,7 @@ def prefill(
     logprobs = None
     if prompt_rows is not None:
         logprobs = logprobs_of_prompt(runner, rows.slots, positions, out.hidden, prompt_rows)
-    hidden = gather_rows(out.hidden, last.row[:, None]) if reads_all else out.hidden
+    hidden = gather_rows(last.row[:, None], out.hidden) if reads_all else out.hidden
     logits = runner.target.logits(last.of_requests(hidden))
     sampled = runner.sampler(slots, needs, slots.prefix_len + length, 1).pick_last(logits, mask)
     num_emitted, _ = advance(slots, length, sampled.tokens, needs.penalised)
@@ -286,6 +286,8 @@ def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:
     return None if drafter.spec.reads is None else getattr(out, drafter.spec.reads)
 
 
-def rows_of_path(features: Tensor | None, path: Path) -> Tensor | None:
-    """[B, W, F]: the features at the nodes of the accepted path."""
-    return None if features is None else gather_rows(features, path.rows)
+def rows_of_path(drafter: Drafter, out: ModelOutput, path: Path) -> Tensor | None:
+    """[B, W, F]: `draft_features` at the nodes of the accepted path.  Features of other nodes are not concatenated."""
+    if drafter.spec.reads is None:
+        return None
+    return gather_rows(path.rows, *(out.inputs if drafter.spec.reads == "captured" else (out.hidden,)))

@@ -60,7 +60,7 @@ def _broken_kernel(x_ptr):
 def launch_three_kernels(width):
     x = torch.ones(4, 2 * width)
     normed = rms_norm_triton(x, torch.ones(2 * width), 1e-5)
-    return gather_rows_triton(silu_mul_triton(normed)[None], torch.empty(1, 2, dtype=torch.int64))
+    return gather_rows_triton(torch.empty(1, 2, dtype=torch.int64), silu_mul_triton(normed)[None])
 
 
 def error_name(function):

@@ -48,7 +48,7 @@ def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: in
 
 def carried(slots: BatchState, name: str) -> Tensor:
     """[B, 1, H]: what `carry` stored.  Exact."""
-    return gather_rows(slots.table.carried[name][None], slots.index[None]).transpose(0, 1)
+    return gather_rows(slots.index[None], slots.table.carried[name][None]).transpose(0, 1)
 
 
 def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Gather a request's rows by index: for example hidden states of all nodes at the nodes of the accepted path.
 
-Grid: (output rows, blocks of up to MAX_BLOCK columns).
+Grid: (output rows, blocks of up to MAX_BLOCK columns, parts).
 """
 
 from __future__ import annotations
@@ -20,23 +20,29 @@ if TYPE_CHECKING:
 MAX_BLOCK = 2048
 
 
-def gather_rows(values: Tensor, rows: Tensor) -> Tensor:
-    """out[b, w] = values[b, rows[b, w]]: values [B, D, n], rows [B, W] int64 -> [B, W, n].  Exact."""
-    return (gather_rows_triton if values.is_cuda else gather_rows_reference)(values, rows)
+def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
+    """out[b, w] = values[b, rows[b, w]]: rows [B, W] int64, values [B, D, p·n], in p parts of n -> [B, W, p·n].  Exact.
+
+    Parts have the same strides.
+    """
+    return (gather_rows_triton if rows.is_cuda else gather_rows_reference)(rows, *parts)
 
 
-def gather_rows_triton(values: Tensor, rows: Tensor) -> Tensor:
+def gather_rows_triton(rows: Tensor, *parts: Tensor) -> Tensor:
     batch, width = rows.shape
-    size = values.shape[2]
-    require("gather_rows: values", values, (batch, -1, size), None, values)
+    values = parts[0]
+    size, strides = values.shape[2], values.stride()
+    for part in parts:
+        require("gather_rows: values", part, (batch, values.shape[1], size), values.dtype, values)
     require("gather_rows: rows", rows, (batch, width), torch.int64, values)
-    if values.stride(2) != 1:
-        raise EspalierError("gather_rows: values must be contiguous in the last dimension")
-    out = values.new_empty(batch, width, size)
+    if strides[2] != 1 or any(part.stride() != strides for part in parts):
+        raise EspalierError("gather_rows: parts must have the same strides, and be contiguous in the last dimension")
+    out = values.new_empty(batch, width, len(parts) * size)
     if out.numel():
         block = min(power_of_two(size), MAX_BLOCK)
-        _gather_rows_kernel[(batch * width, -(-size // block))](
-            *(values, rows, out, width, size, *values.stride()[:2], *rows.stride()),
+        _gather_rows_kernel[(batch * width, -(-size // block), len(parts))](
+            *(parts, rows, out, width, size, *strides[:2], *rows.stride()),
+            PARTS=len(parts),
             BLOCK=block,
             num_warps=4,
             **early(chip(values)),
@@ -44,19 +50,22 @@ def gather_rows_triton(values: Tensor, rows: Tensor) -> Tensor:
     return out
 
 
-def gather_rows_reference(values: Tensor, rows: Tensor) -> Tensor:
-    return values.gather(1, rows[..., None].expand(-1, -1, values.shape[2]))
+def gather_rows_reference(rows: Tensor, *parts: Tensor) -> Tensor:
+    return torch.cat([part.gather(1, rows[..., None].expand(-1, -1, part.shape[2])) for part in parts], 2)
 
 
 @kernel
 def _gather_rows_kernel(
-    values_ptr, rows_ptr, out_ptr, width, size, values_b, values_r, rows_b, rows_w,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    parts, rows_ptr, out_ptr, width, size, values_b, values_r, rows_b, rows_w,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     pdl_wait_if(DEPENDENT)
     out_row = tl.program_id(0).to(tl.int64)
     b = out_row // width
     row = tl.load(rows_ptr + b * rows_b + out_row % width * rows_w)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(values_ptr + b * values_b + row * values_r + column, mask=column < size, other=0.0)
-    tl.store(out_ptr + out_row * size + column, value, mask=column < size)
+    at = b * values_b + row * values_r + column
+    for part in tl.static_range(PARTS):
+        if tl.program_id(2) == part:
+            value = tl.load(parts[part] + at, mask=column < size, other=0.0)
+            tl.store(out_ptr + (out_row * PARTS + part) * size + column, value, mask=column < size)

@@ -129,11 +129,11 @@ class Decoder:
             x, delta = block(x, normed, rope_and_norm, attend, layer, shape, live, of_layer)
         x, hidden = self.norm.after(delta, x)
         inputs[len(self.layers)] = x
-        captured = torch.cat([inputs[i] for i in self.capture], dim=-1).unflatten(0, shape) if self.capture else None
+        captured = tuple(inputs[i].unflatten(0, shape) for i in self.capture)
         if needed is not None:
             hidden = needed_rows(hidden, shape, needed) if of_last is None else hidden
             shape = (shape[0], 1)
-        return ModelOutput(hidden=hidden.unflatten(0, shape), captured=captured)
+        return ModelOutput(hidden=hidden.unflatten(0, shape), inputs=captured)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)

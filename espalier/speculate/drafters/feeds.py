@@ -101,7 +101,7 @@ class ChainFeeds(Feeds):
         first = carried(self.slots, feed_name(module))
         if self.is_split:
             last = (before.length(self.length) - 1).clamp(min=0)
-            first = _from_piece_before(self.slots, first, gather_rows(above, last[:, None]))
+            first = _from_piece_before(self.slots, first, gather_rows(last[:, None], above))
         assert own.late is not None
         late = own.late if before.late is None else own.late - before.late
         return torch.cat((first, above), 1), self.offsets + late[:, None]
