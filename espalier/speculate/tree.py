@@ -55,6 +55,4 @@ class Pool:
 
     def select(self, root: Tensor, nodes: int) -> Tree:
         """The tree of the root [B] and the best nodes - 1 candidates, sorted by (score, level, index in the level)."""
-        beams = torch.cat(self.beams, 1) if self.beams else root.new_empty(root.shape[0], 0)
-        tokens, scores = torch.cat(self.tokens, 1), torch.cat(self.scores, 1)
-        return select(root, tokens, scores, beams, self.topk, nodes)
+        return select(root, self.tokens, self.scores, self.beams, self.topk, nodes)

@@ -16,9 +16,8 @@ TOKENS = 3
 def random_inputs(batch, topk, steps, nodes, seed, limited=True):
     """accept's arguments.  Tokens are few, so that random picks often match; a quarter of the requests is padding."""
     generator = random(seed)
-    tree = select_tree_reference(
-        torch.zeros(batch).long(), *random_pool(batch, topk, steps, seed, vocab=topk), topk, nodes
-    )
+    pool = ([values] for values in random_pool(batch, topk, steps, seed, vocab=topk))
+    tree = select_tree_reference(torch.zeros(batch).long(), *pool, topk, nodes)
     picks = torch.randint(0, max(topk, 2), (batch, nodes), generator=generator)
     if seed % 2:
         # Each node's pick is the token of its first child, so that whole paths are accepted.

@@ -33,6 +33,17 @@ def random_inputs(batch, topk, steps, seed):
     return torch.arange(batch) + 70, *random_pool(batch, topk, steps, seed)
 
 
+def whole(inputs, device="cpu"):
+    root, *pool = (value.to(device) for value in inputs)
+    return root, *([values] for values in pool)
+
+
+def in_levels(inputs, topk, device="cpu"):
+    root, tokens, scores, beams = (value.to(device) for value in inputs)
+    sizes = [topk, *[topk**2] * (beams.shape[1] // topk)]
+    return root, tokens.split(sizes, 1), scores.split(sizes, 1), beams.split(topk, 1) if beams.shape[1] else ()
+
+
 def size_of(topk, steps):
     """The number of candidates in a pool."""
     return topk + (steps - 1) * topk**2
@@ -43,7 +54,7 @@ def test_reference_equals_sorting_and_walking(topk, steps):
     size = size_of(topk, steps)
     for seed, nodes in enumerate((1, 2, size // 2 + 1, size, size + 1)):
         inputs = random_inputs(2, topk, steps, seed)
-        tree = select_tree_reference(*inputs, topk, nodes)
+        tree = select_tree_reference(*whole(inputs), topk, nodes)
         masks = unpack(tree.ancestors, nodes)
         for b in range(2):
             expected = selected_by_lists(*(value[b].tolist() for value in inputs), topk, nodes)
@@ -52,7 +63,16 @@ def test_reference_equals_sorting_and_walking(topk, steps):
             assert list(zip(*fields, ancestors, strict=True)) == expected
 
 
-SMALL = [(0, 2, 2, 4), (1, 1, 1, 1), (2, 1, 4, 5), (2, 2, 3, 7), (2, 3, 3, 22), (1, 8, 2, 65), (1, 12, 2, 129)]
+SMALL = [
+    (0, 2, 2, 4),
+    (1, 1, 1, 1),
+    (2, 1, 4, 5),
+    (2, 2, 3, 7),
+    (2, 3, 3, 22),
+    (1, 8, 2, 65),
+    (1, 12, 2, 129),
+    (2, 2, 17, 5),
+]
 LARGE = [
     (64, 8, 5, 64),
     (64, 10, 8, 64),
@@ -70,8 +90,11 @@ def check(device, batch, topk, steps, nodes):
     for seed in range(3):
         inputs = random_inputs(batch, topk, steps, seed)
         with poisoned():
-            tree = select_tree_triton(*(value.to(device) for value in inputs), topk, nodes)
-        same(tree, select_tree_reference(*inputs, topk, nodes))
+            tree = select_tree_triton(*whole(inputs, device), topk, nodes)
+            of_levels = select_tree_triton(*in_levels(inputs, topk, device), topk, nodes)
+        same(tree, select_tree_reference(*whole(inputs), topk, nodes))
+        same(of_levels, select_tree_reference(*in_levels(inputs, topk), topk, nodes))
+        same(of_levels, tree._make(value.cpu() for value in tree))
 
 
 @pytest.mark.parametrize("batch,topk,steps,nodes", SMALL)
@@ -88,22 +111,24 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, topk, steps, node
 def test_without_candidates_only_the_root_is_left(kernel_device):
     inputs = random_inputs(2, 2, 2, 0)
     inputs[2].fill_(-torch.inf)
-    tree = select_tree_triton(*(value.to(kernel_device) for value in inputs), 2, 4)
+    tree = select_tree_triton(*whole(inputs, kernel_device), 2, 4)
     assert tree.tokens.tolist() == [[70, -1, -1, -1], [71, -1, -1, -1]]
     assert tree.ancestors.flatten(1).tolist() == [[1, 2, 4, 8]] * 2
-    same(tree, select_tree_reference(*inputs, 2, 4))
+    same(tree, select_tree_reference(*whole(inputs), 2, 4))
 
 
 def test_wrong_sizes_are_refused(kernel_device):
     root, tokens, scores, beams = (value.to(kernel_device) for value in random_inputs(2, 3, 2, 0))
     with pytest.raises(EspalierError, match="whole levels"):
-        select_tree_triton(root, tokens[:, :11], scores[:, :11], beams[:, :2], 3, 4)
+        select_tree_triton(root, [tokens[:, :11]], [scores[:, :11]], [beams[:, :2]], 3, 4)
     with pytest.raises(EspalierError, match="too few for 14 nodes"):
-        select_tree_triton(root, tokens, scores, beams, 3, 14)
+        select_tree_triton(root, [tokens], [scores], [beams], 3, 14)
     with pytest.raises(EspalierError, match="select_tree: beams"):
-        select_tree_triton(root, tokens, scores, beams[:, 1:], 3, 4)
+        select_tree_triton(root, [tokens], [scores], [beams[:, 1:]], 3, 4)
+    with pytest.raises(EspalierError, match="select_tree: tokens"):
+        select_tree_triton(root, tokens.split(6, 1), scores.split(6, 1), [beams], 3, 4)
 
 
 def test_cpu_tensors_use_the_reference():
-    inputs = random_inputs(2, 3, 2, 1)
+    inputs = whole(random_inputs(2, 3, 2, 1))
     same(select(*inputs, 3, 9), select_tree_reference(*inputs, 3, 9))

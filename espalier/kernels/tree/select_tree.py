@@ -9,6 +9,7 @@ Grid: one program per request, which holds all candidates in registers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 VOID = -1
+# The most parts of a pool that the kernel reads each from its own tensor.
+MOST_PARTS = 16
+# A pool's values [B, n], whole or as one tensor for each level.
+Parts = Sequence[Tensor]
 
 
 class Tree(NamedTuple):
@@ -65,32 +70,36 @@ class Tree(NamedTuple):
         return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
 
 
-def select(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Tree:
+def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int) -> Tree:
     """The root and the best nodes - 1 of n candidates, by descending score, then by index in the pool.
 
     root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool: topk candidates of
     level 1, then topk² candidates per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64:
-    for each beam, topk per level, its index among its level's candidates.
+    for each beam, topk per level, its index among its level's candidates.  All three are whole, or in levels.
 
     A child must not score above its parent, and it comes after its parent in the pool.  So the ancestors of a selected
     candidate are selected too.  A score of -inf or NaN is no candidate.  If there are too few candidates, the remaining
     nodes are void: token -1, parent 0, depth 1, no ancestor but themselves.  Raises EspalierError if sizes do not
     agree.  Exact.
     """
-    return (select_tree_triton if tokens.is_cuda else select_tree_reference)(root, tokens, scores, beams, topk, nodes)
+    return (select_tree_triton if root.is_cuda else select_tree_reference)(root, tokens, scores, beams, topk, nodes)
 
 
-def select_tree_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Tree:
-    batch, size = tokens.shape
-    steps = _require(root, tokens, scores, beams, topk, nodes)
+def select_tree_triton(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int) -> Tree:
+    if len(tokens) > MOST_PARTS:
+        tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
+    batch, size, steps = _require(root, tokens, scores, beams, topk, nodes)
     tree = Tree.empty(root, nodes)
     if batch:
         block, word_block = power_of_two(size), power_of_two(tree.num_words)
         _select_tree_kernel[(batch,)](
-            *(value.contiguous() for value in (root, tokens, scores, beams)),
+            root.contiguous(),
+            # Without beams, anything that is not read.
+            *(tuple(part.contiguous() for part in parts) for parts in (tokens, scores, beams or tokens)),
             *tree,
             topk,
             SIZE=size,
+            PARTS=len(tokens),
             TOPK=topk,
             STEPS=steps,
             NODES=nodes,
@@ -99,14 +108,17 @@ def select_tree_triton(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tens
             BLOCK_WORDS=word_block,
             # At most 32 int64 words of ancestor bits per thread.
             num_warps=min(max(block * word_block // 1024, 4), 16),
-            **early(chip(tokens)),
+            **early(chip(root)),
         )
     return tree
 
 
-def select_tree_reference(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> Tree:
-    steps = _require(root, tokens, scores, beams, topk, nodes)
-    scores = usable(scores)
+def select_tree_reference(
+    root: Tensor, of_tokens: Parts, of_scores: Parts, of_beams: Parts, topk: int, nodes: int
+) -> Tree:
+    _, _, steps = _require(root, of_tokens, of_scores, of_beams, topk, nodes)
+    tokens, scores = torch.cat(list(of_tokens), 1), usable(torch.cat(list(of_scores), 1))
+    beams = torch.cat([tokens[:, :0], *of_beams], 1)
     best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(1).values
     void = scores.gather(1, best) == -torch.inf
     node_of = torch.zeros_like(tokens).scatter_(1, best, torch.arange(1, nodes, device=best.device).expand_as(best))
@@ -131,29 +143,45 @@ def _level_starts(count: int, topk: int, like: Tensor) -> Tensor:
     return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
 
 
-def _require(root: Tensor, tokens: Tensor, scores: Tensor, beams: Tensor, topk: int, nodes: int) -> int:
-    """Check the arguments of select; returns the number of levels in the pool."""
-    batch, size = tokens.shape
-    require("select_tree: root", root, (batch,), torch.int64, tokens)
-    require("select_tree: tokens", tokens, (-1, -1), torch.int64, tokens)
-    require("select_tree: scores", scores, (batch, size), torch.float32, tokens)
-    require("select_tree: beams", beams, (batch, size // topk - 1), torch.int64, tokens)
+def _require(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int) -> tuple[int, int, int]:
+    """Check the arguments of select; returns the batch, the size of the pool and its number of levels."""
+    batch, size, in_levels = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
+    for level, (of_tokens, of_scores) in enumerate(zip(tokens, scores, strict=True)):
+        count = size if not in_levels else topk**2 if level else topk
+        require("select_tree: tokens", of_tokens, (batch, count), torch.int64, root)
+        require("select_tree: scores", of_scores, (batch, count), torch.float32, root)
+    num_beams = size // topk - 1
+    if sum(part.shape[1] for part in beams) != num_beams or (in_levels and len(beams) != len(tokens) - 1):
+        raise EspalierError(f"select_tree: beams of {size} candidates at topk={topk} must be {num_beams}, by level")
+    for part in beams:
+        require("select_tree: beams", part, (batch, topk if in_levels else num_beams), torch.int64, root)
     steps, excess = 1 + (size - topk) // topk**2, (size - topk) % topk**2
     if excess or not 1 <= nodes <= size + 1:
         raise EspalierError(
             f"select_tree: {size} candidates at topk={topk} are not whole levels, or too few for {nodes} nodes with "
             "the root: draft and select with the same layout"
         )
-    return steps
+    return batch, size, steps
+
+
+@kernel
+def _load_of_pool(parts, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, request, i, mask, other):
+    """Values i of a request's pool.  The first part has FIRST values of a request, the others REST."""
+    value = tl.load(parts[0] + request * FIRST + i, mask=mask & (i < FIRST), other=other)
+    for part in tl.static_range(1, PARTS):
+        at = i - (FIRST + (part - 1) * REST)
+        inside = mask & (at >= 0) & (at < REST)
+        value = tl.where(inside, tl.load(parts[part] + request * REST + at, mask=inside, other=other), value)
+    return value
 
 
 @kernel
 def _select_tree_kernel(
-    root_ptr, tokens_ptr, scores_ptr, beams_ptr,
+    root_ptr, tokens, scores, beams,
     out_tokens_ptr, out_parents_ptr, out_depths_ptr, out_scores_ptr, out_words_ptr,
     topk,
-    SIZE: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr, WORDS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    SIZE: tl.constexpr, PARTS: tl.constexpr, TOPK: tl.constexpr, STEPS: tl.constexpr, NODES: tl.constexpr,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Finds the lowest selected score by binary search over its bits: the work is linear in the pool size.
 
@@ -164,7 +192,9 @@ def _select_tree_kernel(
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < SIZE
-    score = usable_score(tl.load(scores_ptr + request * SIZE + i, mask=exists, other=float("-inf")))
+    FIRST: tl.constexpr = SIZE if PARTS == 1 else TOPK
+    REST: tl.constexpr = TOPK * TOPK
+    score = usable_score(_load_of_pool(scores, PARTS, FIRST, REST, request, i, exists, float("-inf")))
     # Keys are at least 0.  Padding gets 0, below the key of every score, -inf included.
     key = tl.where(exists, order_of(score).to(tl.int64) + 2147483648, 0)
     lowest = tl.zeros([], tl.int64)
@@ -181,11 +211,14 @@ def _select_tree_kernel(
     # The pool index of each candidate's parent beam; level 1 has none.
     has_beam = exists & (i >= TOPK)
     beam_index = (i - TOPK) // topk
-    beam = tl.load(beams_ptr + request * (SIZE // TOPK - 1) + beam_index, mask=has_beam, other=0).to(tl.int32)
+    # One level less than the candidates.
+    BEAM_PARTS: tl.constexpr = PARTS - 1 if PARTS > 1 else 1
+    BEAMS: tl.constexpr = SIZE // TOPK - 1 if PARTS == 1 else TOPK
+    beam = _load_of_pool(beams, BEAM_PARTS, BEAMS, TOPK, request, beam_index, has_beam, 0).to(tl.int32)
     beam += tl.where(has_beam & (beam_index >= TOPK), topk + (beam_index // topk - 1) * (topk * topk), 0)
     parent = tl.where(has_beam & (void == 0), tl.gather(node, beam, 0), 0)
     level = tl.where((i < TOPK) | void, 1, 2 + (i - TOPK) // (topk * topk))
-    token = tl.load(tokens_ptr + request * SIZE + i, mask=selected, other=0)
+    token = _load_of_pool(tokens, PARTS, FIRST, REST, request, i, selected, 0)
     out = request * NODES + node
     tl.store(out_tokens_ptr + out, tl.where(void, -1, token), mask=selected)
     tl.store(out_parents_ptr + out, parent.to(tl.int64), mask=selected)
