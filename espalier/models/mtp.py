@@ -61,7 +61,7 @@ class MTPModule:
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         rows = self.embed(tokens, positions, self.rope, DraftHidden(hidden, parents, *norms, normed_residual=False))
         x, normed = self.layer.attention_norm.after(None, self.project(rows.x))
-        live = (tokens >= 0).flatten() if self.has_experts else None
+        live = rows.live if self.has_experts else None
         x, delta = self.layer(x, normed, RopeAndNorm(rows.cos, rows.sin), attend, 0, shape, live, needed)
         x, normed = self.norm.after(delta, x)
         out_shape = shape if needed is None else (shape[0], 1)

@@ -67,6 +67,7 @@ def test_reference_equals_row_by_row(rows, normed_residual):
             embedded = rms_norm_reference(tables.embed[token], draft.embed_norm, draft.embed_eps)
             torch.testing.assert_close(out.x[n], torch.cat((embedded, normed)))
             torch.testing.assert_close(out.residual[n], normed if normed_residual else hidden)
+            assert out.live[n] == (tokens[b, q] >= 0)
             assert torch.equal(out.cos[n], tables.cos[positions[b, q]])
             assert torch.equal(out.sin[n], tables.sin[positions[b, q]])
             assert torch.equal(embed_rows_reference(*inputs[:3]).x[n], tables.embed[token])

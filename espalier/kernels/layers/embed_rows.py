@@ -50,12 +50,13 @@ class DraftHidden:
 
 class EmbeddedRows(NamedTuple):
     """N = B · Q rows.  x: [N, H], or [N, 2 · H] with hidden states; residual: [N, H], the start of the residual stream;
-    cos, sin: [N, rotary]."""
+    cos, sin: [N, rotary]; live: [N] bool, whether the token is at least 0."""
 
     x: Tensor
     residual: Tensor
     cos: Tensor
     sin: Tensor
+    live: Tensor
 
 
 def embed_rows(
@@ -80,7 +81,8 @@ def embed_rows_triton(
     _check(tokens, positions, tables, draft)
     x = embed.new_empty(count, size if draft is None else 2 * size)
     residual = x if draft is None else embed.new_empty(count, size)
-    out_rows = EmbeddedRows(x, residual, cos.new_empty(count, rotary), cos.new_empty(count, rotary))
+    live = torch.empty(count, dtype=torch.bool, device=x.device)
+    out_rows = EmbeddedRows(x, residual, cos.new_empty(count, rotary), cos.new_empty(count, rotary), live)
     if not count:
         return out_rows
     parents = None if draft is None else draft.parents
@@ -133,18 +135,19 @@ def _check(tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: Dr
 def embed_rows_reference(
     tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
 ) -> EmbeddedRows:
+    live = (tokens >= 0).flatten()
     tokens = torch.where(tokens < 0, tokens[:, :1], tokens).clamp_(min=0).flatten()
     cos, sin = (table.index_select(0, positions.flatten()) for table in (tables.cos, tables.sin))
     x = torch.nn.functional.embedding(tokens, tables.embed)
     if draft is None:
-        return EmbeddedRows(x, x, cos, sin)
+        return EmbeddedRows(x, x, cos, sin, live)
     hidden = draft.hidden
     if draft.parents is not None:
         hidden = hidden.gather(1, draft.parents[..., None].expand(-1, -1, hidden.shape[2]))
     hidden = hidden.flatten(0, 1)
     normed = rms_norm_reference(hidden, draft.hidden_norm, draft.hidden_eps)
     x = torch.cat((rms_norm_reference(x, draft.embed_norm, draft.embed_eps), normed), 1)
-    return EmbeddedRows(x, normed if draft.normed_residual else hidden, cos, sin)
+    return EmbeddedRows(x, normed if draft.normed_residual else hidden, cos, sin, live)
 
 
 @kernel
@@ -157,7 +160,7 @@ def _normed(x, weight_ptr, column, mask, EPS: tl.constexpr, SIZE: tl.constexpr, 
 @kernel
 def _embed_rows_kernel(
     tokens_ptr, positions_ptr, embed_ptr, cos_ptr, sin_ptr,
-    x_ptr, residual_ptr, out_cos_ptr, out_sin_ptr,
+    x_ptr, residual_ptr, out_cos_ptr, out_sin_ptr, live_ptr,
     hidden_ptr, parents_ptr, embed_norm_ptr, hidden_norm_ptr,
     queries, tokens_b, tokens_q, positions_b, positions_q, hidden_b, hidden_r, parents_b, parents_q,
     EMBED_EPS: tl.constexpr, HIDDEN_EPS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
@@ -173,6 +176,7 @@ def _embed_rows_kernel(
     if tl.program_id(1) == 0:
         position = tl.load(positions_ptr + b * positions_b + q * positions_q)
         token = tl.load(tokens_ptr + b * tokens_b + q * tokens_q)
+        tl.store(live_ptr + row, token >= 0)
         token = tl.where(token < 0, tl.maximum(tl.load(tokens_ptr + b * tokens_b), 0), token)
         x = tl.load(embed_ptr + token * SIZE + column, mask=mask, other=0.0)
         if HAS_DRAFT:

@@ -116,7 +116,7 @@ class Decoder:
         rows = self.embed(tokens, positions, self.rope)
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
         # Nothing reads the output of void nodes and of padding, so they go to no expert.
-        live = None if self.config.experts is None else (tokens >= 0).flatten()
+        live = None if self.config.experts is None else rows.live
         x, delta = rows.x, None
         inputs: dict[int, Tensor] = {}
         # What is captured is read at every row.
