@@ -167,11 +167,13 @@ def _require(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int
 @kernel
 def _load_of_pool(parts, PARTS: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, request, i, mask, other):
     """Values i of a request's pool.  The first part has FIRST values of a request, the others REST."""
-    value = tl.load(parts[0] + request * FIRST + i, mask=mask & (i < FIRST), other=other)
-    for part in tl.static_range(1, PARTS):
-        at = i - (FIRST + (part - 1) * REST)
-        inside = mask & (at >= 0) & (at < REST)
-        value = tl.where(inside, tl.load(parts[part] + request * REST + at, mask=inside, other=other), value)
+    for part in tl.static_range(PARTS):
+        if part == 0:
+            value = tl.load(parts[part] + request * FIRST + i, mask=mask & (i < FIRST), other=other)
+        else:
+            at = i - (FIRST + (part - 1) * REST)
+            inside = mask & (at >= 0) & (at < REST)
+            value = tl.where(inside, tl.load(parts[part] + request * REST + at, mask=inside, other=other), value)
     return value
 
 
