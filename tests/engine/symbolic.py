@@ -87,7 +87,7 @@ class SymbolicDevice:
 
     def __init__(self, layout: RoundLayout, num_pages: int, overlap: bool, random: Random, poison: int | None = None):
         self.layout = layout
-        self.captured_passes = layout.captured_passes
+        self.captured_passes = ()
         self.overlap = overlap
         self.random = random
         self.poison = poison
