@@ -126,7 +126,8 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         tokens = rows.tokens[:, first:end]
         if self.draft.has_experts:
             tokens = tokens.masked_fill(~rows.slots.real[:, None], VOID)
-        rope = rope_positions(rows.above[:, first:end], module - 1)
+        # Module 1's positions are there already: no launch a level.
+        rope = rows.above[:, first:end] if module == 1 else rope_positions(nodes.positions, module)
         return self._module(level)(tokens, feed[0], rope, attend, feed[1])
 
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
@@ -200,11 +201,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         return self.first_layer + (module - 1) * self.spec.layers_per_module
 
 
-def rope_positions(positions: Tensor, behind: int) -> Tensor:
-    """RoPE positions of rows, `behind` their page positions: k for those of module k.  Rows that do not exist get 0."""
-    if behind <= 1:
-        return positions - behind if behind else positions
-    return (positions - behind).clamp(min=0)
+def rope_positions(positions: Tensor, module: int) -> Tensor:
+    """RoPE positions of rows of a module.  Rows that do not exist get 0."""
+    return positions - 1 if module == 1 else (positions - module).clamp(min=0)
 
 
 def extend_rows(slots: BatchState, length: Tensor, width: int) -> Chain:
