@@ -192,7 +192,7 @@ class CudaExecutor:
     @torch.inference_mode()
     def launch(self, launch_input: LaunchInput) -> Handle:
         host, form, packed = self._packed(launch_input)
-        graph = self.graphs.get(form)
+        graph = self.graph_of(launch_input)
         self._prepare(launch_input, form, graph is not None)
         output = None
         with torch.cuda.stream(self.stream):
@@ -318,6 +318,10 @@ class CudaExecutor:
         if launch_input.is_prefill:
             return launch_input.form(self.captured_passes)
         return LaunchForm(self.bucket(len(launch_input.slots)))
+
+    def graph_of(self, launch_input: LaunchInput) -> Graph | None:
+        """The graph that a launch replays; None for an eager launch, which may have the form of a graph."""
+        return None if launch_input.is_eager_only else self.graphs.get(self.form(launch_input))
 
     def _eager(self, launch_input: LaunchInput, packed: LaunchBuffer) -> RoundOutput:
         masks = None

@@ -59,12 +59,14 @@ class LaunchInput:
     def is_prefill(self) -> bool:
         return self.width > 0
 
-    def form(self, captured: Sequence[LaunchForm] = ()) -> LaunchForm:
-        """Its form: for a prefill pass the first of the `captured` ones that holds it, if there is one.
+    @property
+    def is_eager_only(self) -> bool:
+        """Whether no graph can run it: a prefill pass with masks or prompt rows."""
+        return self.masks is not None or self.prompt_rows is not None
 
-        No captured pass has masks or prompt rows.
-        """
-        if self.prompt_rows is None and self.masks is None:
+    def form(self, captured: Sequence[LaunchForm] = ()) -> LaunchForm:
+        """Its form: for a prefill pass the first of the `captured` ones that holds it, if there is one."""
+        if not self.is_eager_only:
             num_pieces = len(self.pieces) or len(self.slots)
             for form in captured:
                 if form.width == self.width and form.pieces >= num_pieces:

@@ -49,7 +49,7 @@ def forbid_syncs(engine: Engine) -> Counter[str]:
     def launching(launch_input: LaunchInput) -> Handle:
         reports = launch_input.num_logprobs is not None or launch_input.prompt_rows is not None
         asked = "with logprobs" if reports else ""
-        how = "graph" if executor.form(launch_input) in executor.graphs else "eager"
+        how = "eager" if executor.graph_of(launch_input) is None else "graph"
         kind = f"{how} prefill" if launch_input.is_prefill else how
         seen[f"{kind} {asked}".strip()] += 1
         seen["admissions"] += len(launch_input.slot_inits)

@@ -37,7 +37,7 @@ class Twin:
 
     def launch(self, launch_input: LaunchInput) -> Handle:
         launch_input = replace(launch_input, traced=True)
-        if self.graphs.form(launch_input) not in self.graphs.graphs:
+        if self.graphs.graph_of(launch_input) is None:
             self.num_eager += 1
         elif launch_input.is_prefill:
             self.num_passes += 1
