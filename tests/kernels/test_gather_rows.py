@@ -52,8 +52,9 @@ def test_wrong_shapes_dtypes_and_strides_are_refused(kernel_device):
         gather_rows_triton(rows.int(), values)
     with pytest.raises(EspalierError, match="contiguous"):
         gather_rows_triton(rows, values.transpose(1, 2))
+    wider = torch.cat((values, values), 2)[..., : values.shape[2]]
     with pytest.raises(EspalierError, match="the same strides"):
-        gather_rows_triton(rows, values, values.contiguous())
+        gather_rows_triton(rows, wider.contiguous(), wider)
 
 
 def test_cpu_tensors_use_the_reference():
