@@ -1,0 +1,48 @@
+"""The GPU executor's prefill passes, on a CUDA of the CPU: what is captured and repeated is what the CPU executor
+computes."""
+
+import pytest
+
+from espalier.attention import GroupedBackend
+from espalier.engine.launch_input import LaunchInput
+from espalier.kernels.tree import ngram
+from espalier.request import Request
+from tests.engine.fake_cuda import engine_on_fake_cuda, fake_cuda
+from tests.grammar.test_lossless import asked, setup_of
+from tests.harness import run
+
+
+@pytest.mark.parametrize(
+    ("asks", "algorithm"), [("nothing", "eagle3"), ("grammars", "eagle3"), ("prompt_logprobs", "ngram")]
+)
+def test_the_gpu_executor_says_what_the_cpu_executor_says(asks, algorithm, monkeypatch):
+    """Passes with grammars or prompt log-probabilities run eagerly, also those of as many requests and pieces as a
+    captured form has: with two slots, a form of three pieces has two requests."""
+    setup = setup_of(algorithm, 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
+    # What only a CPU's path reads: a GPU's kernels end where the text does.
+    monkeypatch.setattr(ngram, "longest_known", lambda root: setup.layout.history_width)
+
+    def requests() -> list[Request]:
+        reported = {"prompt_logprobs": 1} if asks == "prompt_logprobs" else {}
+        made = asked(2, 1.2, count=6, max_tokens=5, **reported)
+        for each in made:
+            each.masker = each.masker if asks == "grammars" else None
+        return made
+
+    expected = run(setup.engine(), requests())
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(GroupedBackend, "captures_prefill", True)
+    engine = engine_on_fake_cuda(setup, graph_batch=2)
+    executor, passes = engine.executor, set()
+    launch = executor.launch
+
+    def launching(launch_input: LaunchInput):
+        if launch_input.is_prefill:
+            passes.add((launch_input.is_eager_only, executor.form(launch_input) in executor.graphs))
+        return launch(launch_input)
+
+    monkeypatch.setattr(executor, "launch", launching)
+    ran = run(engine, requests())
+    assert ran.tokens == expected.tokens
+    assert [len(r.prompt_logprobs) for r in ran.requests] == [len(r.prompt_logprobs) for r in expected.requests]
+    assert (asks != "nothing", True) in passes, "a pass has the form of a graph"
