@@ -4,6 +4,7 @@ It uses the engine's own hooks: Engine.observer, CudaExecutor.replay_events and 
 """
 
 import ctypes
+from collections.abc import Sequence
 from itertools import pairwise
 from time import perf_counter
 
@@ -13,6 +14,7 @@ from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
+from espalier.layout import LaunchForm
 
 # CU_GRAPH_NODE_TYPE_KERNEL of CUDA's driver API.
 KERNEL_NODE = 0
@@ -21,11 +23,13 @@ KERNEL_NODE = 0
 class LaunchRecord:
     """What was recorded since the last reset; a LaunchObserver.
 
-    waited_seconds: in which the host waited for results; prefills: (pieces, width) of each prefill pass; rounds: the
-    batch of each round; replays: the events before and after each CUDA graph that was replayed.
+    captured_passes: as Executor has them.
+    waited_seconds: in which the host waited for results; prefills: (pieces, width) of each prefill pass, padding
+    included; rounds: the batch of each round; replays: the events before and after each CUDA graph that was replayed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, captured_passes: Sequence[LaunchForm]) -> None:
+        self.captured_passes = captured_passes
         self.waited_seconds = 0.0
         self.prefills: list[tuple[int, int]] = []
         self.rounds: list[int] = []
@@ -33,7 +37,8 @@ class LaunchRecord:
 
     def on_launch(self, launch_input: LaunchInput) -> None:
         if launch_input.is_prefill:
-            self.prefills.append((len(launch_input.pieces or launch_input.slots), launch_input.width))
+            form = launch_input.form(self.captured_passes)
+            self.prefills.append((form.pieces or form.batch, form.width))
         else:
             self.rounds.append(len(launch_input.slots))
 
@@ -59,7 +64,7 @@ class LaunchRecord:
 
 def record_launches(engine: Engine) -> LaunchRecord:
     """From now on every launch of this engine is recorded."""
-    record = LaunchRecord()
+    record = LaunchRecord(engine.executor.captured_passes)
     engine.observer = record
     if isinstance(engine.executor, CudaExecutor):
         engine.executor.replay_events = record.replays

@@ -1,4 +1,4 @@
-"""The GPU executor: one compute stream writes all device state, and rounds run as CUDA graphs.
+"""The GPU executor: one compute stream writes all device state, and rounds and small passes run as CUDA graphs.
 
 A launch copies its launch input from a pinned buffer and replays the CUDA graph of its form (LaunchForm): rounds are
 padded to batch buckets, small prefill passes to the forms of RoundLayout.captured_passes.  Larger passes, those that a
@@ -139,14 +139,13 @@ class CudaExecutor:
 
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger rounds are padded to
     batch buckets too, so that they have few forms.
-    captured_passes: forms of the prefill passes that are captured; none without captured rounds, or where a backend
-    plans passes on the host.
-    keep_graphs: PyTorch keeps what the rounds' graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can
-    be counted.
+    captured_passes: forms of the prefill passes that are captured; none without captured rounds, or where not
+    every backend captures them (Support.prefill_graph).
+    keep_graphs: PyTorch keeps what graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can be counted.
     overlap: whether rounds may be launched before the one before is read: then attention is captured for lengths that
     the host does not know exactly.
     capture_stages: whether staged rounds, those with grammars, are captured too.  They run eagerly otherwise.
-    replay_events: if it is a list, each replay of a round appends its (start, end) events, for measurements.
+    replay_events: if it is a list, each replay appends its (start, end) events, for measurements.
     """
 
     def __init__(

@@ -99,7 +99,7 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, g
     rounds = [*largest.values(), *(replace(each, is_staged=True) for each in largest.values())]
     compiled = executor.dummy_rounds if graph_batch < layout.max_batch else rounds
     executor.compile([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
-    captured = [*rounds, of_dummies(*layout.captured_passes[-1])]
+    captured = [*rounds, *(of_dummies(*layout.captured_passes[-1]),) * executor.runner.captures_prefill]
     graph_bytes = max(_peak_bytes(executor, launch_input, device) for launch_input in captured)
     pass_bytes = [_peak_bytes(executor, launch_input, device) for launch_input in passes]
     return Needs(max(graph_bytes, *pass_bytes), graph_bytes, *torch.cuda.mem_get_info(device))

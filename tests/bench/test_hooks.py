@@ -8,6 +8,7 @@ import pytest
 
 from espalier.bench.drive import drive, rebuilt, timed_engine
 from espalier.bench.instrument import record_launches
+from espalier.engine.launch_input import of_dummies
 from espalier.request import SamplingParams
 from tests.harness import Setup, prompts
 
@@ -31,6 +32,20 @@ def test_every_launch_is_recorded_and_waited_for(overlap):
     assert (record.waited_seconds > 0) is True
     record.reset()
     assert (record.waited_seconds, record.prefills, record.rounds) == (0.0, [], [])
+
+
+def test_a_pass_is_recorded_with_its_padding():
+    engine = replace(SETUP, chunk_size=96).engine()
+    engine.executor.captured_passes = engine.layout.captured_passes
+    record = record_launches(engine)
+    pieces = tuple((0, at) for at in range(0, 70, 16))
+    for launch_input in (
+        of_dummies(1, 16),
+        replace(of_dummies(1, 16), lengths=(70,), pieces=pieces),
+        of_dummies(2, 17),
+    ):
+        record.on_launch(launch_input)
+    assert record.prefills == [(1, 16), (6, 16), (2, 17)]
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])

@@ -333,7 +333,7 @@ class Event:
 
 def test_a_gpu_is_idle_from_the_end_of_a_round_to_the_next_ones_start(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    record = LaunchRecord()
+    record = LaunchRecord(())
     record.replays += [(Event(a), Event(b)) for a, b in [(0, 6), (7, 13), (13, 20)]]
     assert record.gpu_times() == (pytest.approx(19 / 3), pytest.approx(1 / 20))
 

@@ -1,68 +1,48 @@
-"""Prefill passes as CUDA graphs: the GPU executor, on a fake of CUDA, says what the CPU executor says."""
-
-from collections.abc import Callable
+"""The GPU executor's prefill passes, on a CUDA of the CPU: what is captured and repeated is what the CPU executor
+computes."""
 
 import pytest
 
 from espalier.attention import GroupedBackend
-from espalier.engine.cuda import CudaExecutor
 from espalier.engine.launch_input import LaunchInput
-from espalier.request import Request, SamplingParams
-from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
+from espalier.kernels.tree import ngram
+from espalier.request import Request
+from tests.engine.fake_cuda import engine_on_fake_cuda, fake_cuda
 from tests.grammar.test_lossless import asked, setup_of
-from tests.harness import Ran, Setup, prompts, request, run
-
-LENGTHS = (20, 30, 3, 40)
+from tests.harness import run
 
 
-def in_graphs(
-    setup: Setup, requests: Callable[[], list[Request]], patch: pytest.MonkeyPatch
-) -> tuple[Ran, Ran, list[bool]]:
-    """(by the CPU executor, by the GPU executor with captured passes, whether each pass was a graph)."""
+@pytest.mark.parametrize(
+    ("asks", "algorithm"), [("nothing", "eagle3"), ("grammars", "eagle3"), ("prompt_logprobs", "ngram")]
+)
+def test_the_gpu_executor_says_what_the_cpu_executor_says(asks, algorithm, monkeypatch):
+    """Passes with grammars or prompt log-probabilities run eagerly, also those of as many requests and pieces as a
+    captured form has: with two slots, a form of three pieces has two requests."""
+    setup = setup_of(algorithm, 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
+    # What only a CPU's path reads: a GPU's kernels end where the text does.
+    monkeypatch.setattr(ngram, "longest_known", lambda root: setup.layout.history_width)
+
+    def requests() -> list[Request]:
+        reported = {"prompt_logprobs": 1} if asks == "prompt_logprobs" else {}
+        made = asked(2, 1.2, count=6, max_tokens=5, **reported)
+        for each in made:
+            each.masker = each.masker if asks == "grammars" else None
+        return made
+
     expected = run(setup.engine(), requests())
-    patch.setattr(GroupedBackend, "captures_prefill", True)
-    fake_cuda(patch)
-    engine = engine_on_fake_cuda(setup, setup.max_batch)
-    executor = engine.executor
-    assert isinstance(executor, CudaExecutor) and executor.captured_passes
-    launch, replayed = executor.launch, []
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(GroupedBackend, "captures_prefill", True)
+    engine = engine_on_fake_cuda(setup, graph_batch=2)
+    executor, passes = engine.executor, set()
+    launch = executor.launch
 
     def launching(launch_input: LaunchInput):
-        before = FakeGraph.replayed
-        handle = launch(launch_input)
         if launch_input.is_prefill:
-            replayed.append(FakeGraph.replayed > before)
-        return handle
+            passes.add((launch_input.is_eager_only, executor.form(launch_input) in executor.graphs))
+        return launch(launch_input)
 
-    executor.launch = launching  # type: ignore[method-assign]
-    return expected, run(engine, requests()), replayed
-
-
-@pytest.mark.parametrize(("algorithm", "max_batch"), [("eagle3", 2), ("none", 4)])
-def test_every_pass_that_fits_is_a_graph(algorithm, max_batch, monkeypatch):
-    setup = Setup(algorithm=algorithm, attention="reference", max_batch=max_batch, chunk_size=64, overlap=True)
-    setup = setup.plain() if algorithm == "none" else setup
-    params = SamplingParams(temperature=1.3, max_tokens=5, repetition_penalty=1.2)
-
-    def requests() -> list[Request]:
-        return [request(i, prompt, params) for i, prompt in enumerate(prompts(3, LENGTHS))]
-
-    expected, ran, replayed = in_graphs(setup, requests, monkeypatch)
-    assert ran.tokens == expected.tokens and all(replayed)
-
-
-def test_what_only_eager_passes_can_do(monkeypatch):
-    """With fewer slots than a pass has pieces, the form of an eager pass may be that of a graph."""
-    setup = setup_of("eagle3", 4, 16, overlap=True, attention="reference", max_batch=1, chunk_size=64)
-    params = SamplingParams(max_tokens=3, prompt_logprobs=1)
-
-    def requests() -> list[Request]:
-        masked = asked(2, 1.2, count=3, max_tokens=5)
-        reporting = [request(10 + i, prompt, params) for i, prompt in enumerate(prompts(3, LENGTHS))]
-        return [*masked, *reporting]
-
-    expected, ran, _ = in_graphs(setup, requests, monkeypatch)
+    monkeypatch.setattr(executor, "launch", launching)
+    ran = run(engine, requests())
     assert ran.tokens == expected.tokens
-    assert [r.error for r in ran.requests] == [r.error for r in expected.requests]
-    lengths = [[len(r.prompt_logprobs) for r in x.requests] for x in (ran, expected)]
-    assert lengths[0] == lengths[1] and max(lengths[0]) == max(LENGTHS) - 1
+    assert [len(r.prompt_logprobs) for r in ran.requests] == [len(r.prompt_logprobs) for r in expected.requests]
+    assert (asks != "nothing", True) in passes, "a pass has the form of a graph"

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from espalier.attention import GroupedBackend
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.launch_input import LaunchInput
 from espalier.layout import TreeShape
@@ -18,7 +19,8 @@ FREE, TOTAL = 3_000, 10_000
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, graph_batch: int) -> dict[str, set[Any]]:
-    """(batch, whether it is staged) of the rounds that are compiled and that are run, and the widths of both."""
+    """(batch, whether it is staged) of the rounds that are compiled and that are run, and the widths of both; "ran
+    forms": of passes that report nothing."""
     fake_cuda(monkeypatch)
     for name, value in {"memory_reserved": 100, "max_memory_reserved": 400}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
@@ -42,6 +44,7 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, graph_batch: int) -> dict[str, se
     for name, launches in (("compiled", compiled), ("ran", ran)):
         found[name] = {(len(each.slots), each.is_staged) for each in launches if not each.is_prefill}
         found[f"{name} widths"] = {each.width for each in launches if each.is_prefill}
+    found["ran forms"] = {each.form() for each in ran if each.is_prefill and each.prompt_rows is None}
     return found
 
 
@@ -55,3 +58,10 @@ def test_rounds_that_will_run_eagerly_are_compiled_in_every_bucket(monkeypatch):
     found = asked_for(monkeypatch, graph_batch=2)
     assert found["compiled"] == {(batch, is_staged) for batch in (1, 2, 3, 4, 6) for is_staged in (False, True)}
     assert found["ran"] == {(3, False), (3, True), (6, False), (6, True)}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_largest_pass_that_is_captured_is_measured(captured, monkeypatch):
+    monkeypatch.setattr(GroupedBackend, "captures_prefill", captured)
+    found = asked_for(monkeypatch, graph_batch=6)
+    assert found["ran forms"] == ({SETUP.layout.captured_passes[-1]} if captured else set())
