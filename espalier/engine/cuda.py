@@ -361,7 +361,7 @@ class CudaExecutor:
         return on_host.copy_(value, non_blocking=True)
 
     def _capture(self) -> None:
-        """Capture each form of rounds and passes.  The largest come first: the others then reuse their memory pool."""
+        """Capture rounds, then passes.  Of each, the largest form comes first: the others then reuse its memory."""
         if not self.captured_buckets:
             return
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
