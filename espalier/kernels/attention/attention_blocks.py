@@ -284,7 +284,8 @@ def _write_work_item(
     """Write the result of a request's only split, or the partial result of one of several.  scale: of the scores."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
-    out = _times_scale(acc / divisor[:, None], v_scale_ptr, kv_head)
+    # One division a query, not one a value.
+    out = _times_scale(acc * (1.0 / divisor)[:, None], v_scale_ptr, kv_head)
     lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, scale, tl.log2(divisor)))
     if request_splits == 1:
         out = _with_sink(out, lse, sink_ptr, head, SINK)

@@ -123,26 +123,48 @@ def _mask(scores, t, queries, extent, CONSTANTS: gl.constexpr, SCORES: gl.conste
 
 
 @gluon_kernel
-def _weigh(scores, scale, max_score, sum_weights):
+def _row_max(scores, SCORES: gl.constexpr):
+    """The best score of each row [64].
+
+    A thread's maxima over a whole row would wait for one another.  So the row is halved twice first.
+    """
+    best = scores
+    for _ in gl.static_range(2):
+        left, right = best.reshape([64, 2, best.shape[1] // 2]).permute((0, 2, 1)).split()
+        best = gl.maximum(left, right)
+    return gl.convert_layout(gl.max(best, 1), gl.SliceLayout(1, SCORES))
+
+
+@gluon_kernel
+def _weigh(scores, scale, max_score, SCORES: gl.constexpr):
     """One step of an online softmax in base 2 (Milakov and Gimelshein 2018).
 
-    Returns (weights, max_score, sum_weights, decay); decay is the factor for the results so far.
+    Returns (weights, their sums of each thread, max_score, decay); decay is the factor for the results so far.
     """
-    new_max = gl.maximum(max_score, gl.max(scores, 1))
+    new_max = gl.maximum(max_score, _row_max(scores, SCORES))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
     scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
     weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-scaled_max, 1)))
     decay = gl.exp2(gl.fma(max_score, scale, -scaled_max))
-    return weights, new_max, gl.fma(sum_weights, decay, gl.sum(weights, 1)), decay
+    BLOCK_N: gl.constexpr = weights.shape[1]
+    by_thread = weights.reshape([64, BLOCK_N // 8, 4, 2]).permute((0, 2, 1, 3)).reshape([64, 4, BLOCK_N // 4])
+    return weights, gl.sum(by_thread, 2), new_max, decay
 
 
 @gluon_kernel
-def _score(q, stages, stage, zeros):
+def _add(sums, sum_weights, decay, SCORES: gl.constexpr):
+    return gl.fma(sum_weights, decay, gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES)))
+
+
+@gluon_kernel
+def _score(q, stages, stage, zeros, FENCED: gl.constexpr):
     """Start the product of the queries and the keys of a stage, tile by tile.
 
-    The fence makes rows and queries visible to the tensor cores that other threads wrote.
+    FENCED: threads may have written rows or queries; the fence makes them visible to the tensor cores.  What TMA has
+    copied is visible.
     """
-    hopper.fence_async_shared()
+    if FENCED:
+        hopper.fence_async_shared()
     keys = stages.tiles[0].index(stage)
     scores = hopper.warpgroup_mma(q[0], keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(q)):
@@ -166,21 +188,22 @@ def _send(exchange, num_sent, weights, decay):
 def _attend_blocks(
     first_block, end_block, num_blocks, num_done, num_sent, weights, out, max_score, sum_weights,
     q, stages, values, exchange, scale, queries, extent,
-    MASKED: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    MASKED: gl.constexpr, FENCED: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
     """Compute the weights of blocks first_block .. end_block; add each previous block's weights times values to `out`.
 
-    num_done: blocks that the program has finished, of all its work items; num_blocks: of this work item.
+    num_done: blocks that the program has finished, of all its work items; num_blocks: of this work item; FENCED: as in
+    `_score`.
     """
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORES)
     for t in range(first_block, end_block):
-        next_scores = _score(q, stages, stage_of(stages, num_done + 1), zeros)
+        next_scores = _score(q, stages, stage_of(stages, num_done + 1), zeros, FENCED)
         pending_out = hopper.warpgroup_mma(weights, values.index(stage_of(stages, num_done)), out, is_async=True)
         scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[next_scores])
         if MASKED:
             scores = _mask(scores, t, queries, extent, CONSTANTS, SCORES)
-        weights_float32, max_score, sum_weights, decay = _weigh(scores, scale, max_score, sum_weights)
+        weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score, SCORES)
         rounded = weights_float32.to(values.dtype)
         if exchange is not None:
             _send(exchange, num_sent, rounded, decay)
@@ -191,6 +214,7 @@ def _attend_blocks(
             # up before the weights, and nothing overlaps.
             wait_until_full(stages, num_done + 2, t + 1 < num_blocks)
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
+        sum_weights = _add(sums, sum_weights, decay, SCORES)
         hopper.mbarrier.arrive(stages.empty.index(stage_of(stages, num_done)), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
         if exchange is not None:
@@ -216,26 +240,29 @@ def attend_work_item(
     out = gl.full([64, CONSTANTS.OUT_SIZE], 0.0, gl.float32, layout=OUT)
     zeros = gl.full([64, CONSTANTS.BLOCK_N], 0.0, gl.float32, layout=SCORES)
     wait_until_full(stages, num_done, True)
-    scores = _score(q, stages, stage_of(stages, num_done), zeros)
+    scores = _score(q, stages, stage_of(stages, num_done), zeros, True)
     scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
     scores = _mask(scores, 0, queries, extent, CONSTANTS, SCORES)
-    weights_float32, max_score, sum_weights, decay = _weigh(scores, scale, max_score, sum_weights)
+    weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score, SCORES)
     rounded = weights_float32.to(values.dtype)
     if exchange is not None:
         _send(exchange, num_sent, rounded, decay)
         num_sent += 1
     weights = gl.convert_layout(rounded, WEIGHTS)
+    sum_weights = _add(sums, sum_weights, decay, SCORES)
     wait_until_full(stages, num_done + 1, extent.num_blocks > 1)
     masked = gl.maximum(extent.num_unmasked, 1)
+    # TMA copies all unmasked blocks of two-byte rows, if it copies any without counting.
+    BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUOUS != 1 or CONSTANTS.RAW_STAGES > 0
     if CONSTANTS.WINDOW == 0:
         # Most blocks need no mask: a loop that never tests for one is 2 % faster.
         num_done, num_sent, weights, out, max_score, sum_weights = _attend_blocks(
             1, masked, extent.num_blocks, num_done, num_sent, weights, out, max_score, sum_weights,
-            q, stages, values, exchange, scale, queries, extent, False, CONSTANTS, SCORES, OUT,
+            q, stages, values, exchange, scale, queries, extent, False, BY_THREADS, CONSTANTS, SCORES, OUT,
         )
     num_done, num_sent, weights, out, max_score, sum_weights = _attend_blocks(
         masked, extent.num_blocks, extent.num_blocks, num_done, num_sent, weights, out, max_score, sum_weights,
-        q, stages, values, exchange, scale, queries, extent, True, CONSTANTS, SCORES, OUT,
+        q, stages, values, exchange, scale, queries, extent, True, True, CONSTANTS, SCORES, OUT,
     )
     pending_out = hopper.warpgroup_mma(weights, values.index(stage_of(stages, num_done)), out, is_async=True)
     out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
@@ -288,7 +315,8 @@ def _write_work_item(
     SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
     queries, head = plan.queries, item.head
     divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
-    out = out / gl.expand_dims(gl.convert_layout(divisor, gl.SliceLayout(1, OUT)), 1)
+    # One division a query, not one a value.
+    out = out * gl.expand_dims(gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT)), 1)
     if CONSTANTS.RAW_STAGES > 0:
         out = out * gl.load(v_scale_ptr + head)
     lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
@@ -303,19 +331,23 @@ def _write_work_item(
 
 
 @gluon_kernel
-def _read_queries(
-    q_shared, q_rows, item, first_packed, num_queries,
-    GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr, SCORES: gl.constexpr,
+def _copy_queries(
+    q_shared, q_rows, plan, work_item, WARPGROUP: gl.constexpr, SIZE: gl.constexpr, CONSTANTS: gl.constexpr,
 ):
-    """Load a tile's queries into registers: shared memory bandwidth is needed for K and V."""
+    """Start the copy of the queries of a work item, if it exists."""
+    GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // SIZE, SIZE // 8], [4, 1], [1, 0])
-    at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
-    query = at // GROUP_SIZE
-    row = item.request * q_rows.request_stride + query.to(gl.int64) * q_rows.row_stride
-    row += (item.head * GROUP_SIZE + at % GROUP_SIZE) * q_rows.head_stride
-    offsets = gl.expand_dims(row, 1) + gl.expand_dims(gl.arange(0, SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
-    q_shared.store(gl.load(q_rows.pointer + offsets, mask=gl.expand_dims(query < num_queries, 1), other=0.0))
-    return q_shared.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
+    if work_item < plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS:
+        item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
+        first_packed = item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
+        at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
+        query = at // GROUP_SIZE
+        row = item.request * q_rows.request_stride + query.to(gl.int64) * q_rows.row_stride
+        row += (item.head * GROUP_SIZE + at % GROUP_SIZE) * q_rows.head_stride
+        offsets = gl.expand_dims(row, 1) + gl.expand_dims(gl.arange(0, SIZE, layout=gl.SliceLayout(0, LOAD)), 0)
+        exists = gl.expand_dims(query < plan.queries, 1)
+        hopper.async_copy.async_copy_global_to_shared(q_shared, q_rows.pointer + offsets, mask=exists)
+    hopper.async_copy.commit_group()
 
 
 @gluon_kernel
@@ -336,13 +368,19 @@ def attend_work_items(
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0
     num_done = 0
+    _copy_queries(q_tile, q_rows, plan, work_item_of(0, backwards), WARPGROUP, SIZE, CONSTANTS)
     for base in range(0, num_work_items, gl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
             first_packed = item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
-            q = _read_queries(q_tile, q_rows, item, first_packed, plan.queries, GROUP_SIZE, SIZE, SCORES)
+            hopper.async_copy.wait_group(0)
+            # Into registers: K and V need the bandwidth of shared memory.
+            q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
+            # The next work item's are copied while this one is attended.
+            next_item = work_item_of(base + gl.num_programs(0), backwards)
+            _copy_queries(q_tile, q_rows, plan, next_item, WARPGROUP, SIZE, CONSTANTS)
             packed = packed_queries(plan, item, first_packed, positions, CONSTANTS, SCORES)
             extent = extent_of(plan, item, positions, gl.SliceLayout(1, SCORES), CONSTANTS)
             queries = queries_of(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS)

@@ -127,13 +127,15 @@ def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.cons
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
             extent = extent_of(plan, item, unused, gl.SliceLayout(1, OUT), CONSTANTS)
             out = gl.full([64, HALF], 0.0, gl.float32, layout=OUT)
-            for _ in range(extent.num_blocks):
+            for t in range(extent.num_blocks):
                 slot, stage = stage_of(exchange, num_sent), stage_of(stages, num_done)
                 wait_until_full(stages, num_done, True)
                 wait_until_full(exchange, num_sent, True)
                 decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
                 out = out * gl.expand_dims(decay, 1)
-                hopper.fence_async_shared()
+                # As in attend_work_item; the weights were fenced when they were sent.
+                if CONSTANTS.CONTIGUOUS != 1 or CONSTANTS.RAW_STAGES > 0 or t >= extent.num_unmasked:
+                    hopper.fence_async_shared()
                 values = stages.tiles[1].index(stage)
                 pending = hopper.warpgroup_mma(weight_slots.index(slot), values, out, is_async=True)
                 out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending])
