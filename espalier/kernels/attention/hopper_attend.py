@@ -123,36 +123,26 @@ def _mask(scores, t, queries, extent, CONSTANTS: gl.constexpr, SCORES: gl.conste
 
 
 @gluon_kernel
-def _row_max(scores, SCORES: gl.constexpr):
-    """The best score of each row [64].
-
-    A thread's maxima over a whole row would wait for one another.  So the row is halved twice first.
-    """
-    best = scores
-    for _ in gl.static_range(2):
-        left, right = best.reshape([64, 2, best.shape[1] // 2]).permute((0, 2, 1)).split()
-        best = gl.maximum(left, right)
-    return gl.convert_layout(gl.max(best, 1), gl.SliceLayout(1, SCORES))
-
-
-@gluon_kernel
-def _weigh(scores, scale, max_score, SCORES: gl.constexpr):
+def _weigh(scores, scale, max_score):
     """One step of an online softmax in base 2 (Milakov and Gimelshein 2018).
 
-    Returns (weights, their sums of each thread, max_score, decay); decay is the factor for the results so far.
+    Returns (weights, sums, max_score, decay).  sums: of the weights, [64, 4] by thread; decay: the factor for the
+    results so far.
     """
-    new_max = gl.maximum(max_score, _row_max(scores, SCORES))
+    new_max = gl.maximum(max_score, gl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
     scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
     weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-scaled_max, 1)))
     decay = gl.exp2(gl.fma(max_score, scale, -scaled_max))
-    BLOCK_N: gl.constexpr = weights.shape[1]
-    by_thread = weights.reshape([64, BLOCK_N // 8, 4, 2]).permute((0, 2, 1, 3)).reshape([64, 4, BLOCK_N // 4])
-    return weights, gl.sum(by_thread, 2), new_max, decay
+    # Column 8 i + 2 j + k is thread j's of the four that share a row.
+    by_thread = weights.reshape([64, weights.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
+    sums = gl.sum(by_thread.reshape([64, 4, weights.shape[1] // 4]), 2)
+    return weights, sums, new_max, decay
 
 
 @gluon_kernel
-def _add(sums, sum_weights, decay, SCORES: gl.constexpr):
+def _add_sums(sum_weights, decay, sums, SCORES: gl.constexpr):
+    """sum_weights times decay, plus the sums of a block, [64, 4] by thread."""
     return gl.fma(sum_weights, decay, gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, SCORES)))
 
 
@@ -203,21 +193,23 @@ def _attend_blocks(
         scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[next_scores])
         if MASKED:
             scores = _mask(scores, t, queries, extent, CONSTANTS, SCORES)
-        weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score, SCORES)
+        weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score)
         rounded = weights_float32.to(values.dtype)
         if exchange is not None:
             _send(exchange, num_sent, rounded, decay)
             num_sent += 1
         weights = gl.convert_layout(rounded, WEIGHTS)
         if exchange is None:
+            sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
             # This wait for rows must stay between the weights and the wait for `out`: otherwise ptxas moves the latter
             # up before the weights, and nothing overlaps.
             wait_until_full(stages, num_done + 2, t + 1 < num_blocks)
         out = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[pending_out])
-        sum_weights = _add(sums, sum_weights, decay, SCORES)
         hopper.mbarrier.arrive(stages.empty.index(stage_of(stages, num_done)), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
         if exchange is not None:
+            # Here no other warpgroup waits for it.
+            sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
             # Only after the stage is given back: with two stages, the block that is waited for needs it.
             wait_until_full(stages, num_done + 2, t + 1 < num_blocks)
         num_done += 1
@@ -243,13 +235,13 @@ def attend_work_item(
     scores = _score(q, stages, stage_of(stages, num_done), zeros, True)
     scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
     scores = _mask(scores, 0, queries, extent, CONSTANTS, SCORES)
-    weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score, SCORES)
+    weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score)
     rounded = weights_float32.to(values.dtype)
     if exchange is not None:
         _send(exchange, num_sent, rounded, decay)
         num_sent += 1
     weights = gl.convert_layout(rounded, WEIGHTS)
-    sum_weights = _add(sums, sum_weights, decay, SCORES)
+    sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
     wait_until_full(stages, num_done + 1, extent.num_blocks > 1)
     masked = gl.maximum(extent.num_unmasked, 1)
     # TMA copies all unmasked blocks of two-byte rows, if it copies any without counting.
@@ -360,7 +352,6 @@ def attend_work_items(
     scales: pointers to those of K and V, read only if rows are FP8.
     """
     SIZE: gl.constexpr = CONSTANTS.OUT_SIZE
-    GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONSTANTS.BLOCK_N, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     k_scale_ptr, v_scale_ptr = scales
@@ -378,9 +369,6 @@ def attend_work_items(
             hopper.async_copy.wait_group(0)
             # Into registers: K and V need the bandwidth of shared memory.
             q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
-            # The next work item's are copied while this one is attended.
-            next_item = work_item_of(base + gl.num_programs(0), backwards)
-            _copy_queries(q_tile, q_rows, plan, next_item, WARPGROUP, SIZE, CONSTANTS)
             packed = packed_queries(plan, item, first_packed, positions, CONSTANTS, SCORES)
             extent = extent_of(plan, item, positions, gl.SliceLayout(1, SCORES), CONSTANTS)
             queries = queries_of(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS)
@@ -391,6 +379,9 @@ def attend_work_items(
                 (q,), stages, stages.tiles[1], None, num_done, 0, score_scale, queries, extent, CONSTANTS, SCORES, OUT
             )
             num_done += extent.num_blocks
+            # The next work item's queries are copied while the results are written.
+            next_item = work_item_of(base + gl.num_programs(0), backwards)
+            _copy_queries(q_tile, q_rows, plan, next_item, WARPGROUP, SIZE, CONSTANTS)
             _write_work_item(
                 results, v_scale_ptr, score_scale, out, max_score, sum_weights, plan, item, first_packed,
                 SINK, CONSTANTS, SCORES, OUT,
