@@ -356,16 +356,21 @@ def attend_work_items(
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SIZE, 16])
     k_scale_ptr, v_scale_ptr = scales
     q_tile = q_shared.index(WARPGROUP)
+    # Beside FP8 rows, the addresses of the next queries find no registers.
+    AHEAD: gl.constexpr = CONSTANTS.RAW_STAGES == 0
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0
     num_done = 0
-    _copy_queries(q_tile, q_rows, plan, work_item_of(0, backwards), WARPGROUP, SIZE, CONSTANTS)
+    if AHEAD:
+        _copy_queries(q_tile, q_rows, plan, work_item_of(0, backwards), WARPGROUP, SIZE, CONSTANTS)
     for base in range(0, num_work_items, gl.num_programs(0)):
         work_item = work_item_of(base, backwards)
         backwards = 1 - backwards
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
             first_packed = item.tile * CONSTANTS.BLOCK_M + WARPGROUP * 64
+            if not AHEAD:
+                _copy_queries(q_tile, q_rows, plan, work_item, WARPGROUP, SIZE, CONSTANTS)
             hopper.async_copy.wait_group(0)
             # Into registers: K and V need the bandwidth of shared memory.
             q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
@@ -379,9 +384,10 @@ def attend_work_items(
                 (q,), stages, stages.tiles[1], None, num_done, 0, score_scale, queries, extent, CONSTANTS, SCORES, OUT
             )
             num_done += extent.num_blocks
-            # The next work item's queries are copied while the results are written.
-            next_item = work_item_of(base + gl.num_programs(0), backwards)
-            _copy_queries(q_tile, q_rows, plan, next_item, WARPGROUP, SIZE, CONSTANTS)
+            if AHEAD:
+                # The next work item's queries are copied while the results are written.
+                next_item = work_item_of(base + gl.num_programs(0), backwards)
+                _copy_queries(q_tile, q_rows, plan, next_item, WARPGROUP, SIZE, CONSTANTS)
             _write_work_item(
                 results, v_scale_ptr, score_scale, out, max_score, sum_weights, plan, item, first_packed,
                 SINK, CONSTANTS, SCORES, OUT,
