@@ -114,12 +114,15 @@ def compiled_hopper(
     kinds = {"k_descriptor": rows, "v_descriptor": rows, "contiguous_ptr": "*i32"} if kind else {}
     kinds |= {name: of_rows for name, of_rows in FP8_ROWS.items() if fp8 and name in BFLOAT16}
     made = compile_for_hopper(_hopper_attention_kernel, GluonASTSource, constants, options, kinds)
+    lines = machine_code(made.asm["cubin"])
     return {
         "config": vars(config),
         "window": window,
         "shared": made.metadata.shared,
         "expected_shared": config.shared_bytes(size),
-        "overlapping": list(overlapping(machine_code(made.asm["cubin"]))),
+        "overlapping": list(overlapping(lines)),
+        "fences": list(fences(lines)),
+        "by_tma_alone": kind == ALL and not fp8,
         "contiguous": kind != NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
@@ -242,6 +245,17 @@ def overlapping(lines: list[str]):
     for wait, following in pairwise([*waits, len(lines)]):
         if re.search(r"gsb0, 0x1\b", lines[wait]):
             yield sum("MUFU.EX2" in line for line in lines[wait:following])
+
+
+def fences(lines: list[str]):
+    """For each loop over blocks, the number of fences that make the writes of threads visible to the tensor cores."""
+    at = {re.search(r"/\*([0-9a-f]{4,})\*/", line)[1].lstrip("0"): i for i, line in enumerate(lines)}
+    branches = ((i, re.search(r"\bBRA 0x([0-9a-f]+)", line)) for i, line in enumerate(lines))
+    loops = [(at[to[1]], i) for i, to in branches if to and at.get(to[1], i) < i]
+    for i, line in enumerate(lines):
+        if re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x1\b", line):
+            start, end = min((loop for loop in loops if loop[0] <= i <= loop[1]), key=lambda loop: loop[1] - loop[0])
+            yield sum("FENCE.VIEW.ASYNC" in inner for inner in lines[start:end])
 
 
 def tma_loop_barriers(ptx: str):

@@ -49,6 +49,18 @@ def test_weights_are_computed_while_the_tensor_cores_work(compiled):
         assert min(case["overlapping"]) >= 32, case
 
 
+def test_rows_that_threads_have_copied_are_fenced(compiled):
+    """Without a fence, the tensor cores may read what shared memory held before.  What TMA has copied needs none."""
+    for case in compiled["hopper"]:
+        # As above: without a window, the loop without masks comes first.
+        without_masks, with_masks = case["fences"][::2], case["fences"][1::2]
+        if case["window"]:
+            assert min(case["fences"]) >= 1, case
+        else:
+            assert min(with_masks) >= 1 and (min(without_masks) >= 1) != case["by_tma_alone"], case
+    assert any(case["by_tma_alone"] for case in compiled["hopper"])
+
+
 def test_latent_weights_are_computed_while_the_tensor_cores_work(compiled):
     for case in compiled["hopper_latent"]:
         assert case["shared"] <= case["expected_shared"] <= 227 * 1024, case
