@@ -123,6 +123,10 @@ class LaunchForm(NamedTuple):
         """Rows of a prefill pass."""
         return self.width * (self.pieces or self.batch)
 
+    @property
+    def name(self) -> str:
+        return f"a prefill pass of {self.pass_rows} rows" if self.width else f"a round of batch {self.batch}"
+
 
 def logit_rows(vocab_size: int) -> int:
     """Rows of a prompt whose logits are computed at a time."""

@@ -374,7 +374,7 @@ class CudaExecutor:
                 self.graphs[form] = self._captured(form, pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
-                f"the CUDA graph of batch {form.batch} does not fit into the memory of {self.device}; lower num_pages, "
+                f"the CUDA graph of {form.name} does not fit into the memory of {self.device}; lower num_pages, "
                 "graph_batch or max_batch"
             ) from None
         self._say_captured(f"{len(passes)} forms of prefill passes and of rounds", began, before)

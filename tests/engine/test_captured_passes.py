@@ -2,9 +2,12 @@
 computes."""
 
 import pytest
+import torch
 
 from espalier.attention import GroupedBackend
+from espalier.engine.cuda import CudaExecutor
 from espalier.engine.launch_input import LaunchInput
+from espalier.errors import EspalierError
 from espalier.kernels.tree import ngram
 from espalier.request import Request
 from tests.engine.fake_cuda import engine_on_fake_cuda, fake_cuda
@@ -46,3 +49,25 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(asks, algorithm, monke
     assert ran.tokens == expected.tokens
     assert [len(r.prompt_logprobs) for r in ran.requests] == [len(r.prompt_logprobs) for r in expected.requests]
     assert (asks != "nothing", True) in passes, "a pass has the form of a graph"
+
+
+@pytest.mark.parametrize("captured_before", [0, 3])
+def test_a_capture_that_runs_out_of_memory_names_its_graph(captured_before, monkeypatch):
+    setup = setup_of("eagle3", 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(GroupedBackend, "captures_prefill", True)
+    captured, forms = CudaExecutor._captured, []
+
+    def capturing(executor, form, pool):
+        forms.append(form)
+        if len(forms) > captured_before:
+            raise torch.OutOfMemoryError
+        return captured(executor, form, pool)
+
+    monkeypatch.setattr(CudaExecutor, "_captured", capturing)
+    with pytest.raises(EspalierError) as raised:
+        engine_on_fake_cuda(setup, graph_batch=2)
+    batch, width, pieces = forms[-1]
+    named = f"a prefill pass of {width * (pieces or batch)} rows" if width else f"a round of batch {batch}"
+    assert f"the CUDA graph of {named} does not fit" in str(raised.value)
+    assert bool(width) == bool(captured_before), "both kinds of graphs are tried"
