@@ -62,6 +62,25 @@ def pairwise_params(*factors: Sequence[Any]) -> list[Any]:
     ]
 
 
+def in_turn_params(*factors: Sequence[Any]) -> list[Any]:
+    """The whole product, for pytest.mark.parametrize; all but one cell of each value has the marker `full`.
+
+    For a test whose factors meet each other in other tests: with the test itself as a factor the array is pairwise.
+    The longest factor runs through its values; each of the others turns half as often as the one before it.
+    """
+    longest, period = max(factors, key=len), 1
+    places: list[list[int]] = []
+    for values in factors:
+        turn = 1 if values is longest else period
+        period *= 1 if values is longest else len(values)
+        places.append([i // turn % len(values) for i in range(len(longest))])
+    kept = set(zip(*places, strict=True))
+    return [
+        pytest.param(*values, marks=() if at in kept else pytest.mark.full, id=cell_id(values))
+        for at, values in zip(product(*(range(len(each)) for each in factors)), product(*factors), strict=True)
+    ]
+
+
 def cell_id(values: Sequence[Any]) -> str:
     """The same in every process: a function is known by its name, for its str holds an address."""
     return "-".join(getattr(value, "__name__", str(value)) for value in values)

@@ -14,13 +14,14 @@ from espalier.layout import TreeShape
 from tests.mtp import mtp_directories
 
 TREES = [TreeShape(3, 1, 4), TreeShape(3, 6, 40)]
-PROMPTS, NUM_TOKENS = 5, 20
+# Enough prompts that a round is rejected at depth 2; a fault shows in fewer.
+PROMPTS, FEW, NUM_TOKENS = 5, 3, 20
 
 
-def measured(form, trees=TREES[1:], modules=3):
+def measured(form, trees=TREES[1:], modules=3, num_prompts=FEW):
     target, draft = mtp_directories("llama", modules, form)
     settings = {"model": target, "draft": draft, "dtype": "float64", "max_context": 192, "page_size": 16}
-    return measure(settings, PROMPTS, NUM_TOKENS, lambda: None, trees)
+    return measure(settings, num_prompts, NUM_TOKENS, lambda: None, trees)
 
 
 def places_of(row):
@@ -28,7 +29,7 @@ def places_of(row):
 
 
 def test_each_tree_runs_in_both_forms_and_every_round_is_as_one_that_began_afresh():
-    by_form = {form: measured(form, TREES) for form in ("chain", "target")}
+    by_form = {form: measured(form, TREES, num_prompts=PROMPTS) for form in ("chain", "target")}
     names = ["mtp 3,1,4", "mtp 3,1,4, in the other form", "mtp 3,6,40", "mtp 3,6,40, in the other form"]
     for rows in by_form.values():
         assert [row.name for row in rows] == names

@@ -10,7 +10,7 @@ from espalier.request import Request, SamplingParams
 from tests.engine.alone import alone, plainly
 from tests.engine.watching import jitter, run_watched
 from tests.harness import Setup, prompts, request
-from tests.pairwise import pairwise_params
+from tests.pairwise import in_turn_params
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 WISHES = [
@@ -35,6 +35,10 @@ TREES = [
 TREE_IDS = [f"{tree.algorithm}-page{tree.page_size}-topk{tree.topk}" for tree in TREES]
 each_tree = pytest.mark.parametrize("tree", TREES, ids=TREE_IDS)
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+
+
+def named(tree: str) -> Setup:
+    return TREES[TREE_IDS.index(tree)]
 
 
 def mixed() -> list[Request]:
@@ -65,11 +69,10 @@ def test_batch_of_many_equals_each_alone_in_either_loop_whoever_is_late(tree: Se
     assert ran[0] == ran[1]
 
 
-@each_tree
-@pytest.mark.parametrize("prefix_cache", [False, True], ids=["uncached", "cached"])
-def test_preempted_after_any_round(tree: Setup, prefix_cache: bool) -> None:
+@pytest.mark.parametrize(("tree", "prefix_cache"), in_turn_params(TREE_IDS, [True, False]))
+def test_preempted_after_any_round(tree: str, prefix_cache: bool) -> None:
     """Preempted after each of its steps, among mates and after several of them; the root is given, not picked again."""
-    setup = replace(tree, prefix_cache=prefix_cache, max_batch=3)
+    setup = replace(named(tree), prefix_cache=prefix_cache, max_batch=3)
     for first in (2, 4, 6) if prefix_cache else (3,):
         engine, requests = setup.engine(), mixed()[1:4]
 
@@ -82,15 +85,14 @@ def test_preempted_after_any_round(tree: Setup, prefix_cache: bool) -> None:
         all_undisturbed(setup, requests)
 
 
-@pytest.mark.parametrize(("tree", "overlap", "prefix_cache"), pairwise_params(TREE_IDS, [False, True], [False, True]))
+@pytest.mark.parametrize(("tree", "overlap", "prefix_cache"), in_turn_params(TREE_IDS, [False, True], [False, True]))
 def test_few_pages(tree: str, overlap: bool, prefix_cache: bool) -> None:
     """A pool that holds one request to its end and little more: they preempt each other, oldest first to finish."""
-    named = TREES[TREE_IDS.index(tree)]
-    setup = replace(named, overlap=overlap, prefix_cache=prefix_cache, max_context=64)
+    setup = replace(named(tree), overlap=overlap, prefix_cache=prefix_cache, max_context=64)
     most = setup.layout.pages_for(65)
     engine, requests = replace(setup, num_pages=1 + most + most // 3).engine(), mixed()
     run_watched(engine, [(i, r) for i, r in enumerate(requests)])
-    all_undisturbed(named, requests)
+    all_undisturbed(named(tree), requests)
 
 
 def test_few_pages_do_preempt() -> None:
@@ -103,11 +105,10 @@ def test_few_pages_do_preempt() -> None:
     all_undisturbed(setup, requests)
 
 
-@each_tree
-@each_loop
-def test_mates_that_are_aborted(tree: Setup, overlap: bool) -> None:
+@pytest.mark.parametrize(("tree", "overlap"), in_turn_params(TREE_IDS, [True, False]))
+def test_mates_that_are_aborted(tree: str, overlap: bool) -> None:
     """Every other request is aborted, one at each step from its arrival on; what it said until then stands."""
-    setup = replace(tree, overlap=overlap, num_pages=80)
+    setup = replace(named(tree), overlap=overlap, num_pages=80)
     for delay in (0, 6) if overlap else (3,):
         engine, requests = setup.engine(), mixed()
 

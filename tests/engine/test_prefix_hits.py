@@ -10,13 +10,15 @@ from tests.engine.alone import alone
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import SharedPages, run_watched
 from tests.harness import VOCAB, Setup, prompts, request
-from tests.pairwise import pairwise_params
+from tests.pairwise import in_turn_params, pairwise_params
 
 BASE = prompts(11, [36])[0]
 SHORT = SamplingParams(temperature=0.0, max_tokens=5)
 PAGE_SIZES = [1, 3, 16]
 each_page_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+
+pages_and_loops_in_turn = pytest.mark.parametrize(("page_size", "overlap"), in_turn_params(PAGE_SIZES, [False, True]))
 
 
 def parting(index: int, hit: int, tail: int) -> Request:
@@ -52,14 +54,12 @@ def test_every_hit_and_every_parting(page_size: int, overlap: bool, tail: int) -
     all_undisturbed(setup, requests)
 
 
-@each_page_size
-@pytest.mark.parametrize(
-    "tree", [{"steps": 2, "topk": 3, "num_draft_tokens": 7}, {"steps": 0, "topk": 1, "algorithm": "none"}]
-)
-def test_hits_while_their_owner_still_runs(page_size: int, tree: dict) -> None:
+@pytest.mark.parametrize(("page_size", "algorithm"), in_turn_params(PAGE_SIZES, ["eagle3", "none"]))
+def test_hits_while_their_owner_still_runs(page_size: int, algorithm: str) -> None:
     """Pages are shared from the moment they are whole: while who computed them goes on writing behind them, and while
     they are evicted as soon as nobody holds them."""
-    setup = Setup(page_size=page_size, overlap=True, max_batch=4, num_pages=1 + 4 * -(-60 // page_size), **tree)
+    setup = Setup(page_size=page_size, overlap=True, max_batch=4, num_pages=1 + 4 * -(-60 // page_size))
+    setup = setup.plain() if algorithm == "none" else replace(setup, steps=2, topk=3, num_draft_tokens=7)
     requests = [request(0, BASE, replace(SHORT, max_tokens=30))]
     requests += [parting(1 + i, hit, 3) for i, hit in enumerate(range(2, 36, 3))]
     engine = setup.engine()
@@ -73,8 +73,7 @@ def test_hits_while_their_owner_still_runs(page_size: int, tree: dict) -> None:
     all_undisturbed(setup, requests)
 
 
-@each_page_size
-@each_loop
+@pages_and_loops_in_turn
 def test_equal_prompts_at_once(page_size: int, overlap: bool) -> None:
     """Nobody has computed it when all arrive: each computes its own, one copy is filed, the others are given back."""
     setup = Setup(page_size=page_size, overlap=overlap, max_batch=4, num_pages=400)
@@ -83,8 +82,7 @@ def test_equal_prompts_at_once(page_size: int, overlap: bool) -> None:
     all_undisturbed(setup, requests)
 
 
-@each_page_size
-@each_loop
+@pages_and_loops_in_turn
 def test_samples_share_their_prompt(page_size: int, overlap: bool) -> None:
     """n > 1: the others wait for the first one's prompt and hit all of its whole pages."""
     setup = Setup(page_size=page_size, overlap=overlap, max_batch=3, num_pages=400)

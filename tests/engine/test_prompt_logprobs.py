@@ -20,7 +20,7 @@ from espalier.speculate import round
 from tests.engine.watching import SharedPages, run_watched
 from tests.harness import DTYPE, VOCAB, Setup, directories, prompts, request
 from tests.models.reference import load_reference, reference_logits
-from tests.pairwise import pairwise_params
+from tests.pairwise import in_turn_params, pairwise_params
 
 SETUP = Setup(page_size=2, topk=4, steps=3, num_draft_tokens=10, max_batch=3, chunk_size=16)
 WISH = SamplingParams(temperature=0.0, max_tokens=5, prompt_logprobs=3)
@@ -119,8 +119,11 @@ def test_a_chunk_of_one_row() -> None:
         check(r)
 
 
-@each_loop
-@pytest.mark.parametrize("wish", [WISH, replace(WISH, temperature=1.0, presence_penalty=0.5, logit_bias={3: 2.0})])
+@pytest.mark.parametrize(
+    ("wish", "overlap"),
+    [(replace(WISH, temperature=1.0, presence_penalty=0.5, logit_bias={3: 2.0}), False), (WISH, True)],
+    ids=["shaped-lockstep", "greedy-overlap"],
+)
 def test_speculation_changes_nothing(wish: SamplingParams, overlap: bool) -> None:
     """Equal to the bit, and raw: neither temperature nor bias nor penalties touch them."""
     with_trees, plain = wishing(5, wish=wish), wishing(5, wish=wish)
@@ -135,7 +138,7 @@ class TestPrefixHits:
     """A hit's shared pages are read, never written, and every position is reported all the same."""
 
     @pytest.mark.parametrize(
-        ("page_size", "algorithm", "overlap"), pairwise_params([1, 3, 16], ["eagle3", "none"], [False, True])
+        ("page_size", "algorithm", "overlap"), in_turn_params([1, 3, 16], ["eagle3", "none"], [False, True])
     )
     def test_equal_no_hit(self, page_size: int, algorithm: str, overlap: bool) -> None:
         setup = replace(SETUP if algorithm == "eagle3" else SETUP.plain(), page_size=page_size, overlap=overlap)
@@ -155,8 +158,7 @@ class TestPrefixHits:
         for r in (first, again, longer):
             check(r)
 
-    @each_loop
-    @pytest.mark.parametrize("page_size", [1, 2, 5])
+    @pytest.mark.parametrize(("page_size", "overlap"), in_turn_params([1, 2, 5], [False, True]))
     def test_of_rows_that_rounds_wrote(self, page_size: int, overlap: bool) -> None:
         """What a request said is the next one's prompt, and who asks for nothing hits as far as ever."""
         setup = replace(SETUP, page_size=page_size, overlap=overlap)

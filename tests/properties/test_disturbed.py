@@ -9,12 +9,14 @@ import torch
 from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request, SamplingParams
 from tests.harness import Setup, prompts, request
+from tests.pairwise import in_turn_params, pairwise_params
 from tests.properties.layouts import reference_of
 from tests.properties.watch import Watch, run_watched
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=9, page_size=2, max_batch=3, max_context=64, chunk_size=16)
 loops = pytest.mark.parametrize("overlap", [False, True], ids=["lock-step", "overlap"])
-algorithms = pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+ALGORITHMS = ["eagle3", "ngram"]
+pages_and_loops_in_turn = pytest.mark.parametrize(("page_size", "overlap"), in_turn_params([1, 2, 3], [True, False]))
 
 
 def watched(setup: Setup) -> Watch:
@@ -25,8 +27,7 @@ def asked(index: int, prompt: list[int], **style) -> Request:
     return request(index, prompt, SamplingParams(**{"temperature": 3.0, "max_tokens": 6, **style}))
 
 
-@loops
-@pytest.mark.parametrize("page_size", [1, 2, 3])
+@pages_and_loops_in_turn
 def test_a_hit_of_every_length_with_every_divergence(page_size, overlap):
     """First a trunk, then prompts that leave it after each of its tokens: nothing tells a row that was found from one
     made."""
@@ -44,8 +45,7 @@ def test_a_hit_of_every_length_with_every_divergence(page_size, overlap):
 MARK = 1e-11
 
 
-@loops
-@pytest.mark.parametrize("page_size", [1, 2, 3])
+@pages_and_loops_in_turn
 def test_a_shared_page_is_never_written_not_even_what_it_holds(page_size, overlap):
     watch = watched(replace(SETUP, page_size=page_size, overlap=overlap))
     trunk = prompts(29, [9])[0]
@@ -65,8 +65,7 @@ def test_a_shared_page_is_never_written_not_even_what_it_holds(page_size, overla
     assert sum(r.cached_tokens for r in hits) > 0
 
 
-@loops
-@algorithms
+@pytest.mark.parametrize(("algorithm", "overlap"), in_turn_params(ALGORITHMS, [False, True]))
 def test_preempted_requests_are_as_if_undisturbed(algorithm, overlap):
     setup = replace(SETUP, algorithm=algorithm, overlap=overlap, num_pages=26, max_context=40)
     watch = watched(setup)
@@ -82,9 +81,9 @@ def test_a_prompt_of_many_chunks_beside_running_requests(overlap):
     run_watched(watch, [asked(i, prompt, max_tokens=12) for i, prompt in enumerate(prompts(37, lengths))])
 
 
-@loops
-@algorithms
-@pytest.mark.parametrize("keeps", ["kv", "latent"])
+@pytest.mark.parametrize(
+    ("keeps", "algorithm", "overlap"), pairwise_params(["kv", "latent"], ALGORITHMS, [False, True])
+)
 def test_a_prompt_in_pieces_of_one_pass(keeps, algorithm, overlap):
     """A piece reads the pieces before it through the pages, in the pass that enters them all."""
     setup = replace(SETUP, overlap=overlap, algorithm=algorithm, keeps=keeps, chunk_size=64, max_context=128)
@@ -100,10 +99,12 @@ def test_a_prompt_in_pieces_of_one_pass(keeps, algorithm, overlap):
     assert max(pieces) >= 3
 
 
-@loops
-@algorithms
-@pytest.mark.parametrize(("keeps", "max_batch"), [("kv", 4), ("kv", 2), ("latent", 4)])
-def test_prompts_in_passes_that_are_padded_as_for_a_graph(keeps, max_batch, algorithm, overlap):
+@pytest.mark.parametrize(
+    ("keeps_and_batch", "algorithm", "overlap"),
+    pairwise_params([("kv", 4), ("kv", 2), ("latent", 4)], ALGORITHMS, [False, True]),
+)
+def test_prompts_in_passes_that_are_padded_as_for_a_graph(keeps_and_batch, algorithm, overlap):
+    keeps, max_batch = keeps_and_batch
     setup = replace(SETUP, overlap=overlap, algorithm=algorithm, keeps=keeps, max_batch=max_batch)
     setup = replace(setup, chunk_size=192, max_context=128)
     watch = watched(setup)

@@ -51,7 +51,8 @@ def llm():
         yield llm
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def client(served: Served):
+    """One for all tests: to make a client reads all of the machine's certificates."""
     with OpenAI(base_url=f"{served.base}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client

@@ -25,7 +25,7 @@ STREAM = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"cho
 
 def test_a_soak_leaves_nobody_unanswered_and_nothing_behind():
     tree = SpeculationConfig(**TREE)
-    found = soak({"max_batch": 4, "max_context": 512, "num_pages": 64, "speculation": tree}, count=24, seed=1)
+    found = soak({"max_batch": 4, "max_context": 512, "num_pages": 64, "speculation": tree}, count=16, seed=1)
     assert found.requests == found.answered + found.disconnects
     assert found.disconnects > 3 and found.aborts > 0 and set(found.errors_given) <= {400, 429}
     assert (found.unanswered, found.leaked_pages, found.leaked_processes) == (0, 0, 0)
