@@ -292,12 +292,12 @@ class RoundLayout:
         """
         return rounds * self.extend_width + 1
 
-    def committed_at_most(self, num_known: int, unread: int) -> int:
+    def committed_at_most(self, num_known: int, rounds_in_flight: int) -> int:
         """The most target rows that can be committed before a launch.
 
-        num_known: index of the last root that the host has seen; unread: rounds in flight before this launch.
+        num_known: index of the last root that the host has seen; rounds_in_flight: before this launch.
         """
-        return num_known + unread * self.extend_width
+        return num_known + rounds_in_flight * self.extend_width
 
     def pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)

@@ -20,8 +20,8 @@ from espalier.slots import ScatterUpdate, SlotTable
 from espalier.speculate.pieces import Pieces
 
 Parts = tuple[tuple[str, int], ...]
-# Each part begins at a multiple of so many numbers, which is one of 16 bytes.  Triton compiles another kernel for an
-# address that is none, and the number of requests would decide which addresses are.
+# Each part begins at a multiple of so many numbers, which are 16 bytes.  Triton compiles another kernel for an address
+# that is not aligned to 16 bytes, and the number of requests would decide which addresses are.
 ALIGNMENT = 2
 ZEROS = np.zeros(ALIGNMENT, dtype=np.int64)
 

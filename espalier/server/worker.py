@@ -31,11 +31,11 @@ from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refuse
 
 log = logging.getLogger("espalier.server")
 WAIT_FOR_START_MS = 60_000
-# While waiting for Start, how often the front is looked at.
+# While waiting for Start: the interval of the checks that the front is alive.
 LOOK_MS = 500
 # Seconds between the reports of a busy engine.  A report with each step would cost as much as the step's output.
 REPORT_S = 0.1
-# While nothing runs, how often grammars that compile are looked at.
+# While nothing runs: the interval of the checks for grammars that have been compiled.
 COMPILING_MS = 5
 DONE, REFUSED, BROKEN = 0, 2, 1
 

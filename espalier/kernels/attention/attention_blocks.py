@@ -281,7 +281,7 @@ def _write_work_item(
     scale, max_score, sum_weights, acc,
     HEADS: tl.constexpr, SINK: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """Write the result of a request's only split, or the partial result of one of several.  scale: of the scores."""
+    """Write the result of a request's only split, or the partial result of one of several.  scale: factor of scores."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division a query, not one a value.

@@ -16,7 +16,7 @@ from espalier.kernels.attention.hopper import BLOCK_N
 from espalier.kernels.attention.kv_splits import COLUMNS, KVSplits
 from espalier.kernels.attention.work_items import committed_blocks, load_split
 from espalier.kernels.runtime.launch import chip, kernel, require, unspecialised
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.state.page_rows import page_rows
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _contiguous_blocks_kernel(
     split_ptr, start_ptr, table_ptr, out_ptr, batch, first, table_b,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP_BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     split = tl.program_id(0)
     exists = split < tl.load(start_ptr + batch)
     request, begin, end, _request_splits = load_split(split_ptr, split, exists)
@@ -76,7 +76,8 @@ def contiguous_blocks_triton(splits: KVSplits, page_table: Tensor, page_size: in
     if capacity:
         _contiguous_blocks_kernel[(capacity,)](
             splits.table, splits.starts, page_table, out, page_table.shape[0], first, page_table.stride(0),
-            PAGE_SIZE=page_size, BLOCK_N=BLOCK_N, STEP_BLOCKS=STEP_BLOCKS, num_warps=16, **early(chip(page_table)),
+            PAGE_SIZE=page_size, BLOCK_N=BLOCK_N, STEP_BLOCKS=STEP_BLOCKS, num_warps=16,
+            **pdl_arguments(chip(page_table)),
         )  # fmt: skip
     return out
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -32,7 +32,7 @@ def _merge_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program merges BLOCK rows; a row is one head of one query."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = row < rows
     a_lse = tl.load(a_lse_ptr + row, mask=real, other=float("-inf")).to(EXACT)
@@ -77,7 +77,7 @@ def merge_triton(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
             BLOCK=block,
             BLOCK_V=block_v,
             num_warps=4,
-            **early(chip(out)),
+            **pdl_arguments(chip(out)),
         )
     return out
 

@@ -15,7 +15,7 @@ from espalier.kernels.attention.attention_blocks import _share_beside_sink
 from espalier.kernels.attention.kv_splits import KVSplits
 from espalier.kernels.attention.masked_attention import with_sink
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require, unspecialised
-from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -157,7 +157,7 @@ def merge_splits_triton(
         # The batch decides which pair of two is the first.  The compiler could fuse their operations differently: a
         # request's bits would depend on the batch.
         enable_fp_fusion=False,
-        **early(chip(out)),
+        **pdl_arguments(chip(out)),
     )
 
 

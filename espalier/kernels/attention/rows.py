@@ -14,7 +14,7 @@ from espalier.kernels.attention.kv_splits import KVSplits
 from espalier.kernels.attention.merge_splits import PartialResults
 from espalier.kernels.attention.work_items import CHAIN, NO_STAGED, TREE
 from espalier.kernels.runtime.launch import chip, require
-from espalier.kernels.runtime.pdl import early
+from espalier.kernels.runtime.pdl import pdl_arguments
 from espalier.kernels.state.kv_scales import KVScales, require_rows
 
 LOG2_E = 1.4426950408889634
@@ -129,7 +129,7 @@ def shared_arguments(
         "PAGE_SIZE": committed.page_size,
         "STAGED": staged_kind,
         "LONGEST_FIRST": staged_kind == CHAIN and num_tiles >= 8,
-        **early(chip(q)),
+        **pdl_arguments(chip(q)),
     }
 
 

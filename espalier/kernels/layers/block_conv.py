@@ -22,7 +22,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -62,7 +62,7 @@ def block_conv_triton(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tu
             COLUMNS=COLUMNS,
             num_warps=4,
             num_stages=4,
-            **early(chip(x)),
+            **pdl_arguments(chip(x)),
         )
     return out, coefficients
 
@@ -108,7 +108,7 @@ def _block_conv_kernel(
     GROUPS: tl.constexpr, CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """HALVES: 2 · TAPS, or the next power of two."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)

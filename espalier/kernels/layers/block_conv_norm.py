@@ -19,7 +19,7 @@ from espalier.kernels.layers.block_conv import convolved
 from espalier.kernels.layers.linear import load_sum, sum_parts_reference
 from espalier.kernels.layers.norm import add_rms_norm_reference
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -69,7 +69,7 @@ def block_conv_norm_triton(
             EXACT=exact_type(residual.dtype),
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
-            **early(chip(residual)),
+            **pdl_arguments(chip(residual)),
         )
     return total, out
 
@@ -88,7 +88,7 @@ def _block_conv_norm_kernel(
     EPS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, TAPS: tl.constexpr, SPLITS: tl.constexpr,
     EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE

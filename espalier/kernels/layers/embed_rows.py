@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.norm import rms_norm_reference
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -106,7 +106,7 @@ def embed_rows_triton(
         BLOCK=block,
         BLOCK_R=power_of_two(rotary),
         num_warps=min(max(block // 512, 1), 16),
-        **early(chip(tokens)),
+        **pdl_arguments(chip(tokens)),
     )
     return out_rows
 
@@ -167,7 +167,7 @@ def _embed_rows_kernel(
     HAS_DRAFT: tl.constexpr, NORMED_RESIDUAL: tl.constexpr, EXACT: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     b, q = row // queries, row % queries
     column = tl.arange(0, BLOCK)

@@ -52,7 +52,7 @@ from espalier.kernels.layers.quantised import QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.quantised_tile import prefetch_codes, quantised_dot
 from espalier.kernels.layers.silu import require_gated
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, require
-from espalier.kernels.runtime.pdl import ask_for, early, pdl_trigger, pdl_wait
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, prefetch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -132,8 +132,8 @@ def _gated_kernel(
     w_row = expert * 2 * num_out + tl.minimum(column, num_out - 1)
     if bias_ptr is not None and (DEPENDENT and not SORTED):
         # Where each pair is a tile, programs are too few to hide the latency of the biases.
-        ask_for(bias_ptr + w_row)
-        ask_for(bias_ptr + w_row + num_out)
+        prefetch(bias_ptr + w_row)
+        prefetch(bias_ptr + w_row + num_out)
     if CODE is None:
         up_at = num_out.to(tl.int64) * num_in
         if SHARED > 0:
@@ -193,9 +193,9 @@ def _down_kernel(
     if CODE is None and (DEPENDENT and BLOCK_IN >= 64):
         # An L2 line of 128 bytes holds 64 numbers of two bytes: one prefetch each.
         lines = tl.arange(0, BLOCK_IN // 64) * 64
-        ask_for(w_ptr + w_row[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
+        prefetch(w_ptr + w_row[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
     if bias_ptr is not None and (DEPENDENT and not SORTED):
-        ask_for(bias_ptr + w_row)
+        prefetch(bias_ptr + w_row)
     if CODE is not None and DEPENDENT:
         prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, BLOCK_IN * STEPS_AHEAD)
     pdl_wait(DEPENDENT)
@@ -365,7 +365,7 @@ def _options(
         "EVEN_IN": weight.shape[2] % own["BLOCK_IN"] == 0,
         "EXACT": exact_type(x.dtype),
         "num_warps": plan.warps,
-        **early(gpu),
+        **pdl_arguments(gpu),
     }
 
 

@@ -21,8 +21,8 @@ from espalier.kernels.layers.linear_quantised import (
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
-# Of a multiprocessor, and the most and the least of a thread: with fewer, values would go through memory.  A thread has
-# a multiple of UNIT.
+# Registers of a multiprocessor; the most and the fewest of a thread.  With fewer, values would spill to memory.
+# A thread has a multiple of UNIT.
 REGISTERS, MAX_REGISTERS, MIN_REGISTERS, UNIT = 65536, 255, 128, 8
 WARP = 32
 # Steps of a loop that its pipeline does not hold from the start.

@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_tiles import expert_of_tile, pairs_of_tile
 from espalier.kernels.layers.linear import MIN_BLOCK_ROWS
 from espalier.kernels.runtime.launch import kernel, require
-from espalier.kernels.runtime.pdl import ask_for
+from espalier.kernels.runtime.pdl import prefetch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -112,5 +112,5 @@ def prefetch_piece(
         # An L2 line of 128 bytes holds 64 numbers of two bytes: one prefetch each.
         line = tl.minimum(tl.arange(0, AHEAD // 64) * 64, num_in - 1)
         gate_ptrs = w_ptr + w_row[:, None] * num_in + line[None, :]
-        ask_for(gate_ptrs)
-        ask_for(gate_ptrs + num_out.to(tl.int64) * SHARED * num_in)
+        prefetch(gate_ptrs)
+        prefetch(gate_ptrs + num_out.to(tl.int64) * SHARED * num_in)

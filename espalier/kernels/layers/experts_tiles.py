@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require, unspecialised
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -48,7 +48,7 @@ def _sort_pairs_kernel(
 
     Each program reads all pairs, so the sort is stable and needs no atomics.
     """
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     own = tl.program_id(0)
     offset, bins = tl.arange(0, BLOCK), tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
@@ -149,6 +149,6 @@ def _sorted_tiles(ids: Tensor, live: Tensor | None, num_experts: int, rows: int)
         ids, ids if live is None else live, order, ends, experts, begins, num_pairs, num_tiles,
         TOP_K=top_k, NUM_EXPERTS=num_experts, BINS=power_of_two(max(num_experts + 2, WARP)), ROWS=rows,
         LIVE=live is not None, BLOCK=block, num_warps=max(MIN_SORT_THREADS, block // PAIRS_PER_THREAD) // WARP,
-        **early(chip(ids)),
+        **pdl_arguments(chip(ids)),
     )  # fmt: skip
     return Tiles(rows, experts, begins, order, ends, live)

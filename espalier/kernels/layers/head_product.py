@@ -18,7 +18,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import DTYPES, MIN_BLOCK_ROWS
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -84,7 +84,7 @@ def head_product_triton(x: Tensor, weight: Tensor, out: Tensor) -> None:
     num_blocks, sizes = require_head_product(x, weight, out)
     _head_product_kernel[num_blocks, heads](
         x, weight, out, rows, num_out, num_in, *x.stride()[:2], *weight.stride(), *out.stride()[:2],
-        **sizes, num_warps=NUM_WARPS, **early(chip(x)),
+        **sizes, num_warps=NUM_WARPS, **pdl_arguments(chip(x)),
     )  # fmt: skip
 
 

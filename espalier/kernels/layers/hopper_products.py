@@ -22,7 +22,7 @@ from espalier.kernels.layers.hopper_nibbles import (
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.silu import silu_times
 from espalier.kernels.runtime.launch import Chip, gluon_kernel
-from espalier.kernels.runtime.pdl import HOPPER, early, pdl_trigger
+from espalier.kernels.runtime.pdl import HOPPER, pdl_arguments, pdl_trigger
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -86,7 +86,7 @@ def options_of(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: C
         "STAGES": stages(tile, grid[0] * grid[1], gpu),
         "EVEN_IN": weight.shape[-1] % BLOCK_IN == 0,
         "num_warps": WARPS,
-        **early(gpu),
+        **pdl_arguments(gpu),
     }
 
 

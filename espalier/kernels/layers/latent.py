@@ -20,7 +20,7 @@ from espalier.kernels.layers.norm import rms_norm_reference
 from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.layers.rope import rotate, write_rows
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.state.kv_scales import KVScales, require_rows, rounded_values
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _rotate_latent_kernel(
     BLOCK_H: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (rows, 1 + blocks of heads)."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     _rotate_or_store(
         tl.program_id(0), tl.program_id(1), rope_ptr, q_ptr, latent_ptr, cos_ptr, sin_ptr, norm_ptr, row_ptr, plane_ptr,
         scale_ptr, rope_n, rope_h, q_n, q_h, latent_n, cos_n, sin_n, row_n, plane_row,
@@ -216,7 +216,7 @@ def rotate_and_store_latent_triton(
     """Tolerance: equal to the reference within one ulp of the dtype and a few of float32."""
     arguments, constants, blocks = _rotation(q_rope, q, latent, rope_and_norm, rows, plane, scales)
     if len(q):
-        _rotate_latent_kernel[len(q), blocks](*arguments, **constants, **early(chip(q)))
+        _rotate_latent_kernel[len(q), blocks](*arguments, **constants, **pdl_arguments(chip(q)))
 
 
 def write_latents(
@@ -267,7 +267,7 @@ def write_latents_triton(
         *arguments,
         **constants,
         **sizes,
-        **early(chip(q)),
+        **pdl_arguments(chip(q)),
     )
 
 

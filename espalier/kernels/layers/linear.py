@@ -34,7 +34,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.silu import require_gated, silu_mul, silu_times
 from espalier.kernels.runtime.launch import Chip, chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import ask_for, early, pdl_trigger, pdl_wait, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait, prefetch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -180,7 +180,7 @@ def _linear_kernel(
     if DEPENDENT:
         # An L2 line of 128 bytes holds 64 numbers: one prefetch each.
         lines = k_begin + tl.arange(0, BLOCK_IN // 64) * 64
-        ask_for(w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
+        prefetch(w_ptr + w_rows.to(tl.int64)[:, None] * w_stride + tl.minimum(lines, num_in - 1)[None, :])
     pdl_wait(DEPENDENT)
     x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + (k_begin + ks)[:, None]
     acc = tl.zeros((BLOCK_OUT, BLOCK_ROWS), tl.float32)
@@ -254,7 +254,7 @@ def _sum_parts_kernel(
     parts_ptr, out_ptr, count, SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out [count] = sum of parts [SPLITS, count] float32; a program sums BLOCK numbers."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = offset < count
     total = load_sum(parts_ptr + offset, count, mask, SPLITS, out_ptr.dtype.element_ty, tl.float32)
@@ -312,7 +312,7 @@ def summed(result: Tensor, dtype: torch.dtype) -> Tensor:
     splits, rows, num_out = result.shape
     out = result.new_empty(rows, num_out, dtype=dtype)
     _sum_parts_kernel[(_num_blocks(out.numel(), SUM_BLOCK),)](
-        result, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4, **early(chip(result))
+        result, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4, **pdl_arguments(chip(result))
     )
     return out
 
@@ -387,7 +387,7 @@ def _launch(
         BLOCK_ROWS=block_rows(rows), BLOCK_OUT=plan.block_out, BLOCK_IN=plan.block_in,
         EVEN_OUT=num_out % block_written == 0, EVEN_IN=num_in % plan.block_in == 0,
         BIAS=bias is not None, GATED=gated,
-        num_warps=plan.warps, num_stages=plan.stages, **early(gpu),
+        num_warps=plan.warps, num_stages=plan.stages, **pdl_arguments(gpu),
     )  # fmt: skip
     return out
 

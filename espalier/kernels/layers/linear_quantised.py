@@ -49,7 +49,7 @@ from espalier.kernels.layers.quantised_tile import CODES, prefetch_codes, quanti
 from espalier.kernels.layers.scaled_product import is_scaled_product, scaled_product
 from espalier.kernels.layers.silu import require_gated, silu_mul
 from espalier.kernels.runtime.launch import Chip, chip, kernel, require
-from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -198,7 +198,7 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
         STEPS_AHEAD=STEPS_BEHIND_A_NORM if isinstance(x, RoundedRows) else STEPS_AHEAD,
         num_warps=plan.warps,
         num_stages=plan.stages,
-        **early(gpu),
+        **pdl_arguments(gpu),
     )
     return out
 

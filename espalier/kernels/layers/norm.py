@@ -16,7 +16,7 @@ from espalier.kernels.layers.linear import load_sum, sum_parts_reference
 from espalier.kernels.layers.quantise_rows import empty_rounded, rounded_arguments, store_rounded
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -69,7 +69,7 @@ def _rms_norm_kernel(
     out_ptr: None, or the norm is written.  values_ptr: None, or it is rounded to FP8 with a scale for GROUP columns, as
     quantise_rows.py rounds it.
     """
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < SIZE
@@ -193,7 +193,7 @@ def _launch(
         BLOCK=block,
         num_warps=warps_for(block),
         **rounded_arguments(rounded, inputs, block),
-        **early(chip(x)),
+        **pdl_arguments(chip(x)),
     )
 
 

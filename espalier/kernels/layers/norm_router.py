@@ -19,7 +19,7 @@ from espalier.kernels.layers.norm import add_rms_norm_reference, rounds_norm, wa
 from espalier.kernels.layers.quantise_rows import empty_rounded, rounded_arguments, store_rounded
 from espalier.kernels.layers.quantised import InputScales, Rows
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -111,7 +111,7 @@ def norm_router_triton(
         residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
         # constexpr: as a run-time argument eps would be rounded to float32.
         EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
-        num_warps=warps_for(block), **rounded_arguments(rounded, rounding, block), **early(chip(residual)),
+        num_warps=warps_for(block), **rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip
     return total, out, out if rounded is None else rounded, logits
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.kernels.layers.quantised import FP8, FP8_MAX, InputScales, RoundedRows, quantise_inputs
 from espalier.kernels.runtime.launch import chip, kernel, oversubscribed, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -92,7 +92,7 @@ def _quantise_rows_kernel(
     GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr, MOST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offset = tl.arange(0, BLOCK)[None, :]
@@ -138,7 +138,7 @@ def quantise_rows_triton(x: Tensor, inputs: InputScales, for_library: bool = Fal
         part = block // max(parts, 1)
         _quantise_rows_kernel[rows, -(-groups // together), -(-group // part)](
             *(x, inputs.static, values, scales, num_in, x.stride(0), *scales.stride()),
-            GROUP=group, GROUPS=together, BLOCK=block, PART=part, MOST=FP8_MAX, **early(gpu),
+            GROUP=group, GROUPS=together, BLOCK=block, PART=part, MOST=FP8_MAX, **pdl_arguments(gpu),
             num_warps=min(warps, MAX_WARPS_ALONE if is_alone else MAX_WARPS),
         )  # fmt: skip
     return values, scales

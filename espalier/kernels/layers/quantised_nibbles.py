@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from espalier.kernels.runtime.launch import kernel
-from espalier.kernels.runtime.pdl import ask_for
+from espalier.kernels.runtime.pdl import prefetch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -104,9 +104,9 @@ def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP
     ends = tl.minimum(tl.where(tl.arange(0, 2) == 0, k_begin, k_end - 1), num_in - 1)
     groups = ends // GROUP if GROUP > 0 else ends * 0
     places = w_rows[:, None] * num_groups + groups[None, :]
-    ask_for(scales_ptr + places)
+    prefetch(scales_ptr + places)
     if zeros_ptr is not None:
-        ask_for(zeros_ptr + places)
+        prefetch(zeros_ptr + places)
 
 
 @kernel

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from espalier.kernels.layers.quantised_nibbles import nibble_dot
 from espalier.kernels.runtime.convert import from_fp8
 from espalier.kernels.runtime.launch import kernel
-from espalier.kernels.runtime.pdl import ask_for
+from espalier.kernels.runtime.pdl import prefetch
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -97,4 +97,4 @@ def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr
     row = num_in // VALUES
     last = tl.maximum(tl.minimum(k_end // VALUES, row) - 1, 0)
     lines = tl.minimum(k_begin // VALUES + tl.arange(0, LINES) * LINE, last)
-    ask_for(codes_ptr + w_rows[:, None] * row + lines[None, :])
+    prefetch(codes_ptr + w_rows[:, None] * row + lines[None, :])

@@ -18,7 +18,7 @@ from espalier.kernels.layers.linear import load_sum, sum_parts_reference
 from espalier.kernels.layers.norm import rms_norm_reference
 from espalier.kernels.layers.quantised import FP8_MAX
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, oversubscribed, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.state.kv_scales import KVScales, require_rows, rounded, rounded_values
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _rotate_kernel(
 
     k_scale_ptr, v_scale_ptr: of FP8 rows, whose largest value is MOST; else None.
     """
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     n = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + n * row_n)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -222,7 +222,7 @@ def rotate_and_store_triton(
             # Fused multiply-adds would make the bits depend on the block size: which of the two products is fused is up
             # to the compiler.
             enable_fp_fusion=False,
-            **early(chip(qkv)),
+            **pdl_arguments(chip(qkv)),
         )
     return out[:, :heads], out[:, heads : heads + kv_heads], out[:, heads + kv_heads :]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import load_sum, sum_parts_reference
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -107,7 +107,7 @@ def _route_kernel(
     TOP2_SUM: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program a row, which holds all logits."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     inside = expert < NUM_EXPERTS
@@ -212,7 +212,7 @@ def route_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
             EXACT=exact_type(logits.dtype),
             BLOCK=block,
             num_warps=max(block // WARP_EXPERTS, 1),
-            **early(chip(logits)),
+            **pdl_arguments(chip(logits)),
         )
     return ids, weights
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -36,7 +36,7 @@ def silu_times(gate, up):
 def _silu_mul_kernel(
     x_ptr, out_ptr, x_row_stride, size, EXACT: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < size
@@ -59,7 +59,7 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
         grid = (rows, -(-size // BLOCK))
         _silu_mul_kernel[grid](
             gate_up, out, gate_up.stride(0), size,
-            EXACT=exact_type(gate_up.dtype), BLOCK=BLOCK, num_warps=4, **early(chip(gate_up)),
+            EXACT=exact_type(gate_up.dtype), BLOCK=BLOCK, num_warps=4, **pdl_arguments(chip(gate_up)),
         )  # fmt: skip
     return out
 

@@ -13,8 +13,8 @@ and kernels with and without PDL can be mixed in any order (tests/kernels/test_p
 A kernel that triggers only after its wait lets the next kernel also read, before that one's wait, what earlier kernels
 wrote (kernels/layers/experts.py, kernels/attention/merge_splits.py).
 
-The launcher passes `**early(chip(x))`, which sets the constant DEPENDENT.  The kernel begins with
-`pdl_wait_if(DEPENDENT)`, which triggers and waits.
+The launcher passes `**pdl_arguments(chip(x))`, which sets the constant DEPENDENT.  Most kernels begin with
+`pdl_trigger_and_wait(DEPENDENT)`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 HOPPER = (9, 0)
 
 
-def early(on: Chip) -> dict[str, Any]:
+def pdl_arguments(on: Chip) -> dict[str, Any]:
     """Launch arguments that turn PDL on or off: DEPENDENT for the kernel, launch_pdl for Triton."""
     return {"DEPENDENT": True, "launch_pdl": True} if on.capability >= HOPPER else {"DEPENDENT": False}
 
 
 @kernel
-def ask_for(pointers):
+def prefetch(pointers):
     """Prefetch the L2 lines of `pointers`, without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
@@ -55,6 +55,6 @@ def pdl_wait(DEPENDENT: tl.constexpr):
 
 
 @kernel
-def pdl_wait_if(DEPENDENT: tl.constexpr):
+def pdl_trigger_and_wait(DEPENDENT: tl.constexpr):
     pdl_trigger(DEPENDENT)
     pdl_wait(DEPENDENT)

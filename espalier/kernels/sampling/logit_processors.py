@@ -15,7 +15,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import FLOATS, INTS, Columns, SlotTable
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ class SlotRows:
                 BIAS=power_of_two(num_bias),
                 STOPS=power_of_two(num_stops),
                 num_warps=4,
-                **early(chip(index)),
+                **pdl_arguments(chip(index)),
             )
         wide = (table.bias_ids, table.bias_values, table.stop_ids, table.counts, table.seen)
         return cls(table, ints, floats, (ints, floats, *wide, num_bias, num_stops, vocab))
@@ -217,7 +217,7 @@ def _gather_kernel(
     NUM_BIAS: tl.constexpr, NUM_STOPS: tl.constexpr, BIAS: tl.constexpr, STOPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per row.  table_ints: columns of the table's `ints`; its `floats` has those of COLUMNS."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
     real = slot > 0

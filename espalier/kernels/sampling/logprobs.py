@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.tree.select_beams import ordered_topk
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
 
@@ -117,7 +117,7 @@ def write_logprobs_triton(
         MOST=most,
         SPLIT=split,
         num_warps=4,
-        **early(on),
+        **pdl_arguments(on),
     )
     candidates = power_of_two(splits * most)
     _merge_logprobs_kernel[(places,)](
@@ -145,7 +145,7 @@ def write_logprobs_triton(
         SPLITS=power_of_two(splits),
         CANDIDATES=candidates,
         num_warps=min(max(candidates // 256, 1), 4),
-        **early(on),
+        **pdl_arguments(on),
     )
 
 
@@ -164,7 +164,7 @@ def _split_logprobs_kernel(
     width, splits, vocab, batch_stride, row_stride,
     MOST: tl.constexpr, SPLIT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
     b, w = place // width, place % width
     num_logprobs = tl.load(num_logprobs_ptr + b)
@@ -202,7 +202,7 @@ def _merge_logprobs_kernel(
     words_ptr, floats_ptr: the ring, as integers and as floats.  TOKEN to TOP_VALUES: places in a row of
     espalier/logprobs.py.
     """
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     place = tl.program_id(0).to(tl.int64)
     b, w = place // width, place % width
     num_logprobs = tl.load(num_logprobs_ptr + b)

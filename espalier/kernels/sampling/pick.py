@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require, unspecialised
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
     AboveArguments,
@@ -77,9 +77,11 @@ def pick_triton(
     ids = torch.empty(places, splits, dtype=torch.int32, device=logits.device)
     shared = ((offsets, *offsets.stride()), given, rows.arguments, drafted, queries, splits)
     # A fused multiply-add rounds once where the reference rounds twice.
-    exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **early(on)}
+    exactly = {"COLUMNS": COLUMNS, "enable_fp_fusion": False, **pdl_arguments(on)}
     _best_of_split_kernel[(places, splits)](keys, ids, *shared, split, **blocks(logits), num_warps=4, **exactly)
-    _merge_kernel[(places,)](tokens, finite, keys, ids, splits, SPLITS=power_of_two(splits), num_warps=1, **early(on))
+    _merge_kernel[(places,)](
+        tokens, finite, keys, ids, splits, SPLITS=power_of_two(splits), num_warps=1, **pdl_arguments(on)
+    )
     # A program reads a row block by block and waits for each block, so blocks are few and wide.
     programs, wide = min(places, on.processors), min(4 * BLOCK, power_of_two(rows.vocab))
     _draw_filtered_kernel[(programs,)](tokens, finite, keys, *shared, places, BLOCK=wide, num_warps=16, **exactly)
@@ -216,7 +218,7 @@ def _best_of_split_kernel(
     DEPENDENT: tl.constexpr,
 ):
     """Best (key, lowest id) of a split, by logit / T + noise; without the noise in a row with filters."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     offset = offset_of(out, queries, offsets)
@@ -246,7 +248,7 @@ def _best_of_split_kernel(
 @kernel
 def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.constexpr, DEPENDENT: tl.constexpr):
     """The best of a row's splits; its key is written to the row's first split."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     there = split < splits
@@ -282,7 +284,7 @@ def _draw_filtered_kernel(
     Each program covers many rows, and first reads has_filters of 32 rows at once: most rows have no filters, and one
     program or one load per row would cost more.
     """
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
     program, programs = tl.program_id(0), tl.num_programs(0)
     has_filters = tl.zeros([32], tl.int64)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.state.page_rows import page_row, page_rows
 from espalier.slots import COLUMNS, BatchState
 
@@ -78,7 +78,7 @@ def advance_triton(
             WIDTH=width,
             W=power_of_two(width),
             num_warps=1,
-            **early(chip(picked)),
+            **pdl_arguments(chip(picked)),
         )
     return Advanced(num_picked, copies)
 
@@ -119,7 +119,7 @@ def _advance_kernel(
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr, W: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per request."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + request * index_stride)
     ints = ints_ptr + slot * COLUMNS.num_ints

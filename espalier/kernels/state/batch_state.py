@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require, unspecialised
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.state.page_rows import page_row, page_rows
 from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
@@ -54,7 +54,7 @@ def carried(slots: BatchState, name: str) -> Tensor:
 def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
     """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for its next launch.
 
-    name: of the carried field; length: [B].  Exact.
+    name: the carried field's name; length: [B].  Exact.
     """
     (carry_triton if length.is_cuda else carry_reference)(slots, name, values, length)
 
@@ -78,7 +78,7 @@ def gather_triton(table: SlotTable, index: Tensor, appended: ScatterUpdate | Non
             BLOCK=block,
             APPENDED=APPENDED_BLOCK,
             num_warps=4,
-            **early(chip(index)),
+            **pdl_arguments(chip(index)),
         )
     prefix_len, root, commit_from, num_tokens, max_accept_depth, num_logprobs = scalars
     return BatchState(
@@ -118,7 +118,7 @@ def chain_triton(slots: BatchState, first: int, length: Tensor, width: int, padd
             -1 if padding is None else padding,
             BLOCK=block,
             num_warps=1 if block <= 128 else 4,
-            **early(chip(length)),
+            **pdl_arguments(chip(length)),
         )
     return made
 
@@ -145,7 +145,7 @@ def carry_triton(slots: BatchState, name: str, values: Tensor, length: Tensor) -
             SIZE=size,
             BLOCK=block,
             num_warps=4,
-            **early(chip(length)),
+            **pdl_arguments(chip(length)),
         )
 
 
@@ -164,7 +164,7 @@ def _gather_slots_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, APPENDED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Appended pages are written by the programs that read their slots, and all of them by the first program."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     slot = tl.load(index_ptr + b * index_stride)
     is_first = (b == 0) & (tl.program_id(1) == 0)
@@ -201,7 +201,7 @@ def _chain_kernel(
     index_stride, length_stride, history_stride, table_width, first, width, page_size, padding,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(prefix_len_ptr + b) + first + offset
@@ -222,7 +222,7 @@ def _carry_kernel(
     index_ptr, length_ptr, values_ptr, kept_ptr, index_stride, length_stride, rows,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     last = tl.maximum(tl.load(length_ptr + b * length_stride) - 1, 0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import chip, kernel, oversubscribed, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import DUMMY_ROW
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _commit_kernel(
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per row and LAYERS layers.  src_1_ptr is None if there is no second plane."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
     if row != 0:
@@ -107,7 +107,7 @@ def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tenso
         **{f"SIZE_{i}": size for i, size in enumerate([*sizes, *[0] * missing])},
         **{f"BLOCK_{i}": block for i, block in enumerate([*blocks, *[0] * missing])},
         num_warps=min(max(min(blocks) * committed[0].element_size() // WARP_BYTES, 1), 4),
-        **early(chip(source)),
+        **pdl_arguments(chip(source)),
     )
 
 

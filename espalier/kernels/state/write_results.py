@@ -10,7 +10,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -53,7 +53,7 @@ def write_results_triton(ring: Tensor, entry: Tensor, fields: Mapping[int, Tenso
             NOTHING=EMPTY,
             BLOCK=block,
             num_warps=min(max(block // 128, 1), 8),
-            **early(chip(ring)),
+            **pdl_arguments(chip(ring)),
         )
 
 
@@ -90,7 +90,7 @@ def _write_results_kernel(
     NOTHING: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per row."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     value = tl.full([BLOCK], NOTHING, tl.int64)

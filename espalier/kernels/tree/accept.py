@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import every_ancestor, unpack
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.tree.select_tree import Tree
 from espalier.layout import ANCESTOR_BITS
 
@@ -36,19 +36,21 @@ class Path(NamedTuple):
     num_finite: Tensor
 
 
-def accept(tree: Tree, picks: Tensor, finite: Tensor, depth_limit: Tensor, real: Tensor, steps: int) -> Path:
+def accept(tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, real: Tensor, steps: int) -> Path:
     """Keep the longest path that the target would have produced itself, for greedy and for sampled requests.
 
     tree: depths are at most steps.  picks: [B, D] int64, the target's token after each node; finite: [B, D] bool,
-    whether the logits of the pick were finite.  depth_limit: [B] int64, deeper nodes never match; real: [B] bool, False
-    for padding.  Siblings have distinct tokens, so at most one child of a node matches; should two paths be equally
-    deep, the one with the lowest node index wins.  Raises EspalierError if sizes do not agree.  Exact.
+    whether the logits of the pick were finite.  max_accept_depth: [B] int64, deeper nodes never match; real: [B] bool,
+    False for padding.  Siblings have distinct tokens, so at most one child of a node matches; should two paths be
+    equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do not agree.  Exact.
     """
     implementation = accept_triton if picks.is_cuda else accept_reference
-    return implementation(tree, picks, finite, depth_limit, real, steps)
+    return implementation(tree, picks, finite, max_accept_depth, real, steps)
 
 
-def accept_triton(tree: Tree, picks: Tensor, finite: Tensor, depth_limit: Tensor, real: Tensor, steps: int) -> Path:
+def accept_triton(
+    tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, real: Tensor, steps: int
+) -> Path:
     tokens, parents, depths, _, ancestors = tree
     batch, nodes = tokens.shape
     num_words = -(-nodes // ANCESTOR_BITS)
@@ -56,12 +58,12 @@ def accept_triton(tree: Tree, picks: Tensor, finite: Tensor, depth_limit: Tensor
         require(f"accept: {name}", value, (batch, nodes), torch.int64, tokens)
     require("accept: ancestors", ancestors, (batch, nodes, num_words), torch.int64, tokens)
     require("accept: finite", finite, (batch, nodes), torch.bool, tokens)
-    require("accept: depth_limit", depth_limit, (batch,), torch.int64, tokens)
+    require("accept: max_accept_depth", max_accept_depth, (batch,), torch.int64, tokens)
     require("accept: real", real, (batch,), torch.bool, tokens)
     sizes = ((batch, steps + 1), (batch,), (batch, steps + 1), (batch,))
     path = Path(*(tokens.new_empty(size) for size in sizes))
     if batch:
-        inputs = (tokens, parents, depths, ancestors, picks, finite, depth_limit, real)
+        inputs = (tokens, parents, depths, ancestors, picks, finite, max_accept_depth, real)
         _accept_kernel[(batch,)](
             *(value.contiguous() for value in inputs),
             *path,
@@ -71,14 +73,16 @@ def accept_triton(tree: Tree, picks: Tensor, finite: Tensor, depth_limit: Tensor
             BLOCK_WORDS=power_of_two(num_words),
             BLOCK_LEVELS=power_of_two(steps + 1),
             num_warps=4,
-            **early(chip(tokens)),
+            **pdl_arguments(chip(tokens)),
         )
     return path
 
 
-def accept_reference(tree: Tree, picks: Tensor, finite: Tensor, depth_limit: Tensor, real: Tensor, steps: int) -> Path:
+def accept_reference(
+    tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, real: Tensor, steps: int
+) -> Path:
     tokens, parents, depths, _, ancestors = tree
-    match = (tokens == picks.gather(1, parents)) & (depths <= depth_limit[:, None]) | (depths == 0)
+    match = (tokens == picks.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
     last = deepest(every_ancestor(ancestors, match), depths)
     rows = path_rows(ancestors, depths, last, steps)
     depth = depths.gather(1, last[:, None])
@@ -117,7 +121,7 @@ def _accept_kernel(
     BLOCK_WORDS: tl.constexpr, BLOCK_LEVELS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """WORDS: int64 words of ancestor bits per node; LEVELS: steps + 1.  The block sizes are their powers of two."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, BLOCK_WORDS * 64)
     exists = node < NODES

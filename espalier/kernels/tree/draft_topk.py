@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
     AboveArguments,
@@ -93,7 +93,7 @@ def draft_topk_triton(
     sums = torch.empty(places, splits, dtype=exact, device=logits.device)
     # A fused multiply-add rounds once; the reference rounds twice.
     options = {"HAS_D2T": d2t is not None, "TOPK": topk, "enable_fp_fusion": False}
-    options |= early(chip(logits))
+    options |= pdl_arguments(chip(logits))
     of_splits = (values, indices, sums)
     _block_topk_kernel[(places, splits)](
         *(*of_splits, vocab, of_target, offset, stride, given, rows.arguments, hanging, queries, splits),
@@ -125,7 +125,7 @@ def _block_topk_kernel(
     HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One split: its TOPK best (value, draft index), best first, and the sum of exp(value - best value)."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
@@ -138,7 +138,7 @@ def _block_topk_kernel(
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(exact)
     ids = index
     if HAS_D2T:
-        # Who asks for nothing needs no ids, which are more bytes than the logits.
+        # A row whose logits stay as they are needs no token ids, which are more bytes than the logits.
         needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
         ids = tl.load(d2t_ptr + index, mask=inside & needs_ids, other=0).to(tl.int32)
     x = shaped_with_noise(x, ids, inside, b, position, slots, row, row_above, COLUMNS, COUPLED)
@@ -174,7 +174,7 @@ def _merge_topk_kernel(
     scores_ptr, scores_batch_stride, scores_query_stride, queries, splits,
     SPLITS: tl.constexpr, CHILDREN: tl.constexpr, HAS_D2T: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
     row = out + tl.arange(0, 1)
     columns, logp = merge_splits(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_trigger, pdl_wait, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
     AboveArguments,
@@ -176,7 +176,7 @@ def edge_topk_triton(
         num_stages=1,
         # A fused multiply-add rounds once; the reference rounds twice.
         enable_fp_fusion=False,
-        **early(chip(x)),
+        **pdl_arguments(chip(x)),
     )
     _merge_and_rank(out, made, (x, tops, sums), id_arguments, rows.scores, only)
     return made
@@ -200,7 +200,7 @@ def _merge_and_rank(
         CHILDREN=children,
         num_warps=_warps(max(of_splits_block, children * split)),
         enable_fp_fusion=False,
-        **early(on),
+        **pdl_arguments(on),
     )
     candidates = power_of_two(num_rows * topk)
     _rank_rows_kernel[(batch,)](
@@ -208,7 +208,7 @@ def _merge_and_rank(
         CANDIDATES=candidates,
         TOPK=topk,
         num_warps=_warps(candidates),
-        **early(on),
+        **pdl_arguments(on),
     )
 
 
@@ -274,7 +274,7 @@ def _edge_topk_kernel(
         base = tl.load(base_ptr + index, mask=inside, other=0.0).to(EXACT)
         ids = index
         if ids_ptr is not None:
-            # Who asks for nothing needs no ids.
+            # A row whose logits stay as they are needs no token ids.
             needs_ids = ~leaves_logits(row) | (above.mask_words > 0)
             ids = tl.load(ids_ptr + b * ids_stride + index, mask=inside & needs_ids, other=0).to(tl.int32)
         before = tl.load(of_row[None, :] + rank[:, None], mask=rank[:, None] < RANK, other=0.0)
@@ -306,8 +306,8 @@ def _merge_rows_kernel(
     only_ptr, only_stride, num_rows, splits, topk,
     SPLITS: tl.constexpr, SPLIT: tl.constexpr, CHILDREN: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The best topk columns of a row are in the splits whose best columns are the best topk."""
-    pdl_wait_if(DEPENDENT)
+    """Merge one row.  Only the topk splits with the largest maxima can hold its topk best columns."""
+    pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     row = b * num_rows + tl.program_id(1)
     split, child = tl.arange(0, SPLITS), tl.arange(0, CHILDREN)
@@ -365,7 +365,7 @@ def _rank_rows_kernel(
     CANDIDATES: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The next row of each candidate.  Takes the best one TOPK times, with all of its token."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CANDIDATES)
     exists = i < num_rows * topk

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -45,7 +45,7 @@ def gather_rows_triton(rows: Tensor, *parts: Tensor) -> Tensor:
             PARTS=len(parts),
             BLOCK=block,
             num_warps=4,
-            **early(chip(values)),
+            **pdl_arguments(chip(values)),
         )
     return out
 
@@ -59,7 +59,7 @@ def _gather_rows_kernel(
     parts, rows_ptr, out_ptr, width, size, values_b, values_r, rows_b, rows_w,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     out_row = tl.program_id(0).to(tl.int64)
     b = out_row // width
     row = tl.load(rows_ptr + b * rows_b + out_row % width * rows_w)

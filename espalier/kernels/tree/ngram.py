@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -56,7 +56,7 @@ def find_matches_triton(history: Tensor, index: Tensor, root: Tensor, topk: int)
             MAX_NGRAM=MAX_NGRAM,
             BLOCK=BLOCK,
             num_warps=4,
-            **early(chip(root)),
+            **pdl_arguments(chip(root)),
         )
         _merge_matches_kernel[(batch,)](
             *(root, keys, next_tokens, *matches, root.stride(0), width, blocks * topk),
@@ -64,7 +64,7 @@ def find_matches_triton(history: Tensor, index: Tensor, root: Tensor, topk: int)
             BLOCK=BLOCK,
             CANDIDATES=power_of_two(blocks * topk),
             num_warps=4,
-            **early(chip(root)),
+            **pdl_arguments(chip(root)),
         )
     return matches
 
@@ -110,7 +110,7 @@ def _block_matches_kernel(
     TOPK: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A block's TOPK best keys, length · width + position, and the tokens after the matches."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     root = tl.load(root_ptr + b * root_stride)
     if tl.program_id(1) * BLOCK < root:
@@ -142,7 +142,7 @@ def _merge_matches_kernel(
     TOPK: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A request's TOPK best matches among those of its blocks.  Blocks beyond its length wrote nothing."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     root = tl.load(root_ptr + b * root_stride)
     candidate = tl.arange(0, CANDIDATES)

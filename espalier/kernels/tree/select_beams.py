@@ -16,7 +16,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def select_beams_triton(
             CHUNK=max(min(block, COMPARISONS_PER_STEP // block), 1),
             BLOCK_WORDS=power_of_two(num_words),
             num_warps=4 if block <= 256 else 8,
-            **early(chip(tokens)),
+            **pdl_arguments(chip(tokens)),
         )
     return beams
 
@@ -155,7 +155,7 @@ def _select_beams_kernel(
     BLOCK_WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """A candidate's rank is the number of better candidates.  Ranks below TOPK are beams, stored at their rank."""
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     candidates = request * (ROWS * TOPK)
     i = tl.arange(0, BLOCK)

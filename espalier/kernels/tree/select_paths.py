@@ -22,7 +22,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.tree.select_beams import order_of, score_of, usable
 from espalier.kernels.tree.select_tree import VOID, Tree
 
@@ -92,7 +92,7 @@ def select_paths_triton(root: Tensor, candidates: Candidates, nodes: int) -> Tre
             BLOCK=block,
             READ=min(power_of_two(steps * rows * topk), MOST_READ),
             num_warps=1 if block <= ONE_WARP else 4,
-            **early(chip(root)),
+            **pdl_arguments(chip(root)),
         )
     return tree
 
@@ -189,7 +189,7 @@ def _select_paths_kernel(
 
     above: the score of each entry's parent.  All are whole numbers, whose maximum over a warp is one instruction.
     """
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     scores_ptr += request * (STEPS * ROWS * TOPK)
     next_rows_ptr += request * (STEPS * ROWS * TOPK)

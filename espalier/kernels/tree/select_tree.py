@@ -18,7 +18,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack, unpack
 from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
-from espalier.kernels.runtime.pdl import early, pdl_wait_if
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.tree.select_beams import order_of, usable, usable_score
 from espalier.layout import ANCESTOR_BITS
 
@@ -108,7 +108,7 @@ def select_tree_triton(root: Tensor, tokens: Parts, scores: Parts, beams: Parts,
             BLOCK_WORDS=word_block,
             # At most 32 int64 words of ancestor bits per thread.
             num_warps=min(max(block * word_block // 1024, 4), 16),
-            **early(chip(root)),
+            **pdl_arguments(chip(root)),
         )
     return tree
 
@@ -190,7 +190,7 @@ def _select_tree_kernel(
     topk equals TOPK and is used for divisions.  Dividing a small number by a constant compiles to 16-bit arithmetic, in
     which ptxas 12.8 drops an addition (docs/log.md).
     """
-    pdl_wait_if(DEPENDENT)
+    pdl_trigger_and_wait(DEPENDENT)
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     exists = i < SIZE
