@@ -2,7 +2,7 @@
 
 A trainer makes it once and keeps it in its work folder.  `python -m espalier.train own-text` makes it before, in as
 many processes as there are seeds; runs that share the work folder read all of it.  Each file says what it was made
-from.  A run that is interrupted keeps its continuations, and the same command goes on from there.
+from.
 """
 
 from __future__ import annotations
@@ -47,37 +47,25 @@ def require_prompts(num_tokens: int, config: OwnTextConfig) -> None:
         )
 
 
-@dataclass
-class Continuations:
-    """The continuations made so far, each with its prompt, and how often the target chose each token id greedily."""
-
-    texts: list[np.ndarray]
-    greedy_counts: np.ndarray
-
-    def in_random_order(self, seed: int) -> OwnText:
-        order = np.random.default_rng(seed).permutation(len(self.texts))
-        # Not the data's dtype: the target may say ids that the data's dtype does not hold.
-        return OwnText(np.concatenate([self.texts[i] for i in order]).astype(np.int32), self.greedy_counts)
-
-
-def continue_prompts(target: FrozenTarget, stream: np.ndarray, config: OwnTextConfig, made: Continuations) -> None:
-    """Continue prompts cut from `stream` until there are config.continuations.  A batch has prompts of one length."""
+def make_own_text(target: FrozenTarget, stream: np.ndarray, config: OwnTextConfig) -> OwnText:
+    """Continue prompts cut from `stream`.  A batch has prompts of one length."""
+    torch.manual_seed(config.seed)
+    parts: list[np.ndarray] = []
+    counts = np.zeros(int(target.config["vocab_size"]), dtype=np.int64)
     begun = time.perf_counter()
-    while (before := len(made.texts)) < config.continuations:
-        number = before // config.generate_batch
+    for number, before in enumerate(range(0, config.continuations, config.generate_batch)):
         length = PROMPT_LENGTHS[number % len(PROMPT_LENGTHS)]
-        # Seeds of the batch alone: a run that was interrupted makes the same text.
-        seed = config.seed * WINDOW_SEEDS + 1 + number
-        torch.manual_seed(seed)
-        windows = Windows(stream, length, target.device, seed)
+        windows = Windows(stream, length, target.device, config.seed * WINDOW_SEEDS + 1 + number)
         prompts = next(windows.batches(min(config.generate_batch, config.continuations - before)))[:, :length]
         sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share)
         texts = target.continuations(prompts, config.continuation_tokens, 1.0 if sampled else 0.0)
+        parts += texts
         if not sampled:
-            counts = np.bincount(np.concatenate([t[length:] for t in texts]), minlength=len(made.greedy_counts))
-            made.greedy_counts = made.greedy_counts + counts
-        made.texts += texts
-        print(f"continued {len(made.texts)} prompts, {time.perf_counter() - begun:.0f} s", flush=True)
+            counts += np.bincount(np.concatenate([t[length:] for t in texts]), minlength=len(counts))
+        print(f"continued {len(parts)} prompts, {time.perf_counter() - begun:.0f} s", flush=True)
+    order = np.random.default_rng(config.seed).permutation(len(parts))
+    # Not the data's dtype: the target may say ids that the data's dtype does not hold.
+    return OwnText(np.concatenate([parts[i] for i in order]).astype(np.int32), counts)
 
 
 def write_own_text(
@@ -85,24 +73,11 @@ def write_own_text(
 ) -> None:
     """Make the own text of this seed, and keep it in the work folder.  origin: see work.origin_of."""
     work.mkdir(parents=True, exist_ok=True)
-    path, part = _file(work, config), _part(work, config)
-    made_from = {**origin, **fixed_settings(config, OwnTextConfig)}
-    made = Continuations([], np.zeros(int(target.config["vocab_size"]), dtype=np.int64))
-    if part.exists():
-        _require_made_from(part, made_from)
-        saved = np.load(part)
-        made = Continuations(np.split(saved["stream"], saved["ends"][:-1]), saved["greedy_counts"])
-    try:
-        continue_prompts(target, stream, config, made)
-    except BaseException:
-        if made.texts:
-            ends = np.cumsum([len(text) for text in made.texts])
-            _write(part, made_from, stream=np.concatenate(made.texts), greedy_counts=made.greedy_counts, ends=ends)
-            print(f"{part} keeps {len(made.texts)} continuations; the same command goes on from there", flush=True)
-        raise
-    own = made.in_random_order(config.seed)
-    _write(path, made_from, stream=own.stream, greedy_counts=own.greedy_counts)
-    part.unlink(missing_ok=True)
+    own, path = make_own_text(target, stream, config), _file(work, config)
+    made_from = json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
+    # A run that starts now must not read half a file.
+    with whole_file(path, "free some space there, or give another --work") as unfinished, unfinished.open("wb") as file:
+        np.savez(file, stream=own.stream, greedy_counts=own.greedy_counts, made_from=np.array(made_from))
 
 
 def own_text_command(target_dir: Path, stream: np.ndarray, config: OwnTextConfig, work: Path) -> None:
@@ -130,34 +105,17 @@ def saved_texts(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) ->
     Raises EspalierError for one of another target or other data, and for this seed's if its settings were others.
     """
     paths = sorted(work.glob("own_text-*.npz"))
-    of_this_seed = {**origin, **fixed_settings(config, OwnTextConfig)}
-    if _part(work, config).exists():
-        _require_made_from(_part(work, config), of_this_seed)
     for path in paths:
-        _require_made_from(path, of_this_seed if path == _file(work, config) else origin)
+        try:
+            with np.load(path) as saved:
+                made_from = json.loads(str(saved["made_from"])) if "made_from" in saved else None
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise EspalierError(f"{path} cannot be read ({one_line(error)}); delete it to make it anew") from None
+        is_this = path == _file(work, config)
+        now = {**origin, **fixed_settings(config, OwnTextConfig)} if is_this else origin
+        require_same(path, made_from, now, "give the same flags, or another --work")
     return paths
-
-
-def _require_made_from(path: Path, now: Mapping[str, str | None]) -> None:
-    """Raises EspalierError if a file of own text cannot be read, or was made from something else."""
-    try:
-        with np.load(path) as saved:
-            made_from = json.loads(str(saved["made_from"])) if "made_from" in saved else None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise EspalierError(f"{path} cannot be read ({one_line(error)}); delete it to make it anew") from None
-    require_same(path, made_from, now, "give the same flags, or another --work")
-
-
-def _write(path: Path, made_from: Mapping[str, str | None], **arrays: np.ndarray) -> None:
-    # A run that starts now must not read half a file.
-    with whole_file(path, "free some space there, or give another --work") as unfinished, unfinished.open("wb") as file:
-        np.savez(file, made_from=np.array(json.dumps(made_from)), **arrays)  # type: ignore[arg-type]
 
 
 def _file(work: Path, config: OwnTextConfig) -> Path:
     return work / f"own_text-{config.seed}.npz"
-
-
-def _part(work: Path, config: OwnTextConfig) -> Path:
-    """The file of a run that was interrupted."""
-    return work / f"own_text-{config.seed}.part"

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from espalier.errors import EspalierError
 from espalier.train import own_text
 from espalier.train.command import make_parser, run
 from espalier.train.draft_run import StepClock
 from espalier.train.llama import Llama, LlamaShape, save_llama
 from espalier.train.mtp import train_mtp
-from espalier.train.own_text import load_own_text, saved_texts, write_own_text
+from espalier.train.own_text import load_own_text, write_own_text
 from espalier.train.settings import MtpConfig, OwnTextConfig
 from espalier.train.target import FrozenTarget
 from espalier.train.work import origin_of
@@ -57,7 +56,7 @@ def test_texts_of_all_seeds_add_up_and_a_run_makes_no_other(
         write_own_text(target, stream, replace(OWN, seed=seed), tmp_path, origin)
     parts = [np.load(tmp_path / f"own_text-{seed}.npz") for seed in (1, 2)]
     assert not np.array_equal(parts[0]["stream"], parts[1]["stream"])
-    monkeypatch.setattr(own_text, "continue_prompts", None)
+    monkeypatch.setattr(own_text, "make_own_text", None)
     own = load_own_text(target, stream, OWN, tmp_path, origin)
     assert own.stream.tolist() == [*parts[0]["stream"].tolist(), *parts[1]["stream"].tolist()]
     assert own.greedy_counts.tolist() == (parts[0]["greedy_counts"] + parts[1]["greedy_counts"]).tolist()
@@ -72,7 +71,7 @@ def test_heads_of_several_forms_train_on_the_text_of_one_command(
     common = ["--target", str(target_dir), "--data", str(tmp_path / "ids.npy"), "--work", str(tmp_path / "work")]
     sizes = ["--continuations", "2", "--generate-batch", "2", "--continuation-tokens", "4", "--seed", "3"]
     run(make_parser().parse_args(["own-text", *common, *sizes]))
-    monkeypatch.setattr(own_text, "continue_prompts", None)
+    monkeypatch.setattr(own_text, "make_own_text", None)
     sizes = ["--batch", "2", "--length", "16", "--num-tokens", "96", "--layers", "2", "--ttt-steps", "2"]
     for form in ("chain", "target"):
         run(make_parser().parse_args(["mtp", *common, "--out", str(tmp_path / form), "--form", form, *sizes]))
@@ -110,49 +109,10 @@ def test_a_clock_counts_from_the_end_of_the_first_step(monkeypatch: pytest.Monke
 
 
 def test_as_many_prompts_are_continued_as_were_asked_for(
-    target_dir: Path, stream: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target_dir: Path, stream: np.ndarray, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target, config = FrozenTarget(target_dir, torch.device("cpu")), replace(OWN, continuations=3)
-    write_own_text(target, stream, config, tmp_path, origin_of(target_dir, stream))
+    own_text.make_own_text(FrozenTarget(target_dir, torch.device("cpu")), stream, replace(OWN, continuations=3))
     assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
         "continued 2 prompts",
         "continued 3 prompts",
     ]
-
-
-def test_an_interrupted_run_goes_on_from_its_last_batch_to_the_same_text(
-    target_dir: Path,
-    stream: np.ndarray,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Greedy and sampled batches, before and after the interruption."""
-    target, origin = FrozenTarget(target_dir, torch.device("cpu")), origin_of(target_dir, stream)
-    config = replace(OWN, continuations=7)
-    work, whole = tmp_path / "work", tmp_path / "whole"
-    write_own_text(target, stream, config, whole, origin)
-    batches, continuations = iter(range(2)), target.continuations
-
-    def interrupted_in_the_third(*args: object) -> list[np.ndarray]:
-        if next(batches, None) is None:
-            raise KeyboardInterrupt
-        return continuations(*args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(target, "continuations", interrupted_in_the_third)
-    with pytest.raises(KeyboardInterrupt):
-        write_own_text(target, stream, config, work, origin)
-    monkeypatch.undo()
-    assert "own_text-0.part keeps 4 continuations" in capsys.readouterr().out
-    with pytest.raises(EspalierError, match=r"own_text-0.part was made with --continuations 7, now it is"):
-        saved_texts(replace(config, continuations=8), work, origin)
-    assert saved_texts(config, work, origin) == []
-    write_own_text(target, stream, config, work, origin)
-    assert [line.split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
-        "continued 6 prompts",
-        "continued 7 prompts",
-    ]
-    assert [path.name for path in work.iterdir()] == ["own_text-0.npz"]
-    made, expected = (np.load(folder / "own_text-0.npz") for folder in (work, whole))
-    assert made["stream"].tolist() == expected["stream"].tolist()
-    assert made["greedy_counts"].tolist() == expected["greedy_counts"].tolist()
