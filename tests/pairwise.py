@@ -63,10 +63,10 @@ def pairwise_params(*factors: Sequence[Any]) -> list[Any]:
 
 
 def in_turn_params(*factors: Sequence[Any]) -> list[Any]:
-    """The whole product, for pytest.mark.parametrize; all but one cell of each value has the marker `full`.
+    """The whole product, for pytest.mark.parametrize.  One cell for each value of the longest factor stays, with each
+    value of the other factors in at least one of them; all other cells have the marker `full`.
 
-    For a test whose factors meet each other in other tests: with the test itself as a factor the array is pairwise.
-    The longest factor runs through its values; each of the others turns half as often as the one before it.
+    For a test whose file has other tests in which every pair of values meets.
     """
     longest, period = max(factors, key=len), 1
     places: list[list[int]] = []
@@ -75,6 +75,7 @@ def in_turn_params(*factors: Sequence[Any]) -> list[Any]:
         period *= 1 if values is longest else len(values)
         places.append([i // turn % len(values) for i in range(len(longest))])
     kept = set(zip(*places, strict=True))
+    assert all(len(set(column)) == len(values) for column, values in zip(places, factors, strict=True))
     return [
         pytest.param(*values, marks=() if at in kept else pytest.mark.full, id=cell_id(values))
         for at, values in zip(product(*(range(len(each)) for each in factors)), product(*factors), strict=True)

@@ -134,7 +134,7 @@ def _weigh(scores, scale, max_score):
     scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
     weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-scaled_max, 1)))
     decay = gl.exp2(gl.fma(max_score, scale, -scaled_max))
-    # Column 8 i + 2 j + k is thread j's of the four that share a row.
+    # Column 8 i + 2 j + k belongs to thread j of the four threads that share a row.
     by_thread = weights.reshape([64, weights.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
     sums = gl.sum(by_thread.reshape([64, 4, weights.shape[1] // 4]), 2)
     return weights, sums, new_max, decay
@@ -208,7 +208,7 @@ def _attend_blocks(
         hopper.mbarrier.arrive(stages.empty.index(stage_of(stages, num_done)), count=1)
         out = out * gl.expand_dims(gl.convert_layout(decay, gl.SliceLayout(1, OUT)), 1)
         if exchange is not None:
-            # Here no other warpgroup waits for it.
+            # The other warpgroup has the weights already, and does not need their sum.
             sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
             # Only after the stage is given back: with two stages, the block that is waited for needs it.
             wait_until_full(stages, num_done + 2, t + 1 < num_blocks)
@@ -244,7 +244,7 @@ def attend_work_item(
     sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
     wait_until_full(stages, num_done + 1, extent.num_blocks > 1)
     masked = gl.maximum(extent.num_unmasked, 1)
-    # TMA copies all unmasked blocks of two-byte rows, if it copies any without counting.
+    # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  FP8 rows are converted by threads.
     BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUOUS != 1 or CONSTANTS.RAW_STAGES > 0
     if CONSTANTS.WINDOW == 0:
         # Most blocks need no mask: a loop that never tests for one is 2 % faster.
