@@ -111,7 +111,12 @@ def test_tokens_do_not_depend_on_speculation(style, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 def test_tokens_of_all_styles_together_do_not_depend_on_speculation(algorithm):
-    assert traced_mix(algorithm)[0].tokens == run(TREE.plain().engine(), mixed()).tokens
+    ran, plain = traced_mix(algorithm)[0], run(TREE.plain().engine(), mixed())
+    assert ran.tokens == plain.tokens
+    for a, b in zip(ran.requests, plain.requests, strict=True):
+        assert a.finish_reason == b.finish_reason and len(a.from_draft) == len(a.output)
+        assert [e.token_id for e in a.logprobs] == [e.token_id for e in b.logprobs]
+        assert [e.logprob for e in a.logprobs] == pytest.approx([e.logprob for e in b.logprobs], abs=1e-9)
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
