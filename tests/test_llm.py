@@ -436,8 +436,9 @@ def test_closing_ends_the_threads_that_make_masks(paths):
     def mask_threads():
         return {thread for thread in threading.enumerate() if thread.name.startswith("espalier-masks")}
 
+    target, draft = paths
     # Of an LLM that other tests share.
-    others, (target, draft) = mask_threads(), paths
+    others = mask_threads()
     with LLM(model=target, draft=draft, **SETTINGS) as llm:
         params = SamplingParams(max_tokens=4, stop_token_ids=[15], grammar=Grammar.of_choices(["abba", "cab"]))
         llm.generate(["a", "b"], params)

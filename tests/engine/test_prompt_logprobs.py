@@ -119,13 +119,11 @@ def test_a_chunk_of_one_row() -> None:
         check(r)
 
 
-@pytest.mark.parametrize(
-    ("wish", "overlap"),
-    [(replace(WISH, temperature=1.0, presence_penalty=0.5, logit_bias={3: 2.0}), False), (WISH, True)],
-    ids=["shaped-lockstep", "greedy-overlap"],
-)
-def test_speculation_changes_nothing(wish: SamplingParams, overlap: bool) -> None:
+@pytest.mark.parametrize(("style", "overlap"), in_turn_params(["shaped", "greedy"], [False, True]))
+def test_speculation_changes_nothing(style: str, overlap: bool) -> None:
     """Equal to the bit, and raw: neither temperature nor bias nor penalties touch them."""
+    shaped = replace(WISH, temperature=1.0, presence_penalty=0.5, logit_bias={3: 2.0})
+    wish = shaped if style == "shaped" else WISH
     with_trees, plain = wishing(5, wish=wish), wishing(5, wish=wish)
     run_watched(replace(SETUP, overlap=overlap).engine(), [(0, r) for r in with_trees])
     run_watched(replace(SETUP.plain(), overlap=overlap).engine(), [(0, r) for r in plain])

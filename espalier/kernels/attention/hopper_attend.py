@@ -300,7 +300,7 @@ def _write_work_item(
     results, v_scale_ptr, scale, out, max_score, sum_weights, plan, item, first_packed,
     SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """Write the result of a request's only split, or the partial result of one of several.  scale: of the scores."""
+    """Write the result of a request's only split, or the partial result of one of several.  scale: factor of scores."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     KV_HEADS: gl.constexpr = CONSTANTS.KV_HEADS
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
