@@ -16,7 +16,8 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
     # Eager: transformers' grouped product does not take float64, and its call of SDPA no sinks.
     sinks = json.loads((path / "config.json").read_text())["model_type"] == "gpt_oss"
     how = {"attn_implementation": "eager" if sinks else "sdpa", "experts_implementation": "eager"}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **how).eval()
+    # Transformers keeps some routers' weights in float32, whatever the dtype.
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **how).to(dtype).eval()
     if dtype == torch.float64:
         for module in model.modules():
             if type(module).__name__.endswith("RMSNorm"):
