@@ -14,6 +14,7 @@ from espalier.kernels.layers.experts import (
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
 from espalier.kernels.layers.experts_quantised import launch_options
 from espalier.kernels.layers.experts_tuning import plan_for
+from espalier.kernels.layers.linear import RESERVED_SHARED_MEMORY
 from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import RoundedRows, dequantise
 from espalier.kernels.runtime.launch import Chip, power_of_two
@@ -107,7 +108,8 @@ def test_stages_fit_the_chip(kind):
         weights = matrices * 64 * (1 if matrix.code == "fp8" else 0.5)
         inputs = tile * (2 if matrix.inputs is None else 1)
         of_stage = (weights + inputs) * options["BLOCK_IN"]
-        assert 0.8 < options["num_stages"] * of_stage / HOPPER.shared_memory <= 1
+        stages = options["num_stages"]
+        assert stages * of_stage <= HOPPER.shared_memory - RESERVED_SHARED_MEMORY < (stages + 1) * of_stage * 1.1
 
 
 def test_registers_let_as_many_programs_run_as_shared_memory_does():

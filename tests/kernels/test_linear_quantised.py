@@ -82,6 +82,19 @@ def test_steps_of_several_groups_that_the_columns_do_not_fill(kernel_device, kin
     assert_is_the_product(out, x, matrix, None)
 
 
+@pytest.mark.parametrize("kind", ["fp8-channel-inputs", "fp8-block-inputs"])
+@pytest.mark.parametrize("num_in", [320, 640])
+def test_a_step_of_two_sums_has_the_bits_of_two_steps(kernel_device, kind, num_in):
+    """Also where the second sum of the last step is past the columns."""
+    matrix, x = drawn(kind, (), 80, num_in, kernel_device), x_of(5, num_in, kernel_device)
+    if matrix.group < num_in:
+        matrix = replace(matrix, group=128, scales=matrix.scales[:, ::2].contiguous(), inputs=InputScales(128))
+    short, long = (TritonPlan(64, block_in, 1, 4, 2) for block_in in (128, 256))
+    out = linear_quantised_triton(x, matrix, None, long)
+    assert torch.equal(out, linear_quantised_triton(x, matrix, None, short))
+    assert_is_the_product(out, x, matrix, None)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_is_silu_mul_of_the_product(kernel_device, kind):
     matrix, x = drawn(kind, (), 2 * 40, 128, kernel_device), x_of(5, 128, kernel_device)
@@ -240,17 +253,26 @@ def test_parts_of_a_row_are_rounded_by_programs_of_their_own(kernel_device, monk
 
 @pytest.mark.parametrize("code", ["fp8", "int4", "mxfp4"])
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 4096])
-@pytest.mark.parametrize(("group", "grouped"), [(32, True), (128, True), (128, False)])
+@pytest.mark.parametrize(("group", "grouped"), [(32, True), (128, True), (256, True), (256, False)])
 def test_the_rule_fits_the_chip_and_the_groups(code, rows, group, grouped):
     for on in (H200, Chip(99 * 1024, 84, (8, 9))):
         for shape in ((4096, 4096), (1024, 512), (28672, 4096), (16, 32)):
-            plan = rule(rows, *shape, code, group, grouped, on)
-            assert (code != "fp8" or group % plan.block_in == 0) and plan.splits >= 1
-            tile = min(max(rows, 16), 128)
-            used = plan.stages * (
-                plan.block_out * plan.block_in // (1 if code == "fp8" else 2) + tile * plan.block_in * 2
-            )
-            assert plan.stages == 1 or used <= on.shared_memory
+            for input_bytes in (1, 2) if code == "fp8" else (2,):
+                plan = rule(rows, *shape, code, group, grouped, on, input_bytes)
+                assert (code != "fp8" or group % plan.block_in == 0) and plan.splits >= 1
+                tile = min(max(rows, 16), 128)
+                weights = plan.block_out * plan.block_in // (1 if code == "fp8" else 2)
+                used = plan.stages * (weights + tile * plan.block_in * input_bytes)
+                assert plan.stages == 1 or used <= on.shared_memory
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_few_rounded_rows_have_long_steps_and_fill_the_chip(grouped):
+    """qkv of 8 billion parameters has 96 blocks: two programs a multiprocessor would leave a quarter of them idle."""
+    for shape, splits, stages in (((6144, 4096), 4, 3), ((4096, 14336), 4, 5), ((28672, 4096), 1, 2)):
+        assert rule(16, *shape, "fp8", 256, grouped, H200, 1) == TritonPlan(64, 256, splits, 4, stages)
+        assert rule(17, *shape, "fp8", 256, grouped, H200, 1).block_in == 128
+        assert rule(16, *shape, "fp8", 256, grouped, H200, 2).block_in == 128
 
 
 @pytest.mark.parametrize(("code", "grouped"), [("fp8", False), ("fp8", True), ("int4", True), ("mxfp4", True)])

@@ -19,6 +19,7 @@ from espalier.kernels.layers.linear_quantised import (
     stage_bytes,
 )
 from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised_tile import SUM_COLUMNS
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
 # Registers of a multiprocessor; the most and the fewest of a thread.  With fewer, values would spill to memory.
@@ -54,7 +55,8 @@ def _product(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: int, 
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
         grouped, input_bytes = weight.group < num_in, 2 if weight.inputs is None else 1
-        sizes = num_out, num_in, max_block_in(weight)
+        # Longer steps gain nothing: rows of experts are short (docs/log.md).
+        sizes = num_out, num_in, min(max_block_in(weight), SUM_COLUMNS)
         plan = fp8_rule(tile, num_tiles, tile <= STREAMED_ROWS, *sizes, grouped, 1, gpu, input_bytes)
     else:
         plan = nibble_rule(tile, num_tiles, num_out, num_in, weight.code, 1, gpu)

@@ -47,7 +47,7 @@ def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan
             for stages in all_stages
             if num_in // block_in >= stages * splits
         ]
-        for block_in in ((128, 64) if is_fp8 else (256, 128, 64))
+        for block_in in (256, 128, 64)
         if most % block_in == 0 and block_in >= MIN_BLOCK_IN
         for block_out, warps in tiles
         if block_out * tile <= SUMS_PER_THREAD * WARP * warps
