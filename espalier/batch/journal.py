@@ -34,7 +34,7 @@ class Journal:
         self._prefix = id_prefix(scan.digest)
         self._is_answered = bytearray(scan.last + 1)
         self._unsynced = False
-        self._file = _opened(path)
+        self._file = open_alone(path, "batch", "name another file")
         try:
             self._recover()
         except BaseException:
@@ -118,17 +118,20 @@ class Journal:
             self._count(number, failed)
 
 
-def _opened(path: Path) -> int:
-    """The file, open for appending and locked against another process.  Raises EspalierError."""
+def open_alone(path: Path, writer: str, remedy: str) -> int:
+    """The file, open for appending and locked against another process.  Raises EspalierError.
+
+    writer: what the other process is; remedy: what to do if the file cannot be opened.
+    """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise EspalierError(f"{path} cannot be written ({error.strerror}); name another file") from None
+        raise EspalierError(f"{path} cannot be written ({error.strerror}); {remedy}") from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(file)
         if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN):
-            raise EspalierError(f"{path} is being written by another batch; wait for it, or end it") from None
+            raise EspalierError(f"{path} is being written by another {writer}; wait for it, or end it") from None
         raise EspalierError(f"{path} cannot be locked ({error.strerror}); use a local file system") from None
     return file

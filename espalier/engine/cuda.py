@@ -367,15 +367,15 @@ class CudaExecutor:
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         pool, passes = torch.cuda.graph_pool_handle(), self.captured_passes[::-1]
         forms = [*map(LaunchForm, self.captured_buckets[::-1]), *passes]
-        form = forms[0]
+        what = "a launch of dummies, which compiles kernels,"
         try:
             self.compile([*self.dummy_rounds, *(of_dummies(*form) for form in passes)])
             for form in track(forms, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
+                what = f"the CUDA graph of {form.name}"
                 self.graphs[form] = self._captured(form, pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
-                f"the CUDA graph of {form.name} does not fit into the memory of {self.device}; lower num_pages, "
-                "graph_batch or max_batch"
+                f"{what} does not fit into the memory of {self.device}; lower num_pages, graph_batch or max_batch"
             ) from None
         self._say_captured(f"{len(passes)} forms of prefill passes and of rounds", began, before)
         if self.capture_stages:

@@ -125,7 +125,11 @@ def make_parser() -> argparse.ArgumentParser:
         train.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
         train.add_argument("--data", type=given_path, required=True, help=DATA_HELP)
         train.add_argument("--out", type=given_path, required=True, help=OUT_HELP)
-        train.add_argument("--work", type=given_path, help="where an unfinished run keeps its state [OUT/work]")
+        train.add_argument(
+            "--work",
+            type=given_path,
+            help="what an unfinished run goes on from, and the target's own text [OUT/work]",
+        )
         add_config_flags(train, trainer.config)
     own_text = commands.add_parser("own-text", help="continue text by the target, for all runs of a work folder")
     own_text.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from espalier.errors import EspalierError
 from espalier.train.configs import read_target
 from espalier.train.optim import make_optimizers, schedule, set_rate
-from espalier.train.own_text import require_prompts, saved_texts
+from espalier.train.own_text import require_prompts, require_unfinished, saved_texts
 from espalier.train.packing import Windows, require_windows
 from espalier.train.settings import TrainConfig, fixed_settings
 from espalier.train.state import SavedState
@@ -66,6 +66,7 @@ def prepare_run(
     require_windows(what, num_tokens, config.length, config.batch - config.own_rows, remedy)
     if not saved_texts(config, work, origin):
         require_prompts(num_tokens, config)
+        require_unfinished(config, work, origin, num_tokens)
         longest = config.continuations * (max(n for n, _ in config.prompts()) + config.continuation_tokens)
         require_own_rows(longest, config)
     # Runs that share the work folder have a state each, by what they write.

@@ -2,7 +2,8 @@
 
 A trainer makes it once and keeps it in its work folder.  `python -m espalier.train own-text` makes it before, in as
 many processes as there are seeds; runs that share the work folder read all of it.  Each file says what it was made
-from.
+from.  Until all of a seed's text is made, it is in a file of its own (unfinished_text.py), from which a run that was
+ended goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,9 @@ import torch
 
 from espalier.errors import EspalierError, one_line
 from espalier.train.packing import Windows, require_windows
-from espalier.train.settings import PROMPT_LENGTHS, OwnTextConfig, fixed_settings
+from espalier.train.settings import OwnTextConfig, fixed_settings
 from espalier.train.target import FrozenTarget, training_device
+from espalier.train.unfinished_text import Batch, UnfinishedText
 from espalier.train.work import origin_of, require_same, whole_file
 
 # Windows of two seeds differ.
@@ -47,25 +49,43 @@ def require_prompts(num_tokens: int, config: OwnTextConfig) -> None:
         )
 
 
-def make_own_text(target: FrozenTarget, stream: np.ndarray, config: OwnTextConfig) -> OwnText:
-    """Continue prompts cut from `stream`.  A batch has prompts of one length."""
-    torch.manual_seed(config.seed)
-    parts: list[np.ndarray] = []
-    counts = np.zeros(int(target.config["vocab_size"]), dtype=np.int64)
+def make_own_text(
+    target: FrozenTarget, stream: np.ndarray, config: OwnTextConfig, unfinished: UnfinishedText
+) -> OwnText:
+    """Continue prompts cut from `stream`, as many as are missing.  A batch has prompts of one length.
+
+    A batch follows from its number and its size alone, so a run that was ended goes on to the same text.  With another
+    generate_batch the rest of it is another, but no batch is made twice.
+    """
+    if found := unfinished.num_texts:
+        print(f"{unfinished.path} has {found} continuations, {config.continuations - found} are left", flush=True)
+    # Not all of PROMPT_LENGTHS if generate_batch is large; others were not checked against the target and the data.
+    lengths = [length for length, _ in config.prompts()]
     begun = time.perf_counter()
-    for number, before in enumerate(range(0, config.continuations, config.generate_batch)):
-        length = PROMPT_LENGTHS[number % len(PROMPT_LENGTHS)]
-        windows = Windows(stream, length, target.device, config.seed * WINDOW_SEEDS + 1 + number)
+    while (before := unfinished.num_texts) < config.continuations:
+        number = len(unfinished.batches)
+        length, seed = lengths[number % len(lengths)], config.seed * WINDOW_SEEDS + 1 + number
+        torch.manual_seed(seed)
+        windows = Windows(stream, length, target.device, seed)
         prompts = next(windows.batches(min(config.generate_batch, config.continuations - before)))[:, :length]
         sampled = int((number + 1) * config.sampled_share) > int(number * config.sampled_share)
         texts = target.continuations(prompts, config.continuation_tokens, 1.0 if sampled else 0.0)
-        parts += texts
-        if not sampled:
-            counts += np.bincount(np.concatenate([t[length:] for t in texts]), minlength=len(counts))
-        print(f"continued {len(parts)} prompts, {time.perf_counter() - begun:.0f} s", flush=True)
-    order = np.random.default_rng(config.seed).permutation(len(parts))
+        unfinished.append(Batch(length, sampled, texts))
+        print(f"continued {unfinished.num_texts} prompts, {time.perf_counter() - begun:.0f} s", flush=True)
+    return own_text_of(unfinished.batches, int(target.config["vocab_size"]), config.seed)
+
+
+def own_text_of(batches: Sequence[Batch], vocab_size: int, seed: int) -> OwnText:
+    """The texts in random order."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for batch in batches:
+        if not batch.sampled:
+            said = np.concatenate([text[batch.prompt_length :] for text in batch.texts])
+            counts += np.bincount(said, minlength=vocab_size)
+    texts = [text for batch in batches for text in batch.texts]
+    order = np.random.default_rng(seed).permutation(len(texts))
     # Not the data's dtype: the target may say ids that the data's dtype does not hold.
-    return OwnText(np.concatenate([parts[i] for i in order]).astype(np.int32), counts)
+    return OwnText(np.concatenate([texts[i] for i in order]).astype(np.int32), counts)
 
 
 def write_own_text(
@@ -73,11 +93,27 @@ def write_own_text(
 ) -> None:
     """Make the own text of this seed, and keep it in the work folder.  origin: see work.origin_of."""
     work.mkdir(parents=True, exist_ok=True)
-    own, path = make_own_text(target, stream, config), _file(work, config)
-    made_from = json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
-    # A run that starts now must not read half a file.
-    with whole_file(path, "free some space there, or give another --work") as unfinished, unfinished.open("wb") as file:
-        np.savez(file, stream=own.stream, greedy_counts=own.greedy_counts, made_from=np.array(made_from))
+    path, made_from = _file(work, config), json.dumps({**origin, **fixed_settings(config, OwnTextConfig)})
+    with open_unfinished(config, work, origin, len(stream)) as unfinished:
+        own = make_own_text(target, stream, config, unfinished)
+        # A run that starts now must not read half a file.
+        remedy = "free some space there, or give another --work"
+        with whole_file(path, remedy) as half, half.open("wb") as file:
+            np.savez(file, stream=own.stream, greedy_counts=own.greedy_counts, made_from=np.array(made_from))
+        unfinished.path.unlink()
+
+
+def open_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str], num_tokens: int) -> UnfinishedText:
+    """num_tokens: of the data from which prompts are cut; a run may hold some out.  Raises EspalierError."""
+    cut = {"--data cut to": f"{num_tokens} tokens"}
+    return UnfinishedText(_unfinished(work, config), {**origin, **fixed_settings(config, OwnTextConfig), **cut})
+
+
+def require_unfinished(config: OwnTextConfig, work: Path, origin: Mapping[str, str], num_tokens: int) -> None:
+    """Refuse unfinished text that this run cannot go on with, before the target is loaded.  Raises EspalierError."""
+    if _unfinished(work, config).exists():
+        with open_unfinished(config, work, origin, num_tokens):
+            pass
 
 
 def own_text_command(target_dir: Path, stream: np.ndarray, config: OwnTextConfig, work: Path) -> None:
@@ -85,6 +121,7 @@ def own_text_command(target_dir: Path, stream: np.ndarray, config: OwnTextConfig
     require_prompts(len(stream), config)
     origin = origin_of(target_dir, stream)
     saved_texts(config, work, origin)
+    require_unfinished(config, work, origin, len(stream))
     write_own_text(FrozenTarget(target_dir, training_device()), stream, config, work, origin)
 
 
@@ -119,3 +156,7 @@ def saved_texts(config: OwnTextConfig, work: Path, origin: Mapping[str, str]) ->
 
 def _file(work: Path, config: OwnTextConfig) -> Path:
     return work / f"own_text-{config.seed}.npz"
+
+
+def _unfinished(work: Path, config: OwnTextConfig) -> Path:
+    return work / f"own_text-{config.seed}.unfinished"

@@ -26,7 +26,7 @@ MAX_DEPTH = 256
 class OwnTextConfig:
     """The settings of the target's own text.
 
-    A field that is `free` may change between the parts of a run: the text and the draft do not depend on it.
+    A field that is `free` may change between the parts of a run.
     """
 
     continuations: int = option("number of prompts, cut from the data, that the target continues", 40960, low=1)

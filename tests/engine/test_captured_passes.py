@@ -71,3 +71,22 @@ def test_a_capture_that_runs_out_of_memory_names_its_graph(captured_before, monk
     named = f"a prefill pass of {width * (pieces or batch)} rows" if width else f"a round of batch {batch}"
     assert f"the CUDA graph of {named} does not fit" in str(raised.value)
     assert bool(width) == bool(captured_before), "both kinds of graphs are tried"
+
+
+@pytest.mark.parametrize("run_before", [0, 3])
+def test_a_launch_of_dummies_that_runs_out_of_memory_is_not_called_a_graph(run_before, monkeypatch):
+    """It compiles kernels, before anything is captured."""
+    setup = setup_of("eagle3", 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
+    fake_cuda(monkeypatch)
+    run_dummies, launches = CudaExecutor._run_dummies, []
+
+    def running(executor, launch_input):
+        launches.append(launch_input)
+        if len(launches) > run_before:
+            raise torch.OutOfMemoryError
+        run_dummies(executor, launch_input)
+
+    monkeypatch.setattr(CudaExecutor, "_run_dummies", running)
+    with pytest.raises(EspalierError, match="a launch of dummies, which compiles kernels, does not fit"):
+        engine_on_fake_cuda(setup, graph_batch=2)
+    assert len(launches) == run_before + 1

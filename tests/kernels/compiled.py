@@ -51,6 +51,8 @@ INT32 = ("table_ptr", "split_ptr", "start_ptr")
 INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "bits_ptr")
 STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"staged_{x}_{d}" for x in "kv" for d in "brh"))
 STRIDES += ("row_stride", "staged_b", "staged_r")
+# The instruction that makes the writes of threads to shared memory visible to the tensor cores.
+FENCE = "FENCE.VIEW.ASYNC"
 
 
 def compiled(
@@ -147,6 +149,8 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
         "shared": made.metadata.shared,
         "expected_shared": config.shared_bytes,
         "overlapping": list(overlapping(lines)),
+        "fences": latent_fences(lines),
+        "by_tma_alone": constants["CONTIGUOUS"] == ALL and not config.raw_stages,
         "contiguous": constants["CONTIGUOUS"] != NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
@@ -249,13 +253,55 @@ def overlapping(lines: list[str]):
 
 def fences(lines: list[str]):
     """For each loop over blocks, the number of fences that make the writes of threads visible to the tensor cores."""
+    for start, end in loops_over_blocks(lines):
+        yield sum(FENCE in inner for inner in lines[start:end])
+
+
+def latent_fences(lines: list[str]) -> dict:
+    """The numbers of such fences, by what threads have written.
+
+    queries: from the wait for their copy to the first product (Triton puts a fence there too); rows: from the start of
+    each loop over blocks to its first product; values: the same in the second warpgroup's loop, and how many of these
+    some blocks skip; weights: from each store to the arrival that hands them over; converted: the same of FP8 rows.
+    """
+
+    def between(start: int, opcode: str) -> int:
+        end = next(i for i in range(start, len(lines)) if opcode in lines[i])
+        return sum(FENCE in line for line in lines[start:end])
+
+    def where(opcode: str, start: int = 0, end: int | None = None) -> list[int]:
+        return [i for i in range(start, end or len(lines)) if re.search(opcode, lines[i])]
+
+    # Both operands are in shared memory.  The first warpgroup has its weights in registers.
+    value_loop = innermost_loop(lines, where(r"HGMMA\.64x256\S* R\d+, gdesc")[0])
+    skips = [(at, to) for at, to in jumps(lines) if value_loop[0] <= at < to <= value_loop[1]]
+    skipped = [i for i in where(FENCE, *value_loop) if any(at < i < to for at, to in skips)]
+    converted = [i for at in where(r"E4M3\.UNPACK")[:1] for i in where(r"\bSTS", *innermost_loop(lines, at))]
+    return {
+        "queries": [between(i, "HGMMA") for i in where(r" DEPBAR\.LE SB0, 0x0\b")],
+        "rows": [between(start, "HGMMA") for start, _ in loops_over_blocks(lines)],
+        "values": [between(value_loop[0], "HGMMA"), len(skipped)],
+        "weights": [between(i, "SYNCS.ARRIVE") for i in where(r"\bSTSM")],
+        "converted": [between(i, "SYNCS.ARRIVE") for i in converted],
+    }
+
+
+def jumps(lines: list[str]) -> list[tuple[int, int]]:
+    """(from, to) of each branch."""
     at = {re.search(r"/\*([0-9a-f]{4,})\*/", line)[1].lstrip("0"): i for i, line in enumerate(lines)}
     branches = ((i, re.search(r"\bBRA 0x([0-9a-f]+)", line)) for i, line in enumerate(lines))
-    loops = [(at[to[1]], i) for i, to in branches if to and at.get(to[1], i) < i]
-    for i, line in enumerate(lines):
-        if re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x1\b", line):
-            start, end = min((loop for loop in loops if loop[0] <= i <= loop[1]), key=lambda loop: loop[1] - loop[0])
-            yield sum("FENCE.VIEW.ASYNC" in inner for inner in lines[start:end])
+    return [(i, at[to[1]]) for i, to in branches if to and to[1] in at]
+
+
+def innermost_loop(lines: list[str], i: int) -> tuple[int, int]:
+    loops = [(to, at) for at, to in jumps(lines) if to <= i <= at and to < at]
+    return min(loops, key=lambda loop: loop[1] - loop[0])
+
+
+def loops_over_blocks(lines: list[str]) -> list[tuple[int, int]]:
+    """(start, end) of each."""
+    waits = [i for i, line in enumerate(lines) if re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x1\b", line)]
+    return [innermost_loop(lines, i) for i in waits]
 
 
 def tma_loop_barriers(ptx: str):
@@ -291,13 +337,13 @@ ONE_FP8, TWO_FP8 = (HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES) for 
 HOPPER += [(ONE_FP8, 2, 16), (TWO_FP8, 1, 64)]
 LATENT = [(16, 2, 2, 1), (128, 64, 2, 256), (128, 512, 1, 16)]
 # ((stages, raw stages), (heads, nodes, page size)).
-HOPPER_LATENT = [((4,), (128, 2, 64)), ((2, 4), (128, 2, 64))]
+HOPPER_LATENT = [((4,), (128, 2, 64)), ((4,), (16, 1, 1)), ((2, 4), (128, 2, 64))]
 # Other products of the same values, for the marker `full`.
 MORE_PLAIN = [(8, 2, 16, 0), (8, 2, 256, 0), (2048, 1, 16, 0), (8, 2, 16, 0, 64, 8, True)]
 MORE_HOPPER = [(ONE, 2, 48), (ONE, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True), (TWO, 2, 16, 4096)]
 MORE_HOPPER += [(ONE_FP8, 2, 64, 128, 64, 8, True), (TWO_FP8, 2, 16)]
 MORE_LATENT = [(16, 1, 1, 64), (16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]
-MORE_HOPPER_LATENT = [((4,), (16, 1, 1)), ((2, 4), (16, 1, 1)), ((3,), (16, 0, 64))]
+MORE_HOPPER_LATENT = [((2, 4), (16, 1, 1)), ((3,), (16, 0, 64))]
 
 
 if __name__ == "__main__":

@@ -62,6 +62,20 @@ def test_rows_that_threads_have_copied_are_fenced(compiled):
     assert any(case["by_tma_alone"] for case in compiled["hopper"])
 
 
+def test_latent_rows_queries_and_weights_that_threads_have_written_are_fenced(compiled):
+    """Both warpgroups read rows, so each has fences of its own.  A fence that no thread's writes need costs time in
+    each block."""
+    for case in compiled["hopper_latent"]:
+        fences, by_tma = case["fences"], case["by_tma_alone"]
+        # As above: the loop without masks comes first.  TMA copies its blocks, never those with masks.
+        assert fences["rows"] == [0 if by_tma else 1, 1], case
+        # The second warpgroup has one loop for both kinds of blocks.
+        assert fences["values"] == [1, 1 if by_tma else 0], case
+        assert fences["queries"] == [1] and fences["weights"] and set(fences["weights"]) == {1}, case
+        assert set(fences["converted"]) == ({1} if case["config"]["raw_stages"] else set()), case
+    assert any(case["by_tma_alone"] for case in compiled["hopper_latent"])
+
+
 def test_latent_weights_are_computed_while_the_tensor_cores_work(compiled):
     for case in compiled["hopper_latent"]:
         assert case["shared"] <= case["expected_shared"] <= 227 * 1024, case

@@ -1,0 +1,101 @@
+"""The target's own text while it is made: a file in the work folder to which each batch of continuations is appended.
+
+Its first line says what the text is made from; each further line is a batch.  A killed process leaves whole lines and
+at most one torn line at the end.  The next run cuts the torn line off, and goes on with the batches that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from espalier.batch.journal import open_alone
+from espalier.errors import EspalierError, one_line
+from espalier.train.work import require_same
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts of one length, each with its continuation.  sampled: at temperature 1; otherwise greedy."""
+
+    prompt_length: int
+    sampled: bool
+    texts: list[np.ndarray]
+
+
+class UnfinishedText:
+    """batches: those in the file, in the order in which they were made.
+
+    No other process can open the file meanwhile.  Raises EspalierError if one has it open, if the file cannot be read,
+    or if it was made from something else.  made_from: by flag, all that decides the text.
+    """
+
+    def __init__(self, path: Path, made_from: Mapping[str, str | None]) -> None:
+        self.path = path
+        self.batches: list[Batch] = []
+        self._file = open_alone(path, "trainer", "give another --work")
+        try:
+            self._recover(made_from)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> UnfinishedText:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._file)
+
+    @property
+    def num_texts(self) -> int:
+        return sum(len(batch.texts) for batch in self.batches)
+
+    def append(self, batch: Batch) -> None:
+        """Raises OSError, naming the file and what to do; the batches before stay."""
+        self._write({**vars(batch), "texts": [text.tolist() for text in batch.texts]})
+        self.batches.append(batch)
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        data = json.dumps(record).encode() + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+            os.fsync(self._file)
+        except OSError as error:
+            remedy = "free some space there, and start again to go on"
+            raise OSError(f"{self.path} cannot be written ({error.strerror}); {remedy}") from None
+
+    def _recover(self, made_from: Mapping[str, str | None]) -> None:
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        if lines and not _is_whole(lines[-1]):
+            os.ftruncate(self._file, sum(map(len, lines[:-1])))
+            lines.pop()
+        if not lines:
+            self._write(made_from)
+            return
+        try:
+            first, *records = map(json.loads, lines)
+            self.batches += [
+                Batch(each["prompt_length"], each["sampled"], [np.array(text, np.int32) for text in each["texts"]])
+                for each in records
+            ]
+        except (ValueError, TypeError, KeyError) as error:
+            raise EspalierError(f"{self.path} cannot be read ({one_line(error)}); delete it to make it anew") from None
+        said = first if isinstance(first, dict) else None
+        require_same(self.path, said, made_from, "give the same flags to go on, or another --work")
+
+
+def _is_whole(line: bytes) -> bool:
+    """After a loss of power, a line may have its end but not all before it."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return line.endswith(b"\n")
