@@ -144,7 +144,7 @@ def _triton_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[Trito
 
 
 def _worth_measuring(plan: TritonPlan, rows: int, num_out: int, num_in: int, gpu: Chip) -> bool:
-    """With split-K the grid must be 0.6 to 1 wave; without, any number of waves.  A weight whose rows are too short to
+    """With split-K the grid must be 0.45 to 1 wave; without, any number of waves.  A weight whose rows are too short to
     fill the pipeline gets the fewest stages and no split-K."""
     programs_per_sm = gpu.shared_memory // plan.shared_memory(rows)
     # Loads in flight must fill at least a third of the shared memory to hide the memory latency.
@@ -153,7 +153,7 @@ def _worth_measuring(plan: TritonPlan, rows: int, num_out: int, num_in: int, gpu
     if _num_blocks(num_in, plan.block_in) < plan.stages * plan.splits:
         return plan.splits == 1 and plan.stages == STAGES[0]
     programs = _num_blocks(num_out, plan.block_out) * plan.splits
-    return plan.splits == 1 or 0.6 * gpu.processors <= programs <= gpu.processors * programs_per_sm
+    return plan.splits == 1 or 0.45 * gpu.processors <= programs <= gpu.processors * programs_per_sm
 
 
 def _num_blocks(count: int, block: int) -> int:
