@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.text import Text
 
+from espalier.bench.chains import Matrix, Weights
 from espalier.bench.expert_product import ExpertProduct, random_experts
-from espalier.bench.linears import Matrix, ModelShape, Shape, Weights, shape_named
+from espalier.bench.linears import ModelShape, Shape, shape_named
 from espalier.bench.timing import Stopwatch
 from espalier.kernels.layers.linear import linear, linear_gated
 from espalier.kernels.layers.linear_quantised import linear_quantised, linear_quantised_gated, plan_of

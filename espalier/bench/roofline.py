@@ -18,7 +18,8 @@ import torch
 from rich.text import Text
 from torch import Tensor
 
-from espalier.bench.linears import Matrix, ModelShape, Run, Weights, plain, shape_named, value_bytes
+from espalier.bench.chains import Matrix, Weights, plain
+from espalier.bench.linears import ModelShape, Run, shape_named, value_bytes
 from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
 from espalier.config import FP8_KV, is_open
 from espalier.kernels.layers.linear import linear

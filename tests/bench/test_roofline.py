@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from espalier.bench.chains import Weights, plain
 from espalier.bench.drive import drive
-from espalier.bench.linears import Run, Weights, model_sizes, plain, recipe_sizes, shape_named, with_draft
+from espalier.bench.linears import Run, model_sizes, recipe_sizes, shape_named, with_draft
 from espalier.bench.roofline import (
     Cost,
     ExpertTimes,
