@@ -6,7 +6,9 @@ chains.py runs them on a GPU.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts_plan import ExpertsShape
+from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS
 from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.models.block_config import BlockConfig
 from espalier.models.config import ModelConfig
@@ -28,6 +30,8 @@ class Run:
 
     heads: if above 1, each weight is [heads, out, in], and one batched product multiplies each head with its own rows.
     weights: how it is stored, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.
+    experts: of a router, what follows each of its products; None for other layers.
+    first: weights of the same name and shape that are of runs before.
     """
 
     name: str
@@ -36,6 +40,8 @@ class Run:
     rows: int
     heads: int = 1
     weights: str = DENSE
+    experts: "RoutedExperts | None" = None
+    first: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -45,6 +51,12 @@ class Run:
     @property
     def flops(self) -> int:
         return 2 * self.rows * self.count * self.heads * self.shape[0] * self.shape[1]
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of the experts with rows behind a router, of all its layers together."""
+        experts = self.experts
+        return 0 if experts is None else self.count * experts.touched_by(self.rows) * experts.expert_bytes
 
 
 def value_bytes(weights: str) -> float:
@@ -61,12 +73,50 @@ class ExpertSizes:
 
     layers: the number of such layers.  shape: of the experts of one layer.
     shared: intermediate size of the shared expert, 0: none.  shared_gate: whether the shared expert has a gate.
+    shared_joins: whether few rows take the shared expert in the launches of the routed ones, where all are dense
+    (espalier/models/layers/experts.py).
+    biases, activation: of the routed experts.
     """
 
     layers: int
     shape: ExpertsShape
     shared: int = 0
     shared_gate: bool = False
+    shared_joins: bool = False
+    biases: bool = False
+    activation: Activation = SILU
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The experts behind a router.
+
+    weights: how they are stored, as of a Run.  touched: those of a layer that have rows, the mean over layers; None:
+    the number that uniform routing touches.
+    """
+
+    sizes: ExpertSizes
+    weights: str = DENSE
+    touched: float | None = None
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of one expert as it is stored."""
+        return self.sizes.shape.expert_bytes * value_bytes(self.weights) / value_bytes(DENSE)
+
+    def touched_by(self, rows: int) -> float:
+        return self.sizes.shape.touched(rows) if self.touched is None else self.touched
+
+    def touched_to_draw(self, rows: int) -> int | None:
+        """The nearest number that `rows` rows can touch; None for uniform routing."""
+        if self.touched is None:
+            return None
+        shape = self.sizes.shape
+        return min(max(round(self.touched), shape.top_k), shape.num_experts, rows * shape.top_k)
+
+    def takes_shared(self, rows: int) -> bool:
+        """Whether `rows` rows take the shared expert in the launches of the routed ones."""
+        return self.sizes.shared_joins and self.weights == DENSE and rows <= MAX_SHARED_ROWS
 
 
 @dataclass(frozen=True)
@@ -135,7 +185,7 @@ class ModelShape:
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
         """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows.
 
-        Routed experts are not included: they are no linear layers.
+        Routed experts are no linear layers, so they are no runs: their router's run has them.
         """
         return (*self._layers("", self.hidden, self.layers, rows), self._head("lm_head", self.vocab, rows, head_rows))
 
@@ -237,10 +287,16 @@ class ModelShape:
         return self.attention_flops * sum(min(at + 1, window) for window in windows for at in range(length))
 
     def _layers(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
-        """wide: input size of the first product."""
-        num_dense = count - (self.experts.layers if self.experts is not None else 0)
-        dense = self._mlp(prefix, self.intermediate, num_dense, rows) if num_dense > 0 else ()
-        return (*self._attention(prefix, wide, count, rows), *dense, *self._routers_and_shared(prefix, rows))
+        """In the order of a pass: the dense layers come first.  wide: input size of the first product."""
+        mixtures = 0 if self.experts is None else min(self.experts.layers, count)
+        dense = count - mixtures
+        runs = (
+            *self._attention(prefix, wide, dense, rows),
+            *self._mlp(prefix, self.intermediate, dense, rows),
+            *(replace(run, first=dense) for run in self._attention(prefix, wide, mixtures, rows)),
+            *self._routers_and_shared(prefix, mixtures, rows),
+        )
+        return tuple(run for run in runs if run.count)
 
     def _attention(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
         if self.latent is not None:
@@ -274,14 +330,15 @@ class ModelShape:
         is_quantised = self.weights != DENSE and QUANTISERS[self.weights].takes(name, shape[1])
         return Run(name, shape, count, rows, weights=self.weights if is_quantised else DENSE)
 
-    def _routers_and_shared(self, prefix: str, rows: int) -> tuple[Run, ...]:
-        """The linear layers beside the routed experts."""
+    def _routers_and_shared(self, prefix: str, count: int, rows: int) -> tuple[Run, ...]:
+        """The router with the routed experts behind it, and then the linear layers beside them."""
         experts = self.experts
         if experts is None:
             return ()
-        router = Run(f"{prefix}router", (experts.shape.num_experts, self.hidden), experts.layers, rows)
-        gate = (Run(f"{prefix}shared gate", (1, self.hidden), experts.layers, rows),) if experts.shared_gate else ()
-        shared = self._mlp(f"{prefix}shared ", experts.shared, experts.layers, rows) if experts.shared else ()
+        routed = RoutedExperts(experts, self.weights)
+        router = Run(f"{prefix}router", (experts.shape.num_experts, self.hidden), count, rows, experts=routed)
+        gate = (Run(f"{prefix}shared gate", (1, self.hidden), count, rows),) if experts.shared_gate else ()
+        shared = self._mlp(f"{prefix}shared ", experts.shared, count, rows) if experts.shared else ()
         return router, *gate, *shared
 
     def _fuse(self, draft_hidden: int, rows: int) -> Run:
@@ -306,13 +363,17 @@ def _read_at(rows: int, layer: Sequence[Run]) -> tuple[Run, ...]:
 def model_sizes(config: ModelConfig) -> ModelShape:
     """The sizes of a target, or of a draft's layer."""
     experts = None
-    if config.experts is not None:
-        routing = config.experts.routing
+    if config.experts is not None and config.experts.layers:
+        own, routing = config.experts, config.experts.routing
+        is_plain = not own.biases and own.activation == SILU and not own.shared_bias and own.shared_gate is None
         experts = ExpertSizes(
-            len(config.experts.layers),
-            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, config.experts.size),
-            config.experts.shared_size,
-            config.experts.shared_gate is not None,
+            len(own.layers),
+            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size),
+            own.shared_size,
+            own.shared_gate is not None,
+            shared_joins=is_plain and own.shared_size > 0 and own.shared_size % own.size == 0,
+            biases=own.biases,
+            activation=own.activation,
         )
     return ModelShape(
         hidden=config.hidden_size,

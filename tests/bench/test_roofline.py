@@ -355,7 +355,7 @@ def test_the_weights_of_mtp_modules_are_those_of_their_layers(family):
         counted += 2 * experts.shape.num_experts * experts.shape.expert_bytes // 2
     assert counted == stored_size(own) and (experts is not None) == (target.experts is not None)
     # No weight of one module is taken for another's or for the target's.
-    names = [(run.name, run.shape) for run in (*runs, *sizes.target_pass(4))]
+    names = [(run.name, run.shape, run.first) for run in (*runs, *sizes.target_pass(4))]
     assert len(names) == len(set(names))
 
 
