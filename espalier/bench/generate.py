@@ -88,8 +88,8 @@ class Generated:
     tree: of a round of this batch; by default an engine changes it by batch.
     first_token_ms: from the call until every request has its first token.  round_ms: of rounds that run every request,
     without prefill.  accept_length: the mean over all requests and rounds.  tokens_per_second: of a round of round_ms
-    in which each request accepts that many tokens.  floor_ms: the least time of such a round (roofline.py); None
-    without a named shape or a GPU.
+    in which each request accepts that many tokens.  floor_ms: the least time of such a round, weight_bytes_ms: of its
+    weights' bytes (roofline.py); None without a named shape or a GPU.
     """
 
     batch: int
@@ -100,6 +100,7 @@ class Generated:
     tokens_per_second: float
     tree: TreeShape
     floor_ms: float | None = None
+    weight_bytes_ms: float | None = None
 
 
 def run(args: Namespace) -> int:
@@ -161,7 +162,7 @@ def _measure_all(
 
 
 def _add_floors(measured: dict[str, list[Generated]], configs: dict[str, ResolvedConfig], args: Namespace) -> None:
-    """Set floor_ms of each, at a context of the prompt and half of the new tokens."""
+    """Set floor_ms and weight_bytes_ms of each, at a context of the prompt and half of the new tokens."""
     config = next(iter(configs.values()))
     value_bytes = kv_value_bytes(config.kv_dtype, config.draft_kv_dtype)
     roofline = Roofline(shape_of(args), value_bytes=value_bytes)
@@ -172,7 +173,7 @@ def _add_floors(measured: dict[str, list[Generated]], configs: dict[str, Resolve
             tree, context = one.tree, one.context + args.tokens / 2
             sizes = (tree.steps, tree.topk, tree.num_draft_tokens)
             floor = roofline.round(one.batch, context, *sizes, ceilings, drafts)
-            measured[name][i] = replace(one, floor_ms=floor.ms)
+            measured[name][i] = replace(one, floor_ms=floor.ms, weight_bytes_ms=floor.weight_bytes_ms)
 
 
 def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int) -> Generated:
@@ -248,6 +249,7 @@ def _table(cells: Sequence[dict[str, Any]]) -> list[list[str]]:
             "first token ms",
             "round ms",
             "of floor",
+            "bytes ms",
             "accept",
             "tokens/s",
             "over plain",
@@ -266,6 +268,7 @@ def _table(cells: Sequence[dict[str, Any]]) -> list[list[str]]:
                     f"{figures['first_token_ms']:.1f}",
                     f"{figures['round_ms']:.2f}",
                     f"{figures['round_ms'] / figures['floor_ms']:.2f}" if figures["floor_ms"] else "",
+                    f"{figures['weight_bytes_ms']:.2f}" if figures["weight_bytes_ms"] else "",
                     f"{figures['accept_length']:.2f}",
                     f"{figures['tokens_per_second']:.1f}",
                     over,

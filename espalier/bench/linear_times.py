@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 import torch
 from rich.text import Text
 
-from espalier.bench.expert_product import ExpertProduct, random_experts
-from espalier.bench.linears import Matrix, ModelShape, Shape, Weights, shape_named
+from espalier.bench.chains import Matrix, Weights
+from espalier.bench.expert_product import ExpertProduct, stored_experts
+from espalier.bench.linears import ModelShape, Shape, shape_named
 from espalier.bench.timing import Stopwatch
 from espalier.kernels.layers.linear import linear, linear_gated
 from espalier.kernels.layers.linear_quantised import linear_quantised, linear_quantised_gated, plan_of
@@ -73,7 +74,8 @@ def layer_times(
 ) -> list[LayerTime]:
     """The linear layers that the format takes, without routers and the head."""
     times, made = [], Weights(DTYPE, device)
-    for run in shape.target_pass(1):
+    # Layers with and without experts have some layers in common.
+    for run in {(run.name, run.shape): run for run in shape.target_pass(1)}.values():
         if run.heads > 1 or "router" in run.name or run.name[-4:] == "gate" or run.name == "lm_head":
             continue
         if weights != DENSE and run.shape[1] % QUANTISERS[weights].columns:
@@ -97,8 +99,7 @@ def expert_times(
     if shape.experts is None or not takes:
         return []
     sizes = shape.experts.shape
-    dense = random_experts(sizes, DTYPE, device)
-    gate_up, down = dense if weights == DENSE else (QUANTISERS[weights].of_experts(matrix) for matrix in dense)
+    gate_up, down = stored_experts(sizes, weights, DTYPE, device)
     expert_bytes = (gate_up.nbytes + down.nbytes) / sizes.num_experts
     product = ExpertProduct(sizes, gate_up, down, DTYPE, timer)
     times = []

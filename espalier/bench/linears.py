@@ -1,21 +1,15 @@
-"""The linear layers of a model as a list of shapes, and chains of them on a GPU to be timed.
+"""The products of a model's passes as a list of shapes: linear layers, and the experts behind routers.
 
-A chain does not find its weights in the L2 cache, because each layer of a pass has its own weights.  A single shape is
-measured over more copies than the cache holds.
+chains.py runs them on a GPU.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts_plan import ExpertsShape
-from espalier.kernels.layers.linear_quantised import linear_quantised
+from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS
 from espalier.kernels.layers.linear_tuning import DENSE
-from espalier.kernels.layers.quantise_rows import quantise_rows
-from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix
 from espalier.models.block_config import BlockConfig
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
@@ -36,6 +30,8 @@ class Run:
 
     heads: if above 1, each weight is [heads, out, in], and one batched product multiplies each head with its own rows.
     weights: how it is stored, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.
+    experts: of a router, what follows each of its products; None for other layers.
+    first: weights of the same name and shape that are of runs before.
     """
 
     name: str
@@ -44,6 +40,8 @@ class Run:
     rows: int
     heads: int = 1
     weights: str = DENSE
+    experts: "RoutedExperts | None" = None
+    first: int = 0
 
     @property
     def weight_bytes(self) -> float:
@@ -53,6 +51,12 @@ class Run:
     @property
     def flops(self) -> int:
         return 2 * self.rows * self.count * self.heads * self.shape[0] * self.shape[1]
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of the experts with rows behind a router, of all its layers together."""
+        experts = self.experts
+        return 0 if experts is None else self.count * experts.touched_by(self.rows) * experts.expert_bytes
 
 
 def value_bytes(weights: str) -> float:
@@ -69,12 +73,50 @@ class ExpertSizes:
 
     layers: the number of such layers.  shape: of the experts of one layer.
     shared: intermediate size of the shared expert, 0: none.  shared_gate: whether the shared expert has a gate.
+    shared_joins: whether few rows take the shared expert in the launches of the routed ones, where all are dense
+    (espalier/models/layers/experts.py).
+    biases, activation: of the routed experts.
     """
 
     layers: int
     shape: ExpertsShape
     shared: int = 0
     shared_gate: bool = False
+    shared_joins: bool = False
+    biases: bool = False
+    activation: Activation = SILU
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """The experts behind a router.
+
+    weights: how they are stored, as of a Run.  touched: those of a layer that have rows, the mean over layers; None:
+    the number that uniform routing touches.
+    """
+
+    sizes: ExpertSizes
+    weights: str = DENSE
+    touched: float | None = None
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of one expert as it is stored."""
+        return self.sizes.shape.expert_bytes * value_bytes(self.weights) / value_bytes(DENSE)
+
+    def touched_by(self, rows: int) -> float:
+        return self.sizes.shape.touched(rows) if self.touched is None else self.touched
+
+    def touched_to_draw(self, rows: int) -> int | None:
+        """The nearest number that `rows` rows can touch; None for uniform routing."""
+        if self.touched is None:
+            return None
+        shape = self.sizes.shape
+        return min(max(round(self.touched), shape.top_k), shape.num_experts, rows * shape.top_k)
+
+    def takes_shared(self, rows: int) -> bool:
+        """Whether `rows` rows take the shared expert in the launches of the routed ones."""
+        return self.sizes.shared_joins and self.weights == DENSE and rows <= MAX_SHARED_ROWS
 
 
 @dataclass(frozen=True)
@@ -143,7 +185,7 @@ class ModelShape:
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
         """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows.
 
-        Routed experts are not included: they are no linear layers.
+        Routed experts are no linear layers, so they are no runs: their router's run has them.
         """
         return (*self._layers("", self.hidden, self.layers, rows), self._head("lm_head", self.vocab, rows, head_rows))
 
@@ -245,10 +287,16 @@ class ModelShape:
         return self.attention_flops * sum(min(at + 1, window) for window in windows for at in range(length))
 
     def _layers(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
-        """wide: input size of the first product."""
-        num_dense = count - (self.experts.layers if self.experts is not None else 0)
-        dense = self._mlp(prefix, self.intermediate, num_dense, rows) if num_dense > 0 else ()
-        return (*self._attention(prefix, wide, count, rows), *dense, *self._routers_and_shared(prefix, rows))
+        """In the order of a pass: the dense layers come first.  wide: input size of the first product."""
+        mixtures = 0 if self.experts is None else min(self.experts.layers, count)
+        dense = count - mixtures
+        runs = (
+            *self._attention(prefix, wide, dense, rows),
+            *self._mlp(prefix, self.intermediate, dense, rows),
+            *(replace(run, first=dense) for run in self._attention(prefix, wide, mixtures, rows)),
+            *self._routers_and_shared(prefix, mixtures, rows),
+        )
+        return tuple(run for run in runs if run.count)
 
     def _attention(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
         if self.latent is not None:
@@ -282,14 +330,15 @@ class ModelShape:
         is_quantised = self.weights != DENSE and QUANTISERS[self.weights].takes(name, shape[1])
         return Run(name, shape, count, rows, weights=self.weights if is_quantised else DENSE)
 
-    def _routers_and_shared(self, prefix: str, rows: int) -> tuple[Run, ...]:
-        """The linear layers beside the routed experts."""
+    def _routers_and_shared(self, prefix: str, count: int, rows: int) -> tuple[Run, ...]:
+        """The router with the routed experts behind it, and then the linear layers beside them."""
         experts = self.experts
         if experts is None:
             return ()
-        router = Run(f"{prefix}router", (experts.shape.num_experts, self.hidden), experts.layers, rows)
-        gate = (Run(f"{prefix}shared gate", (1, self.hidden), experts.layers, rows),) if experts.shared_gate else ()
-        shared = self._mlp(f"{prefix}shared ", experts.shared, experts.layers, rows) if experts.shared else ()
+        routed = RoutedExperts(experts, self.weights)
+        router = Run(f"{prefix}router", (experts.shape.num_experts, self.hidden), count, rows, experts=routed)
+        gate = (Run(f"{prefix}shared gate", (1, self.hidden), count, rows),) if experts.shared_gate else ()
+        shared = self._mlp(f"{prefix}shared ", experts.shared, count, rows) if experts.shared else ()
         return router, *gate, *shared
 
     def _fuse(self, draft_hidden: int, rows: int) -> Run:
@@ -314,13 +363,17 @@ def _read_at(rows: int, layer: Sequence[Run]) -> tuple[Run, ...]:
 def model_sizes(config: ModelConfig) -> ModelShape:
     """The sizes of a target, or of a draft's layer."""
     experts = None
-    if config.experts is not None:
-        routing = config.experts.routing
+    if config.experts is not None and config.experts.layers:
+        own, routing = config.experts, config.experts.routing
+        is_plain = not own.biases and own.activation == SILU and not own.shared_bias and own.shared_gate is None
         experts = ExpertSizes(
-            len(config.experts.layers),
-            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, config.experts.size),
-            config.experts.shared_size,
-            config.experts.shared_gate is not None,
+            len(own.layers),
+            ExpertsShape(routing.num_experts, routing.top_k, config.hidden_size, own.size),
+            own.shared_size,
+            own.shared_gate is not None,
+            shared_joins=is_plain and own.shared_size > 0 and own.shared_size % own.size == 0,
+            biases=own.biases,
+            activation=own.activation,
         )
     return ModelShape(
         hidden=config.hidden_size,
@@ -371,77 +424,3 @@ def shape_named(name: str, mtp_layers: int = 0, block_size: int = 0, weights: st
     Raises EspalierError for an unknown name.
     """
     return recipe_sizes(Recipe(find_shape(name), mtp_layers=mtp_layers, block_size=block_size, weights=weights))
-
-
-Matrix = Tensor | QuantisedMatrix
-Multiply = Callable[[Tensor, Matrix], Tensor]
-
-
-class Weights:
-    """Random weights on a GPU, one for each layer.  Passes whose runs have the same name and shape share them."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self._made: dict[tuple[str, Shape], list[Matrix]] = {}
-
-    def of(self, run: Run) -> list[Matrix]:
-        made = self._made.setdefault((run.name, run.shape), [])
-        while len(made) < run.count:
-            made.append(self.drawn(run.shape if run.heads == 1 else (run.heads, *run.shape), run.weights))
-        return made[: run.count]
-
-    def drawn(self, shape: tuple[int, ...], weights: str = DENSE) -> Matrix:
-        """A random weight as large as a trained one.  Zeros would be multiplied faster, with less power."""
-        dense = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(std=shape[-1] ** -0.5)
-        return dense if weights == DENSE else QUANTISERS[weights].matrix(dense)
-
-    def chain(self, runs: Sequence[Run], multiply: Multiply) -> Callable[[], None]:
-        """A function that runs all layers in the order of a pass: layer by layer, then the rest."""
-        inputs = {_input_key(run): self._input(run) for run in runs}
-        order: list[tuple[Tensor, Matrix]] = []
-        for group in _by_layer(runs):
-            for layer in range(group[0].count):
-                order += [(inputs[_input_key(run)], self.of(run)[layer]) for run in group]
-
-        def body() -> None:
-            for x, weight in order:
-                if isinstance(weight, Tensor) and weight.ndim == 3:
-                    torch.bmm(x, weight.transpose(1, 2))
-                else:
-                    multiply(x, weight)
-
-        return body
-
-    def _input(self, run: Run) -> Tensor:
-        """[rows, in], or [heads, rows, in] for a batched product."""
-        size = (run.rows, run.shape[1]) if run.heads == 1 else (run.heads, run.rows, run.shape[1])
-        return torch.randn(size, dtype=self.dtype, device=self.device)
-
-
-def _input_key(run: Run) -> tuple[int, int, int]:
-    return run.heads, run.rows, run.shape[1]
-
-
-def _by_layer(runs: Sequence[Run]) -> list[list[Run]]:
-    """Neighbouring runs with the same count, grouped."""
-    groups: list[list[Run]] = []
-    for run in runs:
-        if groups and groups[-1][0].count == run.count:
-            groups[-1].append(run)
-        else:
-            groups.append([run])
-    return groups
-
-
-def plain(x: Tensor, weight: Matrix) -> Tensor:
-    """By the library, as far as it takes the weight: dense, and FP8 whose scales are of whole rows.
-
-    Other quantised weights are multiplied by our kernels.
-    """
-    if isinstance(weight, Tensor):
-        return F.linear(x, weight)
-    by_row = InputScales()
-    if weight.code == "fp8" and weight.row_block == 1 and weight.group >= weight.shape[1] and weight.inputs == by_row:
-        values, scales = quantise_rows(x, by_row)
-        return torch._scaled_mm(values, weight.codes.T, scales, weight.scales.T.contiguous(), out_dtype=x.dtype)
-    return linear_quantised(x, weight, None)

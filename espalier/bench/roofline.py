@@ -1,24 +1,26 @@
-"""The roofline of a round: the least time that its linear layers, experts and attention can take on this GPU.
+"""The roofline of a round: the least time that its products and its attention can take on this GPU.
 
-    roofline = fastest linear layers found for those rows, as one CUDA graph
-               + max(bytes of the touched experts / measured bandwidth, their FLOPs / measured bf16 peak)
+    roofline = fastest linear layers and products with experts found for those rows, as one CUDA graph
                + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
 
-Touched experts are those that have rows.  Their number is measured for the target, or it follows from uniform
-routing; it does for the layers of an MTP draft.  `draft_passes` lists what a draft of modules runs; a block draft
-runs one pass.  Everything else is measured on the device in the same run.  For comparison, weight bytes / bandwidth
-is given too; no kernel reaches it.  `espalier bench floor` prints the parts of the linear layers and of the experts.
+Linear layers are multiplied by the library and as the engine does, experts as the engine does alone: no library has
+that product.  A call touches as many experts (those that have rows) as were measured for the target, or as uniform
+routing does; uniform routing for the layers of an MTP draft.  `draft_passes` lists what a draft of modules runs; a
+block draft runs one pass.  Everything is measured on the device in the same run.  For comparison, the bytes of weights
+and of touched experts / bandwidth are given too; no kernel reaches that.  `espalier bench floor` prints the parts.
 """
 
+import gc
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from rich.text import Text
 from torch import Tensor
 
-from espalier.bench.linears import Matrix, ModelShape, Run, Weights, plain, shape_named, value_bytes
+from espalier.bench.chains import Matrix, Weights, plain
+from espalier.bench.linears import ModelShape, Run, shape_named
 from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
 from espalier.config import FP8_KV, is_open
 from espalier.kernels.layers.linear import linear
@@ -40,8 +42,21 @@ class LinearTimes:
 
 
 @dataclass(frozen=True)
+class ExpertTimes:
+    """The routed experts of a chain.
+
+    touched: experts with rows in a layer, the mean over layers.  num_bytes: of all of these.
+    ms: that they add to the linear layers in the same CUDA graph.
+    """
+
+    touched: float
+    num_bytes: float
+    ms: float
+
+
+@dataclass(frozen=True)
 class RoundRoofline:
-    """ms: of a whole round; linear_ms, expert_ms: of its linear layers and of its experts alone.
+    """ms: of a whole round; linear_ms: of its linear layers alone; expert_ms: that its experts add to them.
 
     weight_bytes_ms: of reading the weights at the measured bandwidth, including only the touched experts.
     """
@@ -90,20 +105,31 @@ def draft_passes(modules: int, steps: int, topk: int) -> tuple[DraftPass, ...]:
 
 
 def round_runs(
-    shape: ModelShape, batch: int, steps: int, topk: int, num_draft_tokens: int, drafts: bool = True
+    shape: ModelShape,
+    batch: int,
+    steps: int,
+    topk: int,
+    num_draft_tokens: int,
+    drafts: bool = True,
+    touched: float | None = None,
 ) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
     """(the target's pass over the trees, the draft's passes) of a round.
 
     steps=0 is plain decoding: the draft still extends, unless drafts=False.
+    touched: by the target's pass, as of RoutedExperts.
     """
+    target = tuple(
+        run if run.experts is None else replace(run, experts=replace(run.experts, touched=touched))
+        for run in shape.target_pass(batch * num_draft_tokens)
+    )
     draft: list[Run] = []
     if drafts and shape.block is not None:
         draft += shape.block_pass(batch, steps, topk) if steps else ()
-        return shape.target_pass(batch * num_draft_tokens), (*draft, *shape.extend_passes(batch * (steps + 1)))
+        return target, (*draft, *shape.extend_passes(batch * (steps + 1)))
     for each in draft_passes(shape.modules, steps, topk) if drafts else ():
         rows = batch * each.queries
         draft += shape.draft_pass(rows, batch * each.head_rows, rows if each.is_extend else 0, each.module)
-    return shape.target_pass(batch * num_draft_tokens), tuple(draft)
+    return target, tuple(draft)
 
 
 def kv_value_bytes(kv_dtype: str, draft_kv_dtype: str) -> tuple[int, int]:
@@ -139,35 +165,6 @@ def round_attention(
     return Cost(num_bytes, sum(queries * model.attention_flops * rows for model, queries, _, rows in reads))
 
 
-def round_experts(
-    shape: ModelShape,
-    batch: int,
-    steps: int,
-    topk: int,
-    num_draft_tokens: int,
-    drafts: bool = True,
-    touched: float | None = None,
-) -> tuple[Cost, ...]:
-    """The routed experts of each pass of `round_runs`.  touched: by the target's pass, as for expert_cost."""
-    # The layers of a block draft have none.
-    passes = draft_passes(shape.modules, steps, topk) if drafts and shape.block is None else ()
-    draft = [expert_cost(shape.draft_sizes, batch * each.queries) for each in passes]
-    return expert_cost(shape, batch * num_draft_tokens, touched), *draft
-
-
-def expert_cost(shape: ModelShape, rows: int, touched: float | None = None) -> Cost:
-    """The routed experts of a pass, of a target or of a module's layer.
-
-    touched: experts with rows, the mean over layers; None: the number that uniform routing touches.
-    """
-    if shape.experts is None:
-        return Cost(0, 0)
-    layers, experts = shape.experts.layers, shape.experts.shape
-    touched = experts.touched(rows) if touched is None else touched
-    expert_bytes = experts.expert_bytes * value_bytes(shape.weights) / value_bytes(DENSE)
-    return Cost(layers * touched * expert_bytes, layers * experts.flops(rows))
-
-
 class Roofline:
     """Holds one set of weights of a shape, the target's and the draft's, and measures passes over them."""
 
@@ -179,33 +176,41 @@ class Roofline:
         self.device = require_gpu("bench floor")
         self.weights = Weights(dtype, self.device)
         self.stopwatch = Stopwatch()
-        # By (batch, tree): context and page size do not change the linear layers.
-        self._linear_times: dict[tuple[int, tuple[int, int, int, bool]], LinearTimes] = {}
+        # Context and page size change no product.
+        self._products: dict[tuple[Run, ...], tuple[LinearTimes, ExpertTimes | None]] = {}
 
     def ceilings(self) -> Ceilings:
         return self.stopwatch.ceilings(self.device)
 
-    def target(self, rows: int) -> LinearTimes:
-        return self.linears(self.shape.target_pass(rows), rows)
-
     def linears(self, runs: Sequence[Run], rows: int) -> LinearTimes:
-        """Time the runs as one CUDA graph, by F.linear and as the engine multiplies."""
-        chains = [self.weights.chain(runs, multiply) for multiply in (plain, as_engine)]
-        cublas, ours = self.stopwatch.ms(chains, TURNS, SECONDS)
-        return LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
+        """Time the linear layers as one CUDA graph, by F.linear and as the engine multiplies."""
+        return self._timed(runs, rows, with_experts=(False,))[0]
 
-    def round_linears(
-        self, batch: int, steps: int, topk: int, num_draft_tokens: int, drafts: bool = True
-    ) -> LinearTimes:
-        """The linear layers of a round, timed at the first call for this batch and layout.
+    def products(self, runs: tuple[Run, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
+        """Time the linear layers alone, and together with the experts behind routers; None without experts.
 
-        That call needs memory for the weights.  An engine takes all that is free, so call it before one is made.
+        The same runs are timed once.
         """
-        layout = (steps, topk, num_draft_tokens, drafts)
-        if (batch, layout) not in self._linear_times:
-            target, draft = round_runs(self.shape, batch, *layout)
-            self._linear_times[batch, layout] = self.linears((*draft, *target), batch * num_draft_tokens)
-        return self._linear_times[batch, layout]
+        if runs not in self._products:
+            has_experts = any(run.experts is not None for run in runs)
+            self._products[runs] = self._timed(runs, rows, (False, True) if has_experts else (False,))
+        return self._products[runs]
+
+    def _timed(
+        self, runs: Sequence[Run], rows: int, with_experts: Sequence[bool]
+    ) -> tuple[LinearTimes, ExpertTimes | None]:
+        if self.device.type == "cuda":
+            # Else new weights may lie among the freed pages of a closed engine, which then stay in PyTorch's cache.
+            gc.collect()
+            torch.cuda.empty_cache()
+        chains = [self.weights.chain(runs, multiply, each) for each in with_experts for multiply in (plain, as_engine)]
+        cublas, ours, *whole = self.stopwatch.ms(chains, TURNS, SECONDS)
+        linears = LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
+        if not whole:
+            return linears, None
+        touched = [(run.count, run.experts.touched_by(run.rows)) for run in runs if run.experts is not None]
+        mean = sum(count * each for count, each in touched) / sum(count for count, _ in touched)
+        return linears, ExpertTimes(mean, sum(run.expert_bytes for run in runs), min(whole) - linears.fastest_ms)
 
     def round(
         self,
@@ -220,16 +225,19 @@ class Roofline:
     ) -> RoundRoofline:
         """The roofline of a round of this layout.
 
+        The first call for its products needs memory for their weights, and an engine takes all that is free: call it
+        when none runs.
         context: mean tokens of a request; ceilings: measured in the same run; drafts: False if there is no draft;
-        touched: as for expert_cost.
+        touched: as for round_runs.
         """
         layout = (steps, topk, num_draft_tokens, drafts)
-        times = self.round_linears(batch, *layout)
-        experts = round_experts(self.shape, batch, *layout, touched)
-        expert_ms = sum(each.ms(ceilings) for each in experts)
+        target, draft = round_runs(self.shape, batch, *layout, touched)
+        linears, experts = self.products((*draft, *target), batch * num_draft_tokens)
         attention_ms = round_attention(self.shape, batch, context, *layout, self.value_bytes).ms(ceilings)
-        bytes_ms = 1e3 * (times.weight_bytes + sum(each.num_bytes for each in experts)) / ceilings.bandwidth
-        return RoundRoofline(times.fastest_ms + expert_ms + attention_ms, times.fastest_ms, expert_ms, bytes_ms)
+        expert_ms, expert_bytes = (experts.ms, experts.num_bytes) if experts else (0.0, 0.0)
+        bytes_ms = 1e3 * (linears.weight_bytes + expert_bytes) / ceilings.bandwidth
+        whole_ms = linears.fastest_ms + expert_ms + attention_ms
+        return RoundRoofline(whole_ms, linears.fastest_ms, expert_ms, bytes_ms)
 
 
 def as_engine(x: Tensor, weight: Matrix) -> Tensor:
@@ -247,45 +255,23 @@ def run(args: Namespace) -> int:
     roofline = Roofline(shape_named(args.shape))
     print_header()
     ceilings = roofline.ceilings()
-    times = [roofline.target(count) for count in rows]
-    experts = [expert_times(roofline.shape, each.rows, ceilings) for each in times]
-    passes = [
-        {**asdict(each), "experts": of_pass and asdict(of_pass)} for each, of_pass in zip(times, experts, strict=True)
-    ]
+    times = [roofline.products(roofline.shape.target_pass(count), count) for count in rows]
+    passes = [{**asdict(linears), "experts": experts and asdict(experts)} for linears, experts in times]
     write_json(args.json, {"shape": args.shape, "ceilings": asdict(ceilings), "passes": passes})
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
-    print_table(table(times, ceilings, experts))
+    print_table(table(times, ceilings))
     return 0
 
 
-@dataclass(frozen=True)
-class ExpertTimes:
-    """The routed experts of a pass.
-
-    touched: experts with rows in a layer, for uniform routing.  ms: the least time, all layers together.
-    """
-
-    touched: float
-    ms: float
-
-
-def expert_times(shape: ModelShape, rows: int, ceilings: Ceilings) -> ExpertTimes | None:
-    """The experts of a pass of `rows` rows; None for a dense model."""
-    if shape.experts is None:
-        return None
-    return ExpertTimes(shape.experts.shape.touched(rows), expert_cost(shape, rows).ms(ceilings))
-
-
-def table(
-    times: Sequence[LinearTimes], ceilings: Ceilings, experts: Sequence[ExpertTimes | None] = ()
-) -> list[list[str]]:
-    """experts: one for each of `times`, or empty."""
+def table(times: Sequence[tuple[LinearTimes, ExpertTimes | None]], ceilings: Ceilings) -> list[list[str]]:
     rows = [["rows", "F.linear, ms", "fastest, ms", "weight bytes / bandwidth, ms"]]
-    for each in times:
-        bytes_ms = 1e3 * each.weight_bytes / ceilings.bandwidth
-        rows.append([f"{each.rows}", f"{each.cublas_ms:.2f}", f"{each.fastest_ms:.2f}", f"{bytes_ms:.2f}"])
-    if any(experts):
-        rows[0] += ["experts touched", "experts, ms"]
-        for row, of_pass in zip(rows[1:], experts, strict=True):
-            row += [f"{of_pass.touched:.1f}", f"{of_pass.ms:.2f}"] if of_pass else ["", ""]
+    if any(experts for _, experts in times):
+        rows[0] += ["experts touched", "experts add, ms", "their bytes / bandwidth, ms"]
+    for linears, experts in times:
+        bytes_ms = 1e3 * linears.weight_bytes / ceilings.bandwidth
+        row = [f"{linears.rows}", f"{linears.cublas_ms:.2f}", f"{linears.fastest_ms:.2f}", f"{bytes_ms:.2f}"]
+        if experts:
+            bytes_ms = 1e3 * experts.num_bytes / ceilings.bandwidth
+            row += [f"{experts.touched:.1f}", f"{experts.ms:.2f}", f"{bytes_ms:.2f}"]
+        rows.append(row)
     return rows

@@ -40,8 +40,8 @@ DEFAULT_CELLS = ["1x1024:5,8,64"]
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell.  engine: the one that it ran in; roofline and ceilings: None without a GPU; seconds: taken to measure the
-    cell, without the engine's start."""
+    """A cell.  engine: the one that it ran in; roofline: None without a GPU, or if the engine failed in a later cell;
+    ceilings: None without a GPU; seconds: taken to measure the cell, without the engine's start."""
 
     cell: Cell
     rounds: Rounds
@@ -165,16 +165,21 @@ def measure(
     names = list(dict.fromkeys(map(sizes.name, cells)))
     for name in names:
         group = [cell for cell in cells if sizes.name(cell) == name]
-        if roofline is not None:
-            # Before the engine takes the memory.
-            for cell in group:
-                roofline.round_linears(cell.batch, *cell.tree, cell.drafts)
-        for cell, rounds, engine, seconds in _in_one_engine(models, group, sizes, num_rounds):
+        ran = []
+        try:
+            for each in _in_one_engine(models, group, sizes, num_rounds):
+                ran.append(each)
+        except Exception:
+            # What ran is kept, without a floor: the exception holds the engine, and so the memory.
+            yield from (Measured(*each[:3], None, ceilings, each[3]) for each in ran)
+            raise
+        for cell, rounds, engine, seconds in ran:
             of_cell = None
             if roofline is not None and ceilings is not None:
-                of_cell = roofline.round(
-                    cell.batch, rounds.context, *cell.tree, ceilings, cell.drafts, rounds.experts_touched
-                )
+                # Now that the engine has closed.  Before it runs, nobody knows how many experts its passes touch; while
+                # it runs, it has all memory, and the products need some.
+                touched = rounds.experts_touched
+                of_cell = roofline.round(cell.batch, rounds.context, *cell.tree, ceilings, cell.drafts, touched)
             yield Measured(cell, rounds, engine, of_cell, ceilings, seconds)
 
 

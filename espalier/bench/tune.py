@@ -21,18 +21,9 @@ from rich.text import Text
 from torch import Tensor
 
 from espalier.bench import tune_experts
+from espalier.bench.chains import Matrix, Multiply, Weights
 from espalier.bench.flags.tune import EXPERTS
-from espalier.bench.linears import (
-    Matrix,
-    ModelShape,
-    Multiply,
-    Run,
-    Shape,
-    Weights,
-    model_sizes,
-    shape_named,
-    with_draft,
-)
+from espalier.bench.linears import ModelShape, Run, Shape, model_sizes, shape_named, with_draft
 from espalier.bench.roofline import as_engine
 from espalier.bench.timing import Stopwatch
 from espalier.bench.tune_experts import versions

@@ -69,7 +69,9 @@ class Quantiser:
         return made
 
     def of_experts(self, dense: Tensor) -> QuantisedMatrix:
-        """Experts [count, out, in] as the loader would give stacked ones."""
+        """Experts [count, out, in] as the loader would give them."""
+        if not self.experts:
+            return self.matrix(dense.flatten(0, 1)).experts(len(dense))
         return self.formats()("mlp.experts").expert_matrix(self.stored(dense, dense.device))
 
 

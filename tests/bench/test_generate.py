@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from espalier.bench.engines import OfShape
 from espalier.cli.main import main
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
+from espalier.layout import TreeShape
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.synthetic.checkpoint import Recipe
@@ -133,6 +135,14 @@ def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch,
         else:
             rates = [cell[way]["tokens_per_second"] for way in ("tree", "plain")]
             assert cell["tree_over_plain"] == pytest.approx(rates[0] / rates[1])
+
+
+def test_the_floor_and_the_bytes_of_the_weights_stand_beside_a_round():
+    one = generate.Generated(8, 1024, 20.0, 5.0, 1.0, 1600.0, TreeShape(0, 1, 1))
+    timed = replace(one, floor_ms=4.0, weight_bytes_ms=3.125)
+    heads, row, other = generate._table(generate._cells({"plain": [timed, one]}))
+    assert (row[heads.index("of floor")], row[heads.index("bytes ms")]) == ("1.25", "3.12")
+    assert (other[heads.index("of floor")], other[heads.index("bytes ms")]) == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from espalier.bench.chains import Weights, plain
 from espalier.bench.drive import drive
-from espalier.bench.linears import Run, Weights, model_sizes, plain, recipe_sizes, shape_named, with_draft
+from espalier.bench.linears import Run, model_sizes, recipe_sizes, shape_named, with_draft
 from espalier.bench.roofline import (
     Cost,
     ExpertTimes,
     LinearTimes,
     draft_passes,
-    expert_cost,
-    expert_times,
     kv_value_bytes,
     round_attention,
-    round_experts,
     round_runs,
     table,
 )
@@ -168,17 +166,19 @@ def test_experts_touched_by_uniform_routing(rows, touched):
     assert QWEN.experts.shape.touched(rows) == pytest.approx(touched, abs=0.01)
 
 
-def test_experts_cost_the_bytes_of_those_touched_and_the_products_of_all_rows():
-    size = 3 * 2048 * 768
-    uniform, measured = expert_cost(QWEN, 64), expert_cost(QWEN, 64, touched=20.0)
-    assert measured.num_bytes == 48 * 20 * 2 * size and uniform.num_bytes == pytest.approx(
-        48 * 125.94 * 2 * size, rel=1e-4
-    )
-    assert uniform.flops == measured.flops == 48 * 2 * size * 8 * 64
-    assert expert_cost(LLAMA, 64) == Cost(0, 0)
-    ceilings = Ceilings(4e12, 8e14)
-    assert expert_times(QWEN, 1, ceilings) == ExpertTimes(pytest.approx(8), pytest.approx(1e3 * 48 * 16 * size / 4e12))
-    assert expert_times(LLAMA, 1, ceilings) is None
+def expert_bytes(runs):
+    """Of each pass that has experts."""
+    return [run.expert_bytes for run in runs if run.experts is not None]
+
+
+def test_experts_count_the_bytes_of_those_touched():
+    size = 2 * 3 * 2048 * 768
+    uniform, measured = (round_runs(QWEN, 1, 5, 8, 64, touched=each)[0] for each in (None, 20.0))
+    assert expert_bytes(uniform) == [pytest.approx(48 * 125.94 * size, rel=1e-4)]
+    assert expert_bytes(measured) == [48 * 20 * size]
+    assert not expert_bytes(round_runs(LLAMA, 1, 5, 8, 64, touched=20.0)[0])
+    # An EAGLE head's layer is dense.
+    assert not expert_bytes(round_runs(QWEN, 1, 5, 8, 64)[1])
 
 
 def test_latent_attention_reads_one_row_for_all_heads():
@@ -233,10 +233,12 @@ def test_the_dtype_of_a_drafts_cache_follows_the_targets():
 
 
 def test_the_table_of_linear_layers_has_a_row_a_pass():
-    rows = table([LinearTimes(64, 4.452, 4.1, 15 * 10**9), LinearTimes(8, 4, 3.9, 1)], Ceilings(4e12, 8e14))
+    dense = [(LinearTimes(64, 4.452, 4.1, 15 * 10**9), None), (LinearTimes(8, 4, 3.9, 1), None)]
+    rows = table(dense, Ceilings(4e12, 8e14))
     assert rows[1:] == [["64", "4.45", "4.10", "3.75"], ["8", "4.00", "3.90", "0.00"]]
-    mixed = table([LinearTimes(64, 4, 3, 1)], Ceilings(4e12, 8e14), [ExpertTimes(12.34, 0.5)])
-    assert mixed[0][-2:] == ["experts touched", "experts, ms"] and mixed[1][-2:] == ["12.3", "0.50"]
+    mixed = table([(LinearTimes(64, 4, 3, 1), ExpertTimes(12.34, 10**9, 0.5))], Ceilings(4e12, 8e14))
+    assert mixed[0][-3:] == ["experts touched", "experts add, ms", "their bytes / bandwidth, ms"]
+    assert mixed[1][-3:] == ["12.3", "0.50", "0.25"]
 
 
 BLOCK = shape_named("llama-3.1-8b", block_size=16)
@@ -280,7 +282,6 @@ def test_the_attention_of_a_block_draft_is_its_block_over_the_context():
     cost = round_attention(BLOCK, batch=3, context=100, steps=7, topk=8, num_draft_tokens=64)
     assert cost.num_bytes == 2 * 3 * 100 * 2 * 8 * 128 * (32 + 5)
     assert cost.flops == 3 * 100 * BLOCK.attention_flops * (64 * 32 + 16 * 5)
-    assert round_experts(BLOCK, 3, 7, 8, 64) == (expert_cost(BLOCK, 192),)
 
 
 class Spied:
@@ -354,7 +355,7 @@ def test_the_weights_of_mtp_modules_are_those_of_their_layers(family):
         counted += 2 * experts.shape.num_experts * experts.shape.expert_bytes // 2
     assert counted == stored_size(own) and (experts is not None) == (target.experts is not None)
     # No weight of one module is taken for another's or for the target's.
-    names = [(run.name, run.shape) for run in (*runs, *sizes.target_pass(4))]
+    names = [(run.name, run.shape, run.first) for run in (*runs, *sizes.target_pass(4))]
     assert len(names) == len(set(names))
 
 
@@ -387,11 +388,14 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     # The target, the levels 2 and 3, two extends.
     assert cost.num_bytes == size * target.latent.row_size * (target.num_layers + 2 + 2)
     assert cost.flops == 3 * 100 * sizes.attention_flops * (target.num_layers * 6 + 2 + 2 + 4 + 4)
-    verify, level_2, level_3, *extends = round_experts(sizes, 3, 3, 2, 6, touched=5.0)
-    assert verify == expert_cost(sizes, 18, 5.0)
-    assert (level_2, level_3, extends) == (expert_cost(layer, 6), expert_cost(layer, 6), [expert_cost(layer, 12)] * 2)
-    assert level_2.flops > 0 and layer.experts.layers == 1
-    assert round_experts(sizes, 3, 0, 1, 1, drafts=False) == (expert_cost(sizes, 3),)
+    verify, drafted = (
+        [(run.rows, run.count, run.experts.touched) for run in runs if run.experts is not None]
+        for runs in round_runs(sizes, 3, 3, 2, 6, touched=5.0)
+    )
+    # What is measured is of the target; the levels 2 and 3 and two extends, of one layer each, route uniformly.
+    assert verify == [(18, target.num_layers - 1, 5.0)]
+    assert drafted == [(6, 1, None), (6, 1, None), (12, 1, None), (12, 1, None)] and layer.experts.layers == 1
+    assert not round_runs(sizes, 3, 0, 1, 1, drafts=False)[1]
 
 
 def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
@@ -428,8 +432,8 @@ def test_quantised_layers_count_as_they_are_stored(weights, layers_bytes):
     ("name", "weights", "share"), [("qwen3-30b-a3b", "fp8", 0.5), ("gpt-oss-20b", "mxfp4", 0.265625)]
 )
 def test_quantised_experts_count_as_they_are_stored(name, weights, share):
-    dense, quantised = (expert_cost(shape_named(name, weights=each), 8) for each in ("dense", weights))
-    assert (quantised.num_bytes, quantised.flops) == (pytest.approx(share * dense.num_bytes), dense.flops)
+    dense, quantised = (expert_bytes(shape_named(name, weights=each).target_pass(8)) for each in ("dense", weights))
+    assert quantised == [pytest.approx(share * dense[0])]
 
 
 @pytest.mark.parametrize("weights", ["fp8", "fp8-block", "int4"])

@@ -2,8 +2,8 @@
 
 import json
 import sys
+import weakref
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from espalier.bench import shaped
 from espalier.bench.cells import Cell, parse_cells, with_plain
 from espalier.bench.engine_sizes import OwnSize, UserSizes
 from espalier.bench.instrument import LaunchRecord
+from espalier.bench.linears import recipe_sizes
 from espalier.bench.plot import Bars, plot
+from espalier.bench.roofline import Roofline
 from espalier.bench.shaped import Measured, measure, plain_beside
 from espalier.bench.synthetic_models import SyntheticModels
 from espalier.cli.main import main
@@ -139,20 +141,57 @@ def test_a_cell_larger_than_its_engine_is_refused_before_models_are_made(setting
         UserSizes(Recipe(SHAPE), SETTINGS | settings, CPU).layout(cell, 6)
 
 
-def test_the_floors_weights_are_timed_before_an_engine_takes_the_memory():
-    order = []
-    roofline = SimpleNamespace(
-        ceilings=lambda: object(), round_linears=lambda *of: order.append(of), round=lambda *of: order.append("floor")
+class Floors:
+    """A roofline that notes what it was asked for, and that no engine held the memory then."""
+
+    def __init__(self, engines):
+        self.engines, self.asked = engines, []
+
+    def ceilings(self):
+        return "ceilings"
+
+    def round(self, batch, context, *others):
+        assert [engine() for engine in self.engines] == [None] * len(self.engines)
+        self.asked.append((batch, *others))
+        return f"floor of {batch}"
+
+
+@pytest.fixture
+def floors(monkeypatch):
+    engines, full_rounds = [], shaped.full_rounds
+
+    def noting(engine, models, cell, num_rounds):
+        engines.append(weakref.ref(engine))
+        if cell.batch == 3:
+            raise EspalierError("the third cell fails")
+        return full_rounds(engine, models, cell, num_rounds)
+
+    monkeypatch.setattr(shaped, "full_rounds", noting)
+    return Floors(engines)
+
+
+def test_floors_are_timed_when_the_engine_has_closed_and_for_the_experts_that_it_touched(floors):
+    recipe = Recipe(mixture("qwen3-moe", hot=1024), skill=0.9)
+    models = SyntheticModels(recipe, torch.float32, CPU, 512)
+    cells = parse_cells(["1x20:2,2,4", "2x20:2,2,4"], [16])
+    one, two = measure(models, cells, UserSizes(recipe, SETTINGS, CPU), 2, floors)
+    assert (one.roofline, two.roofline) == ("floor of 1", "floor of 2") and one.engine is two.engine
+    touched = [each.rounds.experts_touched for each in (one, two)]
+    assert floors.asked == [(n, 2, 2, 4, "ceilings", True, each) for n, each in zip((1, 2), touched, strict=True)]
+    assert 4 <= touched[0] <= touched[1] <= 16
+
+
+def test_cells_before_one_that_fails_are_kept_without_a_floor(floors):
+    recipe = Recipe(SHAPE, skill=0.9)
+    cells = parse_cells(["1x20:2,2,4", "3x20:2,2,4"], [16])
+    measuring = measure(
+        SyntheticModels(recipe, torch.float32, CPU, 512), cells, UserSizes(recipe, SETTINGS, CPU), 2, floors
     )
-
-    def opened(*_):
-        order.append("engine")
-        raise EspalierError("no engine here")
-
-    sizes = SimpleNamespace(name=lambda cell: "all", open=opened)
-    with pytest.raises(EspalierError, match="no engine here"):
-        next(measure(None, parse_cells(["1x8:2,2,4", "2x8:2,2,4"], [4]), sizes, 2, roofline))
-    assert order == [(1, 2, 2, 4, True), (2, 2, 2, 4, True), "engine"]
+    one = next(measuring)
+    assert one.cell.batch == 1 and one.rounds.follows == 1 and one.roofline is None
+    with pytest.raises(EspalierError, match="the third cell fails"):
+        next(measuring)
+    assert not floors.asked
 
 
 def test_a_cell_that_the_pages_do_not_hold_is_refused():
@@ -358,6 +397,18 @@ def test_on_a_gpu_cells_of_a_tree_share_an_engine_with_a_users_pages_and_graphs(
     require_graphs(small, plain)
     assert small.engine is large.engine and small.engine.max_batch == 64 and small.engine.prefix_cache
     assert small.engine.num_pages > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "weights"), [("qwen3-moe", "dense"), ("v2", "fp8"), ("gpt-oss", "mxfp4")])
+def test_on_a_gpu_a_mixture_stands_beside_its_floor(name, weights):
+    recipe = Recipe(mixture(name, hot=1024), skill=0.9, weights=weights)
+    models = SyntheticModels(recipe, torch.bfloat16, torch.device("cuda"), 512)
+    cells = with_plain(parse_cells(["2x24:4,4,16"], [16]))
+    sizes = OwnSize(recipe.draft_config.spec, chunk_size=16)
+    for each in measure(models, cells, sizes, 6, Roofline(recipe_sizes(recipe))):
+        assert each.rounds.experts_touched >= 4 and each.roofline.expert_ms > 0
+        assert each.roofline.weight_bytes_ms < each.roofline.ms
 
 
 def require_graphs(tree, plain):

@@ -122,7 +122,7 @@ def test_fp8_experts_take_what_the_norm_rounds(kernel_device, monkeypatch, few):
     monkeypatch.setattr(experts, "grouped_experts", experts_triton.grouped_experts_triton)
     found = []
     for rounding in (None, inputs):
-        monkeypatch.setattr(MixtureMLP, "_rounding", lambda mlp, residual, rounding=rounding: rounding)
+        monkeypatch.setattr(experts, "rounding_in_norm", lambda gate_up, x, rounding=rounding: rounding)
         found.append(mlp.after(norm, delta, residual))
     (expected_total, expected), (total, parts) = found
     assert torch.equal(total, expected_total) and torch.equal(parts, expected) and parts.any()

@@ -81,7 +81,7 @@ class MixtureMLP:
         For a few rows the norm and the router are one launch.  The launch that norms also rounds what experts take
         rounded.
         """
-        rounding = self._rounding(residual)
+        rounding = rounding_in_norm(self.gate_up, residual)
         if norm_router.takes(residual):
             total, x, rows, logits = norm_router.norm_router_triton(
                 delta, residual, norm.weight, norm.eps, self.router, rounding
@@ -90,13 +90,6 @@ class MixtureMLP:
             total, x, rows = norm.both_after(delta, residual, rounding)
             logits = router_logits(x, self.router)
         return total, self._mixed(x, rows, logits, live)
-
-    def _rounding(self, residual: Tensor) -> InputScales | None:
-        """How the norm is rounded in its own launch for the routed experts; None: it is not."""
-        weight = self.gate_up
-        if isinstance(weight, Tensor) or weight.inputs is None or weight.order is not None or not residual.is_cuda:
-            return None
-        return weight.inputs if rounds_norm(residual.shape[1], weight.inputs) else None
 
     def _mixed(self, x: Tensor, of_experts: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
         """of_experts: x, as the routed experts take it."""
@@ -114,6 +107,13 @@ class MixtureMLP:
         elif self.shared is not None:
             self.shared.write_parts(x, parts[-extra:])
         return parts
+
+
+def rounding_in_norm(gate_up: ExpertMatrix, x: Tensor) -> InputScales | None:
+    """How the norm of x is rounded in its own launch for the routed experts; None: it is not."""
+    if isinstance(gate_up, Tensor) or gate_up.inputs is None or gate_up.order is not None or not x.is_cuda:
+        return None
+    return gate_up.inputs if rounds_norm(x.shape[1], gate_up.inputs) else None
 
 
 def _as_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> SharedExperts | None:
