@@ -143,6 +143,7 @@ class Attention:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         """Attention of q [B, Q, heads, k_size] over the committed rows and the staged k, v [B, R, kv_heads, size].
 
+        k, v: as the layer's `keeps.read` gives them.
         sink: [heads] float32 (float64 for float64), one extra logit per head that joins the softmax and has no value.
         Returns out [B, Q, heads, v_size].
         """

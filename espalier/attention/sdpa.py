@@ -4,7 +4,7 @@ The query heads of a KV head are packed into the query dimension, so each KV hea
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -22,22 +22,35 @@ from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 class CommittedRows:
     """What all passes over a prefix read of it.
 
-    positions: [B, longest]; held: [B, longest], whether a row exists there; rows: [B · longest], rows of the pages.
-    gathered: K and V of the layer that was read last.  A draft with one layer reads it again for every level.
+    positions: [B, longest]; held: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
+    gathered: the rows of each plane of the layer that was read last.  A draft with one layer reads them again for
+    every level.
     """
 
     positions: Tensor
     held: Tensor
     rows: Tensor
     gathered: tuple[int, Sequence[Tensor]] | None = None
+    padded: dict[int, Tensor] = field(default_factory=dict)
 
-    def of_layer(self, layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The rows [B, longest, heads, size] of each plane of a layer."""
-        if self.gathered is None or self.gathered[0] != layer:
-            shape = self.positions.shape
-            taken = [plane.index_select(0, self.rows).view(*shape, *plane.shape[1:]) for plane in planes]
-            self.gathered = layer, taken
-        return self.gathered[1]
+    def before(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The rows of each plane of a layer, [B, longest + R, heads, size], with `staged` [B, R, heads, size] last."""
+        if self.gathered is not None and self.gathered[0] == layer:
+            return [torch.cat(pair, 1) for pair in zip(self.gathered[1], staged, strict=True)]
+        longest, new = self.rows.shape[1], staged[0].shape[1]
+        # Gathered with room for the staged rows, which are written over it: nothing is copied twice.
+        rows = self._with_room(new)
+        taken = [plane.index_select(0, rows.flatten()).view(*rows.shape, *plane.shape[1:]) for plane in planes]
+        for plane, values in zip(taken, staged, strict=True):
+            plane.narrow(1, longest, new).copy_(values)
+        self.gathered = layer, [plane.narrow(1, 0, longest) for plane in taken]
+        return taken
+
+    def _with_room(self, new: int) -> Tensor:
+        """rows [B, longest + new]; the last ones are of the dummy page."""
+        if new not in self.padded:
+            self.padded[new] = F.pad(self.rows, (0, new))
+        return self.padded[new]
 
 
 class SdpaAttention(Attention):
@@ -52,7 +65,7 @@ class SdpaAttention(Attention):
     def _committed_rows(self) -> CommittedRows:
         positions = torch.arange(self.longest).expand(self.prefix.page_table.shape[0], -1)
         held = self.prefix.holds(positions)
-        return CommittedRows(positions, held, self.pages.rows(self.prefix.page_table, positions, held).flatten())
+        return CommittedRows(positions, held, self.pages.rows(self.prefix.page_table, positions, held))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         queries, heads = q.shape[1:3]
@@ -60,8 +73,9 @@ class SdpaAttention(Attention):
         kv_heads = spec.rows.kv_heads
         groups = heads // kv_heads
         if self.longest:
-            committed = spec.rows.read(self.committed_rows.of_layer(layer, self.pages.layers[layer]))
-            k, v = (torch.cat(pair, 1) for pair in zip(committed, (k, v), strict=True))
+            # Of a latent row V is a part of K, which is the whole row.
+            planes = self.pages.layers[layer]
+            k, v = spec.rows.read(self.committed_rows.before((k, v)[: len(planes)], layer, planes))
         scales = self.scales(layer)
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)

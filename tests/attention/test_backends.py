@@ -81,13 +81,9 @@ def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, 
 
 def drawn(layer: int, batch: int, queries: int, rows: int, seed: int):
     g, generator = GEOMETRY[layer], torch.Generator().manual_seed(seed)
-    kept = g.rows
-    shapes = (
-        (batch, queries, g.heads, kept.k_size),
-        (batch, rows, kept.kv_heads, kept.k_size),
-        (batch, rows, kept.kv_heads, kept.v_size),
-    )
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    shapes = [(batch, queries, g.heads, g.rows.k_size), *((batch, rows, *shape) for shape in g.rows.planes.values())]
+    q, *planes = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return q, *g.rows.read(planes)
 
 
 @pytest.mark.parametrize(

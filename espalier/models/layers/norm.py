@@ -41,8 +41,10 @@ class RMSNorm:
         self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
     ) -> tuple[Tensor, Rows]:
         """As `after`, for one reader of the norm that rounds it so (Linear.rounding): it may be rounded already."""
+        if rounding is None:
+            return self.after(delta, residual)
         few = residual.is_cuda and len(residual) <= MAX_KERNEL_ROWS
-        if rounding is None or not few or not rounds_norm(residual.shape[1], rounding):
+        if not few or not rounds_norm(residual.shape[1], rounding):
             return self.after(delta, residual)
         return rounded_norm_triton(delta, residual, self.weight, self.eps, rounding)
 
