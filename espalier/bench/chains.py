@@ -21,14 +21,18 @@ from espalier.kernels.layers.linear_quantised import linear_quantised
 from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
+from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS
 from espalier.models.layers.experts import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
 
 # The size of the largest L2 cache that we measure on.
 L2_BYTES = 60 * 10**6
 
+# The ends of the names of layers that read a norm, which rounds for them in its own launch up to MAX_KERNEL_ROWS.
+BEHIND_A_NORM = ("qkv", "q and kv", "gate_up")
+
 Matrix = Tensor | QuantisedMatrix
-Multiply = Callable[[Tensor, Matrix], Tensor]
+Multiply = Callable[[Rows, Matrix], Tensor]
 Product = Callable[[], object]
 
 
@@ -68,7 +72,7 @@ def steps_of(runs: Sequence[Run], experts: bool) -> list[Step]:
 def num_copies(experts: RoutedExperts) -> int:
     """The number of copies of a layer's experts, which layers take in turn.
 
-    It is so large that more than an L2 cache is read between two uses of an expert, whatever the ids are.  What is
+    With so many, more than an L2 cache is read between two uses of an expert, whatever the ids are.  What is
     read at least: a call to each of the other copies, and a third of the expert's own call, the bytes of down, because
     down comes after all of gate and up.
     """
@@ -141,7 +145,8 @@ class Weights:
                 shared = [self.of(run)[step.layer] for run in step.shared]
                 products.append(calls[step.run].product(step.layer, shared))
             else:
-                products.append(_product(inputs[_input_key(step.run)], self.of(step.run)[step.layer], multiply))
+                weight = self.of(step.run)[step.layer]
+                products.append(_product(step.run, inputs[_input_key(step.run)], weight, multiply))
 
         def body() -> None:
             for product in products:
@@ -155,9 +160,12 @@ class Weights:
         return torch.randn(size, dtype=self.dtype, device=self.device)
 
 
-def _product(x: Tensor, weight: Matrix, multiply: Multiply) -> Product:
-    if isinstance(weight, Tensor) and weight.ndim == 3:
-        return partial(torch.bmm, x, weight.transpose(1, 2))
+def _product(run: Run, x: Tensor, weight: Matrix, multiply: Multiply) -> Product:
+    if isinstance(weight, Tensor):
+        return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
+    rounding = rounding_in_norm(weight, x)
+    if rounding is not None and run.name.endswith(BEHIND_A_NORM) and len(x) <= MAX_KERNEL_ROWS:
+        return partial(multiply, RoundedRows(*quantise_rows(x, rounding), x.dtype), weight)
     return partial(multiply, x, weight)
 
 
@@ -176,15 +184,16 @@ def _by_layer(runs: Sequence[Run]) -> list[list[Run]]:
     return groups
 
 
-def plain(x: Tensor, weight: Matrix) -> Tensor:
+def plain(x: Rows, weight: Matrix) -> Tensor:
     """By the library, as far as it takes the weight: dense, and FP8 whose scales are of whole rows.
 
     Other quantised weights are multiplied by our kernels.
     """
     if isinstance(weight, Tensor):
+        assert isinstance(x, Tensor)
         return F.linear(x, weight)
     by_row = InputScales()
     if weight.code == "fp8" and weight.row_block == 1 and weight.group >= weight.shape[1] and weight.inputs == by_row:
-        values, scales = quantise_rows(x, by_row)
+        values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_rows(x, by_row)
         return torch._scaled_mm(values, weight.codes.T, scales, weight.scales.T.contiguous(), out_dtype=x.dtype)
     return linear_quantised(x, weight, None)

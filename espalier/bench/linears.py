@@ -31,7 +31,7 @@ class Run:
     heads: if above 1, each weight is [heads, out, in], and one batched product multiplies each head with its own rows.
     weights: how it is stored, "dense" or a name of espalier/models/quantisers.py:QUANTISERS.
     experts: of a router, what follows each of its products; None for other layers.
-    first: weights of the same name and shape that are of runs before.
+    first: index of the first weight, among those of this name and shape.
     """
 
     name: str

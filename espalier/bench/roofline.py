@@ -26,6 +26,7 @@ from espalier.config import FP8_KV, is_open
 from espalier.kernels.layers.linear import linear
 from espalier.kernels.layers.linear_quantised import linear_quantised
 from espalier.kernels.layers.linear_tuning import DENSE, plans_for
+from espalier.kernels.layers.quantised import Rows
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.flags import positive_numbers
 from espalier.terminal.machine import require_gpu
@@ -200,7 +201,7 @@ class Roofline:
         self, runs: Sequence[Run], rows: int, with_experts: Sequence[bool]
     ) -> tuple[LinearTimes, ExpertTimes | None]:
         if self.device.type == "cuda":
-            # Else new weights may lie among the freed pages of a closed engine, which then stay in PyTorch's cache.
+            # The memory of a closed engine first: new weights among its pages would keep these in PyTorch's cache.
             gc.collect()
             torch.cuda.empty_cache()
         chains = [self.weights.chain(runs, multiply, each) for each in with_experts for multiply in (plain, as_engine)]
@@ -240,10 +241,11 @@ class Roofline:
         return RoundRoofline(whole_ms, linears.fastest_ms, expert_ms, bytes_ms)
 
 
-def as_engine(x: Tensor, weight: Matrix) -> Tensor:
+def as_engine(x: Rows, weight: Matrix) -> Tensor:
     """Multiply as the engine does on this GPU."""
     if not isinstance(weight, Tensor):
         return linear_quantised(x, weight, None)
+    assert isinstance(x, Tensor)
     plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
     return plain(x, weight) if plans is None else linear(x, weight, None, plans.at(len(x)))
 

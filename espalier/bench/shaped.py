@@ -165,22 +165,26 @@ def measure(
     names = list(dict.fromkeys(map(sizes.name, cells)))
     for name in names:
         group = [cell for cell in cells if sizes.name(cell) == name]
-        ran = []
+        ran, failure = [], None
         try:
             for each in _in_one_engine(models, group, sizes, num_rounds):
                 ran.append(each)
-        except Exception:
-            # What ran is kept, without a floor: the exception holds the engine, and so the memory.
-            yield from (Measured(*each[:3], None, ceilings, each[3]) for each in ran)
-            raise
+        except BaseException as error:
+            # Ctrl-C too: what ran is kept, without a floor, as the error holds the engine and so the memory.
+            failure = error
         for cell, rounds, engine, seconds in ran:
             of_cell = None
-            if roofline is not None and ceilings is not None:
+            if roofline is not None and ceilings is not None and failure is None:
                 # Now that the engine has closed.  Before it runs, nobody knows how many experts its passes touch; while
                 # it runs, it has all memory, and the products need some.
                 touched = rounds.experts_touched
-                of_cell = roofline.round(cell.batch, rounds.context, *cell.tree, ceilings, cell.drafts, touched)
+                try:
+                    of_cell = roofline.round(cell.batch, rounds.context, *cell.tree, ceilings, cell.drafts, touched)
+                except BaseException as error:
+                    failure = error
             yield Measured(cell, rounds, engine, of_cell, ceilings, seconds)
+        if failure is not None:
+            raise failure
 
 
 def _in_one_engine(

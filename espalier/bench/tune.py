@@ -50,7 +50,7 @@ from espalier.kernels.layers.linear_tuning import (
     write,
 )
 from espalier.kernels.layers.norm import add_rms_norm
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.runtime.launch import chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.models.quantisers import QUANTISERS
@@ -332,9 +332,10 @@ class Tuner:
         return contenders[best if times[best] < times[0] * (1 - LEAST_GAIN) else 0]
 
 
-def _product(x: Tensor, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
+def _product(x: Rows, weight: Matrix, plan: LinearPlan, gated: bool = False, parts: bool = False) -> Tensor:
     """x · weightᵀ with the plan: summed, gated, or in parts.  None: F.linear, or a quantised weight's plan by rule."""
     if not isinstance(weight, QuantisedMatrix):
+        assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_parts if parts else linear)(x, weight, None, plan)
     own = plan if isinstance(plan, TritonPlan) else linear_quantised.rule_of(weight, x)
     if gated:
@@ -361,7 +362,7 @@ def _by_table(runs: Sequence[Run], table: PlanTable, rows: int) -> Multiply:
     in_parts, gated = ({run.shape for run in runs if run.name.split()[-1] in names} for names in (IN_PARTS, GATED))
     norm_inputs: dict[Shape, tuple[Tensor, Tensor]] = {}
 
-    def multiply(x: Tensor, weight: Matrix) -> Tensor:
+    def multiply(x: Rows, weight: Matrix) -> Tensor:
         shape = (weight.shape[0], weight.shape[1])
         if (shape, rows) not in table:
             return as_engine(x, weight)
@@ -370,7 +371,8 @@ def _by_table(runs: Sequence[Run], table: PlanTable, rows: int) -> Multiply:
         if shape not in in_parts:
             return _product(x, weight, table[shape, rows])
         if shape not in norm_inputs:
-            norm_inputs[shape] = x.new_zeros(len(x), shape[0]), x.new_ones(shape[0])
+            norm = torch.ones(shape[0], dtype=x.dtype, device=weight.device)
+            norm_inputs[shape] = norm.new_zeros(len(x), shape[0]), norm
         residual, norm = norm_inputs[shape]
         return add_rms_norm(_product(x, weight, table[shape, rows], parts=True), residual, norm, 1.0)[1]
 

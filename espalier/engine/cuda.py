@@ -367,7 +367,7 @@ class CudaExecutor:
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         pool, passes = torch.cuda.graph_pool_handle(), self.captured_passes[::-1]
         forms = [*map(LaunchForm, self.captured_buckets[::-1]), *passes]
-        what = "a launch of dummies, which compiles kernels,"
+        what = "a launch that compiles kernels"
         try:
             self.compile([*self.dummy_rounds, *(of_dummies(*form) for form in passes)])
             for form in track(forms, "capturing CUDA graphs", console=Console(stderr=True), transient=True):

@@ -9,6 +9,7 @@ ended goes on.
 from __future__ import annotations
 
 import json
+import os
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -54,8 +55,8 @@ def make_own_text(
 ) -> OwnText:
     """Continue prompts cut from `stream`, as many as are missing.  A batch has prompts of one length.
 
-    A batch follows from its number and its size alone, so a run that was ended goes on to the same text.  With another
-    generate_batch the rest of it is another, but no batch is made twice.
+    A batch follows from its number, its size and the prompt lengths in use, so a run that was ended goes on to the same
+    text.  With another generate_batch the rest of it is another, but no batch is made twice.
     """
     if found := unfinished.num_texts:
         print(f"{unfinished.path} has {found} continuations, {config.continuations - found} are left", flush=True)
@@ -100,6 +101,9 @@ def write_own_text(
         remedy = "free some space there, or give another --work"
         with whole_file(path, remedy) as half, half.open("wb") as file:
             np.savez(file, stream=own.stream, greedy_counts=own.greedy_counts, made_from=np.array(made_from))
+            # On disk before the unfinished text goes.
+            file.flush()
+            os.fsync(file.fileno())
         unfinished.path.unlink()
 
 

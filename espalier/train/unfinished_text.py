@@ -86,10 +86,10 @@ class UnfinishedText:
                 Batch(each["prompt_length"], each["sampled"], [np.array(text, np.int32) for text in each["texts"]])
                 for each in records
             ]
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError) as error:
             raise EspalierError(f"{self.path} cannot be read ({one_line(error)}); delete it to make it anew") from None
         said = first if isinstance(first, dict) else None
-        require_same(self.path, said, made_from, "give the same flags to go on, or another --work")
+        require_same(self.path, said, made_from, "go on with the command that began it, or give another --work")
 
 
 def _is_whole(line: bytes) -> bool:

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from espalier.bench import chains, roofline
 from espalier.bench.chains import ExpertCalls, Weights, num_copies, plain, steps_of
 from espalier.bench.expert_product import LayerExperts, random_ids
-from espalier.bench.linears import recipe_sizes, shape_named
+from espalier.bench.linears import Run, recipe_sizes, shape_named
 from espalier.bench.roofline import Roofline, round_runs
 from espalier.bench.timing import Ceilings
 from espalier.cli.main import main
 from espalier.kernels.layers.experts import grouped_experts_reference
 from espalier.kernels.layers.experts_plan import ExpertsShape
+from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.models.layers import experts as layer
+from espalier.models.quantisers import QUANTISERS
 from espalier.synthetic.checkpoint import Recipe, build
 from espalier.synthetic.shapes import SHAPES, Shape
 from tests.synthetic.mixtures import WITH_EXPERTS, mixture
@@ -117,7 +119,7 @@ def test_more_than_a_cache_is_read_between_two_uses_of_an_expert(name, weights):
         assert copies * experts.sizes.shape.num_experts * experts.expert_bytes < 4e9
     else:
         # A layer of it has 22.5 GB in bfloat16.
-        assert copies == 1 or weights == "int4"
+        assert copies == 1
 
 
 def wide(name: str) -> Shape:
@@ -267,3 +269,20 @@ def test_on_a_gpu_experts_are_in_the_floor(name, weights):
     recipe = Recipe(wide(name), weights=weights)
     floor = Roofline(recipe_sizes(recipe)).round(2, 100.0, 3, 2, 6, CEILINGS, touched=7.0)
     assert floor.expert_ms > 0 and floor.ms > floor.linear_ms + floor.expert_ms > floor.weight_bytes_ms
+
+
+@pytest.mark.parametrize("rows", [1, 256, 257])
+def test_what_a_norm_rounds_in_its_launch_is_no_part_of_a_chain(rows, monkeypatch):
+    monkeypatch.setattr(chains, "rounding_in_norm", lambda weight, x: InputScales())
+    weight = QUANTISERS["fp8"].matrix(torch.randn(128, 128))
+    rounded = set()
+
+    def multiply(x, multiplied):
+        assert multiplied is weight and len(x) == rows
+        rounded.add(isinstance(x, RoundedRows))
+
+    for name, behind_a_norm in (("qkv", True), ("gate_up", True), ("o", False), ("down", False)):
+        run = Run(name, (128, 128), 1, rows, weights="fp8")
+        chains._product(run, torch.randn(rows, 128), weight, multiply)()
+        assert rounded == {behind_a_norm and rows <= 256}, name
+        rounded.clear()

@@ -194,6 +194,23 @@ def test_cells_before_one_that_fails_are_kept_without_a_floor(floors):
     assert not floors.asked
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_cells_are_kept_without_a_floor_where_one_cannot_be_timed(floors, monkeypatch, error):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr(floors, "round", fails)
+    recipe = Recipe(SHAPE, skill=0.9)
+    cells = parse_cells(["1x20:2,2,4", "2x20:2,2,4"], [16])
+    measuring = measure(
+        SyntheticModels(recipe, torch.float32, CPU, 512), cells, UserSizes(recipe, SETTINGS, CPU), 2, floors
+    )
+    kept = [next(measuring), next(measuring)]
+    assert [(one.cell.batch, one.roofline) for one in kept] == [(1, None), (2, None)]
+    with pytest.raises(error):
+        next(measuring)
+
+
 def test_a_cell_that_the_pages_do_not_hold_is_refused():
     recipe = Recipe(SHAPE)
     sizes = UserSizes(recipe, SETTINGS | {"num_pages": 20}, CPU)

@@ -266,13 +266,13 @@ def test_the_rule_fits_the_chip_and_the_groups(code, rows, group, grouped):
                 assert plan.stages == 1 or used <= on.shared_memory
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_few_rounded_rows_have_long_steps_and_fill_the_chip(grouped):
+def test_few_rounded_rows_have_long_steps_and_fill_the_chip():
     """qkv of 8 billion parameters has 96 blocks: two programs a multiprocessor would leave a quarter of them idle."""
     for shape, splits, stages in (((6144, 4096), 4, 3), ((4096, 14336), 4, 5), ((28672, 4096), 1, 2)):
-        assert rule(16, *shape, "fp8", 256, grouped, H200, 1) == TritonPlan(64, 256, splits, 4, stages)
-        assert rule(17, *shape, "fp8", 256, grouped, H200, 1).block_in == 128
-        assert rule(16, *shape, "fp8", 256, grouped, H200, 2).block_in == 128
+        assert rule(16, *shape, "fp8", 256, False, H200, 1) == TritonPlan(64, 256, splits, 4, stages)
+        # More rows, scales of groups, inputs that are not rounded.
+        for rows, grouped, input_bytes in ((17, False, 1), (16, True, 1), (16, False, 2)):
+            assert rule(rows, *shape, "fp8", 256, grouped, H200, input_bytes).block_in == 128
 
 
 @pytest.mark.parametrize(("code", "grouped"), [("fp8", False), ("fp8", True), ("int4", True), ("mxfp4", True)])

@@ -248,7 +248,7 @@ def test_unfinished_text_of_something_else_is_refused_before_the_target_is_loade
     before = making.unfinished.read_bytes()
     sizes = {name: getattr(OWN7, name) for name in vars(OWN7)}
     mtp = MtpConfig(length=16, batch=2, num_tokens=8 * 32, ttt_steps=2, **sizes)
-    remedy = "give the same flags to go on, or another --work, or delete it"
+    remedy = "go on with the command that began it, or give another --work, or delete it"
     for changed, stream, said in (
         ({"continuations": 8}, making.stream, "with --continuations 7, now it is with --continuations 8"),
         ({"sampled_share": 0.25}, making.stream, "with --sampled-share 0.5, now it is with --sampled-share 0.25"),

@@ -69,8 +69,8 @@ STEPS_AHEAD, STEPS_BEHIND_A_NORM = 4, 1
 # Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
-# The fewest columns of a split of FP8 weights.
-LEAST_COLUMNS = 512
+# The fewest steps of a split of FP8 weights: fewer do not fill a pipeline.
+LEAST_STEPS = 4
 # Of 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), programs that registers let share a
 # multiprocessor).  Up to 16 rows a step reads 128 bytes of each row of the weight.  With more, the inputs are the
 # larger part of what is read, and blocks of 128 rows of the weight halve it.  For MXFP4 they are slower up to 32 rows
@@ -119,7 +119,7 @@ def _product_of_others(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) ->
 
 
 def linear_quantised_triton(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan) -> Tensor:
-    """plan.block_in must divide the columns that share a scale.  Raises EspalierError on other shapes and dtypes."""
+    """plan.block_in must divide `max_block_in`.  Raises EspalierError on other shapes and dtypes."""
     return summed(linear_quantised_parts_triton(x, weight, bias, plan), x.dtype)
 
 
@@ -261,7 +261,7 @@ def tuning_name(weight: QuantisedMatrix) -> str:
 def max_block_in(weight: QuantisedMatrix) -> int:
     """The most columns of a tile: for FP8 those that share a scale, or two sums of them."""
     if weight.code != "fp8":
-        return 2 * SUM_COLUMNS
+        return 256
     groups = [weight.group]
     if weight.inputs is not None and weight.inputs.group is not None:
         groups.append(weight.inputs.group)
@@ -302,17 +302,18 @@ def fp8_rule(
 
     streams: whether memory binds.
     """
-    # For few rows that are rounded, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).
-    is_few = streams and tile == MIN_BLOCK_ROWS and input_bytes == 1
+    # For few rows that are rounded, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of
+    # groups are not measured.
+    is_few = streams and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not grouped
     block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= RAGGED_IN) else 128)
     # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
     block_out, warps = (64, 4) if streams or grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
-    # Programs that share a multiprocessor: of two numbers, the one that leaves fewer places empty.
+    # Two or three programs share a multiprocessor, whichever leaves fewer places empty.
     together = [PROGRAMS_PER_PROCESSOR if streams else WARPS_PER_PROCESSOR // warps]
     if is_few:
         together.append(PROGRAMS_PER_PROCESSOR + 1)
-    most_splits = min(max_splits, num_in // LEAST_COLUMNS)
+    most_splits = min(max_splits, num_in // block_in // LEAST_STEPS)
     found = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
     splits = max(found, key=lambda splits: _fill(programs * splits, gpu))
     if streams:

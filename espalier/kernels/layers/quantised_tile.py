@@ -6,7 +6,7 @@ bfloat16, so only the float32 sums round.  The other scales multiply the sum of 
 what is for 4 bits.
 
 Inputs that were rounded to FP8 are multiplied with FP8 weights as they are, on the chip's FP8 units.  Those add with
-fewer bits than float32, so every step of the loop starts a new sum and adds it in float32.
+fewer bits than float32, so a new sum starts after SUM_COLUMNS columns at most, and float32 adds the sums.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def quantised_dot(
     or None.
     w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; inside: [ROWS], which exist.
     x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs.
-    GROUP, INPUT_GROUP: columns that share a scale, for FP8 a multiple of BLOCK_IN; 0: all columns do.
+    GROUP, INPUT_GROUP: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, SUM_COLUMNS); 0: all columns do.
     k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: BLOCK_IN divides num_in.
     """
     if CODE > 0:
