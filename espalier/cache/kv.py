@@ -60,8 +60,9 @@ class StagedKV:
         self.layers = by_layer(self.stacks)
         self.rows = rows
         self.row_indices = torch.arange(rows, device=device)
-        # Views of `rows_of`.  On a CPU, making them anew would be 3% of a small model's round.
-        self._views: dict[tuple[int, int, int, int], tuple[Tensor, ...]] = {}
+        # By layer, the last sizes and views of `rows_of`, and no others: prompts have many lengths.  On a CPU, making
+        # them anew in each round would be 3% of a small model's round.
+        self._views: dict[int, tuple[tuple[int, int, int], tuple[Tensor, ...]]] = {}
 
     def places(self, positions: Tensor, width: int, first: int) -> Tensor:
         """[B · Q]: the staging rows of a pass with `positions` [B, Q].
@@ -78,12 +79,14 @@ class StagedKV:
 
         Raises EspalierError if the buffer is too small.
         """
-        key = layer, batch, width, first + queries
-        if key not in self._views:
+        sizes = batch, width, first + queries
+        made_for, views = self._views.get(layer, (None, ()))
+        if made_for != sizes:
             self._require_room(batch, queries, width, first)
             planes = (plane[: batch * width].view(batch, width, *plane.shape[1:]) for plane in self.layers[layer])
-            self._views[key] = tuple(plane[:, : first + queries] for plane in planes)
-        return self._views[key]
+            views = tuple(plane[:, : first + queries] for plane in planes)
+            self._views[layer] = sizes, views
+        return views
 
     def _require_room(self, batch: int, queries: int, width: int, first: int) -> None:
         if first + queries > width or batch * width > self.rows:

@@ -126,3 +126,15 @@ def test_no_requests_commit_nothing():
     pages.commit(staging, none, none)
     k, v = stage(staging, 0, *torch.zeros(2, 0, 2, 2, 4, dtype=torch.float64), layout.num_draft_tokens, 0)
     assert k.shape == v.shape == (0, 2, 2, 4)
+
+
+def test_views_of_staging_are_kept_for_one_size_of_each_layer():
+    """Prompts have many lengths: views of all of them would be a leak."""
+    _, _, staged = made(16)
+    for width in (1, 2, 3, 2):
+        for layer in staged.layers:
+            views = staged.rows_of(layer, 1, width, width, 0)
+            assert [view.shape[:2] for view in views] == [(1, width)] * len(views)
+            assert staged.rows_of(layer, 1, width, width, 0) is views
+            assert [view.data_ptr() for view in views] == [plane.data_ptr() for plane in staged.layers[layer]]
+    assert len(staged._views) == len(staged.layers)

@@ -309,7 +309,7 @@ def fp8_rule(
     # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
     block_out, warps = (64, 4) if streams or grouped else (128, 8)
     programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
-    # Two or three programs share a multiprocessor, whichever leaves fewer places empty.
+    # Of few rows, two or three programs share a multiprocessor: whichever number leaves fewer places empty.
     together = [PROGRAMS_PER_PROCESSOR if streams else WARPS_PER_PROCESSOR // warps]
     if is_few:
         together.append(PROGRAMS_PER_PROCESSOR + 1)
