@@ -42,7 +42,7 @@ from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.hopper_experts import is_hopper_experts, launch_down, launch_gated
 from espalier.kernels.layers.linear import block_rows, gate_and_up, weight_rows
 from espalier.kernels.layers.linear_quantised import (
-    STEPS_BEHIND_A_NORM,
+    LINES_AHEAD,
     kernel_codes,
     kernel_inputs,
     stored,
@@ -174,13 +174,13 @@ def _down_kernel(
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     SHARED: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
-    STEPS_AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    LINES_AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write weight · (x · wᵀ + bias [E, num_out]) to out [K + SHARED, N, num_out], and 0 for rows without expert.
 
     x: [(K + SHARED) · N, num_in], in order of place.  EVEN_IN: BLOCK_IN divides num_in.  CODE: as in _gated_kernel.
     shared: [num_out, SHARED · num_in].  The weight of its pieces is 1.
-    STEPS_AHEAD: steps whose codes are prefetched before the wait.
+    LINES_AHEAD: as in _linear_quantised_kernel.
     """
     pdl_trigger(DEPENDENT)
     tile, expert = tile_and_expert(tile_experts_ptr, live_ptr, top_k, num_experts, SHARED, SORTED, LIVE)
@@ -197,7 +197,7 @@ def _down_kernel(
     if bias_ptr is not None and (DEPENDENT and not SORTED):
         prefetch(bias_ptr + w_row)
     if CODE is not None and DEPENDENT:
-        prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, BLOCK_IN * STEPS_AHEAD)
+        prefetch_codes(w_ptr, w_row, 0, num_in, num_in, CODE, LINES_AHEAD)
     pdl_wait(DEPENDENT)
     place, inside, row, part = rows_of_tile(
         order_ptr, ends_ptr, tile_begins_ptr, tile, tl.maximum(expert, 0), num_rows, top_k, SHARED, SORTED, ROWS
@@ -326,7 +326,7 @@ def down_triton(
         *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),
         **constants,
-        STEPS_AHEAD=STEPS_BEHIND_A_NORM,
+        LINES_AHEAD=LINES_AHEAD,
         **_options(gated, down, tiles, plan, 1, pieces, grid),
     )
     return parts

@@ -45,7 +45,7 @@ from espalier.kernels.layers.quantised import (
     linear_quantised_reference,
 )
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
-from espalier.kernels.layers.quantised_tile import CODES, SUM_COLUMNS, prefetch_codes, quantised_dot
+from espalier.kernels.layers.quantised_tile import CODES, LINE_BYTES, SUM_COLUMNS, prefetch_codes, quantised_dot
 from espalier.kernels.layers.scaled_product import is_scaled_product, scaled_product
 from espalier.kernels.layers.silu import require_gated, silu_mul
 from espalier.kernels.runtime.launch import Chip, chip, kernel, require
@@ -62,10 +62,12 @@ MAX_EXPONENT = E8M0_BIAS + 65
 FP8_CAPABILITY = (8, 9)
 # Rows up to which the rule streams, and up to which it splits columns: more rows have programs enough.
 STREAMED_ROWS, SPLIT_ROWS = 64, 256
-# Steps whose codes a program prefetches while it waits for the kernel before it.  Memory has little else to do while
-# inputs are rounded or parts are added up: in these 2 or 3 microseconds it delivers some 100 kB for a multiprocessor.
-# Behind a norm that rounds there is no such time, and one step was mostly faster (docs/log.md).
-STEPS_AHEAD, STEPS_BEHIND_A_NORM = 4, 1
+# L2 lines of each row of codes that a program prefetches while it waits for the kernel before it.  More than one pays
+# only while inputs of many rows are rounded or their parts are added up.  In a round, up to 16 rows and behind a norm
+# that rounds, more lines take bandwidth from the kernel before (docs/log.md).
+LINES_AHEAD = 1
+# The steps whose codes these lines hold, for more rows.
+STEPS_AHEAD = 4
 # Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
@@ -138,11 +140,11 @@ def _linear_quantised_kernel(
     x_ptr, x_scales_ptr, codes_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, num_out, num_in, x_stride,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_OUT: tl.constexpr,
-    EVEN_IN: tl.constexpr, GATED: tl.constexpr, STEPS_AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
+    EVEN_IN: tl.constexpr, GATED: tl.constexpr, LINES_AHEAD: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of weight rows, splits, tiles of rows).  Arguments as _linear_kernel and quantised_dot.
 
-    STEPS_AHEAD: steps whose codes are prefetched before the wait.
+    LINES_AHEAD: L2 lines of a row's codes that are prefetched before the wait, a power of two.
     """
     w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, GATED).to(tl.int64)
     split, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -152,7 +154,7 @@ def _linear_quantised_kernel(
     x_rows = rows.to(tl.int64)
     pdl_trigger(DEPENDENT)
     if DEPENDENT:
-        prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE, BLOCK_IN * STEPS_AHEAD)
+        prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE, LINES_AHEAD)
         if CODE == 1:
             prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP)
     pdl_wait(DEPENDENT)
@@ -197,12 +199,20 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
         EVEN_OUT=num_out % block_written == 0,
         EVEN_IN=num_in % plan.block_in == 0,
         GATED=gated,
-        STEPS_AHEAD=STEPS_BEHIND_A_NORM if isinstance(x, RoundedRows) else STEPS_AHEAD,
+        LINES_AHEAD=lines_ahead(x, weight.code, plan),
         num_warps=plan.warps,
         num_stages=plan.stages,
         **pdl_arguments(gpu),
     )
     return out
+
+
+def lines_ahead(x: Rows, code: str, plan: TritonPlan) -> int:
+    """LINES_AHEAD of a product with x."""
+    if isinstance(x, RoundedRows) or len(x) <= MIN_BLOCK_ROWS:
+        return LINES_AHEAD
+    step_bytes = plan.block_in if code == "fp8" else plan.block_in // 2
+    return max(STEPS_AHEAD * step_bytes // LINE_BYTES, LINES_AHEAD)
 
 
 def kernel_inputs(x: Rows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # The most columns of one sum of FP8 products.  Kernels cannot read it: _fp8_dot repeats it.
 SUM_COLUMNS = 128
+# Of the L2.  Kernels cannot read it either: prefetch_codes repeats it.
+LINE_BYTES = 128
 # Codes of espalier/kernels/layers/quantised.py:QuantisedMatrix, as numbers for a kernel.
 CODES = {"fp8": 0, "int4": 1, "mxfp4": 2}
 
@@ -95,12 +97,11 @@ def _fp8_dot(
 
 
 @kernel
-def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, COLUMNS: tl.constexpr):
-    """Prefetch the codes of COLUMNS columns, at most up to k_end, into the L2: an address for each 128 bytes."""
-    # Elements of codes_ptr are bytes of FP8, or words of 8 nibbles.
+def prefetch_codes(codes_ptr, w_rows, k_begin, k_end, num_in, CODE: tl.constexpr, LINES: tl.constexpr):
+    """Prefetch the codes from column k_begin on, LINES lines of each row, at most up to k_end, into the L2."""
+    # Elements of codes_ptr are bytes of FP8, or words of 8 nibbles.  A line is LINE_BYTES.
     VALUES: tl.constexpr = 8 if CODE > 0 else 1
     LINE: tl.constexpr = 32 if CODE > 0 else 128
-    LINES: tl.constexpr = COLUMNS // VALUES // LINE if COLUMNS // VALUES > LINE else 1
     row = num_in // VALUES
     last = tl.maximum(tl.minimum(k_end // VALUES, row) - 1, 0)
     lines = tl.minimum(k_begin // VALUES + tl.arange(0, LINES) * LINE, last)
