@@ -23,34 +23,34 @@ class CommittedRows:
     """What all passes over a prefix read of it.
 
     positions: [B, longest]; held: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
-    gathered: the rows of each plane of the layer that was read last.  A draft with one layer reads them again for
-    every level.
+    gathered: the layer that was read last, and what `before` returned for it.  A draft with one layer reads its rows
+    again for every level.
+    with_room: by the number of rows to append, `rows` with so many rows of the dummy page more for each request, flat.
     """
 
     positions: Tensor
     held: Tensor
     rows: Tensor
     gathered: tuple[int, Sequence[Tensor]] | None = None
-    padded: dict[int, Tensor] = field(default_factory=dict)
+    with_room: dict[int, Tensor] = field(default_factory=dict)
 
     def before(self, staged: Sequence[Tensor], layer: int, planes: Sequence[Tensor]) -> Sequence[Tensor]:
         """The rows of each plane of a layer, [B, longest + R, heads, size], with `staged` [B, R, heads, size] last."""
+        batch, longest = self.rows.shape
         if self.gathered is not None and self.gathered[0] == layer:
-            return [torch.cat(pair, 1) for pair in zip(self.gathered[1], staged, strict=True)]
-        longest, new = self.rows.shape[1], staged[0].shape[1]
+            before = (plane[:, :longest] for plane in self.gathered[1])
+            return [torch.cat(pair, 1) for pair in zip(before, staged, strict=True)]
+        new = staged[0].shape[1]
+        if new not in self.with_room:
+            self.with_room[new] = F.pad(self.rows, (0, new)).flatten()
         # Gathered with room for the staged rows, which are written over it: nothing is copied twice.
-        rows = self._with_room(new)
-        taken = [plane.index_select(0, rows.flatten()).view(*rows.shape, *plane.shape[1:]) for plane in planes]
-        for plane, values in zip(taken, staged, strict=True):
-            plane.narrow(1, longest, new).copy_(values)
-        self.gathered = layer, [plane.narrow(1, 0, longest) for plane in taken]
+        rows, taken = self.with_room[new], []
+        for plane, values in zip(planes, staged, strict=True):
+            read = plane.index_select(0, rows).view(batch, longest + new, *plane.shape[1:])
+            read[:, longest:] = values
+            taken.append(read)
+        self.gathered = layer, taken
         return taken
-
-    def _with_room(self, new: int) -> Tensor:
-        """rows [B, longest + new]; the last ones are of the dummy page."""
-        if new not in self.padded:
-            self.padded[new] = F.pad(self.rows, (0, new))
-        return self.padded[new]
 
 
 class SdpaAttention(Attention):
@@ -68,7 +68,7 @@ class SdpaAttention(Attention):
         return CommittedRows(positions, held, self.pages.rows(self.prefix.page_table, positions, held))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
-        queries, heads = q.shape[1:3]
+        batch, queries, heads, size = q.shape
         spec = self.specs[layer]
         kv_heads = spec.rows.kv_heads
         groups = heads // kv_heads
@@ -85,7 +85,7 @@ class SdpaAttention(Attention):
             k, v = (F.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (k, v))
             column = sink.to(q.dtype).repeat_interleave(queries).view(1, kv_heads, -1, 1)
             bias = torch.cat((bias.expand(-1, kv_heads, -1, -1), column.expand(len(bias), -1, -1, -1)), 3)
-        packed = q.unflatten(2, (kv_heads, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        packed = q.view(batch, queries, kv_heads, groups, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
         out = scaled_dot_product_attention(
             packed,
             k.transpose(1, 2),
@@ -93,7 +93,7 @@ class SdpaAttention(Attention):
             attn_mask=bias,
             scale=spec.softmax_scale,
         )
-        out = out.unflatten(2, (groups, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        out = out.view(batch, kv_heads, groups, queries, out.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return out if scales is None else times_v_scale(out, scales)
 
     def _bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:

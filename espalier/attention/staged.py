@@ -124,7 +124,8 @@ class StagedPass:
         layer += self.first_layer
         batch, queries = self.attention.nodes.positions.shape
         scales = self.attention.pages.scales.get(layer)
-        q = projections.write(self.rows, self.staged.layers[layer], scales).unflatten(0, (batch, queries))
+        q = projections.write(self.rows, self.staged.layers[layer], scales)
+        q = q.view(batch, queries, *q.shape[1:])
         if self.commit is not None and self.commit.by_layer:
             self.commit.pages.commit_layer(self.staged, layer, self.rows, self.commit.rows)
         planes = self.staged.rows_of(layer, batch, queries, self.width, self.at)

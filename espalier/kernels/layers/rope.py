@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,6 +46,11 @@ class RopeAndNorm:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     eps: float = 0.0
+
+    @cached_property
+    def by_head(self) -> tuple[Tensor, Tensor]:
+        """cos and sin [N, 1, rotary].  All layers of a pass share them."""
+        return self.cos[:, None], self.sin[:, None]
 
 
 def rotate_and_store(
@@ -287,9 +293,7 @@ def rotate_and_store_reference(
         qkv = sum_parts_reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
     qk_heads = qkv.shape[1] - k_buffer.shape[1]
     heads = qk_heads - k_buffer.shape[1]
-    rotated = rotate(
-        _normed(qkv[:, :qk_heads], heads, rope_and_norm), rope_and_norm.cos[:, None], rope_and_norm.sin[:, None]
-    )
+    rotated = rotate(_normed(qkv[:, :qk_heads], heads, rope_and_norm), *rope_and_norm.by_head)
     q, k, v = rotated[:, :heads], rotated[:, heads:], qkv[:, qk_heads:]
     write_rows((k_buffer, v_buffer), rows, (k, v), scales)
     return q, k, v

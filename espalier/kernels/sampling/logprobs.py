@@ -14,6 +14,7 @@ from torch import Tensor
 
 from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+from espalier.kernels.tree.select_beams import ordered_topk
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def write_logprobs(
 def write_logprobs_reference(
     ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
-    batch, width = tokens.shape
-    asked = (torch.arange(width, device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
+    asked = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
     b, w = asked.nonzero(as_tuple=True)
     if not len(b):
         return
@@ -69,26 +69,13 @@ def write_logprobs_reference(
     tokens = tokens[b, w][:, None]
     logp = torch.log_softmax(picked, -1)
     count = min(int(num_logprobs.max()), (ring.shape[3] - TOP) // 2, logits.shape[2])
-    ids = _likeliest(picked, count)
+    if picked.dtype == torch.float32:
+        ids = ordered_topk(picked, count)[1]
+    else:
+        ids = picked.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     ranks = 1 + (picked > picked.gather(-1, tokens)).sum(-1)
     written = rows_of(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
     ring[int(entry), b, w, : words(count)] = written
-
-
-def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The ids [N, count] of each row's largest logits [N, V], those of equal logits in order."""
-    if not count:
-        return torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-    vocab = logits.shape[1]
-    taken = min(2 * count, vocab)
-    values, ids = logits.topk(taken)
-    # topk leaves the order of equal logits open, so all that equal the last one wanted are taken.
-    while taken < vocab and bool((values[:, count - 1] == values[:, -1]).any()):
-        taken = min(2 * taken, vocab)
-        values, ids = logits.topk(taken)
-    ids = ids.sort(-1).values
-    order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return ids.gather(-1, order[:, :count])
 
 
 def _exact(logits: Tensor) -> torch.dtype:

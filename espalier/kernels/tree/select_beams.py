@@ -103,7 +103,7 @@ def select_beams_reference(
 
 def usable(scores: Tensor) -> Tensor:
     """Scores in the form in which they are compared: NaN becomes -inf, -0.0 becomes 0.0."""
-    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).add_(0.0)
 
 
 def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -115,9 +115,10 @@ def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     width = scores.shape[-1]
     scores = usable(scores)
     bits = scores.contiguous().view(torch.int32)
-    # Integers in the order of the floats; the low half of a key breaks ties by index.
-    ordered = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()
-    keys = (ordered << 32) + torch.arange(width - 1, -1, -1, device=scores.device)
+    # Integers in the order of the floats.  In place: for a vocabulary, new tensors would take longer than the rest.
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
+    # The low half of a key breaks ties by index.
+    keys = torch.arange(width - 1, -1, -1, device=scores.device).add(ordered, alpha=1 << 32)
     best = keys.topk(min(k, width), -1).indices
     values = scores.gather(-1, best)
     missing = max(k - width, 0)

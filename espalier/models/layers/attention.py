@@ -59,4 +59,4 @@ class Attention:
         qkv = self.qkv.in_parts(x)
         qkv = qkv.view(*qkv.shape[:-2], *shape, self.num_heads, qkv.shape[-1] // self.num_heads)
         attended = attend(layer, HeadProjections(qkv, rope_and_norm, self.sink))
-        return self.out.in_parts(attended.flatten(2).flatten(0, 1))
+        return self.out.in_parts(attended.reshape(-1, self.out.shape[1]))

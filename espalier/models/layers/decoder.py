@@ -45,7 +45,7 @@ class DecoderLayer:
     The output of a block is not added to x at once: the next norm adds it, in the same pass over the row.
     """
 
-    __slots__ = ("attention_norm", "attention", "mlp_norm", "mlp")
+    __slots__ = ("attention_norm", "attention", "mlp_norm", "mlp", "attention_rounding", "mlp_rounding")
 
     def __init__(
         self,
@@ -58,6 +58,7 @@ class DecoderLayer:
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.attention_rounding, self.mlp_rounding = rounding_of(attention), rounding_of(mlp)
 
     def __call__(
         self,
@@ -82,7 +83,7 @@ class DecoderLayer:
         delta = self.attention(normed, rope_and_norm, attend, layer, shape)
         if isinstance(self.mlp, MixtureMLP):
             return self.mlp.after(self.mlp_norm, delta, x, live)
-        x, normed = self.mlp_norm.rounded_after(delta, x, rounding_of(self.mlp))
+        x, normed = self.mlp_norm.rounded_after(delta, x, self.mlp_rounding)
         return x, self.mlp(normed, live)
 
 
@@ -122,7 +123,7 @@ class Decoder:
         # What is captured is read at every row.
         of_last = None if len(self.layers) in self.capture else needed
         for layer, block in enumerate(self.layers):
-            x, normed = block.attention_norm.rounded_after(delta, x, rounding_of(block.attention))
+            x, normed = block.attention_norm.rounded_after(delta, x, block.attention_rounding)
             if layer in self.capture:
                 inputs[layer] = x
             of_layer = of_last if block is self.layers[-1] else None

@@ -70,5 +70,5 @@ class RMSNorm:
             return residual, self(residual)
         if self._constants is not None:
             total = residual + (delta if delta.ndim == 2 else sum_parts_reference(delta, residual.dtype))
-            return total, self(total)
+            return total, norm_by_length(total, *self._constants)
         return add_rms_norm(delta, residual, self.weight, self.eps)

@@ -88,6 +88,8 @@ class PackedWeight(Weight):
         out: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
         return out
 
+    parts = apply
+
 
 class DenseFormat(WeightFormat):
     name = DENSE
