@@ -120,6 +120,15 @@ RUNS = {
         )
         for weights in ("fp8", "fp8-block", "int4", "mxfp4")
     },
+    # Plans of the products of a round, compared in rounds.
+    **{
+        f"round-plans-{weights}-{rows}": Run(
+            110,
+            f"python -m tools.round_plans {'' if weights == 'dense' else f'--weights {weights}'} {tree} --rows {rows}",
+        )
+        for weights in ("dense", "fp8", "fp8-block", "int4")
+        for rows, tree in ((1, ""), (64, "--tree 5,8,64"))
+    },
     "linears": Run(120, "espalier bench linears --rows 1,4,16,64,2048"),
     **{
         f"{command}-{weights}": Run(seconds, f"{line} --weights {weights}")

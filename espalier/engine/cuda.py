@@ -276,7 +276,7 @@ class CudaExecutor:
         began, launches = time.perf_counter(), list(launch_inputs)
         with Console(stderr=True).status("compiling kernels"), precompile() as kernels:
             for launch_input in launches:
-                self._run_dummies(launch_input)
+                self.run_eagerly(launch_input)
             asked = time.perf_counter() - began
         self.stream.synchronize()
         if kernels:
@@ -292,12 +292,13 @@ class CudaExecutor:
     def run_dummies(self, launch_input: LaunchInput) -> None:
         """Run a launch of dummy slots to its end, for measurements."""
         if launch_input.is_staged:
-            self._run_dummies(launch_input)
+            self.run_eagerly(launch_input)
             self.stream.synchronize()
         else:
             self.launch(launch_input).result()
 
-    def _run_dummies(self, launch_input: LaunchInput) -> None:
+    def run_eagerly(self, launch_input: LaunchInput) -> None:
+        """Run a launch of dummy slots without a graph.  Inside precompile() it only asks for the kernels."""
         form = self.form(launch_input)
         self._prepare(launch_input, form, in_graph=False)
         packed = pack_launch(self.runner.table, launch_input, 0, form)
@@ -372,7 +373,7 @@ class CudaExecutor:
             self.compile([*self.dummy_rounds, *(of_dummies(*form) for form in passes)])
             for form in track(forms, "capturing CUDA graphs", console=Console(stderr=True), transient=True):
                 what = f"the CUDA graph of {form.name}"
-                self.graphs[form] = self._captured(form, pool)
+                self.graphs[form] = self.captured(form, pool)
         except torch.OutOfMemoryError:
             raise EspalierError(
                 f"{what} does not fit into the memory of {self.device}; lower num_pages, graph_batch or max_batch"
@@ -393,7 +394,8 @@ class CudaExecutor:
         log.info("captured CUDA graphs of %s, batches %s: %.1f s, %.0f MiB", what, batches, seconds, mib)
 
     @torch.inference_mode()
-    def _captured(self, form: LaunchForm, pool: Any) -> Graph:
+    def captured(self, form: LaunchForm, pool: Any) -> Graph:
+        """A graph of the launches of a form, captured with dummy slots; pool: its memory."""
         dummies = of_dummies(*form)
         packed = pack_launch(self.runner.table, dummies, 0, form)
         self._prepare_capture(dummies, form)

@@ -56,7 +56,7 @@ def test_a_capture_that_runs_out_of_memory_names_its_graph(captured_before, monk
     setup = setup_of("eagle3", 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
     fake_cuda(monkeypatch)
     monkeypatch.setattr(GroupedBackend, "captures_prefill", True)
-    captured, forms = CudaExecutor._captured, []
+    captured, forms = CudaExecutor.captured, []
 
     def capturing(executor, form, pool):
         forms.append(form)
@@ -64,7 +64,7 @@ def test_a_capture_that_runs_out_of_memory_names_its_graph(captured_before, monk
             raise torch.OutOfMemoryError
         return captured(executor, form, pool)
 
-    monkeypatch.setattr(CudaExecutor, "_captured", capturing)
+    monkeypatch.setattr(CudaExecutor, "captured", capturing)
     with pytest.raises(EspalierError) as raised:
         engine_on_fake_cuda(setup, graph_batch=2)
     batch, width, pieces = forms[-1]
@@ -78,7 +78,7 @@ def test_a_launch_of_dummies_that_runs_out_of_memory_is_not_called_a_graph(run_b
     """It compiles kernels, before anything is captured."""
     setup = setup_of("eagle3", 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
     fake_cuda(monkeypatch)
-    run_dummies, launches = CudaExecutor._run_dummies, []
+    run_dummies, launches = CudaExecutor.run_eagerly, []
 
     def running(executor, launch_input):
         launches.append(launch_input)
@@ -86,7 +86,7 @@ def test_a_launch_of_dummies_that_runs_out_of_memory_is_not_called_a_graph(run_b
             raise torch.OutOfMemoryError
         run_dummies(executor, launch_input)
 
-    monkeypatch.setattr(CudaExecutor, "_run_dummies", running)
+    monkeypatch.setattr(CudaExecutor, "run_eagerly", running)
     with pytest.raises(EspalierError, match="a launch that compiles kernels does not fit"):
         engine_on_fake_cuda(setup, graph_batch=2)
     assert len(launches) == run_before + 1

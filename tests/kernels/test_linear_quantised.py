@@ -12,6 +12,7 @@ from espalier.kernels.layers.linear_quantised import (
     _launch,
     linear_quantised_gated_triton,
     linear_quantised_triton,
+    lines_ahead,
     max_block_in,
     plan_of,
     require_supported,
@@ -312,6 +313,16 @@ def test_the_first_candidates_keep_memory_busy_with_every_tile():
 def test_blocks_of_fewer_columns_than_a_table_takes_are_no_candidates():
     matrix = drawn("fp8-block", (), 64, 128, torch.device("cpu"))
     assert candidates(16, replace(matrix, group=32, scales=matrix.scales.repeat(1, 2)), H200) == []
+
+
+@pytest.mark.parametrize(
+    "code, block_in, rows, is_rounded, lines",
+    [("fp8", 256, 16, False, 1), ("fp8", 128, 64, True, 1), ("fp8", 128, 17, False, 4), ("int4", 128, 64, False, 2)],
+)
+def test_few_rows_and_rows_behind_a_norm_prefetch_one_line(code, block_in, rows, is_rounded, lines):
+    x = torch.zeros(rows, 256, dtype=torch.bfloat16)
+    x = RoundedRows(x, torch.ones(rows, 1), x.dtype) if is_rounded else x
+    assert lines_ahead(x, code, TritonPlan(64, block_in, 1, 4, 4)) == lines
 
 
 def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkeypatch):
