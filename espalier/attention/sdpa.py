@@ -23,9 +23,9 @@ class CommittedRows:
     """What all passes over a prefix read of it.
 
     positions: [B, longest]; held: [B, longest], whether a row exists there; rows: [B, longest], rows of the pages.
-    gathered: the layer that was read last, and what `before` returned for it.  A draft with one layer reads its rows
-    again for every level.
-    with_room: by the number of rows to append, `rows` with so many rows of the dummy page more for each request, flat.
+    gathered: the layer that was gathered last, and its planes [B, longest + R, heads, size].  Only the first `longest`
+    rows of each are read again: by a draft with one layer, for every level.  The others are staged rows of one pass.
+    with_room: [B · (longest + R)], by R: `rows` and, for each request, R rows of the dummy page.
     """
 
     positions: Tensor
@@ -38,8 +38,8 @@ class CommittedRows:
         """The rows of each plane of a layer, [B, longest + R, heads, size], with `staged` [B, R, heads, size] last."""
         batch, longest = self.rows.shape
         if self.gathered is not None and self.gathered[0] == layer:
-            before = (plane[:, :longest] for plane in self.gathered[1])
-            return [torch.cat(pair, 1) for pair in zip(before, staged, strict=True)]
+            committed = (plane[:, :longest] for plane in self.gathered[1])
+            return [torch.cat(pair, 1) for pair in zip(committed, staged, strict=True)]
         new = staged[0].shape[1]
         if new not in self.with_room:
             self.with_room[new] = F.pad(self.rows, (0, new)).flatten()

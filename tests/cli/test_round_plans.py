@@ -1,37 +1,57 @@
 """The tool that compares plans in rounds: what a variant changes, and which plans are taken together."""
 
-from dataclasses import replace
+from dataclasses import astuple
+from operator import ne
 
+import pytest
 import torch
 
 from espalier.kernels.layers import linear_quantised
-from espalier.kernels.layers.linear import TritonPlan, block_rows
+from espalier.kernels.layers.linear import TritonPlan
 from espalier.kernels.runtime.launch import Chip
+from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import dense
-from tools.round_plans import ENGINES, LEAST_GAIN, chosen, neighbours, taken_together
+from tools.round_plans import BY_PLAN, ENGINES, LEAST_GAIN, Met, chosen, neighbours, taken_together
 
 PLAN, OTHER = TritonPlan(64, 128, 2, 4, 4), TritonPlan(64, 128, 4, 4, 4)
 HOPPER = Chip(shared_memory=232448, processors=132, capability=(9, 0))
 
 
-def test_only_products_of_the_shape_and_the_rows_take_the_plan(monkeypatch):
+@pytest.mark.parametrize("name", [*BY_PLAN, "quantised"])
+def test_only_products_of_the_shape_and_the_rows_take_the_plan(name, monkeypatch):
     taken = []
-    monkeypatch.setattr(dense, "linear", lambda x, weight, bias, plan: taken.append(plan))
-    before, met = (dense.linear, linear_quantised.plan_of), {}
+    monkeypatch.setattr(linear_quantised, "plan_of", lambda weight, x: PLAN)
+    for each in BY_PLAN:
+        monkeypatch.setattr(dense, each, lambda x, weight, bias, plan: taken.append(plan))
+    before = [linear_quantised.plan_of, *(getattr(dense, each) for each in BY_PLAN)]
+    met = {}
     with chosen({(8, 4): OTHER}, 3, met):
         for rows, shape in ((3, (8, 4)), (2, (8, 4)), (3, (16, 4))):
-            dense.linear(torch.zeros(rows, 4), torch.zeros(shape), None, PLAN)
+            x, weight = torch.zeros(rows, 4), torch.zeros(shape)
+            if name == "quantised":
+                taken.append(linear_quantised.plan_of(weight, x))
+            else:
+                getattr(dense, name)(x, weight, None, PLAN)
     assert taken == [OTHER, PLAN, PLAN]
-    assert met == {(8, 4): PLAN, (16, 4): PLAN}
-    assert (dense.linear, linear_quantised.plan_of) == before
+    assert {shape: (one.plan, one.is_gated) for shape, one in met.items()} == dict.fromkeys(
+        ((8, 4), (16, 4)), (PLAN, name == "linear_gated")
+    )
+    assert before == [linear_quantised.plan_of, *(getattr(dense, each) for each in BY_PLAN)]
 
 
-def test_neighbours_fit_the_chip_and_differ():
-    found = neighbours(PLAN, 64, 2, HOPPER)
-    assert PLAN not in found and len(set(found)) == len(found) > 20
-    for plan in found:
-        assert plan.stages * (plan.block_out + block_rows(64)) * plan.block_in * 2 < HOPPER.shared_memory
-    assert replace(PLAN, splits=4) in found
+@pytest.mark.parametrize("weights, rows", [("dense", 64), ("fp8", 1), ("fp8", 64), ("int4", 1), ("int4", 64)])
+def test_neighbours_are_near_the_plan_and_have_other_splits(weights, rows):
+    weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
+    plan = TritonPlan(64, 64, 2, 4, 8)
+    if weights != "dense":
+        weight = QUANTISERS[weights].matrix(weight)
+        grouped = weight.group < 4096
+        plan = linear_quantised.rule(rows, 4096, 4096, weight.code, 256, grouped, HOPPER, 2 if weights == "int4" else 1)
+    found = neighbours(Met(plan, weight), rows, HOPPER)
+    assert all(0 < sum(map(ne, astuple(each), astuple(plan))) <= 2 for each in found)
+    assert {each.splits for each in found} > {plan.splits}
+    gated = neighbours(Met(plan, weight, is_gated=True), rows, HOPPER)
+    assert {each.splits for each in gated} <= {1}
 
 
 def test_the_best_plan_of_each_shape_is_taken_the_largest_gain_first():

@@ -78,13 +78,13 @@ def test_a_launch_of_dummies_that_runs_out_of_memory_is_not_called_a_graph(run_b
     """It compiles kernels, before anything is captured."""
     setup = setup_of("eagle3", 4, 16, overlap=True, attention="reference", max_batch=2, chunk_size=64)
     fake_cuda(monkeypatch)
-    run_dummies, launches = CudaExecutor.run_eagerly, []
+    run_eagerly, launches = CudaExecutor.run_eagerly, []
 
     def running(executor, launch_input):
         launches.append(launch_input)
         if len(launches) > run_before:
             raise torch.OutOfMemoryError
-        run_dummies(executor, launch_input)
+        run_eagerly(executor, launch_input)
 
     monkeypatch.setattr(CudaExecutor, "run_eagerly", running)
     with pytest.raises(EspalierError, match="a launch that compiles kernels does not fit"):

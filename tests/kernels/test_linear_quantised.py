@@ -317,7 +317,13 @@ def test_blocks_of_fewer_columns_than_a_table_takes_are_no_candidates():
 
 @pytest.mark.parametrize(
     "code, block_in, rows, is_rounded, lines",
-    [("fp8", 256, 16, False, 1), ("fp8", 128, 64, True, 1), ("fp8", 128, 17, False, 4), ("int4", 128, 64, False, 2)],
+    [
+        ("fp8", 256, 16, False, 1),
+        ("fp8", 128, 64, True, 1),
+        ("fp8", 128, 17, False, 4),
+        ("int4", 128, 64, False, 2),
+        ("int4", 32, 17, False, 1),
+    ],
 )
 def test_few_rows_and_rows_behind_a_norm_prefetch_one_line(code, block_in, rows, is_rounded, lines):
     x = torch.zeros(rows, 256, dtype=torch.bfloat16)

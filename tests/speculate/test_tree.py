@@ -21,7 +21,11 @@ def usable(score: float) -> float:
 
 @given(st.lists(st.lists(SCORES, min_size=7, max_size=7), min_size=1, max_size=3), st.integers(1, 10))
 def test_topk_is_in_order_and_ties_go_to_the_lower_index(rows, k):
-    values, indices = ordered_topk(torch.tensor(rows), k)
+    scores = torch.tensor(rows)
+    before = scores.clone()
+    values, indices = ordered_topk(scores, k)
+    assert torch.equal(scores.view(torch.int32), before.view(torch.int32)), "the argument stays as it is"
+    assert not values.signbit()[values == 0].any(), "-0.0 is 0.0"
     for row, got_values, got_indices in zip(rows, values.tolist(), indices.tolist(), strict=True):
         order = sorted(range(7), key=lambda i: (-usable(row[i]), i))[:k]
         missing = max(k - 7, 0)

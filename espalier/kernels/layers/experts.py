@@ -42,7 +42,7 @@ from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.hopper_experts import is_hopper_experts, launch_down, launch_gated
 from espalier.kernels.layers.linear import block_rows, gate_and_up, weight_rows
 from espalier.kernels.layers.linear_quantised import (
-    LINES_AHEAD,
+    FEWEST_LINES_AHEAD,
     kernel_codes,
     kernel_inputs,
     stored,
@@ -326,7 +326,7 @@ def down_triton(
         *(*operands, bias, None if shared is None else shared.down, weights.contiguous(), *tiles.pointers),
         *(parts, hidden, inner, num_rows, top_k, num_experts),
         **constants,
-        LINES_AHEAD=LINES_AHEAD,
+        LINES_AHEAD=FEWEST_LINES_AHEAD,
         **_options(gated, down, tiles, plan, 1, pieces, grid),
     )
     return parts

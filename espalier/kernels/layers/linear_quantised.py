@@ -62,12 +62,10 @@ MAX_EXPONENT = E8M0_BIAS + 65
 FP8_CAPABILITY = (8, 9)
 # Rows up to which the rule streams, and up to which it splits columns: more rows have programs enough.
 STREAMED_ROWS, SPLIT_ROWS = 64, 256
-# L2 lines of each row of codes that a program prefetches while it waits for the kernel before it.  More than one pays
-# only while inputs of many rows are rounded or their parts are added up.  In a round, up to 16 rows and behind a norm
-# that rounds, more lines take bandwidth from the kernel before (docs/log.md).
-LINES_AHEAD = 1
-# The steps whose codes these lines hold, for more rows.
-STEPS_AHEAD = 4
+# L2 lines of each row of codes that a program prefetches before it waits for the kernel before it.  For more than 16
+# rows that no norm has rounded: those of STEPS_AHEAD steps.  Else one: in a round, more would take bandwidth from the
+# kernel before (docs/log.md).
+FEWEST_LINES_AHEAD, STEPS_AHEAD = 1, 4
 # Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
 MAX_SPLITS = 8
@@ -208,11 +206,11 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
 
 
 def lines_ahead(x: Rows, code: str, plan: TritonPlan) -> int:
-    """LINES_AHEAD of a product with x."""
+    """The L2 lines of each row that a product with x prefetches: a power of two."""
     if isinstance(x, RoundedRows) or len(x) <= MIN_BLOCK_ROWS:
-        return LINES_AHEAD
+        return FEWEST_LINES_AHEAD
     step_bytes = plan.block_in if code == "fp8" else plan.block_in // 2
-    return max(STEPS_AHEAD * step_bytes // LINE_BYTES, LINES_AHEAD)
+    return max(STEPS_AHEAD * step_bytes // LINE_BYTES, FEWEST_LINES_AHEAD)
 
 
 def kernel_inputs(x: Rows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:

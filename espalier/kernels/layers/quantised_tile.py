@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # The most columns of one sum of FP8 products.  Kernels cannot read it: _fp8_dot repeats it.
 SUM_COLUMNS = 128
-# Of the L2.  Kernels cannot read it either: prefetch_codes repeats it.
+# Bytes of an L2 line.  Kernels cannot read it either: prefetch_codes repeats it.
 LINE_BYTES = 128
 # Codes of espalier/kernels/layers/quantised.py:QuantisedMatrix, as numbers for a kernel.
 CODES = {"fp8": 0, "int4": 1, "mxfp4": 2}

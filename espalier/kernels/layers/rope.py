@@ -49,7 +49,7 @@ class RopeAndNorm:
 
     @cached_property
     def by_head(self) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, 1, rotary].  All layers of a pass share them."""
+        """cos and sin [N, 1, rotary].  Made once a pass for layers without head norms, which share this object."""
         return self.cos[:, None], self.sin[:, None]
 
 

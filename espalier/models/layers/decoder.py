@@ -43,6 +43,8 @@ class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     The output of a block is not added to x at once: the next norm adds it, in the same pass over the row.
+    attention_rounding, mlp_rounding: how the norms round for the blocks that the layer is made with.  What replaces a
+    block later takes the same inputs.
     """
 
     __slots__ = ("attention_norm", "attention", "mlp_norm", "mlp", "attention_rounding", "mlp_rounding")

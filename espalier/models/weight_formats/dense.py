@@ -88,6 +88,7 @@ class PackedWeight(Weight):
         out: Tensor = self._multiply(x, self._packed, bias, "none", [], "")
         return out
 
+    # As Weight.parts, without its call: a round has some hundred products.
     parts = apply
 
 
