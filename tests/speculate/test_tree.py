@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import every_ancestor
+from espalier.kernels.tree import select_beams
 from espalier.speculate.tree import VOID, Pool, RootTrees, ordered_topk
 
 # Few values, so that most are tied.
@@ -19,6 +20,15 @@ def usable(score: float) -> float:
     return -math.inf if math.isnan(score) else score
 
 
+@pytest.fixture(params=["sorted", "keys"])
+def order(request, monkeypatch):
+    """Few scores are sorted, many are ordered by keys: here both, of few."""
+    if request.param == "keys":
+        monkeypatch.setattr(select_beams, "FEW", 0)
+
+
+@pytest.mark.usefixtures("order")
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.lists(SCORES, min_size=7, max_size=7), min_size=1, max_size=3), st.integers(1, 10))
 def test_topk_is_in_order_and_ties_go_to_the_lower_index(rows, k):
     scores = torch.tensor(rows)
@@ -33,6 +43,7 @@ def test_topk_is_in_order_and_ties_go_to_the_lower_index(rows, k):
         assert got_values == [usable(row[i]) for i in order] + [-math.inf] * missing
 
 
+@pytest.mark.usefixtures("order")
 def test_topk_keeps_leading_dimensions_and_takes_an_empty_batch():
     scores = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     values, indices = ordered_topk(scores, 2)
@@ -40,6 +51,7 @@ def test_topk_keeps_leading_dimensions_and_takes_an_empty_batch():
     assert ordered_topk(scores[:0], 4)[0].shape == (0, 3, 4)
 
 
+@pytest.mark.usefixtures("order")
 def test_infinite_and_extreme_scores_are_in_order():
     scores = torch.tensor([[-3.4e38, 3.4e38, math.inf, -1e-45, 0.0, 1e-45, -math.inf]])
     assert ordered_topk(scores, 7)[1].tolist() == [[2, 1, 5, 4, 3, 0, 6]]

@@ -61,6 +61,8 @@ def write_logprobs(
 def write_logprobs_reference(
     ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
+    if not bool((num_logprobs >= 0).any()):
+        return
     asked = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
     b, w = asked.nonzero(as_tuple=True)
     if not len(b):
