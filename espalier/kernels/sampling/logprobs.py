@@ -14,7 +14,6 @@ from torch import Tensor
 
 from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.tree.select_beams import ordered_topk
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
 
 if TYPE_CHECKING:
@@ -71,13 +70,25 @@ def write_logprobs_reference(
     tokens = tokens[b, w][:, None]
     logp = torch.log_softmax(picked, -1)
     count = min(int(num_logprobs.max()), (ring.shape[3] - TOP) // 2, logits.shape[2])
-    if picked.dtype == torch.float32:
-        ids = ordered_topk(picked, count)[1]
-    else:
-        ids = picked.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    ids = _likeliest(picked, count)
     ranks = 1 + (picked > picked.gather(-1, tokens)).sum(-1)
     written = rows_of(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
     ring[int(entry), b, w, : words(count)] = written
+
+
+def _likeliest(logits: Tensor, count: int) -> Tensor:
+    """The ids [N, count] of the largest logits of each row [N, V], those of equal logits in order.
+
+    Half the time of ordered_topk for a vocabulary, but it reads on the host whether topk left equals out.
+    """
+    vocab, taken = logits.shape[1], 2 * count
+    values, ids = logits.topk(min(taken, vocab))
+    while 0 < taken < vocab and bool((values[:, count - 1] == values[:, -1]).any()):
+        taken *= 2
+        values, ids = logits.topk(min(taken, vocab))
+    ids = ids.sort(-1).values
+    order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, order[:, :count])
 
 
 def _exact(logits: Tensor) -> torch.dtype:
