@@ -321,6 +321,7 @@ def test_blocks_of_fewer_columns_than_a_table_takes_are_no_candidates():
         ("fp8", 256, 16, False, 1),
         ("fp8", 128, 64, True, 1),
         ("fp8", 128, 17, False, 4),
+        ("int4", 256, 16, False, 4),
         ("int4", 128, 64, False, 2),
         ("int4", 32, 17, False, 1),
     ],

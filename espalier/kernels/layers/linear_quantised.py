@@ -62,9 +62,9 @@ MAX_EXPONENT = E8M0_BIAS + 65
 FP8_CAPABILITY = (8, 9)
 # Rows up to which the rule streams, and up to which it splits columns: more rows have programs enough.
 STREAMED_ROWS, SPLIT_ROWS = 64, 256
-# L2 lines of each row of codes that a program prefetches before it waits for the kernel before it.  For more than 16
-# rows that no norm has rounded: those of STEPS_AHEAD steps.  Else one: in a round, more would take bandwidth from the
-# kernel before (docs/log.md).
+# L2 lines of each row of codes that a program prefetches before it waits for the kernel before it: those of STEPS_AHEAD
+# steps.  Only one for inputs that a norm has rounded, and for FP8 up to 16 rows: in a round, more would take bandwidth
+# from the kernel before (docs/log.md).  4 bits are not measured so.
 FEWEST_LINES_AHEAD, STEPS_AHEAD = 1, 4
 # Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
 PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
@@ -207,7 +207,7 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
 
 def lines_ahead(x: Rows, code: str, plan: TritonPlan) -> int:
     """The L2 lines of each row that a product with x prefetches: a power of two."""
-    if isinstance(x, RoundedRows) or len(x) <= MIN_BLOCK_ROWS:
+    if isinstance(x, RoundedRows) or (code == "fp8" and len(x) <= MIN_BLOCK_ROWS):
         return FEWEST_LINES_AHEAD
     step_bytes = plan.block_in if code == "fp8" else plan.block_in // 2
     return max(STEPS_AHEAD * step_bytes // LINE_BYTES, FEWEST_LINES_AHEAD)
