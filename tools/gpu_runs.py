@@ -51,12 +51,18 @@ TABLE = (
     "1x32768:5,8,64@64,1 8x1024:5,8,64@1,64 64x1024:3,2,8@64 32x1024:3,2,8@64 8x1024:5,4,16@64 32x1024:5,4,16@64 "
     "1x1024:5,8,64@64,1,256 1x1024:5,4,16@64"
 )
-TESTS = "python -m pytest -q -m gpu -n 20 --ignore tests/gpu/test_memory.py --ignore tests/gpu/test_first_start.py"
+TREES = "8x1024:5,4,16 1x32768:5,8,64 1x1024:5,8,64"
+# The two files that need a GPU of their own are a run of their own.
+ALONE = "tests/gpu/test_memory.py tests/gpu/test_first_start.py"
+TESTS = "python -m pytest -v -m gpu -n 20 --ignore tests/gpu/test_memory.py --ignore tests/gpu/test_first_start.py"
 DRAFTS = "python -m tools.compare_drafts --device cuda --prompts 28 --tokens 96 --turns 3"
 RUNS = {
     "tests": Run(300, f"{TESTS} tests/gpu"),
+    "tests-alone": Run(200, f"python -m pytest -v -m gpu {ALONE}"),
     "kernel-tests": Run(300, f"{TESTS} tests/kernels tests/attention"),
     "table": Run(180, f"espalier bench round {SHAPE} --rounds 20 --own-size --cells {TABLE}"),
+    "trees": Run(120, f"espalier bench round {SHAPE} --rounds 20 --cells {TREES}"),
+    "trees-own-size": Run(120, f"espalier bench round {SHAPE} --rounds 20 --own-size --cells {TREES}"),
     "bundled": Run(90, "espalier bench round --device cuda --batch 1,8"),
     # The default engine, as LLM.generate users have it.
     "generate-plain": Run(120, f"{GENERATE} --tree plain --prompts 1x1024 8x1024 32x1024 64x1024 1x32768"),
@@ -123,11 +129,11 @@ RUNS = {
     # Plans of the products of a round, compared in rounds.
     **{
         f"round-plans-{weights}-{rows}": Run(
-            110,
+            140,
             f"python -m tools.round_plans {'' if weights == 'dense' else f'--weights {weights}'} {tree} --rows {rows}",
         )
         for weights in ("dense", "fp8", "fp8-block", "int4")
-        for rows, tree in ((1, ""), (64, "--tree 5,8,64"))
+        for rows, tree in ((1, ""), (64, "--tree 5,8,64"), (128, "--tree 5,4,16 --batch 8"))
     },
     "linears": Run(120, "espalier bench linears --rows 1,4,16,64,2048"),
     **{

@@ -1,9 +1,9 @@
 """Plans of a round's products, compared in rounds: `python -m tools.round_plans --weights fp8 --tree 5,8,64 --rows 64`.
 
 On a GPU.  A product that is timed alone, or in a chain of itself, does not predict a round (docs/log.md).  Here a
-variant is a whole round of one request with another plan for one shape, captured as the engine captures it.  The
-request is a dummy without context.  All rounds take turns, so a difference of 0.1% shows.  Last, the plans that gained
-are taken together, one after the other.
+variant is a whole round with another plan for one shape, captured as the engine captures it.  The requests (--batch)
+are dummies without context.  All rounds take turns, so a difference of 0.1% shows.  Last, the plans that gained are
+taken together, one after the other.
 """
 
 import statistics
@@ -11,7 +11,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from operator import ne
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,7 @@ from espalier.engine.launch_input import of_dummies
 from espalier.errors import EspalierError
 from espalier.kernels.layers import linear_quantised, quantised_candidates
 from espalier.kernels.layers.hopper_products import takes_format
-from espalier.kernels.layers.linear import TritonPlan, candidates
+from espalier.kernels.layers.linear import LinearPlan, TritonPlan, candidates
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
@@ -49,7 +49,7 @@ SETTINGS = MappingProxyType({"page_size": 64, "max_context": 33792})
 # Functions of dense.py that multiply by a plan.
 BY_PLAN = ("linear", "linear_parts", "linear_gated")
 
-Plans = Mapping[Shape, TritonPlan]
+Plans = Mapping[Shape, LinearPlan]
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,12 @@ def chosen(plans: Plans, rows: int, met: dict[Shape, Met] | None = None) -> Iter
         yield
 
 
-def neighbours(product: Met, rows: int, gpu: Chip) -> list[TritonPlan]:
-    """The candidates of `espalier doctor --tune` that differ from the product's plan in one or two fields."""
+def neighbours(product: Met, rows: int, gpu: Chip) -> list[LinearPlan]:
+    """The candidates of `espalier doctor --tune` near the product's plan.
+
+    Kernels that differ from it in one or two fields; if the library runs it, each kernel with its most stages.  And the
+    library's other plans.
+    """
     plan, weight = product.plan, product.weight
     if isinstance(weight, QuantisedMatrix):
         found: Sequence[Any] = quantised_candidates.candidates(rows, weight, gpu)
@@ -98,23 +102,26 @@ def neighbours(product: Met, rows: int, gpu: Chip) -> list[TritonPlan]:
             # That kernel chooses its stages itself.
             found = [each for each in found if each.stages == plan.stages]
     else:
-        found = candidates(rows, weight.shape[0], weight.shape[1], gpu)
-    if product.is_gated:
-        found = [each for each in found if isinstance(each, TritonPlan) and each.splits == 1]
-    values = astuple(plan)
-    return [each for each in found if isinstance(each, TritonPlan) and 0 < sum(map(ne, astuple(each), values)) <= 2]
+        found = [None, *candidates(rows, weight.shape[0], weight.shape[1], gpu)]
+    kernels = [each for each in found if isinstance(each, TritonPlan) and (each.splits == 1 or not product.is_gated)]
+    if isinstance(plan, TritonPlan):
+        kernels = [each for each in kernels if 0 < sum(map(ne, astuple(each), astuple(plan))) <= 2]
+    else:
+        most = {replace(each, stages=0): each for each in sorted(kernels, key=lambda each: each.stages)}
+        kernels = list(most.values())
+    return [*kernels, *(each for each in found if not isinstance(each, TritonPlan) and each != plan)]
 
 
-def rounds_of(executor: CudaExecutor, variants: Mapping[str, Plans], rows: int) -> dict[str, Graph]:
+def rounds_of(executor: CudaExecutor, variants: Mapping[str, Plans], batch: int, rows: int) -> dict[str, Graph]:
     """A captured round of each variant."""
-    dummies, pool, graphs = of_dummies(1), torch.cuda.graph_pool_handle(), {}
+    dummies, pool, graphs = of_dummies(batch), torch.cuda.graph_pool_handle(), {}
     with torch.inference_mode(), precompile():
         for plans in variants.values():
             with chosen(plans, rows):
                 executor.run_eagerly(dummies)
     for name, plans in variants.items():
         with chosen(plans, rows):
-            graphs[name] = executor.captured(LaunchForm(1), pool)
+            graphs[name] = executor.captured(LaunchForm(batch), pool)
     return graphs
 
 
@@ -140,7 +147,7 @@ def ms_of(executor: CudaExecutor, graphs: Mapping[str, Graph], seconds: float) -
 def taken_together(ms: Mapping[str, float], variants: Mapping[str, Plans]) -> dict[str, Plans]:
     """The engine's plans, then the best plan of each shape that gained, one more each time, the largest gain first."""
     together: dict[str, Plans] = {ENGINES: {}}
-    plans: dict[Shape, TritonPlan] = {}
+    plans: dict[Shape, LinearPlan] = {}
     for name in sorted(ms, key=lambda name: ms[name]):
         for shape, plan in variants[name].items():
             if shape not in plans and ms[name] < ms[ENGINES] - LEAST_GAIN:
@@ -149,24 +156,23 @@ def taken_together(ms: Mapping[str, float], variants: Mapping[str, Plans]) -> di
     return together
 
 
-def compare(executor: CudaExecutor, rows: int, seconds: float) -> None:
+def compare(executor: CudaExecutor, batch: int, rows: int, seconds: float) -> None:
     met: dict[Shape, Met] = {}
     with torch.inference_mode(), chosen({}, rows, met):
-        executor.run_eagerly(of_dummies(1))
+        executor.run_eagerly(of_dummies(batch))
         executor.stream.synchronize()
     variants: dict[str, Plans] = {ENGINES: {}, "the same again": {}}
     gpu = chip(torch.empty(0, device=executor.device))
     for shape, product in met.items():
         print(f"{shape}: {product.plan}")
-        others = neighbours(product, rows, gpu) if isinstance(product.plan, TritonPlan) else []
-        variants |= {f"{shape} {other}": {shape: other} for other in others}
-    if len(variants) == 2:
-        raise EspalierError(f"no product of this round has {rows} rows and a plan of ours; give another --rows")
-    ms = ms_of(executor, rounds_of(executor, variants, rows), seconds)
+        variants |= {f"{shape} {other}": {shape: other} for other in neighbours(product, rows, gpu)}
+    if not met:
+        raise EspalierError(f"no product of this round has {rows} rows; give another --rows")
+    ms = ms_of(executor, rounds_of(executor, variants, batch, rows), seconds)
     for name in sorted(ms, key=lambda name: ms[name]):
         print(f"  {ms[name]:8.4f} ms {1e3 * (ms[name] - ms[ENGINES]):+8.1f} us  {name}")
     together = taken_together(ms, variants)
-    for name, each in ms_of(executor, rounds_of(executor, together, rows), seconds / 2).items():
+    for name, each in ms_of(executor, rounds_of(executor, together, batch, rows), seconds / 2).items():
         print(f"  {each:8.4f} ms  {name}", flush=True)
 
 
@@ -175,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shape", default="llama-3.1-8b", help="a named shape (llama-3.1-8b)")
     parser.add_argument("--weights", choices=SHAPE_WEIGHTS, help="quantised matrices (dense)")
     parser.add_argument("--tree", type=tree_shape, default=PLAIN, help="such as 5,8,64 (plain decoding)")
+    parser.add_argument("--batch", type=int, default=1, help="requests of the round (1)")
     parser.add_argument("--rows", type=int, required=True, help="the products that are varied have so many rows")
     parser.add_argument("--seconds", type=float, default=30, help="for the turns of all variants (30)")
     args = parser.parse_args(arguments)
@@ -185,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with OfShape(recipe, {**SETTINGS, "speculation": tree}, device).open(tree is not None) as bench:
             executor = bench.engine.executor
             assert isinstance(executor, CudaExecutor)
-            compare(executor, args.rows, args.seconds)
+            compare(executor, args.batch, args.rows, args.seconds)
     except EspalierError as error:
         parser.error(str(error))
     return 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from espalier.kernels.layers import linear_quantised
-from espalier.kernels.layers.linear import TritonPlan
+from espalier.kernels.layers.linear import LibraryPlan, TritonPlan
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import dense
@@ -48,10 +48,19 @@ def test_neighbours_are_near_the_plan_and_have_other_splits(weights, rows):
         grouped = weight.group < 4096
         plan = linear_quantised.rule(rows, 4096, 4096, weight.code, 256, grouped, HOPPER, 2 if weights == "int4" else 1)
     found = neighbours(Met(plan, weight), rows, HOPPER)
-    assert all(0 < sum(map(ne, astuple(each), astuple(plan))) <= 2 for each in found)
-    assert {each.splits for each in found} > {plan.splits}
+    kernels = [each for each in found if each is not None]
+    assert (len(kernels) < len(found)) == (weights == "dense"), "F.linear takes dense weights alone"
+    assert all(0 < sum(map(ne, astuple(each), astuple(plan))) <= 2 for each in kernels)
+    assert {each.splits for each in kernels} > {plan.splits}
     gated = neighbours(Met(plan, weight, is_gated=True), rows, HOPPER)
-    assert {each.splits for each in gated} <= {1}
+    assert {each.splits for each in gated if each is not None} <= {1}
+
+
+def test_beside_the_library_all_kernels_and_its_other_plans_are_near():
+    weight = torch.zeros(4096, 14336, dtype=torch.bfloat16)
+    found = neighbours(Met(LibraryPlan(1, 2), weight), 128, HOPPER)
+    assert None in found and LibraryPlan(1, 4) in found and LibraryPlan(1, 2) not in found
+    assert {plan.splits for plan in found if isinstance(plan, TritonPlan)} > {1}
 
 
 def test_the_best_plan_of_each_shape_is_taken_the_largest_gain_first():
