@@ -6,6 +6,7 @@ are dummies without context.  All rounds take turns, so a difference of 0.1% sho
 taken together, one after the other.
 """
 
+import random
 import statistics
 import time
 from argparse import ArgumentParser
@@ -126,11 +127,14 @@ def rounds_of(executor: CudaExecutor, variants: Mapping[str, Plans], batch: int,
 
 
 def ms_of(executor: CudaExecutor, graphs: Mapping[str, Graph], seconds: float) -> dict[str, float]:
-    """Median ms of each round.  They take turns for so many seconds, and at least four times."""
+    """Median ms of each round.  They take turns for so many seconds, and at least four times.
+
+    Each turn has another order: a GPU at its power limit is faster after a round that needed less power.
+    """
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    end, turn = time.perf_counter() + seconds, 0
+    end, turn, orders = time.perf_counter() + seconds, 0, random.Random(0)
     while turn < 4 or time.perf_counter() < end:
-        for name, graph in graphs.items():
+        for name, graph in orders.sample(list(graphs.items()), len(graphs)):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with torch.cuda.stream(executor.stream):
                 graph.graph.replay()

@@ -5,6 +5,7 @@ import torch
 
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_reference
 from espalier.kernels.attention.merge_splits import (
+    FEW_SPLITS,
     PROGRAMS_PER_PROCESSOR,
     PartialResults,
     merge_splits_reference,
@@ -73,16 +74,27 @@ def test_many_splits(kernel_device, v_size, max_splits):
     assert_equals_reference(*drawn(kernel_device, (1, 600, 9000, 5000), 2, 3, v_size, policy=policy))
 
 
-@pytest.mark.parametrize("max_splits", [8, 32, 128])
-def test_bits_do_not_depend_on_the_batch(kernel_device, max_splits):
-    """A request's bits are the same alone and in a batch, as the first and as the second of two pairs."""
-    lengths, policy = (600, 0, 5000, 1, 300), KVSplitPolicy(max_splits, max_splits)
-    partials, splits, out, lse = drawn(kernel_device, lengths, 3, 5, 128, policy=policy)
+@pytest.mark.parametrize("heads", [12, 5])
+@pytest.mark.parametrize("num_splits", [1, 4, 8])
+def test_short_and_long_requests_of_one_batch(kernel_device, num_splits, heads):
+    """Few splits are merged several pairs at a time, many one pair at a time; programs take turns."""
+    policy = KVSplitPolicy(num_splits, 32)
+    partials, splits, out, lse = drawn(kernel_device, (20000, 300, 7, 60000, 3000), 9, heads, 128, policy=policy)
+    counts = splits.starts.diff()
+    assert int(counts.max()) > FEW_SPLITS and int(counts.min()) == 1 and ((counts > 1) & (counts <= 4)).any()
+    assert_equals_reference(partials, splits, out, lse)
+
+
+@pytest.mark.parametrize(("num_splits", "max_splits", "heads"), [(8, 8, 5), (32, 32, 5), (128, 128, 5), (4, 32, 8)])
+def test_bits_do_not_depend_on_the_batch(kernel_device, num_splits, max_splits, heads):
+    """A request's bits are the same alone and in a batch, in which a program merges more pairs at once."""
+    lengths, policy = (600, 0, 5000, 1, 300, 9000, 40000), KVSplitPolicy(num_splits, max_splits)
+    partials, splits, out, lse = drawn(kernel_device, lengths, 3, heads, 128, policy=policy)
     merge_splits_triton(partials, splits, out, lse)
     for request, length in enumerate(lengths):
         alone_splits = kv_splits_reference(torch.tensor([length], device=kernel_device), 0, policy)
         of_request = slice(int(splits.starts[request]), int(splits.starts[request + 1]))
-        alone_partials = PartialResults.of(alone_splits, 3, 5, 128)
+        alone_partials = PartialResults.of(alone_splits, 3, heads, 128)
         (
             alone_partials.out[: of_request.stop - of_request.start],
             alone_partials.lse[: of_request.stop - of_request.start],
@@ -97,7 +109,9 @@ def test_an_empty_batch_is_legal(kernel_device):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("policy", [POLICY, KVSplitPolicy(4, 32)])
 @pytest.mark.parametrize("queries", [1, 8, 129])
 @pytest.mark.parametrize("v_size", [64, 128, 256])
-def test_grid(kernel_device, queries, v_size):
-    assert_equals_reference(*drawn(kernel_device, (100, 70000, 4096, 0) * 8, max(queries, 2), 32, v_size))
+def test_grid(kernel_device, queries, v_size, policy):
+    lengths = (100, 70000, 4096, 0) * 8
+    assert_equals_reference(*drawn(kernel_device, lengths, max(queries, 2), 32, v_size, policy=policy))

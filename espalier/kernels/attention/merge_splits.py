@@ -20,8 +20,13 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Floats that one program (one warp) loads at once: all splits of a (query, head) pair, or of two if both fit.
+# Floats that one program (one warp) loads at once: the splits of one or more (query, head) pairs.
 PROGRAM_VALUES = 4096
+# A request with few splits is merged without the room for all splits of a long one, several pairs at once.  Few are what
+# the policy gives to most requests, within these bounds.
+LEAST_FEW_SPLITS, FEW_SPLITS = 4, 8
+# Floats that are loaded at once for it.
+FEW_VALUES = 4096
 # Values of a pair that one program merges.  Wider values, or those of more splits, are divided among programs: latent
 # attention has few pairs, but up to 128 splits of 512 values.
 MIN_PART_SIZE, MAX_PART_SIZE = 32, 128
@@ -48,79 +53,79 @@ class PartialResults:
 
 
 @kernel
-def _load_partials(
-    partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request,
-    V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+def _merge_pairs(
+    partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """(partial_out, partial_lse, count) of a (query, head) pair.  count: of splits, 0 if there is nothing to merge."""
-    request = tl.minimum(pair, num_pairs - 1) // pairs_per_request
-    start = tl.load(start_ptr + request)
-    count = tl.load(start_ptr + request + 1) - start
-    count = tl.where((pair < num_pairs) & (count > 1), count, 0)
-    first_row = start.to(tl.int64) * pairs_per_request + pair % pairs_per_request
+    """Merge PAIRS (query, head) pairs, the first is `pair`, of one request, and write out and lse.
+
+    start, count: of the request's splits; count is at most BLOCK_SPLITS, and 0 if there is nothing to merge.
+    Offsets have 32 bits: there are at most MAX_PARTIAL_VALUES partial results.
+    """
+    pairs = tl.arange(0, PAIRS)
     index = tl.arange(0, BLOCK_SPLITS)
     size = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first_row = start * pairs_per_request + pair % pairs_per_request
+    row = index[None, :] * pairs_per_request + pairs[:, None]
+    exists = (index < count)[None, :]
     # Loaded before the log-sum-exps, so that both loads overlap.
-    mask = (index < count)[:, None] & (size < V_SIZE)[None, :]
     partial_out = tl.load(
-        partial_ptr + (first_row + index.to(tl.int64) * pairs_per_request)[:, None] * V_SIZE + size[None, :],
-        mask=mask, other=0.0,
+        partial_ptr + first_row * V_SIZE + (row * V_SIZE)[:, :, None] + size[None, None, :],
+        mask=exists[:, :, None] & (size < V_SIZE)[None, None, :], other=0.0,
     )  # fmt: skip
-    partial_lse = tl.load(
-        partial_lse_ptr + first_row + index * pairs_per_request, mask=index < count, other=float("-inf")
-    )
-    return partial_out, partial_lse, count
-
-
-@kernel
-def _merge_pair(
-    loaded, sink_ptr, out_ptr, lse_ptr, pair, HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """Merge the partial results of a (query, head) pair and write out and lse."""
-    partial_out, partial_lse, count = loaded
-    size = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    max_lse = tl.max(partial_lse, 0)
+    partial_lse = tl.load(partial_lse_ptr + first_row + row, mask=exists, other=float("-inf"))
+    max_lse = tl.max(partial_lse, 1)
     shift = tl.where(max_lse == float("-inf"), 0.0, max_lse)
-    weight = tl.exp2(partial_lse - shift)
-    total_weight = tl.sum(weight, 0)
+    weight = tl.exp2(partial_lse - shift[:, None])
+    total_weight = tl.sum(weight, 1)
     divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
-    merged = count > 0
     lse = tl.where(total_weight == 0.0, float("-inf"), shift + tl.log2(divisor))
-    out = tl.sum(weight[:, None] * partial_out, 0) / divisor
+    out = tl.sum(weight[:, :, None] * partial_out, 1) / divisor[:, None]
     if SINK:
-        out = out * _share_beside_sink(lse, sink_ptr, pair % HEADS)
-    tl.store(out_ptr + tl.cast(pair, tl.int64) * V_SIZE + size, out, mask=merged & (size < V_SIZE))
-    tl.store(lse_ptr + pair, lse * 0.6931471805599453, mask=merged & (tl.program_id(1) == 0))
+        out = out * _share_beside_sink(lse, sink_ptr, (pair + pairs) % HEADS)[:, None]
+    merged = count > 0
+    at = pair * V_SIZE + (pairs * V_SIZE)[:, None] + size[None, :]
+    tl.store(out_ptr + at, out, mask=merged & (size < V_SIZE)[None, :])
+    tl.store(lse_ptr + pair + pairs, lse * 0.6931471805599453, mask=merged & (tl.program_id(1) == 0))
 
 
 @unspecialised("batch")
 @kernel
 def _merge_splits_kernel(
     partial_ptr, partial_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,
-    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, TWO_PAIRS: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_V: tl.constexpr, FEW_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """A program merges PAIRS pairs of a request at once if it has at most FEW_SPLITS splits, else one by one."""
     # Before the wait: attention waited for the splits before it let this kernel start, or it has ended.
     num_splits = tl.load(start_ptr + batch)
     pdl_wait(DEPENDENT)
     pdl_trigger(DEPENDENT)
     # In most batches every request has one split: nothing to merge.
     num_pairs = tl.where(num_splits > batch, batch * pairs_per_request, 0)
-    num_programs = tl.num_programs(0)
-    for pair in range(tl.program_id(0), num_pairs, 2 * num_programs if TWO_PAIRS else num_programs):
-        first = _load_partials(
-            partial_ptr, partial_lse_ptr, start_ptr, pair, num_pairs, pairs_per_request, V_SIZE, BLOCK_V, BLOCK_SPLITS,
-        )  # fmt: skip
-        if TWO_PAIRS:
-            # Loaded before the first pair is written, so that its load overlaps with that work.
-            second = _load_partials(
-                partial_ptr, partial_lse_ptr, start_ptr, pair + num_programs, num_pairs, pairs_per_request,
-                V_SIZE, BLOCK_V, BLOCK_SPLITS,
+    for pair in range(tl.program_id(0) * PAIRS, num_pairs, tl.num_programs(0) * PAIRS):
+        request = pair // pairs_per_request
+        start = tl.load(start_ptr + request)
+        count = tl.load(start_ptr + request + 1) - start
+        count = tl.where(count > 1, count, 0)
+        if FEW_SPLITS == BLOCK_SPLITS:
+            # Without a branch the addresses are computed while the count is loaded.
+            _merge_pairs(
+                partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
+                HEADS, V_SIZE, SINK, PAIRS, BLOCK_SPLITS, BLOCK_V,
             )  # fmt: skip
-        _merge_pair(first, sink_ptr, out_ptr, lse_ptr, pair, HEADS, V_SIZE, SINK, BLOCK_V)
-        if TWO_PAIRS:
-            _merge_pair(second, sink_ptr, out_ptr, lse_ptr, pair + num_programs, HEADS, V_SIZE, SINK, BLOCK_V)
+        elif count <= FEW_SPLITS:
+            _merge_pairs(
+                partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
+                HEADS, V_SIZE, SINK, PAIRS, FEW_SPLITS, BLOCK_V,
+            )  # fmt: skip
+        else:
+            for i in range(PAIRS):
+                _merge_pairs(
+                    partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair + i,
+                    pairs_per_request, HEADS, V_SIZE, SINK, 1, BLOCK_SPLITS, BLOCK_V,
+                )  # fmt: skip
 
 
 def merge_splits_triton(
@@ -142,19 +147,26 @@ def merge_splits_triton(
     if not out.numel():
         return
     block_splits = power_of_two(splits.policy.max_splits)
+    few_splits = min(max(power_of_two(splits.policy.num_splits), LEAST_FEW_SPLITS), block_splits)
+    few_splits = few_splits if few_splits <= FEW_SPLITS else block_splits
     block_v = max(MIN_PART_SIZE, min(power_of_two(v_size), MAX_PART_SIZE, PROGRAM_VALUES // block_splits))
     num_parts = -(-v_size // block_v)
-    num_programs = min(batch * pairs_per_request, chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts)
+    most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
+    # The pairs of a program belong to one request, so their number divides that of the heads.
+    wanted = power_of_two(-(-batch * pairs_per_request // most_programs))
+    pairs = min(wanted, max(FEW_VALUES // (few_splits * block_v), 1), heads & -heads)
+    num_programs = min(batch * pairs_per_request // pairs, most_programs)
     _merge_splits_kernel[(num_programs, num_parts)](
         *(partials.out, partials.lse, splits.starts, out if sink is None else sink, out, lse, batch, pairs_per_request),
         HEADS=heads,
         V_SIZE=v_size,
         SINK=sink is not None,
-        TWO_PAIRS=2 * block_splits * block_v <= PROGRAM_VALUES,
+        PAIRS=pairs,
         BLOCK_V=block_v,
+        FEW_SPLITS=few_splits,
         BLOCK_SPLITS=block_splits,
         num_warps=1,
-        # The batch decides which pair of two is the first.  The compiler could fuse their operations differently: a
+        # The batch decides how many pairs a program merges.  The compiler could fuse their operations differently: a
         # request's bits would depend on the batch.
         enable_fp_fusion=False,
         **pdl_arguments(chip(out)),
