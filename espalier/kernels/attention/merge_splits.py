@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 # Floats that one program (one warp) loads at once: the splits of one or more (query, head) pairs.
 PROGRAM_VALUES = 4096
-# A request with few splits is merged without the room for all splits of a long one, several pairs at once.  Few are what
+# A request with few splits is merged without the room for all splits of a long one, several pairs at once.  Few is what
 # the policy gives to most requests, within these bounds.
 LEAST_FEW_SPLITS, FEW_SPLITS = 4, 8
-# Floats that are loaded at once for it.
-FEW_VALUES = 4096
 # Values of a pair that one program merges.  Wider values, or those of more splits, are divided among programs: latent
 # attention has few pairs, but up to 128 splits of 512 values.
 MIN_PART_SIZE, MAX_PART_SIZE = 32, 128
@@ -154,7 +152,7 @@ def merge_splits_triton(
     most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
     # The pairs of a program belong to one request, so their number divides that of the heads.
     wanted = power_of_two(-(-batch * pairs_per_request // most_programs))
-    pairs = min(wanted, max(FEW_VALUES // (few_splits * block_v), 1), heads & -heads)
+    pairs = min(wanted, PROGRAM_VALUES // (few_splits * block_v), heads & -heads)
     num_programs = min(batch * pairs_per_request // pairs, most_programs)
     _merge_splits_kernel[(num_programs, num_parts)](
         *(partials.out, partials.lse, splits.starts, out if sink is None else sink, out, lse, batch, pairs_per_request),
