@@ -236,10 +236,8 @@ class SyntheticWeights(Weights):
         self.device = tensors.device
         self.formats = tensors.formats if isinstance(tensors, QuantisedTensors) else all_dense
         self._loaded: Mapping[str, Tensor] = {}
-        self._not_taken = set(tensors.shapes)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors.shapes
+        self._names = frozenset(tensors.shapes)
+        self._not_taken = set(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors.shapes[name]
