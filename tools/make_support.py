@@ -180,7 +180,7 @@ out stay dense. A scheme that is not in this table is refused by name when confi
 
 A GPU needs compute capability 8.9 for FP8, and bfloat16 for MXFP4. A CPU does not round inputs. Experts take every
 format but static input scales of their own and `desc_act` orders of their own. `espalier quantize path/to/model --to
-fp8 --out DIR` writes a quantised copy.
+fp8 --out DIR` writes a quantised copy of a target or a draft.
 
 ## K and V in FP8
 

@@ -38,7 +38,7 @@ from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import PLAIN, LaunchForm
 from espalier.models.weight_formats import dense
 from espalier.terminal.console import print_header
-from espalier.terminal.flags import SHAPE_WEIGHTS
+from espalier.terminal.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS
 from espalier.terminal.machine import require_gpu
 
 # The variant that changes nothing.
@@ -184,13 +184,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, prog="python -m tools.round_plans")
     parser.add_argument("--shape", default="llama-3.1-8b", help="a named shape (llama-3.1-8b)")
     parser.add_argument("--weights", choices=SHAPE_WEIGHTS, help="quantised matrices (dense)")
+    parser.add_argument("--draft-weights", choices=DRAFT_WEIGHTS, help="quantised matrices of the draft (dense)")
     parser.add_argument("--tree", type=tree_shape, default=PLAIN, help="such as 5,8,64 (plain decoding)")
     parser.add_argument("--batch", type=int, default=1, help="requests of the round (1)")
     parser.add_argument("--rows", type=int, required=True, help="the products that are varied have so many rows")
     parser.add_argument("--seconds", type=float, default=30, help="for the turns of all variants (30)")
     args = parser.parse_args(arguments)
     try:
-        recipe, device = recipe_of(args.shape, 0, weights=args.weights), require_gpu("tools.round_plans")
+        stored = {"weights": args.weights, "draft_weights": args.draft_weights}
+        recipe, device = recipe_of(args.shape, 0, **stored), require_gpu("tools.round_plans")
         print_header()
         tree = None if args.tree == PLAIN else SpeculationConfig(**asdict(args.tree), by_batch={})
         with OfShape(recipe, {**SETTINGS, "speculation": tree}, device).open(tree is not None) as bench:

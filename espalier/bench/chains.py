@@ -28,7 +28,8 @@ from espalier.models.quantisers import QUANTISERS
 # The size of the largest L2 cache that we measure on.
 L2_BYTES = 60 * 10**6
 
-# The ends of the names of layers that read a norm, which rounds for them in its own launch up to MAX_KERNEL_ROWS.
+# The ends of the names of layers that read a norm, which rounds for them in its own launch up to MAX_KERNEL_ROWS.  The
+# qkv of an EAGLE head reads two norms in one launch, which does not round: the floor leaves out its rounding.
 BEHIND_A_NORM = ("qkv", "q and kv", "gate_up")
 
 Matrix = Tensor | QuantisedMatrix

@@ -151,7 +151,7 @@ class BlockSizes:
     def context(self, rows: int) -> "tuple[Run, ...]":
         """The K and V projections of `rows` context rows."""
         layers = self.layers
-        return (Run("draft context", (layers.kept_values, layers.hidden), layers.layers, rows),)
+        return (layers._run("draft context", (layers.kept_values, layers.hidden), layers.layers, rows),)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class ModelShape:
     windows: the window of each layer that has one, in positions.  experts: None for a dense model.
     draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
     draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp, block: None for an EAGLE head.
-    weights: how the matrices of layers are stored, as of a Run.  A draft's are dense.
+    weights: how the matrices of layers are stored, as of a Run.  Sizes of a draft have their own, for its head too.
     """
 
     hidden: int
@@ -200,10 +200,10 @@ class ModelShape:
         head = (self._draft_head(module, head_rows),) if head_rows else ()
         if self.mtp is not None:
             name, layer = f"draft {module} ", self.mtp.layer
-            joined = Run(f"{name}project", (layer.hidden, 2 * layer.hidden), 1, rows)
+            joined = layer._run(f"{name}project", (layer.hidden, 2 * layer.hidden), 1, rows)
             return (joined, *layer._layers(name, layer.hidden, 1, rows), *head)
         draft = self.draft_sizes
-        fuse = (self._fuse(draft.hidden, fused_rows),) if fused_rows else ()
+        fuse = (self._fuse(draft, fused_rows),) if fused_rows else ()
         return (*fuse, *draft._layers("draft ", 2 * draft.hidden, 1, rows), *head)
 
     def block_pass(self, batch: int, steps: int, topk: int) -> tuple[Run, ...]:
@@ -211,13 +211,12 @@ class ModelShape:
         block = self.block
         assert block is not None
         layers = block.layers._layers("draft ", block.layers.hidden, block.layers.layers, batch * block.rows)
-        head = block.layers._head("draft lm_head", self.draft_vocab, batch * steps, None)
-        return (*layers, head, *block.edge_products(batch, steps, topk, self.draft_vocab))
+        return (*layers, self._own_head(batch * steps), *block.edge_products(batch, steps, topk, self.draft_vocab))
 
     def extend_passes(self, rows: int) -> tuple[Run, ...]:
         """The draft's extend of a pass: every module over `rows` rows, without heads, or a block draft's context."""
         if self.block is not None:
-            return (self._fuse(self.block.layers.hidden, rows), *self.block.context(rows))
+            return (self._fuse(self.block.layers, rows), *self.block.context(rows))
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.modules + 1)]
         return tuple(run for of_module in passes for run in of_module)
 
@@ -341,12 +340,17 @@ class ModelShape:
         shared = self._mlp(f"{prefix}shared ", experts.shared, count, rows) if experts.shared else ()
         return router, *gate, *shared
 
-    def _fuse(self, draft_hidden: int, rows: int) -> Run:
-        return Run("draft fc", (draft_hidden, self.captured * self.hidden), 1, rows)
+    def _fuse(self, draft: "ModelShape", rows: int) -> Run:
+        return draft._run("draft fc", (draft.hidden, self.captured * self.hidden), 1, rows)
+
+    def _own_head(self, rows: int) -> Run:
+        """The head of an EAGLE head or a block draft."""
+        draft = self.draft_sizes
+        return draft._run("draft lm_head", (self.draft_vocab, draft.hidden), 1, rows)
 
     def _draft_head(self, module: int, rows: int) -> Run:
         if self.mtp is None:
-            return self.draft_sizes._head("draft lm_head", self.draft_vocab, rows, None)
+            return self._own_head(rows)
         # A shared head has the target's name, so that it is the same weight in a chain of passes.
         name = f"draft {module} lm_head" if self.mtp.own_heads else "lm_head"
         return self._head(name, self.vocab, rows, None)
@@ -402,11 +406,12 @@ def module_sizes(config: MTPConfig) -> ModelShape:
     )
 
 
-def with_draft(target: ModelShape, draft: DraftConfig) -> ModelShape:
+def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> ModelShape:
+    """weights: of the draft, as of a Run."""
     spec = draft.spec
     if isinstance(draft, MTPConfig):
-        return replace(target, mtp=MTPSizes(spec.modules, module_sizes(draft)))
-    layer = model_sizes(draft.layer)
+        return replace(target, mtp=MTPSizes(spec.modules, replace(module_sizes(draft), weights=weights)))
+    layer = replace(model_sizes(draft.layer), weights=weights)
     if isinstance(draft, BlockConfig):
         block = BlockSizes(layer, spec.block_rows, draft.edge_rank)
         return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), block=block)
@@ -414,13 +419,17 @@ def with_draft(target: ModelShape, draft: DraftConfig) -> ModelShape:
 
 
 def recipe_sizes(recipe: Recipe) -> ModelShape:
-    return replace(with_draft(model_sizes(recipe.shape.target), recipe.draft_config), weights=recipe.weights)
+    target = replace(model_sizes(recipe.shape.target), weights=recipe.weights)
+    return with_draft(target, recipe.draft_config, recipe.draft_weights)
 
 
-def shape_named(name: str, mtp_layers: int = 0, block_size: int = 0, weights: str = DENSE) -> ModelShape:
+def shape_named(
+    name: str, mtp_layers: int = 0, block_size: int = 0, weights: str = DENSE, draft_weights: str = DENSE
+) -> ModelShape:
     """mtp_layers: of an MTP head, in either form; block_size: of a block draft; both 0: an EAGLE-3 head.
-    weights: of the target.
+    weights, draft_weights: of target and draft.
 
     Raises EspalierError for an unknown name.
     """
-    return recipe_sizes(Recipe(find_shape(name), mtp_layers=mtp_layers, block_size=block_size, weights=weights))
+    recipe = Recipe(find_shape(name), mtp_layers=mtp_layers, block_size=block_size)
+    return recipe_sizes(replace(recipe, weights=weights, draft_weights=draft_weights))

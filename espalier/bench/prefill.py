@@ -151,7 +151,8 @@ def bound_ms(roofline: Roofline, batch: int, length: int, drafts: bool) -> float
     quantised weights or MTP modules.
     """
     shape = roofline.shape
-    if shape.experts is not None or shape.mtp is not None or shape.weights != DENSE:
+    formats = {shape.weights, shape.draft_sizes.weights if drafts else DENSE}
+    if shape.experts is not None or shape.mtp is not None or formats != {DENSE}:
         return None
     draft = shape.extend_passes(batch * length) if drafts else ()
     linear = sum(run.flops for run in (*shape.target_pass(batch * length, batch), *draft))

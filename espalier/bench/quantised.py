@@ -1,4 +1,4 @@
-"""Compares a quantised target with its original, both in the engine, on held-out text.
+"""Compares a quantised target or draft with its original, both in the engine, on held-out text.
 
 A model without a tokenizer cannot read that: the text is what the original itself continues random tokens with.
 
@@ -81,6 +81,26 @@ def compare(
     )
 
 
+def accept_lengths(
+    target: str,
+    drafts: tuple[str, str],
+    settings: Mapping[str, Any],
+    num_texts: int,
+    num_tokens: int,
+    advance: Callable[[], None],
+) -> tuple[float, float]:
+    """The accept length of a target with a draft and with its quantised copy, on the same prompts.
+
+    num_tokens: generated from each prompt.
+    """
+    found = []
+    for draft in drafts:
+        with LLM(target, draft=draft, **settings) as llm:
+            found.append(_accept_length(llm, [prompt for prompt, _ in texts(llm, num_texts)], num_tokens))
+        advance()
+    return found[0], found[1]
+
+
 def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: int, given: Texts | None) -> ModelReports:
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
@@ -98,10 +118,14 @@ def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: in
             reports.append([entry for entry in counted if entry is not None])
         if not llm.config.steps or llm.config.draft is None:
             return ModelReports(pairs, is_own_text, reports, None)
-        greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, top_k=0, top_p=1.0)
-        prompts = [prompt[: limit - num_tokens] for prompt, _ in pairs]
-        accept_length = drive(llm.engine, prompts, greedy).stats.accept_length
+        accept_length = _accept_length(llm, [prompt for prompt, _ in pairs], num_tokens)
         return ModelReports(pairs, is_own_text, reports, accept_length)
+
+
+def _accept_length(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> float:
+    greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, top_k=0, top_p=1.0)
+    most = llm.config.max_context - 1 - num_tokens
+    return drive(llm.engine, [prompt[:most] for prompt in prompts], greedy).stats.accept_length
 
 
 def _own_texts(llm: LLM, count: int) -> Texts:

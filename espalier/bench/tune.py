@@ -135,17 +135,20 @@ def run(args: Namespace, config: EngineConfig) -> int:
 def _run(args: Namespace, config: EngineConfig) -> int:
     checkpoint = None if args.shapes else find(config)
     dtype = _dtype(config, checkpoint)
-    weights = args.weights or DENSE
+    weights = _weights_of(args)
     if checkpoint is None:
-        models = [shape_named(name, weights=weights) for name in args.shapes.split(",")]
+        of_target, of_draft = args.weights or DENSE, args.draft_weights or DENSE
+        names = args.shapes.split(",")
+        models = [shape_named(name, weights=of_target, draft_weights=of_draft) for name in names]
     else:
-        models = [_shape_of(checkpoint, args.weights)]
+        models = [_shape_of(checkpoint, args.weights or args.draft_weights)]
     path = args.choices or own_file()
     if args.tune == EXPERTS:
         if args.seconds is not None:
             raise EspalierError("--seconds is not for --tune experts, which measures every plan; leave it out")
         if weights != DENSE:
-            raise EspalierError("--weights is not for --tune experts: their plans serve all formats; leave it out")
+            flag = "--weights" if args.weights else "--draft-weights"
+            raise EspalierError(f"{flag} is not for --tune experts: their plans serve all formats; leave it out")
         tune_experts.run(models, DTYPES[dtype], path)
         return 0
     shapes = tuple(dict.fromkeys(shape for model in models for shape in _shapes(model, weights)))
@@ -178,6 +181,16 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         stdout().print(Text(f"the time was over: {left_out} shapes and numbers of rows are as they were"))
     stdout().print(Text(f"written to {path}"))
     return 0
+
+
+def _weights_of(args: Namespace) -> str:
+    """The format to measure, of target and draft.  Raises EspalierError for two."""
+    if args.weights and args.draft_weights not in (None, args.weights):
+        raise EspalierError(
+            f"--weights={args.weights} and --draft-weights={args.draft_weights} are two formats, and --tune measures "
+            "one at a time; give them one after the other"
+        )
+    return args.weights or args.draft_weights or DENSE
 
 
 def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:

@@ -1,7 +1,9 @@
-"""`espalier quantize`: writes a quantised copy of a target, and compares it with the original."""
+"""`espalier quantize`: writes a quantised copy of a target or a draft, and compares it with the original."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -10,9 +12,11 @@ from espalier.bench.drive import heldout
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
+from espalier.models.draft import draft_verifier
 from espalier.models.quantise import QuantiseReport, quantise
 from espalier.models.quantisers import GROUP
 from espalier.models.weights import shards_of
+from espalier.speculate.drafters.registry import is_draft
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_table, progress, require_writable, write_json
@@ -21,36 +25,80 @@ from espalier.terminal.console import print_table, progress, require_writable, w
 GENERATED = 64
 OWN_TEXT = ", of the original's own text: it has no tokenizer"
 
+Rows = list[list[str]]
+# Compares the copy with the original: (results for --json, rows of the table).  Takes what it calls after each of both.
+Comparison = Callable[[Callable[[], None]], tuple[dict[str, Any], Rows]]
+
 
 def run(args: Namespace) -> int:
     if not 0 <= args.texts <= len(heldout()):
         raise EspalierError(f"--texts={args.texts} is not supported; use 0 to {len(heldout())}")
-    if args.draft is not None and not args.texts:
-        raise EspalierError("--draft is for the comparison, which --texts 0 leaves out; leave one out")
+    for flag, value in (("--draft", args.draft), ("--target", args.target)):
+        if value is not None and not args.texts:
+            raise EspalierError(f"{flag} is for the comparison, which --texts 0 leaves out; leave one out")
     require_writable("--json", args.json)
     device = choose_device(EngineConfig(device=args.device))
+    settings = {"device": device.type}
     path = find_target(args.model)
-    settings = {"device": device.type} | ({} if args.draft is None else {"draft": args.draft})
+    of_draft = is_draft(path)
     # The copy may take an hour: what the comparison would refuse is refused now.
-    if args.texts:
-        prepare(EngineConfig(model=args.model, **settings))
+    compare = _of_draft(args, path, settings) if of_draft else _of_target(args, settings)
     begin = perf_counter()
     with progress("quantising", len(shards_of(path))) as advance:
-        written = quantise(path, args.out, args.to, device, advance)
+        written = quantise(path, args.out, args.to, device, advance, of_draft)
     seconds = perf_counter() - begin
     results: dict[str, Any] = {"seconds": seconds, **asdict(written)}
     rows = _rows_of(written, seconds)
-    if args.texts:
+    if compare is not None:
         with progress("comparing", 2) as advance:
-            accuracy = quantised.compare(args.model, str(args.out), settings, args.texts, GENERATED, advance)
-        results["accuracy"] = asdict(accuracy)
-        rows += _rows_of_accuracy(accuracy)
+            found, more = compare(advance)
+        results |= found
+        rows += more
     write_json(args.json, results)
     print_table(rows)
     return 0
 
 
-def _rows_of(written: QuantiseReport, seconds: float) -> list[list[str]]:
+def _of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
+    """Of a target with its copy, with --draft if it is given; None: nothing is compared.  Raises EspalierError."""
+    if args.target is not None:
+        raise EspalierError(f"--target is for a draft, and {args.model} is a target; leave it out")
+    if not args.texts:
+        return None
+    settings = settings | ({} if args.draft is None else {"draft": args.draft})
+    prepare(EngineConfig(model=args.model, **settings))
+
+    def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], Rows]:
+        accuracy = quantised.compare(args.model, str(args.out), settings, args.texts, GENERATED, advance)
+        return {"accuracy": asdict(accuracy)}, _rows_of_accuracy(accuracy)
+
+    return compare
+
+
+def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparison | None:
+    """Of a draft with its copy: its target's accept lengths; None: nothing is compared.  Raises EspalierError."""
+    if args.draft is not None:
+        raise EspalierError(f"--draft is for a target, and {args.model} is a draft; give its target with --target")
+    if not args.texts:
+        return None
+    target = args.target or draft_verifier(path)
+    if target is None:
+        raise EspalierError(
+            f"{args.model} is a draft that does not name its target (speculators_config.verifier); give --target, or "
+            "--texts 0 to compare nothing"
+        )
+    find_target(target, "target")
+    prepare(EngineConfig(model=target, draft=str(path), **settings))
+
+    def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], Rows]:
+        drafts = str(path), str(args.out)
+        lengths = quantised.accept_lengths(target, drafts, settings, args.texts, GENERATED, advance)
+        return {"accept_length": lengths}, [_row_of_lengths(lengths)]
+
+    return compare
+
+
+def _rows_of(written: QuantiseReport, seconds: float) -> Rows:
     share = written.written_bytes / max(written.read_bytes, 1)
     rows = [
         ["matrices quantised", str(written.num_matrices)],
@@ -62,7 +110,7 @@ def _rows_of(written: QuantiseReport, seconds: float) -> list[list[str]]:
     return rows
 
 
-def _rows_of_accuracy(accuracy: quantised.Accuracy) -> list[list[str]]:
+def _rows_of_accuracy(accuracy: quantised.Accuracy) -> Rows:
     before, after = accuracy.perplexity
     rows = [
         ["positions compared", f"{accuracy.positions}{OWN_TEXT if accuracy.is_own_text else ''}"],
@@ -70,7 +118,9 @@ def _rows_of_accuracy(accuracy: quantised.Accuracy) -> list[list[str]]:
         ["KL, nats", f"{accuracy.kl:.5f}"],
         ["perplexity", f"{before:.3f} -> {after:.3f}"],
     ]
-    if accuracy.accept_length is not None:
-        before, after = accuracy.accept_length
-        rows.append(["accept length", f"{before:.2f} -> {after:.2f}"])
-    return rows
+    return rows if accuracy.accept_length is None else [*rows, _row_of_lengths(accuracy.accept_length)]
+
+
+def _row_of_lengths(lengths: tuple[float, float]) -> list[str]:
+    before, after = lengths
+    return ["accept length", f"{before:.2f} -> {after:.2f}"]

@@ -76,7 +76,7 @@ class BlockDraft:
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
         x, delta = rows.x, None
         for i, layer in enumerate(self.layers):
-            x, normed = layer.attention_norm.after(delta, x)
+            x, normed = layer.attention_norm.rounded_after(delta, x, layer.attention_rounding)
             x, delta = layer(x, normed, rope_and_norm, attend, i, shape)
         return self.norm.after(delta, x)[1].unflatten(0, shape)
 
@@ -123,7 +123,7 @@ def block_parts(weights: Weights, config: BlockConfig, target: CausalLM, positio
     layer, spec, eps = config.layer, config.spec, config.layer.rms_norm_eps
     hidden = layer.hidden_size
     embed = draft_embedding(weights, (layer.vocab_size, hidden), target)
-    if "confidence_head.proj.weight" in weights:
+    if weights.has_matrix("confidence_head.proj"):
         # A tree ranks its paths by probability, so no threshold on confidence is needed.
         log.info("draft %s: its confidence head is not used", weights.path)
         weights.ignore_under(("confidence_head.",))

@@ -24,6 +24,7 @@ from espalier.models import qwen3
 from espalier.models.config import ModelConfig, Raw, parse
 from espalier.models.draft import DraftSpec, count_of, refuse_sizes, token_of
 from espalier.models.loading import layer_specs_of
+from espalier.models.weight_formats import quantisation_of
 
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB, DEEP_SPEC)
@@ -111,7 +112,7 @@ def _read_published(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
 def read_speculators(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
     """As read_block, of speculators' form; not yet checked against the target."""
     nested: Mapping[str, Any] = raw.get("transformer_layer_config") or {}
-    layer = layer_of(nested, target, path, raw.get("target_hidden_size"))
+    layer = layer_of({**nested, **quantisation_of(raw)}, target, path, raw.get("target_hidden_size"))
     is_dspark = raw["speculators_model_type"] == "dspark"
     slides_causally = not raw.get("sliding_window_non_causal", False)
     spec = block_spec(

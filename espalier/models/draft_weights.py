@@ -12,18 +12,16 @@ from espalier.models.config import ModelConfig
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.weight_formats import dense_weight
-from espalier.models.weights import Weights
+from espalier.models.weights import PLAIN_DTYPES, Weights
 
 log = logging.getLogger(__name__)
 
 
-def draft_embedding(
-    weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens.weight"
-) -> Embedding:
+def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
     """The draft's embedding, or the target's.  Raises EspalierError if the target's does not fit."""
-    if is_borrowed(weights, name, "model.embed_tokens.weight", shape, target.embed.weight.shape):
+    if is_borrowed(weights, name, "model.embed_tokens", shape, target.embed.weight.shape):
         return target.embed
-    return Embedding(weights.take(name, *shape))
+    return Embedding(weights.take(f"{name}.weight", *shape))
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:
@@ -31,9 +29,9 @@ def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: C
 
     Raises EspalierError if the target's does not fit.
     """
-    name, shape = "lm_head.weight", (draft_vocab, layer.hidden_size)
-    if name in weights:
-        return weights.linear("", ("lm_head",), shape[:1], shape[1], bias=False)
+    name, shape = "lm_head", (draft_vocab, layer.hidden_size)
+    if weights.has_matrix(name):
+        return weights.linear("", (name,), shape[:1], shape[1], bias=False)
     if layer.tie_word_embeddings and tuple(embed.weight.shape) == shape:
         log.info("draft %s: %s is the draft's embedding (tie_word_embeddings)", weights.path, name)
         return Linear(dense_weight(embed.weight))
@@ -44,13 +42,10 @@ def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: C
 def is_borrowed(weights: Weights, name: str, original: str, shape: Sequence[int], target_shape: Sequence[int]) -> bool:
     """Whether the draft has no matrix `name`, or `weights` holds a copy of the target's, `original`, under that name.
 
-    Raises EspalierError if the target's shape does not fit.
+    A quantised matrix counts as the draft's own.  Raises EspalierError if the target's shape does not fit.
     """
-    if name in weights:
-        if name == original or original not in weights or weights.shape(name) != weights.shape(original):
-            return False
-        stored = weights.shape(name)
-        return torch.equal(weights.take_raw(name, *stored), weights.take_raw(original, *stored))
+    if weights.has_matrix(name):
+        return name != original and _are_equal(weights, f"{name}.weight", f"{original}.weight")
     if tuple(target_shape) != tuple(shape):
         raise EspalierError(
             f"{weights.path} has no {name!r} and cannot use the target's: it needs {list(shape)}, the target's is "
@@ -58,6 +53,14 @@ def is_borrowed(weights: Weights, name: str, original: str, shape: Sequence[int]
         )
     log.info("draft %s: %s is the target's (shared, not copied)", weights.path, name)
     return True
+
+
+def _are_equal(weights: Weights, name: str, other: str) -> bool:
+    """Whether both are stored, as plain tensors with the same values."""
+    if name not in weights or other not in weights or weights.shape(name) != weights.shape(other):
+        return False
+    one, two = (weights.take_raw(each, *weights.shape(name)) for each in (name, other))
+    return one.dtype in PLAIN_DTYPES and torch.equal(one, two)
 
 
 def draft_to_target(weights: Weights, vocab: int, draft_vocab: int) -> Tensor | None:

@@ -19,7 +19,7 @@ from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
 from espalier.models.layers.attention import Attention
-from espalier.models.layers.decoder import DecoderLayer, needed_rows
+from espalier.models.layers.decoder import DecoderLayer, needed_rows, rounding_of
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
@@ -58,6 +58,7 @@ class Eagle3Draft:
     def __post_init__(self) -> None:
         self.spec = self.config.spec
         self.layer_specs = self.spec.layers
+        self.mlp_rounding = rounding_of(self.mlp)
 
     @property
     def modules(self) -> tuple["Eagle3Draft"]:
@@ -82,12 +83,12 @@ class Eagle3Draft:
         if needed is not None and not self.rest:
             residual, attend_first = needed_rows(residual, shape, needed), partial(attend, needed=needed)
         delta = self.attention(rows.x, rope_and_norm, attend_first, 0, shape)
-        x, normed = self.mlp_norm.after(delta, residual)
-        delta = self.mlp(normed)
+        x, rows_of_mlp = self.mlp_norm.rounded_after(delta, residual, self.mlp_rounding)
+        delta = self.mlp(rows_of_mlp)
         for i, layer in enumerate(self.rest, 1):
-            x, normed = layer.attention_norm.after(delta, x)
+            x, rows_of_layer = layer.attention_norm.rounded_after(delta, x, layer.attention_rounding)
             of_layer = needed if layer is self.rest[-1] else None
-            x, delta = layer(x, normed, rope_and_norm, attend, i, shape, needed=of_layer)
+            x, delta = layer(x, rows_of_layer, rope_and_norm, attend, i, shape, needed=of_layer)
         x, normed = self.norm.after(delta, x)
         out_shape = shape if needed is None else (shape[0], 1)
         x, normed = x.unflatten(0, out_shape), normed.unflatten(0, out_shape)
@@ -139,7 +140,7 @@ def head_parts(weights: Weights, config: Eagle3Config, target: CausalLM, positio
         "config": config,
         "rope": RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
         "embed": embed,
-        "fuse": _fuser(weights, config),
+        "fuse": _fuser(weights, config, target.config.num_layers),
         "embed_norm": weights.norm(f"{prefix}input_layernorm", hidden, eps),
         "hidden_norm": weights.norm(f"{prefix}hidden_norm", hidden, eps),
         "attention": load_attention(weights, layer, f"{prefix}self_attn.", 2 * hidden),
@@ -157,17 +158,17 @@ def _refuse_other_heads(weights: Weights, config: Eagle3Config) -> None:
     if looks_like_eagle3(weights):
         return
     hidden = config.layer.hidden_size
-    if "fc.weight" in weights and weights.shape("fc.weight") == (hidden, 2 * hidden):
+    if weights.has_matrix_of("fc", hidden, 2 * hidden):
         raise EspalierError(
-            f"{weights.path} is declared as EAGLE-3 but fc.weight [{hidden}, {2 * hidden}] without hidden_norm is an "
+            f"{weights.path} is declared as EAGLE-3 but fc [{hidden}, {2 * hidden}] without hidden_norm is an "
             "EAGLE-1/2 head, not supported yet; use an EAGLE-3 head"
         )
 
 
-def _fuser(weights: Weights, config: Eagle3Config) -> Fuser:
+def _fuser(weights: Weights, config: Eagle3Config, target_layers: int) -> Fuser:
     hidden, eps, count = config.layer.hidden_size, config.layer.rms_norm_eps, len(config.spec.capture)
     wide = count * config.target_hidden
-    _refuse_wrong_count(weights, config)
+    _refuse_wrong_count(weights, config, target_layers)
     fc = weights.linear("", ("fc",), (hidden,), wide, config.fc_bias)
     whole = weights.norm("input_norm", wide, eps) if config.norm_before_fc else None
     legacy = f"{LEGACY_FC_NORMS[0]}.weight" in weights
@@ -176,13 +177,14 @@ def _fuser(weights: Weights, config: Eagle3Config) -> Fuser:
     return Fuser(fc, whole, parts)
 
 
-def _refuse_wrong_count(weights: Weights, config: Eagle3Config) -> None:
+def _refuse_wrong_count(weights: Weights, config: Eagle3Config, target_layers: int) -> None:
     """Check the number of captured layers against the width of fc.  Raises EspalierError."""
-    if "fc.weight" not in weights:
-        return
-    width = weights.shape("fc.weight")[-1]
-    if width != len(config.spec.capture) * config.target_hidden and width % config.target_hidden == 0:
+    # The inputs of all layers and that of the final norm can be captured.
+    counts = (len(config.spec.capture), *range(1, target_layers + 2))
+    hidden, size = config.layer.hidden_size, config.target_hidden
+    fused = next((count for count in counts if weights.has_matrix_of("fc", hidden, count * size)), None)
+    if fused not in (None, len(config.spec.capture)):
         raise EspalierError(
-            f"{weights.path}: fc.weight fuses {width // config.target_hidden} layers, {len(config.spec.capture)} are "
-            f"captured {config.spec.capture}; correct eagle_aux_hidden_state_layer_ids"
+            f"{weights.path}: fc fuses {fused} layers, {len(config.spec.capture)} are captured "
+            f"{config.spec.capture}; correct eagle_aux_hidden_state_layer_ids"
         )

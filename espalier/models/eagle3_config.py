@@ -12,6 +12,7 @@ from espalier.models.config import Family, ModelConfig, Raw, parse
 from espalier.models.deepseek import V2, V3
 from espalier.models.draft import DraftSpec, refuse_sizes
 from espalier.models.loading import FAMILIES, layer_specs_of
+from espalier.models.weight_formats import quantisation_of
 from espalier.models.weights import Weights
 
 # Architectures of heads whose layer has latent attention.
@@ -68,7 +69,8 @@ def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str]
     by_input: the target architectures for which ids in eagle_config name layers by their input; None: for all.
     """
     nested: Mapping[str, Any] = raw.get("transformer_layer_config") or {}
-    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **nested}
+    defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position}
+    flat = {**defaults, **raw, **nested, **quantisation_of(raw)}
     eagle: Mapping[str, Any] = raw.get("eagle_config") or {}
     family = _layer_family(flat, path)
     # The layer of a latent head is dense, even if its config repeats the target's experts.

@@ -60,9 +60,10 @@ class MTPModule:
         shape = (tokens.shape[0], tokens.shape[1])
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         rows = self.embed(tokens, positions, self.rope, DraftHidden(hidden, parents, *norms, normed_residual=False))
-        x, normed = self.layer.attention_norm.after(None, self.project(rows.x))
+        norm, rounding = self.layer.attention_norm, self.layer.attention_rounding
+        x, rows_of_layer = norm.rounded_after(None, self.project(rows.x), rounding)
         live = rows.live if self.has_experts else None
-        x, delta = self.layer(x, normed, RopeAndNorm(rows.cos, rows.sin), attend, 0, shape, live, needed)
+        x, delta = self.layer(x, rows_of_layer, RopeAndNorm(rows.cos, rows.sin), attend, 0, shape, live, needed)
         x, normed = self.norm.after(delta, x)
         out_shape = shape if needed is None else (shape[0], 1)
         return handed_on(self, x.unflatten(0, out_shape), normed.unflatten(0, out_shape))
@@ -114,14 +115,14 @@ def _load_module(weights: Weights, config: MTPConfig, target: CausalLM, rope: Ro
     hidden, eps, index = layer.hidden_size, layer.rms_norm_eps, config.num_layers + module
     own = family.index(module, config.num_layers)
     return MTPModule(
-        embed=draft_embedding(weights, target.embed.weight.shape, target, f"{family.embed.format(own)}.weight"),
+        embed=draft_embedding(weights, target.embed.weight.shape, target, family.embed.format(own)),
         rope=rope,
         embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, eps),
         hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, eps),
         project=_projection(weights, f"{prefix}{family.project}", family, hidden),
         layer=load_layer(weights, layer, prefix, index),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, eps),
-        head=_head(weights, f"{family.head.format(own)}.weight", target),
+        head=_head(weights, family.head.format(own), target),
         hands_on_normed=family.hands_on_normed,
         has_experts=layer.experts is not None and index in layer.experts.layers,
     )
@@ -135,6 +136,6 @@ def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> 
 
 
 def _head(weights: Weights, name: str, target: CausalLM) -> Linear:
-    if is_borrowed(weights, name, "lm_head.weight", target.head.shape, target.head.shape):
+    if is_borrowed(weights, name, "lm_head", target.head.shape, target.head.shape):
         return target.head
-    return Linear(dense_weight(weights.take_matrix(name.removesuffix(".weight"), *target.head.shape)))
+    return Linear(dense_weight(weights.take_matrix(name, *target.head.shape)))

@@ -16,6 +16,7 @@ from espalier.models.config import Family, ModelConfig, Raw, parse
 from espalier.models.draft import MAX_MODULES, DraftSpec, count_of, refuse_sizes
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
+from espalier.models.weight_formats import quantisation_of
 from espalier.models.weights import Weights
 
 # Targets whose own MTP layers are supported.
@@ -57,7 +58,8 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
     is_head = raw.get("speculators_model_type") is not None or (raw.get("architectures") or [None])[0] in HEADS
     if is_head:
         nested: Mapping[str, Any] = raw.get("transformer_layer_config") or {}
-        base, mtp = {"max_position_embeddings": target.max_position, **nested}, SPECULATORS
+        base = {"max_position_embeddings": target.max_position, **nested, **quantisation_of(raw)}
+        mtp = SPECULATORS
         family = _family_of(base, path)
     else:
         base = target.raw if raw.get("architectures") == target.raw.get("architectures") else raw
@@ -89,8 +91,8 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
     if target.mtp is None or not isinstance(count, int) or count < 1:
         return False
     weights = Weights(path, torch.float32, "cpu")
-    names = [f"{target.mtp.prefix_of(layer, target.num_layers)}{target.mtp.project}.weight" for layer in range(count)]
-    return all(name in weights for name in names)
+    names = [f"{target.mtp.prefix_of(layer, target.num_layers)}{target.mtp.project}" for layer in range(count)]
+    return all(weights.has_matrix(name) for name in names)
 
 
 def _family_of(base: Mapping[str, Any], path: Path) -> Family:

@@ -1,15 +1,14 @@
-"""Writes a quantised copy of a target, in the format of compressed-tensors, file by file.
+"""Writes a quantised copy of a target or a draft, in the format of compressed-tensors, file by file.
 
 fp8: E4M3 with a scale for each row of a matrix; inputs are rounded to FP8 token by token.
 int4: groups of 128 columns with a symmetric scale; each group tries a few scales and takes the one with the least
 squared error.  Neither needs calibration text.
 
-Linear layers are quantised, also experts that are stored one by one.  The embedding, the head, routers and what a
-family reads as a plain tensor stay as they are.
+Linear layers are quantised, also experts that are stored one by one, and a draft's own head.  The embedding, a target's
+head, routers and what a family reads as a plain tensor stay as they are.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models.loading import read_config, read_raw
-from espalier.models.quantisers import KEPT_DENSE, QUANTISERS
+from espalier.models.quantisers import QUANTISERS, Quantiser
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weights import INDEX, PLAIN_DTYPES, shards_of, write_weights
 
@@ -39,19 +38,21 @@ class QuantiseReport:
     dense: list[str] = field(default_factory=list)
 
 
-def quantise(path: Path, out: Path, to: To, device: torch.device, advance: Callable[[], None]) -> QuantiseReport:
-    """Write a quantised copy of the target at `path` to `out`.
+def quantise(
+    path: Path, out: Path, to: To, device: torch.device, advance: Callable[[], None], is_draft: bool = False
+) -> QuantiseReport:
+    """Write a quantised copy of the target or draft at `path` to `out`.
 
     Memory: one file of the checkpoint, quantised.  advance: called after each file.  An error or Ctrl-C leaves `out`
     empty, so that the same command can run again.
-    Raises EspalierError for a target that is quantised already or not supported, and if `out` is not empty or cannot be
+    Raises EspalierError for a model that is quantised already or not supported, and if `out` is not empty or cannot be
     written.
     """
-    config = read_raw(path)
-    _refuse(path, out, config)
+    config, quantiser = read_raw(path), QUANTISERS[to]
+    _refuse(path, out, config, is_draft)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return _write(path, out, to, device, config, advance)
+        return _write(path, out, quantiser.of_draft() if is_draft else quantiser, device, config, advance)
     except BaseException as error:
         for file in out.iterdir() if out.is_dir() else ():
             file.unlink()
@@ -61,12 +62,17 @@ def quantise(path: Path, out: Path, to: To, device: torch.device, advance: Calla
 
 
 def _write(
-    path: Path, out: Path, to: To, device: torch.device, config: Mapping[str, Any], advance: Callable[[], None]
+    path: Path,
+    out: Path,
+    quantiser: Quantiser,
+    device: torch.device,
+    config: Mapping[str, Any],
+    advance: Callable[[], None],
 ) -> QuantiseReport:
     """See quantise.  config.json is written last: without it a directory is no model."""
     written, places = QuantiseReport(), dict[str, str]()
     for file in shards_of(path):
-        tensors = dict(_quantised(file, to, device, written))
+        tensors = dict(_quantised(file, quantiser, device, written))
         write_weights(out / file.name, tensors)
         places |= dict.fromkeys(tensors, file.name)
         written.written_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -78,17 +84,18 @@ def _write(
         is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX
         if other.is_file() and not is_weights and other.name != "config.json":
             shutil.copyfile(other, out / other.name)
-    full = {**config, "quantization_config": QUANTISERS[to].config(written.dense)}
+    full = {**config, "quantization_config": quantiser.config(written.dense)}
     (out / "config.json").write_text(json.dumps(full, indent=1), encoding="utf-8")
     return written
 
 
-def _refuse(path: Path, out: Path, config: Mapping[str, Any]) -> None:
+def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) -> None:
     for name in QUANTISATION_FIELDS:
         if config.get(name) is not None:
             raise EspalierError(f"{path} is quantised already ({name}); give the unquantised model (bfloat16)")
-    experts = read_config(path).experts
-    if experts is not None and experts.stored == "stacked":
+    experts = None if is_draft else read_config(path).experts
+    is_stacked = experts is not None and experts.stored == "stacked"
+    if is_stacked or (is_draft and _stacks_experts(path)):
         raise EspalierError(f"{path} stores its experts stacked, which quantize does not support; use another model")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise EspalierError(f"--out={out} exists and is not an empty directory; give a new one")
@@ -96,16 +103,27 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any]) -> None:
         raise EspalierError(f"{path} holds no *.safetensors; save it with safe_serialization=True")
 
 
-def _quantised(file: Path, to: To, device: torch.device, written: QuantiseReport) -> Iterator[tuple[str, Tensor]]:
+def _stacks_experts(path: Path) -> bool:
+    """Whether a draft's layers have stacked experts.  Its config.json says so only beside its target's."""
+    for file in shards_of(path):
+        with safe_open(file, framework="pt") as stored:
+            names = [name for name in stored.keys() if ".experts." in name]  # noqa: SIM118
+            if any(len(stored.get_slice(name).get_shape()) > 2 for name in names):
+                return True
+    return False
+
+
+def _quantised(
+    file: Path, quantiser: Quantiser, device: torch.device, written: QuantiseReport
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the quantised copy of a file."""
-    quantiser = QUANTISERS[to]
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118
             tensor = stored.get_tensor(name)
             written.read_bytes += tensor.nbytes
             module = name.removesuffix(".weight")
             is_matrix = tensor.ndim == 2 and module != name and tensor.dtype in PLAIN_DTYPES
-            is_matrix = is_matrix and re.match(KEPT_DENSE, module) is None
+            is_matrix = is_matrix and not quantiser.keeps(module)
             if is_matrix and quantiser.takes(module, tensor.shape[1]):
                 written.num_matrices += 1
                 for suffix, part in quantiser.stored(tensor, device).items():

@@ -6,7 +6,7 @@ the matrix's device.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -28,8 +28,10 @@ MX_BLOCK = 32
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # Values that are quantised at once.
 BLOCK_VALUES = 2**24
-# Matrices that stay as they are.
+# Matrices that stay as they are.  A draft's own head is not among them: it decides no token.
 KEPT_DENSE = r"(.*\.)?(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|shared_head\.head)$"
+KEPT_DENSE_IN_DRAFTS = r"(.*\.)?(embed_tokens|gate|router|shared_expert_gate|eh_proj|shared_head\.head|markov_w[12])$"
+HEAD = "lm_head"
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
 E2M1_EXPONENT = 2
 
@@ -41,18 +43,33 @@ Stored = dict[str, Tensor]
 class Quantiser:
     """stored: makes the stored tensors of a matrix [out, in] or, with `experts`, of experts [count, out, in].
 
-    The second argument is the device to compute on.  config: makes quantization_config, given matrices that stay dense.
+    The second argument is the device to compute on.  config_of: makes quantization_config, given the pattern `kept` and
+    the names of further matrices that stay dense.
     columns: what must divide the columns of a matrix.  experts: whether it quantises stacked experts, and nothing else.
+    kept: the pattern of names that stay dense.
     """
 
     stored: Callable[[Tensor, torch.device], Stored]
-    config: Callable[[Sequence[str]], Mapping[str, Any]]
+    config_of: Callable[[str, Sequence[str]], Mapping[str, Any]]
     columns: int = 1
     experts: bool = False
+    kept: str = KEPT_DENSE
+
+    def of_draft(self) -> "Quantiser":
+        """The same format for a draft, whose head is quantised too."""
+        return replace(self, kept=KEPT_DENSE_IN_DRAFTS)
+
+    def config(self, dense: Sequence[str]) -> Mapping[str, Any]:
+        """quantization_config.  dense: matrices that stay dense for another reason than their names."""
+        return self.config_of(self.kept, dense)
+
+    def keeps(self, name: str) -> bool:
+        """Whether a matrix of this name, without `.weight`, stays dense in this format."""
+        return re.match(self.kept, name) is not None
 
     def takes(self, name: str, columns: int) -> bool:
         """Whether a matrix of this name, without `.weight`, is quantised."""
-        return not self.experts and columns % self.columns == 0 and re.match(KEPT_DENSE, name) is None
+        return not self.experts and columns % self.columns == 0 and not self.keeps(name)
 
     def formats(self, dense: Sequence[str] = ()) -> FormatOf:
         return read_formats({"quantization_config": self.config(dense)}, Path("synthetic checkpoint"))
@@ -176,7 +193,7 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
 
 
 def _compressed_tensors(
-    stored: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, dense: Sequence[str]
+    stored: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, kept: str, dense: Sequence[str]
 ) -> dict[str, Any]:
     """quantization_config, as compressed-tensors writes it."""
     common = {"symmetric": True, "dynamic": False, "block_structure": None, "actorder": None}
@@ -187,34 +204,36 @@ def _compressed_tensors(
         "format": stored,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {**group, "output_activations": None, "format": stored}},
-        "ignore": [f"re:{KEPT_DENSE}", *dense],
+        "ignore": [f"re:{kept}", *dense],
         "kv_cache_scheme": None,
     }
 
 
-def _fp8_config(dense: Sequence[str]) -> dict[str, Any]:
+def _fp8_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
     inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
-    return _compressed_tensors("float-quantized", weights, inputs, dense)
+    return _compressed_tensors("float-quantized", weights, inputs, kept, dense)
 
 
-def _int4_config(dense: Sequence[str]) -> dict[str, Any]:
+def _int4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-    return _compressed_tensors("pack-quantized", weights, None, dense)
+    return _compressed_tensors("pack-quantized", weights, None, kept, dense)
 
 
-def _fp8_block_config(dense: Sequence[str]) -> dict[str, Any]:
-    """As DeepSeek-V3 has it."""
+def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
+    """As DeepSeek-V3 has it.  Its head is dense; one that is not is named as GPTQ and AWQ name it."""
+    head = {} if re.match(kept, HEAD) else {HEAD: True}
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [BLOCK, BLOCK],
-        "modules_to_not_convert": [f"re:{KEPT_DENSE}", *dense],
+        "modules_to_not_convert": [f"re:{kept}", *dense],
+        **head,
     }
 
 
-def _mxfp4_config(dense: Sequence[str]) -> dict[str, Any]:
+def _mxfp4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
     return {"quant_method": "mxfp4", "modules_to_not_convert": list(dense)}
 
 

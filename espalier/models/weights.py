@@ -73,10 +73,27 @@ class Weights:
             self._open(shard)
         if not shards:
             self._loaded = _read_bin(path, allow_bin)
-        self._not_taken = {*self._files, *self._loaded}
+        self._names = frozenset((*self._files, *self._loaded))
+        self._not_taken = set(self._names)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files or name in self._loaded
+        return name in self._names
+
+    def has_matrix(self, name: str) -> bool:
+        """Whether any tensor of the matrix `name` is stored, such as its `.weight` or its `.weight_packed`.
+
+        `NAME.weight in weights` is that question for plain tensors alone.
+        """
+        return any(stored.startswith(f"{name}.") for stored in self._names)
+
+    def has_matrix_of(self, name: str, rows: int, columns: int) -> bool:
+        """Whether the matrix `name` is stored in its format with this shape.  Its data is not read."""
+        try:
+            wanted = self.formats(name).tensors(rows, columns)
+        except EspalierError:  # the format stores no such shape
+            return False
+        stored = [(f"{name}{each.suffix}", None if each.row_dim is None else each.shape) for each in wanted]
+        return all(tensor in self and shape in (None, self.shape(tensor)) for tensor, shape in stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a stored weight.  Its data is not read."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,25 +29,13 @@ from espalier.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain,
 from espalier.synthetic.draft import DraftTensors
 from espalier.synthetic.eagle3 import Eagle3Tensors
 from espalier.synthetic.mtp import MtpTensors
-from espalier.synthetic.quantised import QuantisedTensors
+from espalier.synthetic.quantised import QuantisedTensors, Tensors
 from espalier.synthetic.routing import check_correlation
 from espalier.synthetic.shapes import Shape
 from espalier.synthetic.target import TargetTensors
 
 # Saving needs twice this memory: a shard as tensors and as bytes.
 SHARD_BYTES = 2_000_000_000
-
-
-class Tensors(Protocol):
-    """The tensors of a model by name: `shapes` lists them, `tensor` makes one."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-    def tensor(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +49,8 @@ class Recipe:
     mtp_layers: layers of an MTP head; 0 is an EAGLE-3 head.  mtp_form: "chain" or "target".
     block_size: tokens that one pass of a block draft proposes; 0: the draft is not a block draft.
     block_fade: its skill at each depth, divided by that at the depth before; at depth 1 it is `skill`.
-    weights: how the target stores its matrices: "dense", or a name of espalier/models/quantisers.py:QUANTISERS.
+    weights, draft_weights: how target and draft store their matrices: "dense", or a name of
+    espalier/models/quantisers.py:QUANTISERS.  `skill` is that of a dense draft; a quantised one is about as good.
     """
 
     shape: Shape
@@ -75,6 +64,7 @@ class Recipe:
     block_size: int = 0
     block_fade: float = 1.0
     weights: str = DENSE
+    draft_weights: str = DENSE
 
     @property
     def draft_json(self) -> dict[str, Any]:
@@ -84,9 +74,10 @@ class Recipe:
 
     @property
     def draft_name(self) -> str:
+        stored = "" if self.draft_weights == DENSE else f" in {self.draft_weights}"
         if self.block_size:
-            return f"a block draft of {self.block_size}, fade {self.block_fade},"
-        return f"an MTP head, {self.mtp_layers} x {self.mtp_form}," if self.mtp_layers else "a draft"
+            return f"a block draft{stored} of {self.block_size}, fade {self.block_fade},"
+        return f"an MTP head{stored}, {self.mtp_layers} x {self.mtp_form}," if self.mtp_layers else f"a draft{stored}"
 
     @property
     def draft_format(self) -> DraftFormat:
@@ -114,13 +105,16 @@ class Recipe:
             fade=self.block_fade,
         )
 
-    def tensors(
-        self, dtype: torch.dtype, device: torch.device | str
-    ) -> tuple[TargetTensors | QuantisedTensors, DraftTensors]:
+    def tensors(self, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensors, Tensors]:
+        """Of the target and of the draft, as their checkpoints store them."""
         target = TargetTensors(
             self.shape, self.chain(), self.seed, dtype, torch.device(device), self.routing_correlation
         )
-        return target if self.weights == DENSE else QuantisedTensors(target, self.weights), self._draft(target)
+        draft = self._draft(target)
+        return (
+            target if self.weights == DENSE else QuantisedTensors(target, self.weights),
+            draft if self.draft_weights == DENSE else QuantisedTensors(draft, self.draft_weights, is_draft=True),
+        )
 
     def _draft(self, target: TargetTensors) -> DraftTensors:
         if self.block_size:
@@ -164,8 +158,7 @@ def write(recipe: Recipe, out: Path, dtype: torch.dtype, device: torch.device | 
     # Check both directories before making the first model, which may take long.
     for name in ("target", "draft"):
         _make_empty(out / name)
-    quantised = {"quantization_config": target.quantisation} if isinstance(target, QuantisedTensors) else {}
-    _write_model(out / "target", {**recipe.shape.config_json, "torch_dtype": stored, **quantised}, target)
+    _write_model(out / "target", {**recipe.shape.config_json, "torch_dtype": stored}, target)
     generation = {name: fields[name] for name in ("bos_token_id", "eos_token_id") if fields.get(name) is not None}
     _write_json(out / "target" / "generation_config.json", {**generation, "do_sample": False})
     _write_model(out / "draft", {**recipe.draft_json, "torch_dtype": stored}, draft)
@@ -181,7 +174,8 @@ def _make_empty(path: Path) -> None:
 
 
 def _write_model(path: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
-    _write_json(path / "config.json", config)
+    quantised = {"quantization_config": tensors.quantisation} if isinstance(tensors, QuantisedTensors) else {}
+    _write_json(path / "config.json", {**config, **quantised})
     shards = _shards(tensors, SHARD_BYTES)
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(shards) == 1:
@@ -236,10 +230,8 @@ class SyntheticWeights(Weights):
         self.device = tensors.device
         self.formats = tensors.formats if isinstance(tensors, QuantisedTensors) else all_dense
         self._loaded: Mapping[str, Tensor] = {}
-        self._not_taken = set(tensors.shapes)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors.shapes
+        self._names = frozenset(tensors.shapes)
+        self._not_taken = set(self._names)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self.tensors.shapes[name]

@@ -1,45 +1,56 @@
-"""A synthetic target whose linear layers, or whose stacked experts, are stored in a quantised format.
+"""A synthetic target or draft whose linear layers, or whose stacked experts, are stored in a quantised format.
 
-Every tensor is made as it is for a dense target, and then quantised.  What stays dense is what published checkpoints
-leave dense: the embedding, the head, routers and norms.
+Every tensor is made as it is for a dense model, and then quantised.  What stays dense is what published checkpoints
+leave dense: the embedding, a target's head, routers and norms.
 """
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig
 from espalier.models.quantisers import find_quantiser
 from espalier.models.weight_formats import FormatOf, StoredTensor
-from espalier.synthetic.target import TargetTensors
 
 EXPERTS = "mlp.experts"
 
 
-class QuantisedTensors:
-    """The tensors of a target as its checkpoint stores them.  weights: a name of QUANTISERS.
+class Tensors(Protocol):
+    """The tensors of a model by name: `shapes` lists them, `tensor` makes one.  config: of its layers."""
 
-    Raises EspalierError for a target that the format does not store.
-    """
-
-    def __init__(self, target: TargetTensors, weights: str) -> None:
-        self.target, self.dtype, self.device = target, target.dtype, target.device
-        self.quantiser = find_quantiser(weights)
-        require_stored(target.config, weights)
-        # Codes are read once.  Scales are small and may be read twice.
-        self._scales: dict[str, Tensor] = {}
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
 
     @property
-    def config(self) -> ModelConfig:
-        return self.target.config
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class QuantisedTensors:
+    """The tensors of a model as its checkpoint stores them.
+
+    model: dense.  weights: a name of QUANTISERS.  is_draft: whether the model is a draft, whose head is quantised too.
+    Raises EspalierError for a model that the format does not store.
+    """
+
+    def __init__(self, model: Tensors, weights: str, is_draft: bool = False) -> None:
+        self.model, self.config, self.dtype, self.device = model, model.config, model.dtype, model.device
+        quantiser = find_quantiser(weights)
+        self.quantiser = quantiser.of_draft() if is_draft else quantiser
+        require_stored(model.config, weights, "draft weights" if is_draft else "weights")
+        # Codes are read once.  Scales are small and may be read twice.
+        self._scales: dict[str, Tensor] = {}
 
     @functools.cached_property
     def _dense(self) -> list[str]:
         """Matrices that stay dense because of their columns."""
         matrices = {
-            name.removesuffix(".weight"): size for name, size in self.target.shapes.items() if _is_matrix(name, size)
+            name.removesuffix(".weight"): size for name, size in self.model.shapes.items() if _is_matrix(name, size)
         }
         unit = self.quantiser.columns
         return [name for name, size in matrices.items() if not self.quantiser.experts and size[1] % unit]
@@ -57,7 +68,7 @@ class QuantisedTensors:
     def stored(self) -> dict[str, tuple[str, StoredTensor]]:
         """(name of the dense tensor, what is stored), by name, of quantised matrices."""
         found = {}
-        for name, size in self.target.shapes.items():
+        for name, size in self.model.shapes.items():
             for each in self._stored_of(name, size):
                 found[f"{name.removesuffix('.weight')}{each.suffix}"] = name, each
         return found
@@ -74,7 +85,7 @@ class QuantisedTensors:
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         quantised = {name for name, _ in self.stored.values()}
-        dense = {name: size for name, size in self.target.shapes.items() if name not in quantised}
+        dense = {name: size for name, size in self.model.shapes.items() if name not in quantised}
         return {**dense, **{name: each.shape for name, (_, each) in self.stored.items()}}
 
     def itemsize(self, name: str) -> int:
@@ -88,10 +99,10 @@ class QuantisedTensors:
 
     def tensor(self, name: str) -> Tensor:
         if name not in self.stored:
-            return self.target.tensor(name)
+            return self.model.tensor(name)
         if name not in self._scales:
             name_of_dense, wanted = self.stored[name]
-            dense, module = self.target.tensor(name_of_dense), name.removesuffix(wanted.suffix)
+            dense, module = self.model.tensor(name_of_dense), name.removesuffix(wanted.suffix)
             # Dense experts are stored [count, in, out].
             made = self.quantiser.stored(dense.transpose(1, 2) if dense.ndim == 3 else dense, self.device)
             codes = next(iter(made))
@@ -101,12 +112,12 @@ class QuantisedTensors:
         return self._scales[name]
 
 
-def require_stored(config: ModelConfig, weights: str) -> None:
-    """Raises EspalierError for a target that the format does not store."""
+def require_stored(config: ModelConfig, weights: str, what: str = "weights") -> None:
+    """Raises EspalierError for a model that the format does not store.  config: of its layers; what: the setting."""
     is_stacked = config.experts is not None and config.experts.stored == "stacked"
     if find_quantiser(weights).experts != is_stacked:
-        what = "stacked experts, which this shape has not" if not is_stacked else "linear layers, not stacked experts"
-        raise EspalierError(f"weights {weights!r} are for {what}; use {'mxfp4' if is_stacked else 'fp8 or int4'}")
+        use = "stacked experts, of which there are none" if not is_stacked else "linear layers, not stacked experts"
+        raise EspalierError(f"{what} {weights!r} are for {use}; use {'mxfp4' if is_stacked else 'fp8 or int4'}")
 
 
 def _is_matrix(name: str, size: tuple[int, ...]) -> bool:

@@ -17,13 +17,17 @@ NOT_GIVEN = None
 # The alternative to --api-key, whose value every user of the machine can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
 # The flags of a synthetic model besides --shape.
-SHAPE_FLAGS = ("accept_length", "routing_correlation", "mtp_layers", "mtp_form", "block_size", "block_fade", "weights")
+SHAPE_FLAGS = (
+    *("accept_length", "routing_correlation", "mtp_layers", "mtp_form", "block_size", "block_fade"),
+    *("weights", "draft_weights"),
+)
 # Names of synthetic models: those of espalier/synthetic/shapes.py, which imports PyTorch, as the help does not.
 SHAPE_NAMES = (
     "llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3-1gpu", "gpt-oss-20b",
 )  # fmt: skip
-# Formats of a synthetic target: those of espalier/models/quantisers.py.
+# Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "mxfp4")
+DRAFT_WEIGHTS = SHAPE_WEIGHTS[:3]
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
@@ -135,6 +139,11 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
         "--weights",
         choices=SHAPE_WEIGHTS,
         help="of --shape: format of the target's matrices; mxfp4 is for stacked experts, as in gpt-oss-20b",
+    )
+    parser.add_argument(
+        "--draft-weights",
+        choices=DRAFT_WEIGHTS,
+        help="of --shape: format of the draft's matrices, its own head included",
     )
 
 

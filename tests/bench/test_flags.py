@@ -10,7 +10,7 @@ from espalier.synthetic.chain import MODES
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.mtp import FORMS
 from espalier.synthetic.shapes import SHAPES
-from espalier.terminal.flags import SHAPE_NAMES, SHAPE_WEIGHTS
+from espalier.terminal.flags import DRAFT_WEIGHTS, SHAPE_NAMES, SHAPE_WEIGHTS
 
 FOUNDRY = ("bench", "foundry", "--shape", "llama-3.1-8b", "--out", "x")
 
@@ -18,6 +18,7 @@ FOUNDRY = ("bench", "foundry", "--shape", "llama-3.1-8b", "--out", "x")
 def test_the_names_are_all_that_there_are():
     assert tuple(SHAPES) == SHAPE_NAMES
     assert tuple(QUANTISERS) == SHAPE_WEIGHTS
+    assert tuple(name for name, each in QUANTISERS.items() if not each.experts) == DRAFT_WEIGHTS
 
 
 @pytest.mark.parametrize(("flag", "values"), [("mode", MODES), ("mtp_form", FORMS)])

@@ -108,6 +108,8 @@ def test_the_bound_of_prompts_counts_each_product_and_each_pair_of_query_and_row
     assert of_draft == pytest.approx(1e3 * context / 1e15), "it attends to no prompt"
     roofline.shape = shape_named("qwen3-30b-a3b")
     assert bound_ms(roofline, 2, 2048, drafts=False) is None
+    roofline.shape = shape_named("llama-3.1-8b", draft_weights="fp8")
+    assert bound_ms(roofline, 2, 2048, drafts=True) is None and bound_ms(roofline, 2, 2048, drafts=False) == found
 
 
 def test_prefill_counts_its_passes_and_who_waits(engines):

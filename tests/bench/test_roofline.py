@@ -419,7 +419,7 @@ def test_a_chain_of_passes_has_weights_for_each_module_and_one_shared_head():
 
 @pytest.mark.parametrize(("weights", "layers_bytes"), [("fp8", 1), ("fp8-block", 1), ("int4", 0.5 + 2 / 128)])
 def test_quantised_layers_count_as_they_are_stored(weights, layers_bytes):
-    """The head, and all of the draft, have two bytes a number."""
+    """The head, and all of a dense draft, have two bytes a number."""
     quantised, count = shape_named("llama-3.1-8b", weights=weights), 32 * (6144 + 4096 + 28672 + 3.5 * 4096) * 4096
     target, draft = round_runs(quantised, 1, 5, 8, 64)
     assert sum(run.weight_bytes for run in target) == layers_bytes * count + 2 * 128256 * 4096

@@ -101,13 +101,13 @@ def test_every_shape_of_a_model_is_settled_once(tuner, model):
 @pytest.mark.parametrize(("weights", "format"), [*NAMES.items()])
 def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, monkeypatch, tmp_path, weights, format):
     """Head and draft stay dense: they are neither measured nor in the table."""
-    monkeypatch.setattr(tune, "shape_named", lambda name, weights: replace(WIDE, weights=weights))
+    monkeypatch.setattr(tune, "shape_named", lambda name, weights, draft_weights: replace(WIDE, weights=weights))
     monkeypatch.setattr(tune, "print_header", lambda: None)
     monkeypatch.setattr(tune, "versions", dict)
     monkeypatch.setattr(Tuner, "among_neighbours", kept := Kept())
     monkeypatch.setattr(tune, "Stopwatch", lambda: Told(5.0, 4.0, 3.0))
     path = tmp_path / "choices.json"
-    args = Namespace(shapes="wide", choices=path, tune="linears", weights=weights, seconds=None)
+    args = Namespace(shapes="wide", choices=path, tune="linears", weights=weights, draft_weights=None, seconds=None)
     tune._run(args, EngineConfig(dtype="bfloat16"))
     [table] = read(path)
     assert (table.format, set(table.shapes)) == (format, {(768, 256), (256, 256), (2048, 256), (256, 1024)})
@@ -140,7 +140,7 @@ class Clock:
 
 def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatch, tmp_path, capsys):
     """Few rows are measured, with few candidates; other buckets keep the plans of the file."""
-    monkeypatch.setattr(tune, "shape_named", lambda name, weights: replace(WIDE, weights=weights))
+    monkeypatch.setattr(tune, "shape_named", lambda name, weights, draft_weights: replace(WIDE, weights=weights))
     monkeypatch.setattr(tune, "print_header", lambda: None)
     monkeypatch.setattr(tune, "versions", dict)
     monkeypatch.setattr(tune, "Stopwatch", lambda: Told(5.0, 4.0, 3.0))
@@ -152,7 +152,7 @@ def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatc
     )
     path, known = tmp_path / "choices.json", LinearPlans((None, None, None, None, FIRST))
     write(path, Table(tuner.chip, "bfloat16", {(768, 256): known}, {}, "int4-1x128"))
-    args = Namespace(shapes="wide", choices=path, tune="linears", weights="int4", seconds=40.0)
+    args = Namespace(shapes="wide", choices=path, tune="linears", weights="int4", draft_weights=None, seconds=40.0)
     tune._run(args, EngineConfig(dtype="bfloat16"))
     [table] = read(path)
     first, *_, last = table.shapes[768, 256].by_bucket
@@ -176,9 +176,11 @@ def test_in_a_pass_only_quantised_matrices_take_plans(tuner, monkeypatch, weight
 
 
 def test_what_is_not_tuned_is_refused(tuner):
-    args = Namespace(shapes="gpt-oss-20b", choices=None, tune="experts", weights="fp8", seconds=None)
+    args = Namespace(
+        shapes="gpt-oss-20b", choices=None, tune="experts", weights="fp8", draft_weights=None, seconds=None
+    )
     with pytest.raises(EspalierError, match="--weights is not for --tune experts"):
         tune._run(args, EngineConfig(dtype="bfloat16"))
-    args = Namespace(shapes="gpt-oss-20b", choices=None, tune="experts", weights=None, seconds=60.0)
+    args = Namespace(shapes="gpt-oss-20b", choices=None, tune="experts", weights=None, draft_weights=None, seconds=60.0)
     with pytest.raises(EspalierError, match="--seconds is not for --tune experts"):
         tune._run(args, EngineConfig(dtype="bfloat16"))

@@ -10,7 +10,9 @@ from safetensors import SafetensorError
 from espalier.bench.quantised import kl_divergence
 from espalier.cli.main import main
 from espalier.llm import LLM
+from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
+from espalier.startup.checkpoints import BUNDLED_DRAFTS
 from espalier.synthetic.checkpoint import Recipe, write
 from tests.synthetic.test_checkpoint import tiny
 
@@ -21,6 +23,9 @@ def test_divergence():
     assert kl_divergence(certain, even) == pytest.approx(log(2))
     # Tokens that one side does not report are among the others: half of the one, all of the other.
     assert kl_divergence(even, [(1, log(0.25)), (3, log(0.75))]) == pytest.approx(0.5 * log(2) + 0.5 * log(0.5 / 0.75))
+
+
+EAGLE3 = str(BUNDLED_DRAFTS["eagle3"])
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +69,28 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     assert 1 < before < 5 and after < 1.2 * before
 
 
+def test_a_copy_of_the_bundled_draft(tmp_path, capsys):
+    report, out = tmp_path / "report.json", tmp_path / "out"
+    flags = ["--to", "int4", "--out", str(out), "--texts", "1", "--target", "bundled", "--json", str(report)]
+    assert main(["quantize", EAGLE3, *flags, "--device", "cpu"]) == 0
+    results = json.loads(report.read_text())
+    before, after = results["accept_length"]
+    assert f"{before:.2f} -> {after:.2f}" in capsys.readouterr().out
+    assert before > after > 2 and results["num_matrices"] == 9
+    with LLM("bundled", draft=str(out), device="cpu") as llm:
+        assert isinstance(llm.engine.executor.runner.drafter.draft.head.weight, QuantisedWeight)
+        both = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}]
+        params = [SamplingParams(**style, max_tokens=24, speculation=on) for on in (True, False) for style in both]
+        tokens = [output.token_ids for output in llm.generate(["def main():\n"] * 4, params)]
+    assert tokens[:2] == tokens[2:]
+
+
+def test_a_draft_may_name_its_target(tmp_path, capsys):
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--device", "cpu"]
+    assert main(["quantize", str(BUNDLED_DRAFTS["mtp"]), *flags]) == 0
+    assert "accept length" in capsys.readouterr().out
+
+
 def test_a_write_that_fails_is_one_line_and_leaves_no_half_copy(tmp_path, capsys, monkeypatch):
     def full(tensors, path, metadata=None):
         path.write_bytes(b"half")
@@ -86,4 +113,14 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     ):
         assert main(["quantize", "bundled", "--to", "int4", "--out", str(tmp_path / "out"), *flags]) == 2
         assert says in capsys.readouterr().err
+    for flags, says in (
+        ([], "does not name its target (speculators_config.verifier); give --target, or --texts 0"),
+        (["--draft", "bundled"], "--draft is for a target"),
+        (["--target", "bundled", "--texts", "0"], "--target is for the comparison"),
+        (["--target", str(tmp_path / "none")], "target='"),
+    ):
+        assert main(["quantize", EAGLE3, "--to", "int4", "--out", str(tmp_path / "out"), *flags]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["quantize", "bundled", "--to", "int4", "--out", str(tmp_path / "out"), "--target", "bundled"]) == 2
+    assert "--target is for a draft, and bundled is a target" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -61,9 +61,10 @@ class MetaWeights(Weights):
         self.path, self.dtype, self.device, self.formats = Path("meta"), torch.bfloat16, META, all_dense
         self.fused = fused
         self._loaded, self._files, self._not_taken = {}, {}, set()
+        self._names = frozenset((FUSED, *DRAFT_WEIGHTS) if fused else ())
 
     def __contains__(self, name: str) -> bool:
-        return name in (FUSED, *DRAFT_WEIGHTS) if self.fused else name.endswith("weight")
+        return name in self._names if self.fused else name.endswith("weight")
 
     def shape(self, name: str) -> tuple[int, ...]:
         assert name == FUSED and self.fused is not None

@@ -1,5 +1,6 @@
-"""Synthetic targets in quantised formats: text by the rule, on = off, files as `build` makes them, sizes as stored."""
+"""Synthetic models in quantised formats: text by the rule, on = off, files as `build` makes them, sizes as stored."""
 
+import json
 from dataclasses import replace
 from itertools import product
 
@@ -11,6 +12,7 @@ from espalier.kernels.layers.quantised import FP8, dequantise
 from espalier.layout import RoundLayout
 from espalier.models import load_target
 from espalier.models.weight_formats.quantised import QuantisedWeight
+from espalier.speculate.drafters.registry import load_draft
 from espalier.startup.build import AS_MODEL, KVDtypes, assemble
 from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, build, total_bytes, write
@@ -79,6 +81,61 @@ def test_heads_routers_and_columns_that_no_group_divides_stay_dense():
     assert [isinstance(linear.weight, QuantisedWeight) for linear in kinds] == [False, True, True, False]
 
 
+# int4 takes all columns of these.
+WIDE = tiny(hidden_size=384)
+DRAFTS = {"eagle3": {}, "mtp": {"mtp_layers": 2}, "block": {"block_size": 5}}
+# By draft: matrices that are quantised, as they are stacked when loaded.
+LINEARS = {
+    "eagle3": lambda d: (d.fuse.fc, d.attention.qkv, d.attention.out, d.mlp.gate_up, d.mlp.down, d.head),
+    "mtp": lambda d: (*(m.project for m in d.modules), *(m.layer.attention.qkv for m in d.modules)),
+    "block": lambda d: (d.fc, *d.context_kv, *(layer.mlp.down for layer in d.layers), d.head),
+}
+DRAFT_CELLS = [("eagle3", "fp8"), ("eagle3", "fp8-block"), ("eagle3", "int4"), ("mtp", "fp8"), ("block", "int4")]
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "weights"),
+    [
+        *(("cpu", *cell) for cell in DRAFT_CELLS),
+        *(pytest.param("cuda", *cell, marks=pytest.mark.gpu) for cell in product(DRAFTS, ("fp8", "fp8-block", "int4"))),
+    ],
+)
+def test_a_quantised_draft_changes_no_token_and_is_accepted_as_a_dense_one(device, name, weights):
+    """Of a dense target, whose text it is."""
+    recipe = a_recipe(shape=WIDE, draft_weights=weights, **DRAFTS[name])
+    starts, lengths, count = prompts(recipe, 4), [], TOKENS[device]
+    rule = [recipe.chain().follow(start, count) for start in starts]
+    for each in (recipe, replace(recipe, draft_weights="dense")):
+        engine = an_engine(each, (5, 4, 16), torch.device(device))
+        assert generate(engine, starts, count) == rule
+        lengths.append(engine.totals.accept_length)
+    # Nibbles move a candidate's log-probability by a few tenths at this size.
+    assert lengths[0] == pytest.approx(lengths[1], abs=0.5 if weights == "int4" else 0.2) and lengths[0] > 2
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("weights", ["fp8", "fp8-block", "int4"])
+def test_files_of_a_quantised_draft_are_what_build_gives(name, weights, tmp_path):
+    recipe = a_recipe(shape=WIDE, draft_weights=weights, **DRAFTS[name])
+    target, made = build(recipe, torch.float32, CPU, POSITIONS)
+    path = write(recipe, tmp_path, torch.float32)[1]
+    assert "quantization_config" in json.loads((path / "config.json").read_text())
+    assert "quantization_config" not in json.loads((tmp_path / "target" / "config.json").read_text())
+    files = load_draft(path, target, dtype=torch.float32, device="cpu", position_rows=POSITIONS)
+    for one, other in zip(LINEARS[name](files), LINEARS[name](made), strict=True):
+        assert isinstance(one.weight, QuantisedWeight)
+        x = torch.randn(3, one.shape[1])
+        assert torch.equal(one(x), other(x))
+    # A file has a header besides, and d2t is counted as other tensors are.
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert total_bytes(recipe.tensors(torch.float32, "meta")[1]) == pytest.approx(stored, rel=0.02)
+
+
+def test_a_draft_has_no_stacked_experts_to_store():
+    with pytest.raises(EspalierError, match="draft weights 'mxfp4' are for stacked experts"):
+        build(a_recipe(draft_weights="mxfp4"), torch.float32, CPU, POSITIONS)
+
+
 @pytest.mark.parametrize(("name", "weights"), [("llama", "mxfp4"), ("gpt-oss", "fp8"), ("llama", "int2")])
 def test_weights_that_a_shape_is_not_stored_in_are_refused(name, weights):
     with pytest.raises(EspalierError, match=weights):
@@ -99,11 +156,12 @@ def test_copied_text_is_the_same_with_and_without_a_tree(name, weights, kv_dtype
     assert on.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), 5, 4, 16), abs=0.3)
 
 
-def an_engine(recipe, tree, device, kv_dtype):
+def an_engine(recipe, tree, device, kv_dtype=None):
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     target, draft = build(recipe, dtype, device, POSITIONS)
-    layout = RoundLayout(4, *tree, 16, 256, recipe.draft_config.spec.reentry, 256)
-    algorithm = "eagle3" if tree != PLAIN else "none"
+    spec = recipe.draft_config.spec
+    layout = RoundLayout(4, *tree, 16, 256, spec.reentry, 256, block_rows=spec.block_rows)
+    algorithm = spec.algorithm if tree != PLAIN else "none"
     return assemble(
         layout,
         target,

@@ -3,7 +3,7 @@
 from argparse import ArgumentParser
 from pathlib import Path
 
-from espalier.terminal.flags import SHAPE_WEIGHTS
+from espalier.terminal.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS
 
 LINEARS, EXPERTS = "linears", "experts"
 
@@ -19,6 +19,9 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     tuning.add_argument("--shapes", metavar="X,X", help="named sizes instead of a model, such as llama-3.1-8b")
     tuning.add_argument("--weights", choices=SHAPE_WEIGHTS, help="of --tune --shapes: quantised matrices (dense)")
+    tuning.add_argument(
+        "--draft-weights", choices=DRAFT_WEIGHTS, help="of --tune --shapes: those of the draft too, or alone (dense)"
+    )
     tuning.add_argument(
         "--seconds",
         type=float,

@@ -37,6 +37,7 @@ __all__ = [
     "all_dense",
     "declared_kv_dtype",
     "dense_weight",
+    "quantisation_of",
     "read_formats",
 ]
 
@@ -59,6 +60,14 @@ FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {
     MODELOPT: read_modelopt,
     "mxfp4": read_mxfp4,
 }
+
+
+def quantisation_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config.json that describe quantised weights.
+
+    A draft in speculators' format has them beside `transformer_layer_config`, not in it.
+    """
+    return {name: raw[name] for name in QUANTISATION_FIELDS if raw.get(name) is not None}
 
 
 def declared_kv_dtype(full: Mapping[str, Any]) -> str | None:

@@ -95,16 +95,17 @@ def read_fp8(quantisation: Mapping[str, Any]) -> FormatOf:
     """quant_method "fp8".  Raises EspalierError naming a field that is not supported."""
     read_field(quantisation, "fmt", ("e4m3", None))
     inputs = read_field(quantisation, "activation_scheme", ("dynamic", "static"), "dynamic")
-    block = quantisation.get("weight_block_size")
+    block, lm_head = quantisation.get("weight_block_size"), bool(quantisation.get("lm_head"))
     skipped = module_names(quantisation.get("ignored_layers")) + module_names(
         quantisation.get("modules_to_not_convert")
     )
     if block is None:
-        return dense_if_skipped(skipped, Fp8Format((None, None), inputs=inputs))
+        return dense_if_skipped(skipped, Fp8Format((None, None), inputs=inputs), lm_head)
     rows, columns = read_block(block)
     if inputs == "static":
         raise EspalierError("quantization_config: activation_scheme = 'static' with weight_block_size is not supported")
-    return dense_if_skipped(skipped, Fp8Format((rows, columns), ".weight_scale_inv", inputs, columns))
+    format = Fp8Format((rows, columns), ".weight_scale_inv", inputs, columns)
+    return dense_if_skipped(skipped, format, lm_head)
 
 
 def read_block(block: Any) -> tuple[int, int]:

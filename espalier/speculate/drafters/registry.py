@@ -26,7 +26,7 @@ from espalier.models import (
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, read_json
 from espalier.models.draft import DraftConfig, DraftModel
-from espalier.models.loading import FAMILIES
+from espalier.models.loading import FAMILIES, read_raw
 from espalier.models.weights import Weights
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
@@ -156,6 +156,13 @@ def _why_unknown(raw: Raw, path: Path) -> str:
     return f"architecture {name!r} is not a known draft{remedy}"
 
 
+def is_draft(path: Path) -> bool:
+    """Whether the directory holds a draft, by its config.json.  A target with MTP layers of its own is a target."""
+    raw = read_json(path / "config.json")
+    is_target = raw.get("speculators_model_type") is None and architecture_of(raw) in FAMILIES
+    return not is_target and any(known.takes(raw) for known in DRAFT_FORMATS.values())
+
+
 def draft_algorithm(path: Path) -> str:
     """The algorithm that runs the draft in this directory.  Raises EspalierError."""
     return format_of(read_json(path / "config.json"), path).algorithm
@@ -176,7 +183,7 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
     Raises EspalierError for an unknown format, and for a draft that does not fit this target.
     """
     path = Path(path)
-    raw = read_json(path / "config.json")
+    raw = read_raw(path)
     return format_of(raw, path).read(path, raw, target)
 
 

@@ -1,0 +1,201 @@
+"""Quantised drafts mean what their format says, the head included, and what is stored is never taken for missing."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.models import load_target, read_config
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.mtp_config import stores_mtp
+from espalier.models.quantise import quantise
+from espalier.models.weight_formats import quantised
+from espalier.models.weight_formats.quantised import QuantisedWeight
+from espalier.speculate.drafters.registry import is_draft, load_draft, read_draft
+from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
+from tests.builders import make_eagle3, make_target
+from tests.harness import CPU, DTYPE
+from tests.models.test_refusals import edit_weights, refused
+from tests.mtp import mtp_directories
+from tests.oracles.dense import DenseAttend
+from tests.quantised import KINDS
+
+# A kind of each way to name the tensors of a matrix.
+NAMED = ("fp8-channel-token", "fp8-block", "fp8-tensor", "awq", "gptq", "packed-group")
+TOKENS = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+def load(target_path: Path, draft_path: Path, dtype: torch.dtype = DTYPE) -> tuple[Any, Any]:
+    how: dict[str, Any] = {"dtype": dtype, "device": CPU, "position_rows": 64}
+    target = load_target(target_path, capture=read_draft(draft_path, read_config(target_path)).spec.capture, **how)
+    return target, load_draft(draft_path, target, **how)
+
+
+def store(path: Path, kind: str, takes: Callable[[str], bool] = lambda name: "embed" not in name) -> None:
+    """Rewrite a draft's matrices, the head included, in a kind of KINDS."""
+    weights, stored = load_file(path / "model.safetensors"), dict[str, Tensor]()
+    for name, tensor in weights.items():
+        is_stored = tensor.ndim == 2 and takes(name)
+        parts = KINDS[kind][1](tensor)[0] if is_stored else {}
+        stored |= {f"{name.removesuffix('weight')}{suffix}": part for suffix, part in parts.items()}
+        stored |= {} if is_stored else {name: tensor}
+    save_file(stored, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    head = {"ignore": []} if "config_groups" in KINDS[kind][0] else {"lm_head": True}
+    config["quantization_config"] = {**KINDS[kind][0], **head}
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def mean(path: Path, kind: str) -> None:
+    """Replace a draft's matrices by what they mean in a kind of KINDS."""
+
+    def as_meant(weights: dict[str, Tensor]) -> None:
+        weights |= {
+            name: KINDS[kind][1](tensor)[1]
+            for name, tensor in weights.items()
+            if tensor.ndim == 2 and "embed" not in name
+        }
+
+    edit_weights(path, as_meant)
+
+
+def logits(target: Any, draft: Any) -> Tensor:
+    positions = torch.arange(TOKENS.shape[1])[None]
+    captured = target(TOKENS, positions, DenseAttend(target.layer_specs)).captured
+    return draft.logits(draft(TOKENS, draft.fuse(captured), positions, DenseAttend(draft.layer_specs)))
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> tuple[Path, Path]:
+    target = make_target(tmp_path / "target", "llama", layers=4)
+    return target, make_eagle3(tmp_path / "draft", target, draft_vocab=8)
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_a_quantised_head_and_its_layers_mean_what_the_format_says(paths, tmp_path, kind):
+    target, draft = paths
+    dense = shutil.copytree(draft, tmp_path / "dense")
+    mean(dense, kind)
+    store(draft, kind)
+    made = load(target, draft)[1]
+    linears = (made.fuse.fc, made.attention.qkv, made.attention.out, made.mlp.gate_up, made.mlp.down, made.head)
+    assert all(isinstance(linear.weight, QuantisedWeight) for linear in linears)
+    torch.testing.assert_close(logits(*load(target, draft)), logits(*load(target, dense)), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_a_head_of_the_targets_shape_is_not_taken_for_missing(tmp_path, kind):
+    """Neither is one that the config forgets: it is an error."""
+    target = make_target(tmp_path / "target", "llama", layers=4)
+    draft = make_eagle3(tmp_path / "draft", target, own_head=True)
+    store(draft, kind)
+    loaded, made = load(target, draft)
+    assert made.head is not loaded.head
+    config = json.loads((draft / "config.json").read_text())
+    config["quantization_config"] |= {"ignore": ["lm_head"], "lm_head": False}
+    (draft / "config.json").write_text(json.dumps(config))
+    refused(lambda: load(target, draft), "lm_head")
+
+
+def test_without_a_head_the_targets_is_used_whatever_the_config_says(tmp_path):
+    target = make_target(tmp_path / "target", "llama", layers=4)
+    draft = make_eagle3(tmp_path / "draft", target)
+    store(draft, "packed-group")
+    loaded, made = load(target, draft)
+    assert made.head is loaded.head
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_a_quantised_fc_of_another_width_is_refused_as_a_dense_one(paths, kind):
+    target, draft = paths
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "eagle_aux_hidden_state_layer_ids": [1, 2]}))
+    store(draft, kind)
+    refused(lambda: load(target, draft), "fuses 3 layers, 2 are captured")
+
+    def to_eagle1(weights: dict[str, Tensor]) -> None:
+        weights.pop("midlayer.hidden_norm.weight")
+        weights |= {f"fc.{suffix}": part for suffix, part in KINDS[kind][1](torch.randn(32, 64).double())[0].items()}
+
+    edit_weights(draft, to_eagle1)
+    refused(lambda: load(target, draft), "EAGLE-1/2")
+
+
+@pytest.mark.parametrize("kind", ["fp8-channel-token", "packed-group"])
+def test_an_own_head_of_a_targets_mtp_layers_is_not_taken_for_missing(tmp_path, kind):
+    """Such layers are in the target's directory; compressed-tensors may quantise their heads too."""
+    path = shutil.copytree(mtp_directories("deepseek_v3", 1)[0], tmp_path / "target")
+    head = "model.layers.3.shared_head.head"
+    edit_weights(path, lambda weights: weights.update({f"{head}.weight": torch.randn_like(weights["lm_head.weight"])}))
+    meant = KINDS[kind][1](load_file(path / "model.safetensors")[f"{head}.weight"])[1]
+    store(path, kind, lambda name: head in name or "eh_proj" in name)
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["g"]["targets"] = [head, "re:.*eh_proj$"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert stores_mtp(path, read_config(path))
+    target, draft = load(path, path)
+    assert draft.modules[0].head is not target.head
+    torch.testing.assert_close(draft.modules[0].head.weight.dense_tensor(), meant, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", BUNDLED_DRAFTS)
+def test_a_copy_of_each_bundled_draft_is_loaded(tmp_path, algorithm):
+    """Speculators' form has quantization_config beside the layers' config."""
+    path, target = BUNDLED_DRAFTS[algorithm], BUNDLED_FILES / "target"
+    written = quantise(path, tmp_path / "copy", "fp8", torch.device("cpu"), lambda: None, is_draft=True)
+    assert written.num_matrices == {"eagle3": 9, "mtp": 3 * 8, "block": 1 + 3 * 7}[algorithm] and not written.dense
+    original, copy = (load(target, each, torch.float32) for each in (path, tmp_path / "copy"))
+    if algorithm == "eagle3":
+        one, other = logits(*original), logits(*copy)
+        assert 0 < (one - other).norm() / one.norm() < 0.1
+        assert isinstance(copy[1].head.weight, QuantisedWeight)
+
+
+def test_what_a_draft_has_stacked_or_quantised_is_refused(tmp_path):
+    draft = shutil.copytree(BUNDLED_DRAFTS["eagle3"], tmp_path / "draft")
+    out, how = tmp_path / "out", (torch.device("cpu"), lambda: None, True)
+    edit_weights(draft, lambda weights: weights.update({"midlayer.mlp.experts.down_proj": torch.zeros(2, 3, 4)}))
+    with pytest.raises(EspalierError, match="stores its experts stacked"):
+        quantise(draft, out, "fp8", *how)
+    quantise(BUNDLED_DRAFTS["eagle3"], tmp_path / "copy", "fp8", *how)
+    with pytest.raises(EspalierError, match="is quantised already"):
+        quantise(tmp_path / "copy", out, "fp8", *how)
+    assert not out.exists()
+
+
+def test_targets_and_drafts_are_told_apart():
+    assert all(map(is_draft, BUNDLED_DRAFTS.values()))
+    assert not is_draft(BUNDLED_FILES / "target")
+    assert not is_draft(mtp_directories("deepseek_v3", 1)[0]), "a target with MTP layers of its own"
+
+
+def test_quantisation_in_a_file_of_its_own_is_read_for_drafts_too(paths):
+    """As ModelOpt writes it."""
+    target, draft = paths
+    (draft / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    formats = read_draft(draft, read_config(target)).layer.formats
+    assert [formats(name).name for name in ("fc", "lm_head")] == ["fp8", "dense"]
+
+
+def test_norms_round_for_the_layers_that_read_them(paths, monkeypatch):
+    """As for a target's layers: an EAGLE head's MLP, whose format rounds its inputs."""
+    monkeypatch.setattr(quantised, "for_device", lambda matrix: matrix)
+    target, draft = paths
+    store(draft, "fp8-channel-token")
+    loaded, made = load(target, draft)
+    asked, after = [], RMSNorm.after
+
+    def rounded_after(norm: RMSNorm, delta: Any, residual: Tensor, rounding: Any) -> Any:
+        asked.append((norm, rounding))
+        return after(norm, delta, residual)
+
+    monkeypatch.setattr(RMSNorm, "rounded_after", rounded_after)
+    logits(loaded, made)
+    assert asked[-1] == (made.mlp_norm, made.mlp.gate_up.rounding) and asked[-1][1] is not None
