@@ -61,14 +61,14 @@ RUNS = {
     "tests-alone": Run(200, f"python -m pytest -v -m gpu {ALONE}"),
     "kernel-tests": Run(300, f"{TESTS} tests/kernels tests/attention"),
     "table": Run(180, f"espalier bench round {SHAPE} --rounds 20 --own-size --cells {TABLE}"),
-    "trees": Run(120, f"espalier bench round {SHAPE} --rounds 20 --cells {TREES}"),
+    "trees": Run(120, f"espalier bench round {SHAPE} --rounds 20 --max-context 33792 --cells {TREES}"),
     "trees-own-size": Run(120, f"espalier bench round {SHAPE} --rounds 20 --own-size --cells {TREES}"),
     "bundled": Run(90, "espalier bench round --device cuda --batch 1,8"),
     # The default engine, as LLM.generate users have it.
     "generate-plain": Run(120, f"{GENERATE} --tree plain --prompts 1x1024 8x1024 32x1024 64x1024 1x32768"),
     "generate-d64": Run(120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 8x1024 1x32768"),
-    "generate-d16": Run(100, f"{GENERATE} --tree 5,4,16 --prompts 1x1024 8x1024 1x32768"),
-    "generate-d8": Run(100, f"{GENERATE} --tree 3,2,8 --prompts 32x1024 64x1024"),
+    "generate-d16": Run(140, f"{GENERATE} --tree 5,4,16 --prompts 1x1024 8x1024 1x32768"),
+    "generate-d8": Run(140, f"{GENERATE} --tree 3,2,8 --prompts 32x1024 64x1024"),
     "prefill": Run(100, f"espalier bench prefill {SHAPE} --prompts 1x8192 32x1024"),
     "latency": Run(120, f"espalier bench latency {SHAPE} --rate 8 --requests 64"),
     "serve": Run(150, f"espalier bench serve {SHAPE} --concurrency 1,8,64"),
@@ -149,6 +149,7 @@ RUNS = {
     },
     "plain-fp8-kv8": Run(120, f"{GENERATE} --tree plain --prompts 1x1024 1x32768 --weights fp8 --kv-dtype fp8_e4m3"),
     "d64-fp8-kv8": Run(120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 1x32768 --weights fp8 --kv-dtype fp8_e4m3"),
+    "d64-fp8-draft8": Run(120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 1x32768 --weights fp8 --draft-weights fp8"),
     "gpt-oss-mxfp4": Run(
         150, f"{ROUND} --shape gpt-oss-20b --own-size --weights mxfp4 --cells 1x1024:3,4,16 8x1024:3,4,16"
     ),
