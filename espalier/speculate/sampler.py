@@ -118,7 +118,8 @@ class Sampler:
                 *(logits, d2t, self.slot_rows, self.first, offset, scores, topk, above, self.coupled, mask, stride)
             )
         else:
-            logp, ids = self._child_scores(logits, d2t, offset, stride, above, mask)
+            offsets = (offset + stride * torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
+            logp, ids = self._child_scores(logits, d2t, offsets, above, mask)
             best, index = ordered_topk(logp.float(), topk)
             found = (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
         return found if only is None else force(only, *found, scores)
@@ -136,12 +137,13 @@ class Sampler:
         return edge_topk_triton(edges, depth, rows, d2t, self.slot_rows, self.first, out, self.coupled, mask, only)
 
     def _child_scores(
-        self, logits: Tensor, d2t: Tensor | None, offset: int, stride: int, above: Above | None, mask: Tensor | None
+        self, logits: Tensor, d2t: Tensor | None, offsets: Tensor, above: Above | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Scores of all children, and the target id of each column; the arguments are those of `children`.
+        """Scores of all children, and the target id of each column.
 
-        mask: [B, Q, words], the target ids that may be drafted.  With sampling parameters the columns are the target's
-        vocabulary and ids are None: the column is the id.
+        offsets: [B, Q], position of each row's children, from `first`; mask: [B, Q, words], the target ids that may be
+        drafted.  With sampling parameters the columns are the target's vocabulary and ids are None: the column is the
+        id.
         """
         precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if mask is not None:
@@ -151,7 +153,6 @@ class Sampler:
             return torch.log_softmax(precise, -1), d2t
         if d2t is not None:
             precise = precise.new_full((*precise.shape[:-1], self.vocab), -torch.inf).index_copy_(-1, d2t, precise)
-        offsets = (offset + stride * torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
         processed = process_logits(precise, self.rows, self.needs, self.first[:, None] + offsets, above)
         noise = self._noise(offsets)
         if noise is None:
