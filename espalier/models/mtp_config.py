@@ -16,7 +16,7 @@ from espalier.models.config import Family, ModelConfig, Raw, parse
 from espalier.models.draft import MAX_MODULES, DraftSpec, count_of, refuse_sizes
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
-from espalier.models.weight_formats import quantisation_of
+from espalier.models.weight_formats import QUANTISATION_FIELDS, quantisation_of
 from espalier.models.weights import Weights
 
 # Targets whose own MTP layers are supported.
@@ -62,7 +62,8 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
         mtp = SPECULATORS
         family = _family_of(base, path)
     else:
-        base = target.raw if raw.get("architectures") == target.raw.get("architectures") else raw
+        same = raw.get("architectures") == target.raw.get("architectures")
+        base = _stored_as(target.raw, raw) if same else raw
         family = FAMILIES[raw["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
@@ -83,6 +84,11 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
         vocab_size=layer.vocab_size,
     )
     return MTPConfig(layer, mtp, spec)
+
+
+def _stored_as(target: Raw, raw: Raw) -> Raw:
+    """The target's config, but the weights are stored as `raw` says: the layers may lie in a directory of their own."""
+    return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(raw)
 
 
 def stores_mtp(path: Path, target: ModelConfig) -> bool:

@@ -145,6 +145,21 @@ def test_an_own_head_of_a_targets_mtp_layers_is_not_taken_for_missing(tmp_path, 
     torch.testing.assert_close(draft.modules[0].head.weight.dense_tensor(), meant, rtol=1e-6, atol=1e-6)
 
 
+def test_mtp_layers_in_a_directory_of_their_own_are_stored_as_its_config_says(tmp_path):
+    """Their target may be stored otherwise."""
+    dense = shutil.copytree(mtp_directories("deepseek_v3", 1)[0], tmp_path / "dense")
+    quantised_path = shutil.copytree(dense, tmp_path / "quantised")
+    store(quantised_path, "fp8-channel-token")
+    matrix, formats = "model.layers.3.self_attn.o_proj", {}
+    for path in (dense, quantised_path):
+        for target in (dense, quantised_path):
+            formats[path.name, target.name] = read_draft(path, read_config(target)).layer.formats(matrix)
+    assert {names for names, found in formats.items() if found.name != "dense"} == {
+        ("quantised", "dense"),
+        ("quantised", "quantised"),
+    }
+
+
 @pytest.mark.parametrize("algorithm", BUNDLED_DRAFTS)
 def test_a_copy_of_each_bundled_draft_is_loaded(tmp_path, algorithm):
     """Speculators' form has quantization_config beside the layers' config."""
