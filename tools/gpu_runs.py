@@ -217,7 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_runs", description="Without names: list the runs.")
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("gpu-runs"), help="folder for the logs (gpu-runs)")
-    parser.add_argument("--gpus", default="0", help="GPUs that share the runs, such as 0,1 (0)")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    parser.add_argument("--gpus", default=visible, help=f"GPUs that share the runs, such as 0,1 ({visible})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run that would end later")
     given = parser.parse_args(arguments)
     for name in given.names:

@@ -43,6 +43,15 @@ def test_the_status_says_whether_all_runs_succeeded(tmp_path, monkeypatch):
     assert main(["good", "--seconds", "1", "--out", str(tmp_path)]) == 1, "it was not started"
 
 
+def test_runs_take_the_gpus_that_are_visible(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        gpu_runs, "RUNS", {"shown": Run(60, "python -c 'import os; print(os.environ[\"CUDA_VISIBLE_DEVICES\"])'")}
+    )
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert main(["shown", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "shown.log").read_text().splitlines()[-1] == "3"
+
+
 def test_an_unknown_run_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["generate"])
