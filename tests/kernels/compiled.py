@@ -156,14 +156,23 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
     }
 
 
+# Of the merge: room for 4 of 32 splits, and for 8 of 8.
+FEW, FEW_ALONE = {"PAIRS": 4, "FEW": 4, "BLOCK_SPLITS": 32}, {"PAIRS": 2, "FEW": 8, "BLOCK_SPLITS": 8}
+
+
 def errors_of_small_kernels() -> dict[str, str]:
     """The error, if any, of compiling each kernel that plans or merges.  Triton's interpreter does not check types."""
     splits = {"STEP": 64, "MIN_ROWS": 128, "MAX_ROWS": 2048, "BLOCK_B": 4, "BLOCK_Q": 16}
-    merge = {"HEADS": 32, "V_SIZE": 128, "BLOCK_V": 128, "BLOCK_SPLITS": 32, "DEPENDENT": True}
+    merge = {"HEADS": 32, "V_SIZE": 128, "BLOCK_V": 128, "DEPENDENT": True}
     count = {"PAGE_SIZE": 16, "BLOCK_N": 64, "STEP_BLOCKS": 64, "DEPENDENT": True}
     cases = [
         *((_kv_splits_kernel, splits | {"WINDOW": window}, {}) for window in (0, 100)),
-        *((_merge_splits_kernel, merge | {"SINK": sink, "PAIRS": 8, "FEW_SPLITS": 4}, {}) for sink in (False, True)),
+        # With a branch for few splits, and without.
+        *(
+            (_merge_splits_kernel, merge | few | {"SINK": sink}, {})
+            for few in (FEW, FEW_ALONE)
+            for sink in (False, True)
+        ),
         (_contiguous_blocks_kernel, count, {"out_ptr": "*i32"}),
     ]
     errors = {}

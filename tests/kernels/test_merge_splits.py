@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from espalier.errors import EspalierError
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_reference
 from espalier.kernels.attention.merge_splits import (
-    FEW_SPLITS,
+    MOST_FEW,
     PROGRAMS_PER_PROCESSOR,
     PartialResults,
     merge_splits_reference,
@@ -81,13 +82,13 @@ def test_short_and_long_requests_of_one_batch(kernel_device, num_splits, heads):
     policy = KVSplitPolicy(num_splits, 32)
     partials, splits, out, lse = drawn(kernel_device, (20000, 300, 7, 60000, 3000), 9, heads, 128, policy=policy)
     counts = splits.starts.diff()
-    assert int(counts.max()) > FEW_SPLITS and int(counts.min()) == 1 and ((counts > 1) & (counts <= 4)).any()
+    assert int(counts.max()) > MOST_FEW and int(counts.min()) == 1 and ((counts > 1) & (counts <= 4)).any()
     assert_equals_reference(partials, splits, out, lse)
 
 
 @pytest.mark.parametrize(("num_splits", "max_splits", "heads"), [(8, 8, 5), (32, 32, 5), (128, 128, 5), (4, 32, 8)])
 def test_bits_do_not_depend_on_the_batch(kernel_device, num_splits, max_splits, heads):
-    """A request's bits are the same alone and in a batch, in which a program merges more pairs at once."""
+    """A request's bits are the same alone and in a batch."""
     lengths, policy = (600, 0, 5000, 1, 300, 9000, 40000), KVSplitPolicy(num_splits, max_splits)
     partials, splits, out, lse = drawn(kernel_device, lengths, 3, heads, 128, policy=policy)
     merge_splits_triton(partials, splits, out, lse)
@@ -102,6 +103,14 @@ def test_bits_do_not_depend_on_the_batch(kernel_device, num_splits, max_splits, 
         again, again_lse = torch.full_like(out[:1], 7.0), torch.full_like(lse[:1], 7.0)
         merge_splits_triton(alone_partials, alone_splits, again, again_lse)
         assert torch.equal(again[0], out[request]) and torch.equal(again_lse[0], lse[request])
+
+
+def test_offsets_that_need_64_bits_are_refused():
+    splits = kv_splits_reference(torch.tensor([300]), 0, KVSplitPolicy(32, 32))
+    out, lse = torch.empty(1, 2**14, 8, 512, device="meta"), torch.empty(1, 2**14, 8, device="meta")
+    partials = PartialResults(*(torch.empty(32, *each.shape[1:], device="meta") for each in (out, lse)))
+    with pytest.raises(EspalierError, match="64-bit offsets; use fewer splits"):
+        merge_splits_triton(partials, splits, out, lse)
 
 
 def test_an_empty_batch_is_legal(kernel_device):

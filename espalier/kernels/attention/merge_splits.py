@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import _share_beside_sink
 from espalier.kernels.attention.kv_splits import KVSplits
 from espalier.kernels.attention.masked_attention import with_sink
@@ -20,11 +21,13 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Floats that one program (one warp) loads at once: the splits of one or more (query, head) pairs.
+# Floats that one program (one warp) loads at once, for one (query, head) pair.
 PROGRAM_VALUES = 4096
-# A request with few splits is merged without the room for all splits of a long one, several pairs at once.  Few is what
-# the policy gives to most requests, within these bounds.
-LEAST_FEW_SPLITS, FEW_SPLITS = 4, 8
+# A request with few splits is merged without the room for all splits of a long one, and several pairs at once.  Few:
+# num_splits of the policy as a power of two, and at least LEAST_FEW.  Above MOST_FEW all requests have the same room.
+LEAST_FEW, MOST_FEW = 4, 8
+# Splits of all pairs that are merged at once.
+ROWS_AT_ONCE = 16
 # Values of a pair that one program merges.  Wider values, or those of more splits, are divided among programs: latent
 # attention has few pairs, but up to 128 splits of 512 values.
 MIN_PART_SIZE, MAX_PART_SIZE = 32, 128
@@ -59,7 +62,7 @@ def _merge_pairs(
     """Merge PAIRS (query, head) pairs, the first is `pair`, of one request, and write out and lse.
 
     start, count: of the request's splits; count is at most BLOCK_SPLITS, and 0 if there is nothing to merge.
-    Offsets have 32 bits: there are at most MAX_PARTIAL_VALUES partial results.
+    Offsets have 32 bits, which the launcher checks.
     """
     pairs = tl.arange(0, PAIRS)
     index = tl.arange(0, BLOCK_SPLITS)
@@ -93,9 +96,9 @@ def _merge_pairs(
 def _merge_splits_kernel(
     partial_ptr, partial_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_V: tl.constexpr, FEW_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK_V: tl.constexpr, FEW: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A program merges PAIRS pairs of a request at once if it has at most FEW_SPLITS splits, else one by one."""
+    """A program merges PAIRS pairs of a request at once if it has at most FEW splits, else one by one."""
     # Before the wait: attention waited for the splits before it let this kernel start, or it has ended.
     num_splits = tl.load(start_ptr + batch)
     pdl_wait(DEPENDENT)
@@ -107,16 +110,16 @@ def _merge_splits_kernel(
         start = tl.load(start_ptr + request)
         count = tl.load(start_ptr + request + 1) - start
         count = tl.where(count > 1, count, 0)
-        if FEW_SPLITS == BLOCK_SPLITS:
+        if FEW == BLOCK_SPLITS:
             # Without a branch the addresses are computed while the count is loaded.
             _merge_pairs(
                 partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
                 HEADS, V_SIZE, SINK, PAIRS, BLOCK_SPLITS, BLOCK_V,
             )  # fmt: skip
-        elif count <= FEW_SPLITS:
+        elif count <= FEW:
             _merge_pairs(
                 partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
-                HEADS, V_SIZE, SINK, PAIRS, FEW_SPLITS, BLOCK_V,
+                HEADS, V_SIZE, SINK, PAIRS, FEW, BLOCK_V,
             )  # fmt: skip
         else:
             for i in range(PAIRS):
@@ -142,17 +145,22 @@ def merge_splits_triton(
     if sink is not None:
         require("merge_splits' sink", sink, (heads,), None, out)
     pairs_per_request = queries * heads
+    if partials.out.numel() >= 2**31:
+        raise EspalierError(
+            f"merge_splits: partial results of {list(partials.out.shape)} need 64-bit offsets; use fewer splits (the "
+            "policies of kv_splits.py do)"
+        )
     if not out.numel():
         return
     block_splits = power_of_two(splits.policy.max_splits)
-    few_splits = min(max(power_of_two(splits.policy.num_splits), LEAST_FEW_SPLITS), block_splits)
-    few_splits = few_splits if few_splits <= FEW_SPLITS else block_splits
+    few = min(max(power_of_two(splits.policy.num_splits), LEAST_FEW), block_splits)
+    few = few if few <= MOST_FEW else block_splits
     block_v = max(MIN_PART_SIZE, min(power_of_two(v_size), MAX_PART_SIZE, PROGRAM_VALUES // block_splits))
     num_parts = -(-v_size // block_v)
+    # A power of two that divides the heads, so that pairs merged at once belong to one request.  The batch does not
+    # count: it would decide in which order a thread adds, and so the bits.
+    pairs = min(max(ROWS_AT_ONCE // few, 1), heads & -heads) if queries > 1 else 1
     most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
-    # The pairs of a program belong to one request, so their number divides that of the heads.
-    wanted = power_of_two(-(-batch * pairs_per_request // most_programs))
-    pairs = min(wanted, PROGRAM_VALUES // (few_splits * block_v), heads & -heads)
     num_programs = min(batch * pairs_per_request // pairs, most_programs)
     _merge_splits_kernel[(num_programs, num_parts)](
         *(partials.out, partials.lse, splits.starts, out if sink is None else sink, out, lse, batch, pairs_per_request),
@@ -161,11 +169,10 @@ def merge_splits_triton(
         SINK=sink is not None,
         PAIRS=pairs,
         BLOCK_V=block_v,
-        FEW_SPLITS=few_splits,
+        FEW=few,
         BLOCK_SPLITS=block_splits,
         num_warps=1,
-        # The batch decides how many pairs a program merges.  The compiler could fuse their operations differently: a
-        # request's bits would depend on the batch.
+        # The compiler could fuse the operations of several pairs at once and of one differently.
         enable_fp_fusion=False,
         **pdl_arguments(chip(out)),
     )
