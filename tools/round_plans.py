@@ -1,7 +1,7 @@
 """Plans of a round's products, compared in rounds: `python -m tools.round_plans --weights fp8 --tree 5,8,64 --rows 64`.
 
 On a GPU.  A product that is timed alone, or in a chain of itself, does not predict a round (docs/log.md).  Here a
-variant is a whole round with another plan for one shape, captured as the engine captures it.  The requests (--batch)
+variant is a whole round with another plan for one product, captured as the engine captures it.  The requests (--batch)
 are dummies without context.  All rounds take turns, so a difference of 0.1% shows.  Last, the plans that gained are
 taken together, one after the other.
 """
@@ -23,7 +23,6 @@ import torch
 from espalier.bench.chains import Matrix
 from espalier.bench.engines import OfShape
 from espalier.bench.flags.trees import tree_shape
-from espalier.bench.linears import Shape
 from espalier.bench.synthetic_models import recipe_of
 from espalier.config import SpeculationConfig
 from espalier.engine.cuda import CudaExecutor, Graph
@@ -32,6 +31,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers import linear_quantised, quantised_candidates
 from espalier.kernels.layers.hopper_products import takes_format
 from espalier.kernels.layers.linear import LinearPlan, TritonPlan, candidates
+from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
@@ -50,7 +50,9 @@ SETTINGS = MappingProxyType({"page_size": 64, "max_context": 33792})
 # Functions of dense.py that multiply by a plan.
 BY_PLAN = ("linear", "linear_parts", "linear_gated")
 
-Plans = Mapping[Shape, LinearPlan]
+# (format, rows, columns) of a weight: in a round, weights of one shape may be stored in two formats.
+Product = tuple[str, int, int]
+Plans = Mapping[Product, LinearPlan]
 
 
 @dataclass(frozen=True)
@@ -63,16 +65,17 @@ class Met:
 
 
 @contextmanager
-def chosen(plans: Plans, rows: int, met: dict[Shape, Met] | None = None) -> Iterator[None]:
-    """Products of so many rows take these plans.  met: gets the products of so many rows, by the weight's shape."""
+def chosen(plans: Plans, rows: int, met: dict[Product, Met] | None = None) -> Iterator[None]:
+    """Products of so many rows take these plans.  met: gets the products of so many rows."""
 
     def choose(weight: Matrix, count: int, plan: Any, is_gated: bool = False) -> Any:
-        shape = weight.shape[0], weight.shape[1]
         if count != rows:
             return plan
+        kind = linear_quantised.tuning_name(weight) if isinstance(weight, QuantisedMatrix) else DENSE
+        product = kind, weight.shape[0], weight.shape[1]
         if met is not None:
-            met[shape] = Met(plan, weight, is_gated)
-        return plans.get(shape, plan)
+            met[product] = Met(plan, weight, is_gated)
+        return plans.get(product, plan)
 
     def by_plan(multiply: Callable[..., Any], is_gated: bool) -> Callable[..., Any]:
         return lambda x, weight, bias, plan: multiply(x, weight, bias, choose(weight, len(x), plan, is_gated))
@@ -149,27 +152,27 @@ def ms_of(executor: CudaExecutor, graphs: Mapping[str, Graph], seconds: float) -
 
 
 def taken_together(ms: Mapping[str, float], variants: Mapping[str, Plans]) -> dict[str, Plans]:
-    """The engine's plans, then the best plan of each shape that gained, one more each time, the largest gain first."""
+    """The engine's plans, then the best of each product that gained, one more each time, the largest gain first."""
     together: dict[str, Plans] = {ENGINES: {}}
-    plans: dict[Shape, LinearPlan] = {}
+    plans: dict[Product, LinearPlan] = {}
     for name in sorted(ms, key=lambda name: ms[name]):
-        for shape, plan in variants[name].items():
-            if shape not in plans and ms[name] < ms[ENGINES] - LEAST_GAIN:
-                plans = {**plans, shape: plan}
+        for product, plan in variants[name].items():
+            if product not in plans and ms[name] < ms[ENGINES] - LEAST_GAIN:
+                plans = {**plans, product: plan}
                 together[f"and {name}"] = plans
     return together
 
 
 def compare(executor: CudaExecutor, batch: int, rows: int, seconds: float) -> None:
-    met: dict[Shape, Met] = {}
+    met: dict[Product, Met] = {}
     with torch.inference_mode(), chosen({}, rows, met):
         executor.run_eagerly(of_dummies(batch))
         executor.stream.synchronize()
     variants: dict[str, Plans] = {ENGINES: {}, "the same again": {}}
     gpu = chip(torch.empty(0, device=executor.device))
-    for shape, product in met.items():
-        print(f"{shape}: {product.plan}")
-        variants |= {f"{shape} {other}": {shape: other} for other in neighbours(product, rows, gpu)}
+    for product, one in met.items():
+        print(f"{product}: {one.plan}")
+        variants |= {f"{product} {other}": {product: other} for other in neighbours(one, rows, gpu)}
     if not met:
         raise EspalierError(f"no product of this round has {rows} rows; give another --rows")
     ms = ms_of(executor, rounds_of(executor, variants, batch, rows), seconds)
@@ -198,6 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with OfShape(recipe, {**SETTINGS, "speculation": tree}, device).open(tree is not None) as bench:
             executor = bench.engine.executor
             assert isinstance(executor, CudaExecutor)
+            if not 1 <= args.batch <= (most := bench.config.max_batch):
+                raise EspalierError(f"--batch={args.batch} is not supported; use 1 to {most}")
             compare(executor, args.batch, args.rows, args.seconds)
     except EspalierError as error:
         parser.error(str(error))

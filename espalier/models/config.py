@@ -147,7 +147,7 @@ class ModelConfig:
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
     mtp: see Family.
-    raw: config.json, completed with the family's defaults, with the overrides applied.
+    raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
 
     architecture: str
@@ -174,6 +174,7 @@ class ModelConfig:
     formats: FormatOf = field(repr=False)
     mtp: MTPFamily | None
     raw: Raw = field(repr=False)
+    path: Path = field(repr=False, compare=False)
 
     @property
     def declared_kv_dtype(self) -> str | None:
@@ -273,6 +274,7 @@ def parse(
         formats=read_formats(full, path),
         mtp=family.mtp,
         raw=full,
+        path=path,
     )
 
 

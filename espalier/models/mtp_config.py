@@ -63,7 +63,7 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
         family = _family_of(base, path)
     else:
         same = raw.get("architectures") == target.raw.get("architectures")
-        base = _stored_as(target.raw, raw) if same else raw
+        base = (target.raw if path == target.path else _stored_as(target.raw, raw)) if same else raw
         family = FAMILIES[raw["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
@@ -87,7 +87,7 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
 
 
 def _stored_as(target: Raw, raw: Raw) -> Raw:
-    """The target's config, but the weights are stored as `raw` says: the layers may lie in a directory of their own."""
+    """The target's config for layers in a directory of their own, whose config, `raw`, says how they are stored."""
     return {name: target[name] for name in target if name not in QUANTISATION_FIELDS} | quantisation_of(raw)
 
 

@@ -18,23 +18,28 @@ HOPPER = Chip(shared_memory=232448, processors=132, capability=(9, 0))
 
 
 @pytest.mark.parametrize("name", [*BY_PLAN, "quantised"])
-def test_only_products_of_the_shape_and_the_rows_take_the_plan(name, monkeypatch):
-    taken = []
+def test_only_products_of_the_weight_and_the_rows_take_the_plan(name, monkeypatch):
+    taken, weight = [], torch.zeros
+    if name == "quantised":
+        weight = lambda shape: QUANTISERS["int4"].matrix(torch.zeros(shape, dtype=torch.bfloat16))  # noqa: E731
+    kind = "int4-1x128" if name == "quantised" else "dense"
     monkeypatch.setattr(linear_quantised, "plan_of", lambda weight, x: PLAN)
     for each in BY_PLAN:
         monkeypatch.setattr(dense, each, lambda x, weight, bias, plan: taken.append(plan))
     before = [linear_quantised.plan_of, *(getattr(dense, each) for each in BY_PLAN)]
     met = {}
-    with chosen({(8, 4): OTHER}, 3, met):
-        for rows, shape in ((3, (8, 4)), (2, (8, 4)), (3, (16, 4))):
-            x, weight = torch.zeros(rows, 4), torch.zeros(shape)
-            if name == "quantised":
-                taken.append(linear_quantised.plan_of(weight, x))
-            else:
-                getattr(dense, name)(x, weight, None, PLAN)
-    assert taken == [OTHER, PLAN, PLAN]
-    assert {shape: (one.plan, one.is_gated) for shape, one in met.items()} == dict.fromkeys(
-        ((8, 4), (16, 4)), (PLAN, name == "linear_gated")
+    for of_kind, expected in ((kind, [OTHER, PLAN, PLAN]), ("another format", [PLAN] * 3)):
+        taken.clear()
+        with chosen({(of_kind, 8, 256): OTHER}, 3, met):
+            for rows, shape in ((3, (8, 256)), (2, (8, 256)), (3, (16, 256))):
+                x = torch.zeros(rows, 256)
+                if name == "quantised":
+                    taken.append(linear_quantised.plan_of(weight(shape), x))
+                else:
+                    getattr(dense, name)(x, weight(shape), None, PLAN)
+        assert taken == expected
+    assert {product: (one.plan, one.is_gated) for product, one in met.items()} == dict.fromkeys(
+        ((kind, 8, 256), (kind, 16, 256)), (PLAN, name == "linear_gated")
     )
     assert before == [linear_quantised.plan_of, *(getattr(dense, each) for each in BY_PLAN)]
 
@@ -63,11 +68,12 @@ def test_beside_the_library_all_kernels_and_its_other_plans_are_near():
     assert {plan.splits for plan in found if isinstance(plan, TritonPlan)} > {1}
 
 
-def test_the_best_plan_of_each_shape_is_taken_the_largest_gain_first():
-    variants = {ENGINES: {}, "a": {(8, 4): PLAN}, "b": {(8, 4): OTHER}, "c": {(16, 4): OTHER}, "d": {(32, 4): PLAN}}
+def test_the_best_plan_of_each_product_is_taken_the_largest_gain_first():
+    one, two, three = (("dense", rows, 4) for rows in (8, 16, 32))
+    variants = {ENGINES: {}, "a": {one: PLAN}, "b": {one: OTHER}, "c": {two: OTHER}, "d": {three: PLAN}}
     ms = {ENGINES: 1.0, "a": 0.9, "b": 0.95, "c": 0.8, "d": 1.0 - LEAST_GAIN / 2}
     assert taken_together(ms, variants) == {
         ENGINES: {},
-        "and c": {(16, 4): OTHER},
-        "and a": {(16, 4): OTHER, (8, 4): PLAN},
+        "and c": {two: OTHER},
+        "and a": {two: OTHER, one: PLAN},
     }

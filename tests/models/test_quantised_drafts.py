@@ -158,6 +158,9 @@ def test_mtp_layers_in_a_directory_of_their_own_are_stored_as_its_config_says(tm
         ("quantised", "dense"),
         ("quantised", "quantised"),
     }
+    # In the target's directory they follow its overrides, as all its layers do.
+    overridden = read_config(dense, {"quantization_config": {"quant_method": "fp8"}})
+    assert read_draft(dense, overridden).layer.formats(matrix).name == overridden.formats(matrix).name == "fp8"
 
 
 @pytest.mark.parametrize("algorithm", BUNDLED_DRAFTS)

@@ -21,6 +21,8 @@ FEW = (
     {**PLAIN, "passes": 16},
     {**PLAIN, "max_batch": 16, "chunk_size": 128, "passes": 4, "chip": "ampere"},
     {**LATENT, "layers": 1, "max_batch": 16, "chunk_size": 128, "passes": 4, "chip": "ampere"},
+    # Passes with other numbers of splits.
+    {**EXPERTS, "layers": 1, "max_batch": 5, "chunk_size": 700, "passes": 60},
 )
 # What may differ from launch to launch and change the code: the start's passes have all its values.  Whatever else does
 # is a bound that @unspecialised should name, or an address that 16 does not divide.
