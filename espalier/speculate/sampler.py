@@ -118,8 +118,7 @@ class Sampler:
                 *(logits, d2t, self.slot_rows, self.first, offset, scores, topk, above, self.coupled, mask, stride)
             )
         else:
-            offsets = (offset + stride * torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
-            logp, ids = self._child_scores(logits, d2t, offsets, above, mask)
+            logp, ids = self._child_scores(logits, d2t, offset, stride, above, mask)
             best, index = ordered_topk(logp.float(), topk)
             found = (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
         return found if only is None else force(only, *found, scores)
@@ -137,13 +136,12 @@ class Sampler:
         return edge_topk_triton(edges, depth, rows, d2t, self.slot_rows, self.first, out, self.coupled, mask, only)
 
     def _child_scores(
-        self, logits: Tensor, d2t: Tensor | None, offsets: Tensor, above: Above | None, mask: Tensor | None
+        self, logits: Tensor, d2t: Tensor | None, offset: int, stride: int, above: Above | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Scores of all children, and the target id of each column.
+        """Scores of all children, and the target id of each column; the arguments are those of `children`.
 
-        offsets: [B, Q], position of each row's children, from `first`; mask: [B, Q, words], the target ids that may be
-        drafted.  With sampling parameters the columns are the target's vocabulary and ids are None: the column is the
-        id.
+        mask: [B, Q, words], the target ids that may be drafted.  With sampling parameters the columns are the target's
+        vocabulary and ids are None: the column is the id.
         """
         precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if mask is not None:
@@ -153,6 +151,7 @@ class Sampler:
             return torch.log_softmax(precise, -1), d2t
         if d2t is not None:
             precise = precise.new_full((*precise.shape[:-1], self.vocab), -torch.inf).index_copy_(-1, d2t, precise)
+        offsets = (offset + stride * torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
         processed = process_logits(precise, self.rows, self.needs, self.first[:, None] + offsets, above)
         noise = self._noise(offsets)
         if noise is None:
