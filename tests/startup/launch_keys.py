@@ -1,4 +1,5 @@
-"""Prints, as JSON, which kernels launches of many forms need that the start did not compile.  No GPU is needed.
+"""Prints, as JSON, which kernels launches of many forms need that the start did not compile, or what a layer
+launches.  No GPU is needed.
 
 Models and launches are tensors without data (PyTorch's "meta" device) that say that they are on a GPU.  Each launch of
 a kernel is caught, and Triton's own code makes the key under which it would look for the compiled kernel.
@@ -9,6 +10,7 @@ seconds to load what tensors without data need.
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,10 +30,13 @@ from espalier.engine.launch_buffer import pack_launch
 from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, of_dummies
 from espalier.engine.prefill_policy import next_pass, pieces_of
 from espalier.engine.results import Results
+from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.runtime import launch
 from espalier.kernels.runtime.launch import Chip, launch_hook
 from espalier.layout import RoundLayout
 from espalier.models.loading import make_target
+from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import all_dense
 from espalier.models.weights import Weights
 from espalier.sampling.mask import mask_words
@@ -55,10 +60,15 @@ TREE = (5, 8, 64)
 
 
 class MetaWeights(Weights):
-    """Every weight that a model asks for, without data.  fused: the columns of an EAGLE-3 head's fc; None: a target."""
+    """Every weight that a model asks for, without data.
 
-    def __init__(self, fused: tuple[int, int] | None = None) -> None:
-        self.path, self.dtype, self.device, self.formats = Path("meta"), torch.bfloat16, META, all_dense
+    fused: the shape of an EAGLE-3 head's fc; None: a target.  stored: "dense", or "fp8" (models/quantisers.py).
+    """
+
+    def __init__(self, fused: tuple[int, int] | None = None, stored: str = DENSE) -> None:
+        self.path, self.dtype, self.device = Path("meta"), torch.bfloat16, META
+        self.quantiser = None if stored == DENSE else QUANTISERS[stored]
+        self.formats = all_dense if self.quantiser is None else self.quantiser.formats()
         self.fused = fused
         self._loaded, self._files, self._not_taken = {}, {}, set()
         self._names = frozenset((FUSED, *DRAFT_WEIGHTS) if fused else ())
@@ -71,8 +81,14 @@ class MetaWeights(Weights):
         return self.fused
 
     def take_raw(self, name: str, *shape: int) -> torch.Tensor:
-        # d2t: the target's id of each id minus that id.  Not all the same, so that the map is kept.
-        return torch.arange(*shape) if name == "d2t" else torch.empty(shape, dtype=self.dtype, device=META)
+        if name == "d2t":  # the target's id of each id minus that id; not all the same, so that the map is kept
+            return torch.arange(*shape)
+        dtype, module = self.dtype, name.removesuffix(".weight")
+        if self.quantiser is not None and name.endswith(".weight_scale"):
+            dtype = torch.float32
+        elif self.quantiser is not None and len(shape) == 2 and self.quantiser.takes(module, shape[1]):
+            dtype = FP8
+        return torch.empty(shape, dtype=dtype, device=META)
 
 
 class Pointer:
@@ -130,8 +146,8 @@ def pretend_gpu() -> None:
     Support.require = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
 
-def runner_of(name: str, num_layers: int, layout: RoundLayout) -> ModelRunner:
-    """The first layers of a shape; with an EAGLE-3 head, if the layout has steps."""
+def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DENSE) -> ModelRunner:
+    """The first layers of a shape; with an EAGLE-3 head, if the layout has steps.  stored: as of MetaWeights."""
     shape = find_shape(name)
     fields = {**shape.fields, "num_hidden_layers": num_layers}
     if "layer_types" in fields:
@@ -139,7 +155,7 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout) -> ModelRunner:
     shape = replace(shape, fields=fields)
     target, draft = shape.target, None
     spec = shape.draft_config.spec if layout.steps else None
-    model = make_target(MetaWeights(), target, spec.capture if spec else (), layout.position_rows)
+    model = make_target(MetaWeights(stored=stored), target, spec.capture if spec else (), layout.position_rows)
     if spec is not None:
         weights = MetaWeights((target.hidden_size, len(spec.capture) * target.hidden_size))
         draft = DRAFT_FORMATS[spec.algorithm].make(weights, shape.draft_config, model, layout.position_rows)
@@ -199,6 +215,31 @@ class Simulation:
         }
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A layer in plain decoding of one request.
+
+    shape: a name of synthetic/shapes.py; stored: as of MetaWeights; layer: which one, from 0.
+    """
+
+    shape: str
+    stored: str = DENSE
+    layer: int = 1
+
+    @torch.inference_mode()
+    def run(self) -> dict[str, int]:
+        """How often it launches each kernel: a round that ends with this layer, less one that ends before it."""
+        launch._chip = lambda device: CHIPS["hopper"]  # type: ignore[assignment]
+        return dict(self._launches(self.layer + 1) - self._launches(self.layer))
+
+    def _launches(self, layers: int) -> Counter[str]:
+        layout, found = Simulation(self.shape, layers, False, 0).layout, Counter[str]()
+        runner = runner_of(self.shape, layers, layout, self.stored)
+        launch_hook.set(lambda function, grid, *args, **kwargs: found.update([function.fn.__name__]))
+        run_without_data(runner, Results(layout, 3, META), StageMemory(META), of_dummies(1))
+        return found
+
+
 def run_without_data(runner: ModelRunner, results: Results, memory: StageMemory, launch_input: LaunchInput) -> None:
     """As CudaExecutor runs a launch."""
     packed = pack_launch(runner.table, launch_input, 0, launch_input.form())
@@ -234,9 +275,10 @@ def random_pass(layout: RoundLayout, vocab_size: int, random: Random) -> LaunchI
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("simulations", type=json.loads, help="JSON: a list of fields of Simulation")
+    parser.add_argument("asked", type=json.loads, help="JSON: a list of fields of Simulation, or of Layer")
     pretend_gpu()
-    print(json.dumps([Simulation(**fields).run() for fields in parser.parse_args().simulations]))
+    found = [(Simulation if "passes" in fields else Layer)(**fields).run() for fields in parser.parse_args().asked]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
