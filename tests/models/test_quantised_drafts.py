@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import dequantise
 from espalier.models import load_target, read_config
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.mtp_config import stores_mtp
@@ -20,6 +21,7 @@ from espalier.models.weight_formats import quantised
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.speculate.drafters.registry import is_draft, load_draft, read_draft
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
+from tests.block import FORMS, block_directories
 from tests.builders import make_eagle3, make_target
 from tests.harness import CPU, DTYPE
 from tests.models.test_refusals import edit_weights, refused
@@ -142,7 +144,8 @@ def test_an_own_head_of_a_targets_mtp_layers_is_not_taken_for_missing(tmp_path, 
     assert stores_mtp(path, read_config(path))
     target, draft = load(path, path)
     assert draft.modules[0].head is not target.head
-    torch.testing.assert_close(draft.modules[0].head.weight.dense_tensor(), meant, rtol=1e-6, atol=1e-6)
+    own = dequantise(draft.modules[0].head.weight.matrix, DTYPE)
+    torch.testing.assert_close(own, meant, rtol=1e-6, atol=1e-6)
 
 
 def test_mtp_layers_in_a_directory_of_their_own_are_stored_as_its_config_says(tmp_path):
@@ -171,6 +174,31 @@ def test_a_copy_of_each_bundled_draft_is_loaded(tmp_path, algorithm):
         one, other = logits(*original), logits(*copy)
         assert 0 < (one - other).norm() / one.norm() < 0.1
         assert isinstance(copy[1].head.weight, QuantisedWeight)
+
+
+def test_a_head_that_mtp_layers_have_of_their_own_stays_quantised_and_is_loaded_once(tmp_path):
+    target, head = mtp_directories("llama", 2)
+    draft = shutil.copytree(head, tmp_path / "draft")
+    tensors = load_file(target / "model.safetensors")
+    own = {"lm_head.weight": 2 * tensors["lm_head.weight"], "embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+    edit_weights(draft, lambda weights: weights.update(own))
+    quantise(draft, tmp_path / "copy", "fp8", torch.device("cpu"), lambda: None, is_draft=True)
+    first, second = load(target, tmp_path / "copy")[1].modules
+    assert isinstance(first.head.weight, QuantisedWeight)
+    assert first.head is second.head and first.embed is second.embed
+    x = torch.randn(3, own["lm_head.weight"].shape[1], dtype=DTYPE)
+    exact = x @ own["lm_head.weight"].to(DTYPE).T
+    assert 0 < (first.head(x) - exact).norm() / exact.norm() < 0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_of_a_block_draft_quantises_nothing_that_is_read_as_a_plain_tensor(tmp_path, monkeypatch, form):
+    """It would lose bits and save no memory."""
+    target, draft = block_directories("llama", form, 4)
+    written = quantise(draft, tmp_path / "copy", "fp8", torch.device("cpu"), lambda: None, is_draft=True)
+    monkeypatch.setattr("espalier.models.weights.dequantise", None)
+    made = load(target, tmp_path / "copy")[1]
+    assert written.num_matrices and isinstance(made.fc.weight, QuantisedWeight)
 
 
 def test_what_a_draft_has_stacked_or_quantised_is_refused(tmp_path):
