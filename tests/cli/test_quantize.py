@@ -1,6 +1,7 @@
 """`espalier quantize`: a copy that runs, and a report that tells how far it is from the original."""
 
 import json
+import shutil
 from math import log
 
 import pytest
@@ -14,6 +15,7 @@ from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
 from espalier.startup.checkpoints import BUNDLED_DRAFTS
 from espalier.synthetic.checkpoint import Recipe, write
+from tests.mtp import mtp_directories, without_target
 from tests.synthetic.test_checkpoint import tiny
 
 
@@ -89,6 +91,30 @@ def test_a_draft_may_name_its_target(tmp_path, capsys):
     flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--device", "cpu"]
     assert main(["quantize", str(BUNDLED_DRAFTS["mtp"]), *flags]) == 0
     assert "accept length" in capsys.readouterr().out
+
+
+def test_mtp_layers_without_their_target_are_a_draft(tmp_path, capsys):
+    target = mtp_directories("mimo", 1)[0]
+    alone = without_target(target, tmp_path / "alone", "model.mtp_layers.")
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--device", "cpu"]
+    assert main(["quantize", str(alone), *flags]) == 2
+    assert "does not name its target" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert main(["quantize", str(alone), *flags, "--target", str(target)]) == 0
+    assert "accept length" in capsys.readouterr().out
+
+
+def test_an_unknown_draft_is_refused_as_such(tmp_path, capsys):
+    draft = shutil.copytree(EAGLE3, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--target", "bundled"]
+    for architecture, says in (
+        ("EagleLlamaForCausalLM", "holds an EAGLE-3 head"),
+        ("Gemma4DSparkModel", "is not supported yet; supported are EAGLE-3 heads"),
+    ):
+        (draft / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+        assert main(["quantize", str(draft), *flags]) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_write_that_fails_is_one_line_and_leaves_no_half_copy(tmp_path, capsys, monkeypatch):

@@ -25,7 +25,7 @@ from tests.block import FORMS, block_directories
 from tests.builders import make_eagle3, make_target
 from tests.harness import CPU, DTYPE
 from tests.models.test_refusals import edit_weights, refused
-from tests.mtp import mtp_directories
+from tests.mtp import mtp_directories, without_target
 from tests.oracles.dense import DenseAttend
 from tests.quantised import KINDS
 
@@ -216,7 +216,17 @@ def test_what_a_draft_has_stacked_or_quantised_is_refused(tmp_path):
 def test_targets_and_drafts_are_told_apart():
     assert all(map(is_draft, BUNDLED_DRAFTS.values()))
     assert not is_draft(BUNDLED_FILES / "target")
-    assert not is_draft(mtp_directories("deepseek_v3", 1)[0]), "a target with MTP layers of its own"
+    for family in ("deepseek_v3", "mimo"):
+        assert not is_draft(mtp_directories(family, 1)[0]), "a target with MTP layers of its own"
+
+
+@pytest.mark.parametrize(("family", "prefix"), [("deepseek_v3", "model.layers.3."), ("mimo", "model.mtp_layers.")])
+def test_mtp_layers_alone_are_a_draft(tmp_path, family, prefix):
+    """Their config.json is the target's."""
+    target = mtp_directories(family, 1)[0]
+    alone = without_target(target, tmp_path / "alone", prefix)
+    assert is_draft(alone) and is_draft(alone, is_expected=True)
+    assert load(target, alone)[1].modules
 
 
 def test_quantisation_in_a_file_of_its_own_is_read_for_drafts_too(paths):
