@@ -93,7 +93,7 @@ def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparis
     def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], Rows]:
         drafts = str(path), str(args.out)
         lengths = quantised.accept_lengths(target, drafts, settings, args.texts, GENERATED, advance)
-        return {"accept_length": lengths}, [_row_of_lengths(lengths)]
+        return {"accuracy": {"accept_length": lengths}}, [_row_of_lengths(lengths)]
 
     return compare
 

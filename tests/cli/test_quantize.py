@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from espalier.bench.quantised import kl_divergence
 from espalier.cli.main import main
+from espalier.layout import PLAIN
 from espalier.llm import LLM
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
@@ -71,12 +72,23 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     assert 1 < before < 5 and after < 1.2 * before
 
 
+@pytest.mark.parametrize("model", ["bundled", EAGLE3], ids=["target", "draft"])
+def test_accept_lengths_are_those_of_the_tree_where_plain_decoding_is_as_fast(tmp_path, monkeypatch, model):
+    """With plain decoding both would be 1, whatever the copy lost."""
+    monkeypatch.setattr("espalier.startup.tree_policy._from_crossover", lambda tree, machine: ({1: PLAIN}, "measured"))
+    report = tmp_path / "report.json"
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--device", "cpu", "--json", str(report)]
+    other = ["--draft", "bundled"] if model == "bundled" else ["--target", "bundled"]
+    assert main(["quantize", model, *flags, *other]) == 0
+    assert min(json.loads(report.read_text())["accuracy"]["accept_length"]) > 2
+
+
 def test_a_copy_of_the_bundled_draft(tmp_path, capsys):
     report, out = tmp_path / "report.json", tmp_path / "out"
     flags = ["--to", "int4", "--out", str(out), "--texts", "1", "--target", "bundled", "--json", str(report)]
     assert main(["quantize", EAGLE3, *flags, "--device", "cpu"]) == 0
     results = json.loads(report.read_text())
-    before, after = results["accept_length"]
+    before, after = results["accuracy"]["accept_length"]
     assert f"{before:.2f} -> {after:.2f}" in capsys.readouterr().out
     assert before > after > 2 and results["num_matrices"] == 9
     with LLM("bundled", draft=str(out), device="cpu") as llm:
