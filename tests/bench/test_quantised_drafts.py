@@ -33,6 +33,14 @@ def test_a_quantised_draft_counts_as_it_is_stored(draft, dense):
     assert set(shape.shapes("int4")) == {run.shape for run in of_draft if run.weights == "int4"}
 
 
+def test_a_head_is_quantised_if_it_is_a_drafts_own():
+    shape = shape_named("llama-3.1-8b", weights="fp8", draft_weights="int4", mtp_layers=1)
+    [shared] = [run.weights for run in shape.draft_pass(1) if run.name.endswith("lm_head")]
+    apart = replace(shape, mtp=replace(shape.mtp, own_heads=True))
+    [own] = [run.weights for run in apart.draft_pass(1) if run.name.endswith("lm_head")]
+    assert (shared, own) == ("dense", "int4")
+
+
 def test_a_quantised_draft_is_measured_in_its_format_beside_the_target_or_alone():
     """One format at a time."""
 
