@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import dequantise
 from espalier.models import load_target, read_config
+from espalier.models.base import Attend
+from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.mtp_config import stores_mtp
 from espalier.models.quantise import quantise
@@ -237,12 +239,34 @@ def test_quantisation_in_a_file_of_its_own_is_read_for_drafts_too(paths):
     assert [formats(name).name for name in ("fc", "lm_head")] == ["fp8", "dense"]
 
 
-def test_norms_round_for_the_layers_that_read_them(paths, monkeypatch):
-    """As for a target's layers: an EAGLE head's MLP, whose format rounds its inputs."""
+def quantised_draft(algorithm: str, path: Path) -> tuple[Any, Callable[[Attend], object], list[tuple[RMSNorm, Linear]]]:
+    """(draft, a pass of it, its norms in order, each with the layer that reads it)."""
+    if algorithm == "eagle3":
+        target = make_target(path / "target", "llama", layers=4)
+        made = make_eagle3(path / "made", target, draft_vocab=8)
+    else:
+        target, made = mtp_directories("llama", 1) if algorithm == "mtp" else block_directories("llama", "dspark", 4)
+    quantise(made, path / "copy", "fp8", torch.device("cpu"), lambda: None, is_draft=True)
+    draft = load(target, path / "copy")[1]
+    positions = torch.arange(TOKENS.shape[1])[None]
+    if algorithm == "block":
+        return draft, lambda attend: draft(TOKENS, positions, attend), of_layers(draft.layers)
+    [module] = draft.modules
+    hidden = torch.randn(*TOKENS.shape, draft.spec.hidden_size, dtype=DTYPE)
+    read = of_layers([module.layer]) if algorithm == "mtp" else [(module.mlp_norm, module.mlp.gate_up)]
+    return draft, lambda attend: module(TOKENS, hidden, positions, attend), read
+
+
+def of_layers(layers: Sequence[Any]) -> list[tuple[RMSNorm, Linear]]:
+    each = ([(layer.attention_norm, layer.attention.qkv), (layer.mlp_norm, layer.mlp.gate_up)] for layer in layers)
+    return [pair for of_layer in each for pair in of_layer]
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "mtp", "block"])
+def test_norms_round_for_the_layers_that_read_them(tmp_path, monkeypatch, algorithm):
+    """As in a target, where a layer's format rounds its inputs.  An EAGLE head's qkv reads two norms, which do not."""
     monkeypatch.setattr(quantised, "for_device", lambda matrix: matrix)
-    target, draft = paths
-    store(draft, "fp8-channel-token")
-    loaded, made = load(target, draft)
+    draft, run, read = quantised_draft(algorithm, tmp_path)
     asked, after = [], RMSNorm.after
 
     def rounded_after(norm: RMSNorm, delta: Any, residual: Tensor, rounding: Any) -> Any:
@@ -250,5 +274,6 @@ def test_norms_round_for_the_layers_that_read_them(paths, monkeypatch):
         return after(norm, delta, residual)
 
     monkeypatch.setattr(RMSNorm, "rounded_after", rounded_after)
-    logits(loaded, made)
-    assert asked[-1] == (made.mlp_norm, made.mlp.gate_up.rounding) and asked[-1][1] is not None
+    run(DenseAttend(draft.layer_specs))
+    assert asked == [(norm, layer.rounding) for norm, layer in read]
+    assert all(rounding is not None for _, rounding in asked)
