@@ -1,6 +1,7 @@
 """Random checkpoints with multi-token prediction layers: of a target itself, and heads in the speculators format."""
 
 import json
+import shutil
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def mtp_directories(
     (target / "config.json").write_text(json.dumps(config))
     save_file(weights, target / "model.safetensors")
     return target, target if has_own else write_head(root / "draft", config, modules, form, layers)
+
+
+def without_target(path: Path, alone: Path, prefix: str) -> Path:
+    """A copy of a target's directory with the weights of its MTP layers alone."""
+    shutil.copytree(path, alone)
+    weights = load_file(path / "model.safetensors")
+    save_file({name: each for name, each in weights.items() if name.startswith(prefix)}, alone / "model.safetensors")
+    return alone
 
 
 def write_head(path: Path, target: dict[str, Any], modules: int, form: str, weights: dict[str, Tensor]) -> Path:

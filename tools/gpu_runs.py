@@ -53,12 +53,12 @@ TABLE = (
 )
 TREES = "8x1024:5,4,16 1x32768:5,8,64 1x1024:5,8,64"
 # The two files that need a GPU of their own are a run of their own.
-ALONE = "tests/gpu/test_memory.py tests/gpu/test_first_start.py"
-TESTS = "python -m pytest -v -m gpu -n 20 --ignore tests/gpu/test_memory.py --ignore tests/gpu/test_first_start.py"
+ALONE = ("tests/gpu/test_memory.py", "tests/gpu/test_first_start.py")
+TESTS = f"python -m pytest -v -m gpu -n 20 {' '.join(f'--ignore {file}' for file in ALONE)}"
 DRAFTS = "python -m tools.compare_drafts --device cuda --prompts 28 --tokens 96 --turns 3"
 RUNS = {
     "tests": Run(300, f"{TESTS} tests/gpu"),
-    "tests-alone": Run(200, f"python -m pytest -v -m gpu {ALONE}"),
+    "tests-alone": Run(200, f"python -m pytest -v -m gpu {' '.join(ALONE)}"),
     "kernel-tests": Run(300, f"{TESTS} tests/kernels tests/attention"),
     "table": Run(180, f"espalier bench round {SHAPE} --rounds 20 --own-size --cells {TABLE}"),
     "trees": Run(120, f"espalier bench round {SHAPE} --rounds 20 --max-context 33792 --cells {TREES}"),
@@ -217,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu_runs", description="Without names: list the runs.")
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, default=Path("gpu-runs"), help="folder for the logs (gpu-runs)")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     parser.add_argument("--gpus", default=visible, help=f"GPUs that share the runs, such as 0,1 ({visible})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run that would end later")
     given = parser.parse_args(arguments)

@@ -163,6 +163,7 @@ class ModelShape:
     draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
     draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp, block: None for an EAGLE head.
     weights: how the matrices of layers are stored, as of a Run.  Sizes of a draft have their own, for its head too.
+    is_draft: whether these are the sizes of a draft's layers.
     """
 
     hidden: int
@@ -181,6 +182,7 @@ class ModelShape:
     mtp: MTPSizes | None = None
     block: BlockSizes | None = None
     weights: str = DENSE
+    is_draft: bool = False
 
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
         """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows.
@@ -252,7 +254,7 @@ class ModelShape:
             return self.mtp.layer
         if self.block is not None:
             return self.block.layers
-        return self.draft or replace(self, layers=1, windows=(), experts=None, weights=DENSE)
+        return self.draft or replace(self, layers=1, windows=(), experts=None, weights=DENSE, is_draft=True)
 
     def shapes(self, weights: str = DENSE) -> tuple[Shape, ...]:
         """Every weight shape of a linear layer that is stored so, once, in the order of a round.
@@ -325,9 +327,15 @@ class ModelShape:
         )
 
     def _run(self, name: str, shape: Shape, count: int, rows: int) -> Run:
-        """Of a matrix that the format quantises, if it takes one of these sizes."""
-        is_quantised = self.weights != DENSE and QUANTISERS[self.weights].takes(name, shape[1])
-        return Run(name, shape, count, rows, weights=self.weights if is_quantised else DENSE)
+        """Of a matrix that the format quantises, if it takes one of this name and these sizes."""
+        return Run(name, shape, count, rows, weights=self.weights if self._quantises(name, shape[1]) else DENSE)
+
+    def _quantises(self, name: str, columns: int) -> bool:
+        """name: of a run; its last word is the matrix's."""
+        if self.weights == DENSE:
+            return False
+        quantiser = QUANTISERS[self.weights]
+        return (quantiser.of_draft() if self.is_draft else quantiser).takes(name.split()[-1], columns)
 
     def _routers_and_shared(self, prefix: str, count: int, rows: int) -> tuple[Run, ...]:
         """The router with the routed experts behind it, and then the linear layers beside them."""
@@ -351,9 +359,10 @@ class ModelShape:
     def _draft_head(self, module: int, rows: int) -> Run:
         if self.mtp is None:
             return self._own_head(rows)
+        if self.mtp.own_heads:
+            return self.mtp.layer._run(f"draft {module} lm_head", (self.vocab, self.hidden), 1, rows)
         # A shared head has the target's name, so that it is the same weight in a chain of passes.
-        name = f"draft {module} lm_head" if self.mtp.own_heads else "lm_head"
-        return self._head(name, self.vocab, rows, None)
+        return self._head("lm_head", self.vocab, rows, None)
 
     def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> Run:
         return Run(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
@@ -410,8 +419,8 @@ def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> 
     """weights: of the draft, as of a Run."""
     spec = draft.spec
     if isinstance(draft, MTPConfig):
-        return replace(target, mtp=MTPSizes(spec.modules, replace(module_sizes(draft), weights=weights)))
-    layer = replace(model_sizes(draft.layer), weights=weights)
+        return replace(target, mtp=MTPSizes(spec.modules, replace(module_sizes(draft), weights=weights, is_draft=True)))
+    layer = replace(model_sizes(draft.layer), weights=weights, is_draft=True)
     if isinstance(draft, BlockConfig):
         block = BlockSizes(layer, spec.block_rows, draft.edge_rank)
         return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), block=block)

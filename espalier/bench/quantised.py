@@ -5,6 +5,8 @@ A model without a tokenizer cannot read that: the text is what the original itse
 Both read the same tokens and report the 20 likeliest tokens at each position.  Agreement is the share of positions with
 the same likeliest token.  KL is computed over the tokens that both report, and all others count as one token.  This is
 a lower bound of the KL over the whole vocabulary, and close to it, because the other tokens have little probability.
+
+Accept lengths are those of the tree at every batch, also where an engine would choose plain decoding for its speed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from math import exp, log
 from typing import Any
 
+from espalier.bench.choose import without_table
 from espalier.bench.drive import drive, texts
 from espalier.errors import EspalierError
 from espalier.limits import MAX_LOGPROBS
@@ -62,6 +65,7 @@ def compare(
     advance: Callable[[], None],
 ) -> Accuracy:
     """settings: of both engines, with the draft.  num_tokens: generated from each prompt for the accept length."""
+    settings = without_table(settings)
     first = _run(model, settings, num_texts, num_tokens, None)
     advance()
     second = _run(quantised, settings, num_texts, num_tokens, first.texts)
@@ -95,7 +99,7 @@ def accept_lengths(
     """
     found = []
     for draft in drafts:
-        with LLM(target, draft=draft, **settings) as llm:
+        with LLM(target, draft=draft, **without_table(settings)) as llm:
             found.append(_accept_length(llm, [prompt for prompt, _ in texts(llm, num_texts)], num_tokens))
         advance()
     return found[0], found[1]

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -53,7 +54,9 @@ from espalier.kernels.layers.norm import add_rms_norm
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.runtime.launch import chip
 from espalier.kernels.runtime.precompile import precompile
+from espalier.models.mtp_config import MTPConfig
 from espalier.models.quantisers import QUANTISERS
+from espalier.models.weight_formats import FormatOf
 from espalier.startup.load import Checkpoint, find
 from espalier.startup.resolve import choose_device
 from espalier.terminal.console import print_header, print_table, progress, require_writable, stdout
@@ -84,6 +87,8 @@ IN_PARTS, GATED = ("qkv", "o", "down"), ("gate_up",)
 OTHER = {True: "F.linear", False: "by rule"}
 # Sides of the smallest matrix that every format takes.
 LEAST_SIDE = 256
+# The names of a matrix of each EAGLE head and each block draft, by which their format is known.
+OF_DRAFTS = ("midlayer.self_attn.o_proj", "layers.0.self_attn.o_proj")
 
 # Values of --tune.
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -141,7 +146,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         names = args.shapes.split(",")
         models = [shape_named(name, weights=of_target, draft_weights=of_draft) for name in names]
     else:
-        models = [_shape_of(checkpoint, args.weights or args.draft_weights)]
+        models = [_shape_of(args, checkpoint)]
     path = args.choices or own_file()
     if args.tune == EXPERTS:
         if args.seconds is not None:
@@ -212,16 +217,32 @@ def _dtype(config: EngineConfig, checkpoint: Checkpoint | None) -> str:
     return dtype
 
 
-def _shape_of(checkpoint: Checkpoint, weights: str | None) -> ModelShape:
-    """The sizes of a checkpoint and of its draft.  Raises EspalierError for a quantised one."""
-    format = checkpoint.target.formats("model.layers.0.self_attn.o_proj").name
-    if weights is not None or format != DENSE:
+def _shape_of(args: Namespace, checkpoint: Checkpoint) -> ModelShape:
+    """The sizes of a checkpoint and of its draft.  Raises EspalierError if one of them is quantised."""
+    for name in ("weights", "draft_weights"):
+        if given := getattr(args, name):
+            flag = flag_of(name)
+            raise EspalierError(
+                f"{flag} is for --tune --shapes, and a model is measured as it is stored; use --shapes llama-3.1-8b "
+                f"{flag} {given}, or leave {flag} out"
+            )
+    target, draft = checkpoint.target, checkpoint.draft
+    _refuse_quantised(checkpoint.target_path, "--weights", target.formats, ("model.layers.0.self_attn.o_proj",))
+    if draft is None:
+        return model_sizes(target)
+    names = (f"{draft.prefix(0)}self_attn.o_proj",) if isinstance(draft, MTPConfig) else OF_DRAFTS
+    _refuse_quantised(checkpoint.draft_path, "--draft-weights", draft.layer.formats, names)
+    return with_draft(model_sizes(target), draft)
+
+
+def _refuse_quantised(path: Path | None, flag: str, formats: FormatOf, names: Sequence[str]) -> None:
+    """Raises EspalierError if one of these matrices is quantised."""
+    stored = {formats(name).name for name in names} - {DENSE}
+    if stored:
         raise EspalierError(
-            f"--tune measures the quantised matrices of named sizes, and {checkpoint.target_path} is {format}; use "
-            "--shapes llama-3.1-8b --weights fp8, or leave --weights out"
+            f"--tune measures the quantised matrices of named sizes, and {path} is {min(stored)}; use --shapes "
+            f"llama-3.1-8b {flag} fp8, or an unquantised copy"
         )
-    sizes = model_sizes(checkpoint.target)
-    return sizes if checkpoint.draft is None else with_draft(sizes, checkpoint.draft)
 
 
 class Tuner:

@@ -31,7 +31,7 @@ def run(args: Namespace) -> int:
         return _matrix()
     if args.tune:
         return tune.run(args, EngineConfig(**engine_settings(args)))
-    for name in ("shapes", "weights", "seconds", "choices"):
+    for name in ("shapes", "weights", "draft_weights", "seconds", "choices"):
         if getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} is for --tune; add that, or leave {flag_of(name)} out")
     config = EngineConfig(**engine_settings(args))

@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
     device = choose_device(EngineConfig(device=args.device))
     settings = {"device": device.type}
     path = find_target(args.model)
-    of_draft = is_draft(path)
+    of_draft = is_draft(path, is_expected=args.target is not None)
     # The copy may take an hour: what the comparison would refuse is refused now.
     compare = _of_draft(args, path, settings) if of_draft else _of_target(args, settings)
     begin = perf_counter()
@@ -93,7 +93,7 @@ def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparis
     def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], Rows]:
         drafts = str(path), str(args.out)
         lengths = quantised.accept_lengths(target, drafts, settings, args.texts, GENERATED, advance)
-        return {"accept_length": lengths}, [_row_of_lengths(lengths)]
+        return {"accuracy": {"accept_length": lengths}}, [_row_of_lengths(lengths)]
 
     return compare
 

@@ -76,8 +76,8 @@ class BlockDraft:
         rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
         x, delta = rows.x, None
         for i, layer in enumerate(self.layers):
-            x, normed = layer.attention_norm.rounded_after(delta, x, layer.attention_rounding)
-            x, delta = layer(x, normed, rope_and_norm, attend, i, shape)
+            x, rows_of_layer = layer.attention_norm.rounded_after(delta, x, layer.attention_rounding)
+            x, delta = layer(x, rows_of_layer, rope_and_norm, attend, i, shape)
         return self.norm.after(delta, x)[1].unflatten(0, shape)
 
     def block_logits(self, hidden: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) ->
 
 
 def read_raw(path: Path) -> dict[str, Any]:
-    """config.json of a target, and the quantisation that ModelOpt describes in a file of its own."""
+    """config.json of a target or a draft, and the quantisation that ModelOpt describes in a file of its own."""
     raw = read_json(path / "config.json")
     if any(raw.get(name) is not None for name in QUANTISATION_FIELDS):
         return raw

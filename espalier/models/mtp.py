@@ -10,6 +10,7 @@ of token 1, whose embedding every trainer reads.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 from torch import Tensor
 
@@ -102,27 +103,39 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
     Raises EspalierError naming a weight that is missing, misshapen or, under the names of a layer, not used.
     """
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
-    modules = tuple(_load_module(weights, config, target, rope, module) for module in range(config.spec.modules))
+    # By name: modules may have one embedding and one head together, which are loaded once.
+    embed_of = cache(partial(draft_embedding, weights, target.embed.weight.shape, target))
+    head_of = cache(partial(_head, weights, target))
+    modules = tuple(
+        _load_module(weights, config, rope, embed_of, head_of, module) for module in range(config.spec.modules)
+    )
     if config.family is not SPECULATORS:
         weights.ignore_outside(tuple(config.prefix(module) for module in range(config.spec.modules)))
     weights.finish()
     return MTPDraft(config, modules)
 
 
-def _load_module(weights: Weights, config: MTPConfig, target: CausalLM, rope: RopeTables, module: int) -> MTPModule:
-    """module: from 0."""
+def _load_module(
+    weights: Weights,
+    config: MTPConfig,
+    rope: RopeTables,
+    embed_of: Callable[[str], Embedding],
+    head_of: Callable[[str], Linear],
+    module: int,
+) -> MTPModule:
+    """embed_of, head_of: by name.  module: from 0."""
     layer, family, prefix = config.layer, config.family, config.prefix(module)
     hidden, eps, index = layer.hidden_size, layer.rms_norm_eps, config.num_layers + module
     own = family.index(module, config.num_layers)
     return MTPModule(
-        embed=draft_embedding(weights, target.embed.weight.shape, target, family.embed.format(own)),
+        embed=embed_of(family.embed.format(own)),
         rope=rope,
         embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, eps),
         hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, eps),
         project=_projection(weights, f"{prefix}{family.project}", family, hidden),
         layer=load_layer(weights, layer, prefix, index),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, eps),
-        head=_head(weights, family.head.format(own), target),
+        head=head_of(family.head.format(own)),
         hands_on_normed=family.hands_on_normed,
         has_experts=layer.experts is not None and index in layer.experts.layers,
     )
@@ -135,7 +148,9 @@ def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> 
     return Linear(dense_weight(weights.take_matrix(name, hidden, 2 * hidden).roll(hidden, 1).contiguous()))
 
 
-def _head(weights: Weights, name: str, target: CausalLM) -> Linear:
+def _head(weights: Weights, target: CausalLM, name: str) -> Linear:
+    """The head of this name, as it is stored, or the target's."""
     if is_borrowed(weights, name, "lm_head", target.head.shape, target.head.shape):
         return target.head
-    return Linear(dense_weight(weights.take_matrix(name, *target.head.shape)))
+    rows, columns = target.head.shape
+    return weights.linear("", (name,), (rows,), columns, bias=False)

@@ -28,15 +28,22 @@ MX_BLOCK = 32
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # Values that are quantised at once.
 BLOCK_VALUES = 2**24
-# Matrices that stay as they are.  A draft's own head is not among them: it decides no token.
-KEPT_DENSE = r"(.*\.)?(embed_tokens|lm_head|gate|router|shared_expert_gate|eh_proj|shared_head\.head)$"
-KEPT_DENSE_IN_DRAFTS = r"(.*\.)?(embed_tokens|gate|router|shared_expert_gate|eh_proj|shared_head\.head|markov_w[12])$"
 HEAD = "lm_head"
+# Matrices that stay as they are, in targets and drafts alike.
+KEPT_DENSE = ("embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "shared_head.head")
+# A draft's own head is quantised: it decides no token.  Block drafts read three other matrices as plain tensors.
+KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD)
+KEPT_IN_DRAFTS = (*KEPT_DENSE, "markov_w1", "markov_w2", "kernel_projection")
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
 E2M1_EXPONENT = 2
 
 # By suffix of the matrix's name.
 Stored = dict[str, Tensor]
+
+
+def _pattern(names: Sequence[str]) -> str:
+    """Of matrices that have one of these names, under any prefix."""
+    return rf"(.*\.)?({'|'.join(map(re.escape, names))})$"
 
 
 @dataclass(frozen=True)
@@ -53,11 +60,11 @@ class Quantiser:
     config_of: Callable[[str, Sequence[str]], Mapping[str, Any]]
     columns: int = 1
     experts: bool = False
-    kept: str = KEPT_DENSE
+    kept: str = _pattern(KEPT_IN_TARGETS)
 
     def of_draft(self) -> "Quantiser":
         """The same format for a draft, whose head is quantised too."""
-        return replace(self, kept=KEPT_DENSE_IN_DRAFTS)
+        return replace(self, kept=_pattern(KEPT_IN_DRAFTS))
 
     def config(self, dense: Sequence[str]) -> Mapping[str, Any]:
         """quantization_config.  dense: matrices that stay dense for another reason than their names."""

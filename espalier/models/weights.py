@@ -87,7 +87,11 @@ class Weights:
         return any(stored.startswith(f"{name}.") for stored in self._names)
 
     def has_matrix_of(self, name: str, rows: int, columns: int) -> bool:
-        """Whether the matrix `name` is stored in its format with this shape.  Its data is not read."""
+        """Whether the matrix `name` is stored in its format with this shape.  Its data is not read.
+
+        Of a tensor without rows (an input scale, the matrix's shape) only the name counts: a single value may be stored
+        as [] or as [1], and the tensors with rows settle both sizes.
+        """
         try:
             wanted = self.formats(name).tensors(rows, columns)
         except EspalierError:  # the format stores no such shape

@@ -4,11 +4,15 @@ from argparse import Namespace
 from dataclasses import replace
 
 import pytest
+import torch
 
 from espalier.bench import tune
 from espalier.bench.linears import shape_named
 from espalier.bench.roofline import round_runs
+from espalier.config import EngineConfig
 from espalier.errors import EspalierError
+from espalier.models.quantise import quantise
+from espalier.startup.checkpoints import BUNDLED_DRAFTS
 
 
 @pytest.mark.parametrize(
@@ -29,6 +33,14 @@ def test_a_quantised_draft_counts_as_it_is_stored(draft, dense):
     assert set(shape.shapes("int4")) == {run.shape for run in of_draft if run.weights == "int4"}
 
 
+def test_a_head_is_quantised_if_it_is_a_drafts_own():
+    shape = shape_named("llama-3.1-8b", weights="fp8", draft_weights="int4", mtp_layers=1)
+    [shared] = [run.weights for run in shape.draft_pass(1) if run.name.endswith("lm_head")]
+    apart = replace(shape, mtp=replace(shape.mtp, own_heads=True))
+    [own] = [run.weights for run in apart.draft_pass(1) if run.name.endswith("lm_head")]
+    assert (shared, own) == ("dense", "int4")
+
+
 def test_a_quantised_draft_is_measured_in_its_format_beside_the_target_or_alone():
     """One format at a time."""
 
@@ -43,3 +55,23 @@ def test_a_quantised_draft_is_measured_in_its_format_beside_the_target_or_alone(
     assert (32000, 4096) in draft[1] and (32000, 4096) not in target[1]
     with pytest.raises(EspalierError, match="are two formats"):
         measured("fp8", "int4")
+
+
+def untuned(args, **config):
+    """What tuning the bundled model is refused with."""
+    tuning = {"shapes": None, "choices": None, "tune": "linears", "weights": None, "draft_weights": None}
+    with pytest.raises(EspalierError) as refused:
+        tune._run(Namespace(**(tuning | {"seconds": None} | args)), EngineConfig(model="bundled", **config))
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("flag", ["--weights", "--draft-weights"])
+def test_a_format_for_a_model_is_refused_by_the_flag_that_gave_it(flag):
+    assert f"or leave {flag} out" in untuned({flag[2:].replace("-", "_"): "fp8"})
+
+
+@pytest.mark.parametrize("algorithm", BUNDLED_DRAFTS)
+def test_a_quantised_draft_of_a_model_is_not_tuned_as_a_dense_one(tmp_path, algorithm):
+    copy = tmp_path / "copy"
+    quantise(BUNDLED_DRAFTS[algorithm], copy, "fp8", torch.device("cpu"), lambda: None, is_draft=True)
+    assert "copy is fp8; use --shapes llama-3.1-8b --draft-weights fp8" in untuned({}, draft=str(copy))

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from espalier.cli.main import parse
 from tools import gpu_runs
 from tools.gpu_runs import RUNS, Run, main
 
+ROOT = Path(__file__).parents[2]
 OWN = sorted(name for name, run in RUNS.items() if run.command.startswith("espalier"))
 
 
@@ -43,13 +45,27 @@ def test_the_status_says_whether_all_runs_succeeded(tmp_path, monkeypatch):
     assert main(["good", "--seconds", "1", "--out", str(tmp_path)]) == 1, "it was not started"
 
 
-def test_runs_take_the_gpus_that_are_visible(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("visible", "shown"), [("3", "3"), ("", ""), (None, "0")])
+def test_runs_take_the_gpus_that_are_visible(tmp_path, monkeypatch, visible, shown):
+    """Also none, which hides all of them."""
     monkeypatch.setattr(
         gpu_runs, "RUNS", {"shown": Run(60, "python -c 'import os; print(os.environ[\"CUDA_VISIBLE_DEVICES\"])'")}
     )
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert main(["shown", "--out", str(tmp_path)]) == 0
-    assert (tmp_path / "shown.log").read_text().splitlines()[-1] == "3"
+    assert (tmp_path / "shown.log").read_text().splitlines()[-1] == shown
+
+
+def test_files_that_need_a_gpu_of_their_own_are_left_out_of_the_other_runs():
+    """By a flag for each: pytest would take a second file after one flag as a file to run."""
+    alone = [word for word in RUNS["tests-alone"].words if word.endswith(".py")]
+    for name in ("tests", "kernel-tests"):
+        words = RUNS[name].words
+        assert [word for before, word in pairwise(words) if before == "--ignore"] == alone
+        assert len(alone) > 1 and all((ROOT / file).exists() for file in alone)
 
 
 def test_an_unknown_run_is_refused(capsys):
@@ -66,7 +82,7 @@ def test_ctrl_c_ends_the_runs_and_starts_no_other(tmp_path):
         "gpu_runs.RUNS = {n: Run(500, 'python -c \"import time; time.sleep(500)\"') for n in ('one', 'two')}\n"
         f"sys.exit(gpu_runs.main(['one', 'two', '--out', {str(tmp_path)!r}]))"
     )
-    process = subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE)
     try:
         while not (tmp_path / "one.log").exists():
             time.sleep(0.1)

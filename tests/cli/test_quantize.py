@@ -1,6 +1,7 @@
 """`espalier quantize`: a copy that runs, and a report that tells how far it is from the original."""
 
 import json
+import shutil
 from math import log
 
 import pytest
@@ -9,11 +10,13 @@ from safetensors import SafetensorError
 
 from espalier.bench.quantised import kl_divergence
 from espalier.cli.main import main
+from espalier.layout import PLAIN
 from espalier.llm import LLM
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
 from espalier.startup.checkpoints import BUNDLED_DRAFTS
 from espalier.synthetic.checkpoint import Recipe, write
+from tests.mtp import mtp_directories, without_target
 from tests.synthetic.test_checkpoint import tiny
 
 
@@ -69,12 +72,23 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     assert 1 < before < 5 and after < 1.2 * before
 
 
+@pytest.mark.parametrize("model", ["bundled", EAGLE3], ids=["target", "draft"])
+def test_accept_lengths_are_those_of_the_tree_where_plain_decoding_is_as_fast(tmp_path, monkeypatch, model):
+    """With plain decoding both would be 1, whatever the copy lost."""
+    monkeypatch.setattr("espalier.startup.tree_policy._from_crossover", lambda tree, machine: ({1: PLAIN}, "measured"))
+    report = tmp_path / "report.json"
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--device", "cpu", "--json", str(report)]
+    other = ["--draft", "bundled"] if model == "bundled" else ["--target", "bundled"]
+    assert main(["quantize", model, *flags, *other]) == 0
+    assert min(json.loads(report.read_text())["accuracy"]["accept_length"]) > 2
+
+
 def test_a_copy_of_the_bundled_draft(tmp_path, capsys):
     report, out = tmp_path / "report.json", tmp_path / "out"
     flags = ["--to", "int4", "--out", str(out), "--texts", "1", "--target", "bundled", "--json", str(report)]
     assert main(["quantize", EAGLE3, *flags, "--device", "cpu"]) == 0
     results = json.loads(report.read_text())
-    before, after = results["accept_length"]
+    before, after = results["accuracy"]["accept_length"]
     assert f"{before:.2f} -> {after:.2f}" in capsys.readouterr().out
     assert before > after > 2 and results["num_matrices"] == 9
     with LLM("bundled", draft=str(out), device="cpu") as llm:
@@ -89,6 +103,30 @@ def test_a_draft_may_name_its_target(tmp_path, capsys):
     flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--device", "cpu"]
     assert main(["quantize", str(BUNDLED_DRAFTS["mtp"]), *flags]) == 0
     assert "accept length" in capsys.readouterr().out
+
+
+def test_mtp_layers_without_their_target_are_a_draft(tmp_path, capsys):
+    target = mtp_directories("mimo", 1)[0]
+    alone = without_target(target, tmp_path / "alone", "model.mtp_layers.")
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--device", "cpu"]
+    assert main(["quantize", str(alone), *flags]) == 2
+    assert "does not name its target" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert main(["quantize", str(alone), *flags, "--target", str(target)]) == 0
+    assert "accept length" in capsys.readouterr().out
+
+
+def test_an_unknown_draft_is_refused_as_such(tmp_path, capsys):
+    draft = shutil.copytree(EAGLE3, tmp_path / "draft")
+    config = json.loads((draft / "config.json").read_text())
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--target", "bundled"]
+    for architecture, says in (
+        ("EagleLlamaForCausalLM", "holds an EAGLE-3 head"),
+        ("Gemma4DSparkModel", "is not supported yet; supported are EAGLE-3 heads"),
+    ):
+        (draft / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+        assert main(["quantize", str(draft), *flags]) == 2
+        assert says in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_write_that_fails_is_one_line_and_leaves_no_half_copy(tmp_path, capsys, monkeypatch):

@@ -258,6 +258,7 @@ OTHERS = [
     (["bench", "latency", "--rate", "inf"], "--rate=inf is not supported"),
     (["doctor", "--shapes", "llama-3.1-8b"], "--shapes is for --tune"),
     (["doctor", "--choices", "x"], "--choices is for --tune"),
+    (["doctor", "--draft-weights", "fp8"], "--draft-weights is for --tune; add that"),
     (["generate", "x", "--logprobs", "2"], "--logprobs is printed by --json alone; add that"),
     (["generate", "x", "--prompt-logprobs", "2"], "--prompt-logprobs is printed by --json alone"),
     (["doctor", "--matrix", "--tune"], "--tune is not for --matrix"),

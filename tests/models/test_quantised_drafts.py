@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import dequantise
 from espalier.models import load_target, read_config
+from espalier.models.base import Attend
+from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.mtp_config import stores_mtp
 from espalier.models.quantise import quantise
@@ -20,10 +23,11 @@ from espalier.models.weight_formats import quantised
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.speculate.drafters.registry import is_draft, load_draft, read_draft
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
+from tests.block import FORMS, block_directories
 from tests.builders import make_eagle3, make_target
 from tests.harness import CPU, DTYPE
 from tests.models.test_refusals import edit_weights, refused
-from tests.mtp import mtp_directories
+from tests.mtp import mtp_directories, without_target
 from tests.oracles.dense import DenseAttend
 from tests.quantised import KINDS
 
@@ -142,7 +146,8 @@ def test_an_own_head_of_a_targets_mtp_layers_is_not_taken_for_missing(tmp_path, 
     assert stores_mtp(path, read_config(path))
     target, draft = load(path, path)
     assert draft.modules[0].head is not target.head
-    torch.testing.assert_close(draft.modules[0].head.weight.dense_tensor(), meant, rtol=1e-6, atol=1e-6)
+    own = dequantise(draft.modules[0].head.weight.matrix, DTYPE)
+    torch.testing.assert_close(own, meant, rtol=1e-6, atol=1e-6)
 
 
 def test_mtp_layers_in_a_directory_of_their_own_are_stored_as_its_config_says(tmp_path):
@@ -176,6 +181,31 @@ def test_a_copy_of_each_bundled_draft_is_loaded(tmp_path, algorithm):
         assert isinstance(copy[1].head.weight, QuantisedWeight)
 
 
+def test_a_head_that_mtp_layers_have_of_their_own_stays_quantised_and_is_loaded_once(tmp_path):
+    target, head = mtp_directories("llama", 2)
+    draft = shutil.copytree(head, tmp_path / "draft")
+    tensors = load_file(target / "model.safetensors")
+    own = {"lm_head.weight": 2 * tensors["lm_head.weight"], "embed_tokens.weight": tensors["model.embed_tokens.weight"]}
+    edit_weights(draft, lambda weights: weights.update(own))
+    quantise(draft, tmp_path / "copy", "fp8", torch.device("cpu"), lambda: None, is_draft=True)
+    first, second = load(target, tmp_path / "copy")[1].modules
+    assert isinstance(first.head.weight, QuantisedWeight)
+    assert first.head is second.head and first.embed is second.embed
+    x = torch.randn(3, own["lm_head.weight"].shape[1], dtype=DTYPE)
+    exact = x @ own["lm_head.weight"].to(DTYPE).T
+    assert 0 < (first.head(x) - exact).norm() / exact.norm() < 0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_of_a_block_draft_quantises_nothing_that_is_read_as_a_plain_tensor(tmp_path, monkeypatch, form):
+    """It would lose bits and save no memory."""
+    target, draft = block_directories("llama", form, 4)
+    written = quantise(draft, tmp_path / "copy", "fp8", torch.device("cpu"), lambda: None, is_draft=True)
+    monkeypatch.setattr("espalier.models.weights.dequantise", None)
+    made = load(target, tmp_path / "copy")[1]
+    assert written.num_matrices and isinstance(made.fc.weight, QuantisedWeight)
+
+
 def test_what_a_draft_has_stacked_or_quantised_is_refused(tmp_path):
     draft = shutil.copytree(BUNDLED_DRAFTS["eagle3"], tmp_path / "draft")
     out, how = tmp_path / "out", (torch.device("cpu"), lambda: None, True)
@@ -191,7 +221,17 @@ def test_what_a_draft_has_stacked_or_quantised_is_refused(tmp_path):
 def test_targets_and_drafts_are_told_apart():
     assert all(map(is_draft, BUNDLED_DRAFTS.values()))
     assert not is_draft(BUNDLED_FILES / "target")
-    assert not is_draft(mtp_directories("deepseek_v3", 1)[0]), "a target with MTP layers of its own"
+    for family in ("deepseek_v3", "mimo"):
+        assert not is_draft(mtp_directories(family, 1)[0]), "a target with MTP layers of its own"
+
+
+@pytest.mark.parametrize(("family", "prefix"), [("deepseek_v3", "model.layers.3."), ("mimo", "model.mtp_layers.")])
+def test_mtp_layers_alone_are_a_draft(tmp_path, family, prefix):
+    """Their config.json is the target's."""
+    target = mtp_directories(family, 1)[0]
+    alone = without_target(target, tmp_path / "alone", prefix)
+    assert is_draft(alone) and is_draft(alone, is_expected=True)
+    assert load(target, alone)[1].modules
 
 
 def test_quantisation_in_a_file_of_its_own_is_read_for_drafts_too(paths):
@@ -202,12 +242,34 @@ def test_quantisation_in_a_file_of_its_own_is_read_for_drafts_too(paths):
     assert [formats(name).name for name in ("fc", "lm_head")] == ["fp8", "dense"]
 
 
-def test_norms_round_for_the_layers_that_read_them(paths, monkeypatch):
-    """As for a target's layers: an EAGLE head's MLP, whose format rounds its inputs."""
+def quantised_draft(algorithm: str, path: Path) -> tuple[Any, Callable[[Attend], object], list[tuple[RMSNorm, Linear]]]:
+    """(draft, a pass of it, its norms in order, each with the layer that reads it)."""
+    if algorithm == "eagle3":
+        target = make_target(path / "target", "llama", layers=4)
+        made = make_eagle3(path / "made", target, draft_vocab=8)
+    else:
+        target, made = mtp_directories("llama", 1) if algorithm == "mtp" else block_directories("llama", "dspark", 4)
+    quantise(made, path / "copy", "fp8", torch.device("cpu"), lambda: None, is_draft=True)
+    draft = load(target, path / "copy")[1]
+    positions = torch.arange(TOKENS.shape[1])[None]
+    if algorithm == "block":
+        return draft, lambda attend: draft(TOKENS, positions, attend), of_layers(draft.layers)
+    [module] = draft.modules
+    hidden = torch.randn(*TOKENS.shape, draft.spec.hidden_size, dtype=DTYPE)
+    read = of_layers([module.layer]) if algorithm == "mtp" else [(module.mlp_norm, module.mlp.gate_up)]
+    return draft, lambda attend: module(TOKENS, hidden, positions, attend), read
+
+
+def of_layers(layers: Sequence[Any]) -> list[tuple[RMSNorm, Linear]]:
+    each = ([(layer.attention_norm, layer.attention.qkv), (layer.mlp_norm, layer.mlp.gate_up)] for layer in layers)
+    return [pair for of_layer in each for pair in of_layer]
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "mtp", "block"])
+def test_norms_round_for_the_layers_that_read_them(tmp_path, monkeypatch, algorithm):
+    """As in a target, where a layer's format rounds its inputs.  An EAGLE head's qkv reads two norms, which do not."""
     monkeypatch.setattr(quantised, "for_device", lambda matrix: matrix)
-    target, draft = paths
-    store(draft, "fp8-channel-token")
-    loaded, made = load(target, draft)
+    draft, run, read = quantised_draft(algorithm, tmp_path)
     asked, after = [], RMSNorm.after
 
     def rounded_after(norm: RMSNorm, delta: Any, residual: Tensor, rounding: Any) -> Any:
@@ -215,5 +277,6 @@ def test_norms_round_for_the_layers_that_read_them(paths, monkeypatch):
         return after(norm, delta, residual)
 
     monkeypatch.setattr(RMSNorm, "rounded_after", rounded_after)
-    logits(loaded, made)
-    assert asked[-1] == (made.mlp_norm, made.mlp.gate_up.rounding) and asked[-1][1] is not None
+    run(DenseAttend(draft.layer_specs))
+    assert asked == [(norm, layer.rounding) for norm, layer in read]
+    assert all(rounding is not None for _, rounding in asked)

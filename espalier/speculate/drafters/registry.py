@@ -27,7 +27,7 @@ from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, read_json
 from espalier.models.draft import DraftConfig, DraftModel
 from espalier.models.loading import FAMILIES, read_raw
-from espalier.models.weights import Weights
+from espalier.models.weights import Weights, shards_of
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
 from espalier.speculate.drafters.ngram import NgramDrafter
@@ -35,6 +35,8 @@ from espalier.speculate.drafters.one_pass import OnePassDrafter
 from espalier.speculate.drafters.peagle import PEagleDrafter
 from espalier.speculate.tree import RootTrees
 
+# A weight of each target's first layer.
+FIRST_LAYER = "model.layers.0.input_layernorm.weight"
 CAPTURED = "eagle_aux_hidden_state_layer_ids (top-level ids name layers' inputs, those in eagle_config their outputs)"
 # Two mistakes leave an accept length near 1: layer ids off by one, and the wrong row for depth 1.
 BLOCK_CHECKS = (
@@ -156,11 +158,25 @@ def _why_unknown(raw: Raw, path: Path) -> str:
     return f"architecture {name!r} is not a known draft{remedy}"
 
 
-def is_draft(path: Path) -> bool:
-    """Whether the directory holds a draft, by its config.json.  A target with MTP layers of its own is a target."""
+def is_draft(path: Path, is_expected: bool = False) -> bool:
+    """Whether the directory holds a draft, by its config.json.
+
+    A target with MTP layers of its own is a target.  Such layers alone have the target's config.json and are a draft:
+    the files hold no first layer.
+    is_expected: raise EspalierError, as format_of, for what is no target and no known draft.
+    """
     raw = read_json(path / "config.json")
-    is_target = raw.get("speculators_model_type") is None and architecture_of(raw) in FAMILIES
-    return not is_target and any(known.takes(raw) for known in DRAFT_FORMATS.values())
+    is_family = raw.get("speculators_model_type") is None and architecture_of(raw) in FAMILIES
+    if is_family and _holds_first_layer(path):
+        return False
+    if is_expected:
+        format_of(raw, path)
+    return any(known.takes(raw) for known in DRAFT_FORMATS.values())
+
+
+def _holds_first_layer(path: Path) -> bool:
+    """Whether the directory holds a target's layer 0; also if its weights are in files that are not read here."""
+    return not shards_of(path) or FIRST_LAYER in Weights(path, torch.float32, "cpu")
 
 
 def draft_algorithm(path: Path) -> str:
