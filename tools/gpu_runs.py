@@ -2,8 +2,8 @@
 
 A GPU may be available for minutes only.  So each run states the seconds that it needs, and a run that does not fit the
 time left is not started.  The GPUs take runs from one list, in its order.  FOLDER/NAME.log has a run's command and all
-that it printed.  The status is 1 if a run failed or was not started.  Two GPUs share the CPU: do not time small models
-on one while tests run on the other.
+that it printed; with --before DIR, FOLDER/NAME-before.log that of the package in DIR.  The status is 1 if a run failed
+or was not started.  Two GPUs share the CPU: do not time small models on one while tests run on the other.
 """
 
 import argparse
@@ -161,12 +161,13 @@ RUNS = {
 
 @dataclass
 class Session:
-    """deadline: time.monotonic() at which every run must have ended; failed: runs that failed or were not started;
-    interrupted: set by Ctrl-C."""
+    """deadline: time.monotonic() at which every run must have ended; before: root of a checkout whose package each run
+    takes first; failed: runs that failed or were not started; interrupted: set by Ctrl-C."""
 
     runs: "queue.Queue[str]"
     out: Path
     deadline: float
+    before: Path | None = None
     failed: list[str] = field(default_factory=list)
     interrupted: threading.Event = field(default_factory=threading.Event)
 
@@ -178,16 +179,24 @@ def run_what_fits(session: Session, gpu: str) -> None:
             name = session.runs.get_nowait()
         except queue.Empty:
             return
-        run, status = RUNS[name], f"not started, as it needs {RUNS[name].seconds} s"
-        if time.monotonic() + run.seconds <= session.deadline:
-            status = measure(run, gpu, session.out / f"{name}.log", session.interrupted)
-        if not status.startswith("exit 0,"):
-            session.failed.append(name)
-        print(f"{name}: {status}", flush=True)
+        # One after the other on one GPU: two GPUs, or two machines, differ by more than a change does.
+        packages = {name: None} if session.before is None else {f"{name}-before": session.before, name: None}
+        needed = len(packages) * RUNS[name].seconds
+        fits = time.monotonic() + needed <= session.deadline
+        for label, package in packages.items():
+            status = f"not started, as {name} needs {needed} s"
+            if fits and not session.interrupted.is_set():
+                status = measure(RUNS[name], gpu, session.out / f"{label}.log", session.interrupted, package)
+            if not status.startswith("exit 0,"):
+                session.failed.append(label)
+            print(f"{label}: {status}", flush=True)
 
 
-def measure(run: Run, gpu: str, log: Path, interrupted: threading.Event) -> str:
-    """Run the command on one GPU and write its output to `log`.  Returns its status and the last lines of the log."""
+def measure(run: Run, gpu: str, log: Path, interrupted: threading.Event, package: Path | None = None) -> str:
+    """Run the command on one GPU and write its output to `log`.  Returns its status and the last lines of the log.
+
+    package: the root of the checkout that Python imports from; None: the working directory.
+    """
     start = time.monotonic()
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONUNBUFFERED": "1"}
     with log.open("w", encoding="utf-8") as file:
@@ -195,7 +204,7 @@ def measure(run: Run, gpu: str, log: Path, interrupted: threading.Event) -> str:
         file.flush()
         # A process group of its own, so that all its processes end at the limit.
         process = subprocess.Popen(
-            run.words, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            run.words, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=package, start_new_session=True
         )
         end = start + run.seconds - GRACE_SECONDS
         while process.poll() is None and time.monotonic() < end and not interrupted.wait(POLL_SECONDS):
@@ -220,7 +229,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     parser.add_argument("--gpus", default=visible, help=f"GPUs that share the runs, such as 0,1 ({visible})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run that would end later")
+    parser.add_argument(
+        "--before", type=Path, metavar="DIR", help="make each run with the package of another checkout first"
+    )
     given = parser.parse_args(arguments)
+    if given.before is not None and not (given.before / "espalier" / "__init__.py").is_file():
+        parser.error(f"--before={given.before} holds no package espalier; give the root of a checkout (git worktree)")
     for name in given.names:
         if name not in RUNS:
             parser.error(f"there is no run {name!r}; without names, the runs are listed")
@@ -232,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs: queue.Queue[str] = queue.Queue()
     for name in given.names:
         runs.put(name)
-    session = Session(runs, given.out, time.monotonic() + given.seconds)
+    session = Session(runs, given.out, time.monotonic() + given.seconds, given.before)
     gpus = given.gpus.split(",")
     with ThreadPoolExecutor(len(gpus)) as threads:
         try:

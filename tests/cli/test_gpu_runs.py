@@ -68,6 +68,21 @@ def test_files_that_need_a_gpu_of_their_own_are_left_out_of_the_other_runs():
         assert len(alone) > 1 and all((ROOT / file).exists() for file in alone)
 
 
+def test_each_run_takes_the_package_of_another_checkout_first(tmp_path, monkeypatch, capsys):
+    (tmp_path / "old" / "espalier").mkdir(parents=True)
+    with pytest.raises(SystemExit):
+        main(["table", "--before", str(tmp_path / "old")])
+    assert "holds no package espalier" in capsys.readouterr().err
+    (tmp_path / "old" / "espalier" / "__init__.py").write_text("print('of another checkout')")
+    monkeypatch.setattr(gpu_runs, "RUNS", {"shown": Run(60, "python -c 'import espalier'")})
+    asked = ["shown", "--before", str(tmp_path / "old"), "--out", str(tmp_path)]
+    assert main(asked) == 0
+    before, now = (tmp_path / name for name in ("shown-before.log", "shown.log"))
+    assert "of another checkout" in before.read_text() and "of another checkout" not in now.read_text()
+    assert main([*asked, "--seconds", "100"]) == 1
+    assert "shown-before: not started, as shown needs 120 s" in capsys.readouterr().out, "both fit, or none"
+
+
 def test_an_unknown_run_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["generate"])
