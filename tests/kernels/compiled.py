@@ -349,7 +349,7 @@ LATENT = [(16, 2, 2, 1), (128, 64, 2, 256), (128, 512, 1, 16)]
 HOPPER_LATENT = [((4,), (128, 2, 64)), ((4,), (16, 1, 1)), ((2, 4), (128, 2, 64))]
 # Other products of the same values, for the marker `full`.
 MORE_PLAIN = [(8, 2, 16, 0), (8, 2, 256, 0), (2048, 1, 16, 0), (8, 2, 16, 0, 64, 8, True)]
-MORE_HOPPER = [(ONE, 2, 48), (ONE, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True), (TWO, 2, 16, 4096)]
+MORE_HOPPER = [(ONE, 2, 48), (TWO, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True), (TWO, 2, 16, 4096)]
 MORE_HOPPER += [(ONE_FP8, 2, 64, 128, 64, 8, True), (TWO_FP8, 2, 16)]
 MORE_LATENT = [(16, 1, 1, 64), (16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]
 MORE_HOPPER_LATENT = [((2, 4), (16, 1, 1)), ((3,), (16, 0, 64))]
