@@ -335,7 +335,7 @@ class ModelShape:
         if self.weights == DENSE:
             return False
         quantiser = QUANTISERS[self.weights]
-        return (quantiser.of_draft() if self.is_draft else quantiser).takes(name.split()[-1], columns)
+        return quantiser.of(self.is_draft).takes(name.split()[-1], columns)
 
     def _routers_and_shared(self, prefix: str, count: int, rows: int) -> tuple[Run, ...]:
         """The router with the routed experts behind it, and then the linear layers beside them."""

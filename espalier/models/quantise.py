@@ -52,7 +52,7 @@ def quantise(
     _refuse(path, out, config, is_draft)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        return _write(path, out, quantiser.of_draft() if is_draft else quantiser, device, config, advance)
+        return _write(path, out, quantiser.of(is_draft), device, config, advance)
     except BaseException as error:
         for file in out.iterdir() if out.is_dir() else ():
             file.unlink()

@@ -62,9 +62,9 @@ class Quantiser:
     experts: bool = False
     kept: str = _pattern(KEPT_IN_TARGETS)
 
-    def of_draft(self) -> "Quantiser":
-        """The same format for a draft, whose head is quantised too."""
-        return replace(self, kept=_pattern(KEPT_IN_DRAFTS))
+    def of(self, is_draft: bool) -> "Quantiser":
+        """The same format for a target or for a draft, whose head is quantised too."""
+        return replace(self, kept=_pattern(KEPT_IN_DRAFTS)) if is_draft else self
 
     def config(self, dense: Sequence[str]) -> Mapping[str, Any]:
         """quantization_config.  dense: matrices that stay dense for another reason than their names."""
