@@ -184,8 +184,10 @@ def run_what_fits(session: Session, gpu: str) -> None:
         needed = len(packages) * RUNS[name].seconds
         fits = time.monotonic() + needed <= session.deadline
         for label, package in packages.items():
+            if session.interrupted.is_set():
+                return
             status = f"not started, as {name} needs {needed} s"
-            if fits and not session.interrupted.is_set():
+            if fits:
                 status = measure(RUNS[name], gpu, session.out / f"{label}.log", session.interrupted, package)
             if not status.startswith("exit 0,"):
                 session.failed.append(label)

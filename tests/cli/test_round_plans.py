@@ -1,13 +1,13 @@
 """The tool that compares plans in rounds: what a variant changes, and which plans are taken together."""
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from operator import ne
 
 import pytest
 import torch
 
 from espalier.kernels.layers import linear_quantised
-from espalier.kernels.layers.linear import LibraryPlan, TritonPlan
+from espalier.kernels.layers.linear import LibraryPlan, TritonPlan, candidates
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import dense
@@ -65,7 +65,11 @@ def test_beside_the_library_all_kernels_and_its_other_plans_are_near():
     weight = torch.zeros(4096, 14336, dtype=torch.bfloat16)
     found = neighbours(Met(LibraryPlan(1, 2), weight), 128, HOPPER)
     assert None in found and LibraryPlan(1, 4) in found and LibraryPlan(1, 2) not in found
-    assert {plan.splits for plan in found if isinstance(plan, TritonPlan)} > {1}
+    kernels = [plan for plan in found if isinstance(plan, TritonPlan)]
+    assert {plan.splits for plan in kernels} > {1}
+    every = {plan for plan in candidates(128, 4096, 14336, HOPPER) if isinstance(plan, TritonPlan)}
+    most = {replace(plan, stages=0): plan.stages for plan in sorted(every, key=lambda plan: plan.stages)}
+    assert {replace(plan, stages=0): plan.stages for plan in kernels} == most and len(kernels) == len(most) < len(every)
 
 
 def test_the_best_plan_of_each_product_is_taken_the_largest_gain_first():

@@ -172,7 +172,8 @@ def merge_splits_triton(
         FEW=few,
         BLOCK_SPLITS=block_splits,
         num_warps=1,
-        # The compiler could fuse the operations of several pairs at once and of one differently.
+        # The compiler could fuse the operations of one pair and of the next differently: a query's bits would depend on
+        # its place.
         enable_fp_fusion=False,
         **pdl_arguments(chip(out)),
     )

@@ -159,10 +159,10 @@ def _why_unknown(raw: Raw, path: Path) -> str:
 
 
 def is_draft(path: Path, is_expected: bool = False) -> bool:
-    """Whether the directory holds a draft, by its config.json.
+    """Whether the directory holds a draft.
 
-    A target with MTP layers of its own is a target.  Such layers alone have the target's config.json and are a draft:
-    the files hold no first layer.
+    A target with MTP layers of its own is a target.  Such layers alone have the target's config.json, but no first
+    layer: they are a draft.
     is_expected: raise EspalierError, as format_of, for what is no target and no known draft.
     """
     raw = read_json(path / "config.json")
