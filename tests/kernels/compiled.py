@@ -33,6 +33,12 @@ from espalier.kernels.attention.hopper_latent import (
     _hopper_latent_kernel,
     hopper_latent_arguments,
 )
+from espalier.kernels.attention.hopper_latent_few import STAGES as STAGES_OF_FEW
+from espalier.kernels.attention.hopper_latent_few import (
+    HopperLatentFewConfig,
+    _hopper_latent_few_kernel,
+    hopper_latent_few_arguments,
+)
 from espalier.kernels.attention.kv_splits import _kv_splits_kernel
 from espalier.kernels.attention.latent_attention import _constants as latent_constants
 from espalier.kernels.attention.latent_attention import _latent_attention_kernel
@@ -133,12 +139,7 @@ def compiled_hopper(
 def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, page_size: int) -> dict:
     dtype, kind = (torch.float8_e4m3fn, "fp8e4nv") if config.raw_stages else (torch.bfloat16, "bf16")
     constants = hopper_latent_arguments(config, torch.zeros(64, 1, 576, dtype=dtype), page_size)
-    kinds = dict.fromkeys(("row_ptr", "staged_ptr"), f"*{kind}")
-    if constants["CONTIGUOUS"]:
-        for name in ("half_descriptor", "rope_descriptor"):
-            descriptor = constants.pop(name)
-            shape = ", ".join(map(str, descriptor.block_shape))
-            kinds[name] = f"tensordesc<{kind}[{shape}],{descriptor.layout!r}>"
+    kinds = dict.fromkeys(("row_ptr", "staged_ptr"), f"*{kind}") | described(constants, kind)
     constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": nodes == 1}
     constants |= {"DEPENDENT": True} | ({} if config.raw_stages else {"row_scale_ptr": None})
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
@@ -154,6 +155,43 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
         "contiguous": constants["CONTIGUOUS"] != NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
+
+
+def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
+    config = HopperLatentFewConfig(STAGES_OF_FEW)
+    constants = hopper_latent_few_arguments(config, torch.zeros(64, 1, 576, dtype=torch.bfloat16), page_size)
+    kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16") | described(constants, "bf16")
+    constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": True, "DEPENDENT": True}
+    options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
+    made = compile_for_hopper(
+        _hopper_latent_few_kernel, GluonASTSource, constants | {"row_scale_ptr": None}, options, kinds
+    )
+    lines = machine_code(made.asm["cubin"])
+    stored, products = (
+        [i for i, line in enumerate(lines) if re.search(opcode, line)] for opcode in (r"\bSTSM", r"HGMMA\S*.*tnspA")
+    )
+    between = lines[stored[0] : products[0]]
+    return {
+        "config": vars(config),
+        "shared": made.metadata.shared,
+        "expected_shared": config.shared_bytes,
+        "spills": sum(re.search(r"\b(LDL|STL)\b", line) is not None for line in lines),
+        "products": sum("HGMMA.64x16" in line for line in lines),
+        "weights": [sum(FENCE in line for line in between), sum("BAR.SYNC" in line for line in between)],
+        "contiguous": constants["CONTIGUOUS"] != NONE,
+        "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
+    }
+
+
+def described(constants: dict, kind: str) -> dict[str, str]:
+    """Take the TMA descriptors out of the constants.  Returns their types, by name."""
+    kinds = {}
+    for name in ("half_descriptor", "rope_descriptor"):
+        if constants["CONTIGUOUS"]:
+            descriptor = constants.pop(name)
+            shape = ", ".join(map(str, descriptor.block_shape))
+            kinds[name] = f"tensordesc<{kind}[{shape}],{descriptor.layout!r}>"
+    return kinds
 
 
 # Of the merge: room for 4 of 32 splits, and for 8 of 8.
@@ -347,6 +385,8 @@ HOPPER += [(ONE_FP8, 2, 16), (TWO_FP8, 1, 64)]
 LATENT = [(16, 2, 2, 1), (128, 64, 2, 256), (128, 512, 1, 16)]
 # ((stages, raw stages), (heads, nodes, page size)).
 HOPPER_LATENT = [((4,), (128, 2, 64)), ((4,), (16, 1, 1)), ((2, 4), (128, 2, 64))]
+# (heads, nodes, page size).
+HOPPER_LATENT_FEW = [(16, 2, 64), (12, 1, 1)]
 # Other products of the same values, for the marker `full`.
 MORE_PLAIN = [(8, 2, 16, 0), (8, 2, 256, 0), (2048, 1, 16, 0), (8, 2, 16, 0, 64, 8, True)]
 MORE_HOPPER = [(ONE, 2, 48), (TWO, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True), (TWO, 2, 16, 4096)]
@@ -370,4 +410,5 @@ if __name__ == "__main__":
     report["hopper_latent"] = [
         compiled_hopper_latent(HopperLatentConfig(*stages), *case) for stages, case in HOPPER_LATENT
     ]
+    report["hopper_latent_few"] = [compiled_hopper_latent_few(*case) for case in HOPPER_LATENT_FEW]
     print(json.dumps(report))

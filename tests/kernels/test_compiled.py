@@ -83,9 +83,19 @@ def test_latent_weights_are_computed_while_the_tensor_cores_work(compiled):
         assert len(case["overlapping"]) == 2 and min(case["overlapping"]) >= 16, case
 
 
+def test_few_latent_queries_are_columns_of_the_products(compiled):
+    for case in compiled["hopper_latent_few"]:
+        assert case["shared"] <= case["expected_shared"] <= 227 * 1024 and case["spills"] == 0, case
+        # A block of 64 rows: 576 / 16 products for the scores, 4 · 512 / 64 for the values.
+        assert case["products"] == 36 + 32, case
+        # All four warps' weights are visible to the tensor cores before the first product reads them.
+        fences, barriers = case["weights"]
+        assert fences == 1 and barriers >= 1, case
+
+
 def test_loading_warps_stay_together_where_one_thread_arrives_for_all(compiled):
     """A warp that falls a whole turn of the stages behind would wait forever.  Barriers that the compiler inserts
     prevent it."""
-    for case in compiled["hopper"] + compiled["hopper_latent"]:
+    for case in compiled["hopper"] + compiled["hopper_latent"] + compiled["hopper_latent_few"]:
         assert len(case["tma_loop_barriers"]) == case["contiguous"] and all(case["tma_loop_barriers"]), case
     assert any(case["contiguous"] for case in compiled["hopper"])

@@ -8,6 +8,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.hopper_latent import HopperLatentConfig, choose_hopper_latent_config
+from espalier.kernels.attention.hopper_latent_few import choose_hopper_latent_few_config
 from espalier.kernels.attention.latent_attention import latent_attention_triton
 from espalier.kernels.attention.rows import Staged
 from espalier.kernels.attention.triton_config import TritonConfig, choose_latent_config
@@ -143,6 +144,15 @@ def test_the_hopper_kernel_is_chosen_where_it_fits():
     assert of_fp8 is not None and of_fp8.raw_stages and of_fp8.shared_bytes <= 227 * 1024
 
 
+def test_the_kernel_for_one_node_is_chosen_for_one_node_of_up_to_16_heads():
+    hopper, blackwell = Chip(227 * 1024, 132, (9, 0)), Chip(227 * 1024, 148, (10, 0))
+    config = choose_hopper_latent_few_config(hopper, 1, 16)
+    assert config is not None and config.shared_bytes <= 227 * 1024
+    assert choose_hopper_latent_few_config(hopper, 2, 8) is None
+    assert choose_hopper_latent_few_config(hopper, 1, 17) is None
+    assert choose_hopper_latent_few_config(blackwell, 1, 16) is None
+
+
 def test_the_hopper_kernel_refuses_other_shapes(kernel_device):
     with pytest.raises(EspalierError, match="rows of 512 \\+ 64 values"):
         run(drawn(latent_case((5,)), kernel_device), 4, config=HopperLatentConfig(4))
@@ -197,10 +207,35 @@ def test_the_hopper_kernel_with_any_number_of_stages(kernel_device, monkeypatch,
         assert torch.equal(again, out) and torch.equal(again_lse, lse), config
 
 
+FEW = [
+    latent_case((0, 1, 63, 64, 65, 130, 0, 4097), 1, rows, page_size, heads, 576, 512, dtype=dtype, **fields)
+    for rows, page_size, heads, dtype, fields in [
+        (None, 64, 16, torch.bfloat16, {}),
+        (40, 16, 16, torch.bfloat16, {"first": 1}),
+        (None, 1, 12, torch.float16, {"max_splits": 8}),
+        (70, 512, 1, torch.bfloat16, {"max_splits": 1}),
+        (None, 48, 7, torch.float16, {"first": 40, "max_splits": 2}),
+    ]
+]
+
+
 @pytest.mark.gpu
-def test_bits_do_not_depend_on_the_batch_at_size(kernel_device):
+@pytest.mark.parametrize("staged", [True, False])
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_the_hopper_kernel_for_one_node(kernel_device, monkeypatch, case, staged):
+    inputs = drawn(case, kernel_device)
+    config = choose_hopper_latent_few_config(chip(inputs.q), 1, case.heads)
+    if config is None:
+        pytest.skip("needs a Hopper GPU with enough shared memory")
+    poison_empty(monkeypatch)
+    check(case, kernel_device, staged, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 8])
+def test_bits_do_not_depend_on_the_batch_at_size(kernel_device, queries):
     lengths = tuple(torch.randint(0, 5000, (24,), generator=torch.Generator().manual_seed(0)).tolist())
-    inputs = drawn(latent_case(lengths, 8, 8, 16, 16, 576, 512, dtype=torch.bfloat16), kernel_device)
+    inputs = drawn(latent_case(lengths, queries, 8, 16, 16, 576, 512, dtype=torch.bfloat16), kernel_device)
     out, _ = run(inputs, 32)
     for seed in range(3):
         order = torch.randperm(24, generator=torch.Generator().manual_seed(seed))[: 1 + 9 * seed].tolist()

@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @gluon_kernel
-def _copy_queries(
+def copy_queries(
     q_shared, q_rows, request, first_packed, num_queries, HEADS: gl.constexpr, COLUMNS: gl.constexpr,
 ):
     """Copy a tile's queries into shared memory.  All products with the queries of the tile before must have ended."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    at = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, LOAD))
+    at = first_packed + gl.arange(0, q_shared[0].shape[0], layout=gl.SliceLayout(1, LOAD))
     query = at // HEADS
     head = at % HEADS * q_rows.head_stride
     row = gl.expand_dims(request * q_rows.request_stride + query.to(gl.int64) * q_rows.row_stride + head, 1)
@@ -81,7 +81,7 @@ def score_work_items(
         if work_item < num_work_items:
             item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
             first_packed = item.tile * 64
-            _copy_queries(q_shared, q_rows, item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
+            copy_queries(q_shared, q_rows, item.request, first_packed, plan.queries, HEADS, CONSTANTS.COLUMNS)
             extent = extent_of(plan, item, unused, gl.SliceLayout(1, SCORES), CONSTANTS)
             packed = packed_queries(plan, item, first_packed, unused, CONSTANTS, SCORES)
             queries = queries_of(plan, item, extent, first_packed, packed, unused, ancestor_bits, CONSTANTS)

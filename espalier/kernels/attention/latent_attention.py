@@ -4,7 +4,7 @@ K is the whole row and V is its first part.  A block of rows is loaded once and 
 because the sizes of Triton's tiles are powers of two: the latent, which is V, and the RoPE part.  All heads share one
 row, so there is one KV head.  Work items, splits, partial results, their merge and the plain-torch reference are those
 of kernels/attention/tree_attention.py.  On Hopper the launcher runs kernels/attention/hopper_latent.py instead, for
-rows of 512 + 64 values in two-byte dtypes.
+rows of 512 + 64 values in two-byte dtypes; for one node of up to 16 heads, hopper_latent_few.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ from espalier.kernels.attention.hopper_latent import (
     fits_hopper_latent,
     hopper_latent_arguments,
 )
+from espalier.kernels.attention.hopper_latent_few import (
+    HopperLatentFewConfig,
+    _hopper_latent_few_kernel,
+    choose_hopper_latent_few_config,
+    hopper_latent_few_arguments,
+    takes_few,
+)
 from espalier.kernels.attention.merge_splits import PartialResults, merge_splits_triton
 from espalier.kernels.attention.rows import Inputs, check_shapes, shared_arguments, strides
 from espalier.kernels.attention.tree_attention import DTYPES
@@ -51,6 +58,8 @@ if TYPE_CHECKING:
 # The output of a tile stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
 MAX_V_SIZE = 512
 MAX_ROW_SIZE = 576
+
+Config = TritonConfig | HopperLatentConfig | HopperLatentFewConfig
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
@@ -124,7 +133,7 @@ def _latent_attention_kernel(
 def latent_attention_triton(
     inputs: Inputs,
     partials: PartialResults | None = None,
-    config: TritonConfig | HopperLatentConfig | None = None,
+    config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As tree_attention_triton, for one KV head whose V is the first part of K.
 
@@ -141,12 +150,11 @@ def latent_attention_triton(
         partials = PartialResults.of(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
         config = _choose(inputs)
-    elif isinstance(config, HopperLatentConfig) and not (
-        _fits_hopper(inputs) and (inputs.committed.scales is not None) == (config.raw_stages > 0)
-    ):
+    elif not (isinstance(config, TritonConfig) or _takes(config, inputs)):
         raise EspalierError(
-            "the Hopper kernel for latent rows needs bfloat16 or float16, rows of 512 + 64 values, addresses and "
-            "strides divisible by 16, and raw_stages for FP8 rows: use config=None"
+            "the Hopper kernels for latent rows need bfloat16 or float16, rows of 512 + 64 values, addresses and "
+            "strides divisible by 16, and raw_stages for FP8 rows; the one for few queries takes one node of at most "
+            "16 heads: use config=None"
         )
     _launch(inputs, partials, config, out, lse)
     if is_split:
@@ -154,17 +162,27 @@ def latent_attention_triton(
     return out, lse
 
 
-def _choose(inputs: Inputs) -> TritonConfig | HopperLatentConfig:
+def _choose(inputs: Inputs) -> Config:
     """The launch configuration.  It does not depend on the batch."""
     q, committed, staged = inputs[:3]
     queries, heads, size = q.shape[1:]
     if _fits_hopper(inputs):
-        config = choose_hopper_latent_config(chip(q), committed.scales is not None)
+        fp8 = committed.scales is not None
+        few = None if fp8 else choose_hopper_latent_few_config(chip(q), queries, heads)
+        config = few or choose_hopper_latent_config(chip(q), fp8)
         if config is not None:
             return config
     row_bytes = sum(_block_sizes(size, inputs.v_size)) * q.dtype.itemsize
     rows = 0 if staged is None else staged.k.shape[1]
     return choose_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
+
+
+def _takes(config: HopperLatentConfig | HopperLatentFewConfig, inputs: Inputs) -> bool:
+    """Whether the Hopper kernel of this configuration takes these tensors."""
+    fp8, (queries, heads) = inputs.committed.scales is not None, inputs.q.shape[1:3]
+    if isinstance(config, HopperLatentFewConfig):
+        return _fits_hopper(inputs) and not fp8 and takes_few(queries, heads)
+    return _fits_hopper(inputs) and fp8 == (config.raw_stages > 0)
 
 
 def _fits_hopper(inputs: Inputs) -> bool:
@@ -176,7 +194,7 @@ def _fits_hopper(inputs: Inputs) -> bool:
 def _launch(
     inputs: Inputs,
     partials: PartialResults,
-    config: TritonConfig | HopperLatentConfig,
+    config: Config,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -188,6 +206,9 @@ def _launch(
     if isinstance(config, HopperLatentConfig):
         attention_kernel = _hopper_latent_kernel
         constants = hopper_latent_arguments(config, committed.k, committed.page_size)
+    elif isinstance(config, HopperLatentFewConfig):
+        attention_kernel = _hopper_latent_few_kernel
+        constants = hopper_latent_few_arguments(config, committed.k, committed.page_size)
     else:
         attention_kernel, constants = _latent_attention_kernel, _constants(config, size, v_size, q.dtype)
     num_tiles = -(-queries * heads // config.block_m)
