@@ -112,6 +112,8 @@ def kernel_device() -> "Iterator[torch.device]":
 
     if has_gpu():
         yield torch.device("cuda")
+        # Tests run in several processes on one GPU: what one of them caches, another lacks.
+        torch.cuda.empty_cache()
         return
     adapt_interpreter()
     with checked():

@@ -16,7 +16,7 @@ from rich.text import Text
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.bench.expert_product import ExpertProduct, random_experts
-from espalier.bench.timing import Ceilings, Stopwatch
+from espalier.bench.timing import SECONDS, Ceilings, Stopwatch
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
 from espalier.errors import EspalierError
@@ -213,7 +213,8 @@ def measure(
     """Time one shape.  in_order: consecutive pages, as from a pool that was never full; otherwise in random order."""
     layers = layers_beyond_cache(shape, device)
     attention, run_layers = prepared(shape, page_size, layers, device, in_order)
-    [all_ms] = stopwatch.ms([run_layers], TURNS)
+    # The shape before may have left the clocks low.
+    [all_ms] = stopwatch.ms([run_layers], TURNS, SECONDS)
     [plan_ms] = stopwatch.ms([_plan(attention, shape)], TURNS)
     attention_us, plan_us = 1e3 * all_ms / layers, 1e3 * plan_ms
     tflops = shape.flops / attention_us / 1e6
