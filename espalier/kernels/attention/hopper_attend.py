@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from espalier.kernels.attention.hopper_work import extent_of, stage_of, wait_until_empty, wait_until_full
-from espalier.kernels.attention.work_items import block_index, load_work_item, work_item_of
+from espalier.kernels.attention.work_items import block_index, let_merge_start, load_work_item, work_item_of
 from espalier.kernels.runtime.launch import gluon_kernel
 
 if TYPE_CHECKING:
@@ -384,6 +384,7 @@ def attend_work_items(
                 (q,), stages, stages.tiles[1], None, num_done, 0, score_scale, queries, extent, CONSTANTS, SCORES, OUT
             )
             num_done += extent.num_blocks
+            let_merge_start(base, num_work_items, CONSTANTS.DEPENDENT)
             if AHEAD:
                 # The next work item's queries are copied while the results are written.
                 next_item = work_item_of(base + gl.num_programs(0), backwards)

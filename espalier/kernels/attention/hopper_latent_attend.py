@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from espalier.kernels.attention.hopper_attend import attend_work_item, packed_queries, queries_of
 from espalier.kernels.attention.hopper_work import extent_of, stage_of, wait_until_empty, wait_until_full
-from espalier.kernels.attention.work_items import load_work_item, work_item_of
+from espalier.kernels.attention.work_items import let_merge_start, load_work_item, work_item_of
 from espalier.kernels.runtime.launch import gluon_kernel
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ def score_work_items(
             )
             num_done += extent.num_blocks
             num_sent += extent.num_blocks
+            let_merge_start(base, num_work_items, CONSTANTS.DEPENDENT)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             # One division a query, not one a value.  row_scale: of FP8 rows, else 1.
             factor = row_scale / divisor

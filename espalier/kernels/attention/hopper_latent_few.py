@@ -23,6 +23,7 @@ from espalier.kernels.attention.work_items import (
     NONE,
     Plan,
     block_index,
+    let_merge_start,
     load_work_item,
     wait_and_count_splits,
     work_item_of,
@@ -169,6 +170,7 @@ def _attend_work_items(
                 ancestor_bits.pointer + item.request * ancestor_bits.request_stride, scale, CONSTANTS, SCORES,
             )
             num_done += extent.num_blocks
+            let_merge_start(base, plan.num_splits, CONSTANTS.DEPENDENT)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             factor = gl.expand_dims(1.0 / divisor, 0)
             lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
@@ -206,7 +208,7 @@ def _hopper_latent_few_kernel(
         KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
         SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
         ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=HEADS, BLOCK_N=BLOCK_N,
-        RAW_STAGES=0, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=0,
+        RAW_STAGES=0, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=0, DEPENDENT=DEPENDENT,
     )
     half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, HALF], dtype)
     rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, ROPE], dtype)

@@ -27,6 +27,7 @@ class Constants(NamedTuple):
     ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
     SAME_STRIDES: committed rows of all tiles have the same stride; CONTIGUOUS: see kernels/attention/work_items.py.
     RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows.
+    DEPENDENT: see kernels/runtime/pdl.py.
     """
 
     KV_HEADS: Any
@@ -46,6 +47,7 @@ class Constants(NamedTuple):
     RAW_STAGES: Any
     LOAD_WARPS: Any
     CONVERT_WARPS: Any
+    DEPENDENT: Any
 
 
 class Rows(NamedTuple):

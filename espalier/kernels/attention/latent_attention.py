@@ -45,6 +45,7 @@ from espalier.kernels.attention.triton_config import TritonConfig, choose_latent
 from espalier.kernels.attention.work_items import (
     Plan,
     committed_blocks,
+    let_merge_start,
     load_work_item,
     staged_rows_of,
     wait_and_count_splits,
@@ -122,6 +123,7 @@ def _latent_attention_kernel(
                     q, q_rope, query, query_exists, query, Tiles(staged, staged_r, staged + V_SIZE, staged_r), 0, 0,
                     bits_ptr + request * bits_b, bits_q, low, high, rows, scale, max_score, sum_weights, out, CONSTANTS,
                 )
+            let_merge_start(base, num_work_items, DEPENDENT)
             # There are no sinks.
             _write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, None), split, request, request_splits, queries, query,

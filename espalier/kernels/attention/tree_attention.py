@@ -42,6 +42,7 @@ from espalier.kernels.attention.merge_splits import PartialResults, merge_splits
 from espalier.kernels.attention.rows import Inputs, Staged, check_shapes, shared_arguments, strides
 from espalier.kernels.attention.triton_config import TritonConfig, choose_config
 from espalier.kernels.attention.work_items import (
+    let_merge_start,
     load_split,
     split_of,
     staged_rows_of,
@@ -86,8 +87,7 @@ def _tree_attention_kernel(
     exists = tl.program_id(0) < num_work_items
     next_request, next_begin, next_end, next_count = load_split(split_ptr, next_split, exists)
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
-        work_item = work_item_of(base, backwards)
-        backwards = 1 - backwards
+        work_item, backwards = work_item_of(base, backwards), 1 - backwards
         split, request, begin, end, count = next_split, next_request, next_begin, next_end, next_count
         # The next split is loaded before the work on this one, so that nothing waits for it.
         next_work_item = work_item_of(base + tl.num_programs(0), backwards)
@@ -127,6 +127,7 @@ def _tree_attention_kernel(
                     row_position_ptr + request * row_position_b, row_position_r, bits_ptr + request * bits_b, bits_q,
                     low, high, rows, score_scale, max_score, sum_weights, out, CONSTANTS,
                 )
+            let_merge_start(base, num_work_items, DEPENDENT)
             _write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr), split, request, count, queries, query,
                 query_exists, q_head, v_scale_ptr, head, score_scale, max_score, sum_weights, out,

@@ -53,7 +53,7 @@ def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
     """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
     The trigger comes after the wait, so the merge may read the splits before its own wait (merge_splits.py).  A large
-    merge starts when this kernel has ended: earlier, its programs would crowd the few processors that are free first.
+    merge starts at `let_merge_start`: earlier, its programs would crowd the few processors that are free first.
     """
     pdl_wait(DEPENDENT)
     num_splits = tl.load(start_ptr + batch)
@@ -61,6 +61,13 @@ def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
     if (num_splits <= batch) | (batch * queries <= 16):
         pdl_trigger(DEPENDENT)
     return num_splits
+
+
+@kernel
+def let_merge_start(base, num_work_items, DEPENDENT: tl.constexpr):
+    """Called before each result of a work item is written.  Before its last one the program lets the merge start."""
+    if base + tl.num_programs(0) >= num_work_items:
+        pdl_trigger(DEPENDENT)
 
 
 @kernel
