@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from espalier.batch.input_scan import InputScan, scan_input
 from espalier.batch.journal import Journal
@@ -108,9 +109,20 @@ class Batches:
         except Exception:
             log.exception("%s goes on when the server starts again", batch.id)
 
+    @staticmethod
+    async def _opened(path: Path, found: InputScan) -> Journal:
+        opening = asyncio.create_task(asyncio.to_thread(Journal, path, found))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The thread goes on, and its journal would keep the file locked.
+            with suppress(EspalierError):
+                (await opening).close()
+            raise
+
     async def _work(self, batch: Batch, found: InputScan, earlier: Sequence[asyncio.Task[None]]) -> None:
         """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone."""
-        journal = self._journals[batch.id] = await asyncio.to_thread(Journal, self.store.answers(batch.id), found)
+        journal = self._journals[batch.id] = await self._opened(self.store.answers(batch.id), found)
         try:
             end = "cancelled" if batch.status == "cancelling" else await self._run(batch, journal, earlier)
             if end == "completed":

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import threading
 import time
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -15,6 +16,8 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from espalier import SpeculationConfig
+from espalier.batch.input_scan import scan_input
+from espalier.batch.journal import Journal
 from espalier.batch.lines import MAX_LINE_BYTES, URLS
 from espalier.cli.main import main
 from espalier.server.api import _of_routing
@@ -267,6 +270,35 @@ class Engine:
         self.now -= 1
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps({"echo": body["prompt"]}).encode()})
+
+
+def test_a_journal_that_opens_while_the_server_ends_is_closed(tmp_path, monkeypatch):
+    """Else its file would stay locked, and the batch could not go on."""
+    opened, made = threading.Event(), []
+
+    class SlowJournal(Journal):
+        def __init__(self, *arguments):
+            opened.set()
+            time.sleep(0.1)
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr("espalier.server.batches.Journal", SlowJournal)
+    given = write(tmp_path / "in.jsonl", [line(1)])
+
+    async def end_while_it_opens():
+        batches = Batches(Store(tmp_path / "kept"), 3)
+        batches.start(Engine(1), None)
+        with given.open("rb") as file:
+            id = batches.store.add(file, "in.jsonl", "batch").id
+        batch = batches.create(BatchRequest(input_file_id=id, endpoint=URLS[1], completion_window="24h"))
+        await asyncio.to_thread(opened.wait)
+        await batches.close()
+        while not made:
+            await asyncio.sleep(0.001)
+        Journal(batches.store.answers(batch.id), scan_input(given)).close()
+
+    asyncio.run(asyncio.wait_for(end_while_it_opens(), 60))
 
 
 def test_batches_outlive_the_server(tmp_path):
