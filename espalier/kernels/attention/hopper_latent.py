@@ -148,19 +148,25 @@ def _hopper_latent_kernel(
 # fmt: on
 
 
-def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
-    """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576].
+def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, Any]:
+    """Constants and TMA descriptors of blocks of `block_n` rows.  pages: [R, 1, 576].
 
     TMA copies the blocks if a page holds whole blocks.
     """
-    whole = page_size % BLOCK_N == 0
+    whole = page_size % block_n == 0
     return {
-        "half_descriptor": tma_descriptor(pages[:, 0], BLOCK_N, V_SIZE // 2) if whole else None,
-        "rope_descriptor": tma_descriptor(pages[:, 0], BLOCK_N, ROPE_SIZE) if whole else None,
+        "half_descriptor": tma_descriptor(pages[:, 0], block_n, V_SIZE // 2) if whole else None,
+        "rope_descriptor": tma_descriptor(pages[:, 0], block_n, ROPE_SIZE) if whole else None,
         "CONTIGUOUS": ALL if whole else NONE,
         "HALF": V_SIZE // 2,
         "ROPE": ROPE_SIZE,
-        "BLOCK_N": BLOCK_N,
+        "BLOCK_N": block_n,
+    }
+
+
+def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
+    """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
+    return block_arguments(pages, page_size, BLOCK_N) | {
         "STAGES": config.stages,
         "RAW_STAGES": config.raw_stages,
         "SLOTS": SLOTS,

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from espalier.kernels.attention.hopper import CAPABILITY, RESERVED, tma_descriptor
+from espalier.kernels.attention.hopper import CAPABILITY, RESERVED
+from espalier.kernels.attention.hopper_latent import ROPE_SIZE, V_SIZE, block_arguments
 from espalier.kernels.attention.hopper_latent_attend import copy_queries
 from espalier.kernels.attention.hopper_load import load_work_items
 from espalier.kernels.attention.hopper_work import Constants, Rows, extent_of, make_stages, stage_of, wait_until_full
 from espalier.kernels.attention.work_items import (
-    ALL,
-    NONE,
     Plan,
     block_index,
     let_merge_start,
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
 
-V_SIZE, ROPE_SIZE = 512, 64
 # Most packed queries: the columns of a product.
 MAX_QUERIES = 16
 # Rows of a block: the rows of a product.  Two blocks fill shared memory; while one is attended, the other is loaded.
@@ -243,18 +241,8 @@ def _hopper_latent_few_kernel(
 
 
 def hopper_latent_few_arguments(config: HopperLatentFewConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
-    """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576].
-
-    TMA copies the blocks if a page holds whole blocks.
-    """
-    whole = page_size % BLOCK_N == 0
-    return {
-        "half_descriptor": tma_descriptor(pages[:, 0], BLOCK_N, V_SIZE // 2) if whole else None,
-        "rope_descriptor": tma_descriptor(pages[:, 0], BLOCK_N, ROPE_SIZE) if whole else None,
-        "CONTIGUOUS": ALL if whole else NONE,
-        "HALF": V_SIZE // 2,
-        "ROPE": ROPE_SIZE,
-        "BLOCK_N": BLOCK_N,
+    """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
+    return block_arguments(pages, page_size, BLOCK_N) | {
         "STAGES": config.stages,
         "COLUMNS": MAX_QUERIES,
         "LOAD_REGISTERS": LOAD_REGISTERS,
