@@ -104,6 +104,9 @@ class ScatterUpdate(NamedTuple):
     values: Any
 
 
+NO_UPDATE = ScatterUpdate(*np.zeros((2, 0), dtype=np.int64))
+
+
 class SlotTable:
     """The table of all requests on the device: every field is [num_slots, ...].
 
@@ -159,13 +162,15 @@ class SlotTable:
 
         Raises EspalierError for a column past the table.
         """
+        if not appended_pages:
+            return NO_UPDATE
         for slot, column, _ in appended_pages:
             if not (slot < self.layout.num_slots and column < self.layout.table_width):
                 raise EspalierError(
                     f"page table holds {self.layout.num_slots} slots of {self.layout.table_width} pages, and slot "
                     f"{slot} asks for page {column}; both follow from {self.layout}: reserve pages by layout.reserve"
                 )
-        slots, columns, pages = np.array(appended_pages, dtype=np.int64).reshape(-1, 3).T
+        slots, columns, pages = np.array(appended_pages, dtype=np.int64).T
         return ScatterUpdate(slots * self.layout.table_width + columns, pages)
 
     def clear(self, slots: Tensor) -> None:

@@ -13,7 +13,8 @@ Everything is captured, and all its kernels are compiled, before the first launc
 import logging
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,13 +56,15 @@ class Graph:
 class HostEntry:
     """The pinned host buffers of one ring entry.
 
-    logprobs: of Results.logprobs; copied: the event after which the buffers may be used again.
+    logprobs: of Results.logprobs; written: the event after which the device has written the entry; copied: the event
+    after which the buffers may be used again.
     """
 
     entry: int
     launch_input: Tensor
     results: Tensor
     logprobs: Tensor
+    written: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
@@ -192,9 +195,9 @@ class CudaExecutor:
     def launch(self, launch_input: LaunchInput) -> Handle:
         host, form, packed = self._packed(launch_input)
         graph = self.graph_of(launch_input)
-        self._prepare(launch_input, form, graph is not None)
         output = None
         with torch.cuda.stream(self.stream):
+            self._prepare(launch_input, form, graph is not None)
             if graph is None:
                 output = self._eager(launch_input, packed)
             else:
@@ -231,12 +234,11 @@ class CudaExecutor:
         return host, form, pack_launch(self.runner.table, launch_input, host.entry, form)
 
     def _prepare(self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool) -> None:
-        """Announce the lengths of a launch to the attention backends, and clear its pages, on its stream."""
-        with torch.cuda.stream(self.stream):
-            self.runner.pages.clear(launch_input.cleared_pages)
-            # A prefill pass announces a length for each piece.
-            lengths = launch_input.committed.padded(form.pieces or form.batch)
-            self.runner.prepare(replace(lengths, in_graph=in_graph))
+        """Announce the lengths of a launch to the attention backends, and clear its pages.  Called on its stream."""
+        self.runner.pages.clear(launch_input.cleared_pages)
+        # A prefill pass announces a length for each piece.
+        lengths = launch_input.committed.padded(form.pieces or form.batch)
+        self.runner.prepare(replace(lengths, in_graph=in_graph))
 
     def _prepare_capture(self, dummies: LaunchInput, form: LaunchForm) -> None:
         committed = replace(dummies.committed, exact=not self.overlap)
@@ -246,8 +248,8 @@ class CudaExecutor:
     def launch_staged(self, launch_input: LaunchInput) -> CudaStagedHandle:
         host, form, packed = self._packed(launch_input)
         captured = self.stage_graphs.get(form.batch)
-        self._prepare(launch_input, form, captured is not None)
         with torch.cuda.stream(self.stream):
+            self._prepare(launch_input, form, captured is not None)
             if captured is None:
                 stages = self._eager_stages(packed, form.batch).stages
             else:
@@ -261,9 +263,19 @@ class CudaExecutor:
 
     def copy_entry(self, host: HostEntry, batch: int) -> None:
         """Copy a ring entry to the host on the copy stream, while the compute stream goes on."""
-        self.copies.wait_stream(self.stream)
+        with self._after_writing(host):
+            self._copy_results(host, batch)
+
+    def _copy_results(self, host: HostEntry, batch: int) -> None:
+        host.results[:batch].copy_(self.results.ring[host.entry, :batch], non_blocking=True)
+
+    @contextmanager
+    def _after_writing(self, host: HostEntry) -> Iterator[None]:
+        """The copy stream, once the compute stream has done all that was launched.  `host.copied` follows the block."""
+        host.written.record(self.stream)
+        self.copies.wait_event(host.written)
         with torch.cuda.stream(self.copies):
-            host.results[:batch].copy_(self.results.ring[host.entry, :batch], non_blocking=True)
+            yield
             host.copied.record(self.copies)
 
     @torch.inference_mode()
@@ -300,9 +312,9 @@ class CudaExecutor:
     def run_eagerly(self, launch_input: LaunchInput) -> None:
         """Run a launch of dummy slots without a graph.  Inside precompile() it only asks for the kernels."""
         form = self.form(launch_input)
-        self._prepare(launch_input, form, in_graph=False)
         packed = pack_launch(self.runner.table, launch_input, 0, form)
         with torch.cuda.stream(self.stream):
+            self._prepare(launch_input, form, in_graph=False)
             if launch_input.is_staged:
                 self._eager_stages(packed, form.batch).run()
             else:
@@ -346,14 +358,13 @@ class CudaExecutor:
         if output is not None and output.prompt_logprobs is not None:
             with torch.cuda.stream(self.stream):
                 prompt_logprobs = rows_of(*output.prompt_logprobs)
-        self.copies.wait_stream(self.stream)
-        with torch.cuda.stream(self.copies):
+        with self._after_writing(host):
             if launch_input.num_logprobs is not None:
                 emitted = host.logprobs[:batch]
                 emitted.copy_(self.results.logprobs[host.entry, :batch], non_blocking=True)
             if prompt_logprobs is not None:
                 prompt = self._to_host(prompt_logprobs)
-            self.copy_entry(host, batch)
+            self._copy_results(host, batch)
         return CudaHandle(self.results, host, launch_input, Reported(emitted, prompt))
 
     def _to_host(self, value: Tensor) -> Tensor:
@@ -398,8 +409,8 @@ class CudaExecutor:
         """A graph of the launches of a form, captured with dummy slots; pool: its memory."""
         dummies = of_dummies(*form)
         packed = pack_launch(self.runner.table, dummies, 0, form)
-        self._prepare_capture(dummies, form)
         with torch.cuda.stream(self.stream):
+            self._prepare_capture(dummies, form)
             launch_input = torch.from_numpy(packed.vector).to(self.device)
             device_launch = packed.on(launch_input)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
@@ -428,8 +439,8 @@ class CudaExecutor:
     def _captured_stages(self, batch: int, pool: Any) -> Stages:
         dummies, form = of_dummies(batch), LaunchForm(batch)
         packed = pack_launch(self.runner.table, dummies, 0, form)
-        self._prepare_capture(dummies, form)
         with torch.cuda.stream(self.stream):
+            self._prepare_capture(dummies, form)
             eager = self._eager_stages(packed, batch)
         return eager.captured(pool, self.stream)
 

@@ -23,7 +23,7 @@ Parts = tuple[tuple[str, int], ...]
 # Each part begins at a multiple of so many numbers, which are 16 bytes.  Triton compiles another kernel for an address
 # that is not aligned to 16 bytes, and the number of requests would decide which addresses are.
 ALIGNMENT = 2
-ZEROS = np.zeros(ALIGNMENT, dtype=np.int64)
+NOTHING = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -95,28 +95,49 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, form: L
     Padding requests have slot 0 and no tokens.  Padding pieces have no tokens and belong to the last request.
     Raises EspalierError where the slot table or the vector is too small.
     """
-    batch = form.batch
     updates = table.init_updates(launch_input.slot_inits)
-    appended_pages = table.page_table_updates(launch_input.appended_pages)
-    if not launch_input.is_prefill:
-        appended_pages = _padded_update(appended_pages, table.layout, batch)
-    initial = updates.get("page_table", ScatterUpdate(*np.zeros((2, 0), dtype=np.int64)))
-    updates["page_table"] = ScatterUpdate(*(np.concatenate(pair) for pair in zip(initial, appended_pages, strict=True)))
-    parts = {
-        "entry": np.array([entry]),
-        "slots": _padded(launch_input.slots, batch),
-        "lengths": _padded(launch_input.lengths, batch if launch_input.is_prefill else 0),
+    appended = table.page_table_updates(launch_input.appended_pages)
+    if "page_table" in updates:
+        appended = ScatterUpdate(*map(np.concatenate, zip(updates["page_table"], appended, strict=True)))
+    updates["page_table"] = appended
+    parts: dict[str, Sequence[int] | np.ndarray] = {
+        "entry": (entry,),
+        "slots": launch_input.slots,
+        "lengths": launch_input.lengths,
         **_pieces(launch_input, form),
-        "cleared": np.array([slot_init.slot for slot_init in launch_input.slot_inits], dtype=np.int64),
+        "cleared": [slot_init.slot for slot_init in launch_input.slot_inits],
     }
     for name, (at, values) in updates.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
-    vector = np.concatenate([each for part in parts.values() for each in _aligned_part(part)])
-    return LaunchBuffer(vector, tuple((name, len(part)) for name, part in parts.items()))
+    sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
+    # Filled in place: a round packs a few numbers, and each array or concatenation would cost as much as all of them.
+    vector, begin = np.zeros(sum(map(_aligned, sizes.values())), dtype=np.int64), 0
+    for name, size in sizes.items():
+        part = parts[name]
+        if len(part):
+            vector[begin : begin + len(part)] = part
+        begin += _aligned(size)
+    return LaunchBuffer(vector, tuple(sizes.items()))
+
+
+def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchForm) -> dict[str, int]:
+    """The lengths that zeros pad parts to.
+
+    A zero in an update of the page table writes 0 to cell 0: the dummy request's first page stays page 0.
+    """
+    if launch_input.is_prefill:
+        return {"slots": form.batch, "lengths": form.batch}
+    capacity, count = layout.max_appended_pages(form.batch), len(launch_input.appended_pages)
+    if count > capacity:
+        raise EspalierError(
+            f"a round of {form.batch} requests appends {count} pages and its launch input holds {capacity}; both "
+            f"follow from {layout}: reserve pages with layout.reserve"
+        )
+    return {"slots": form.batch, "page_table.at": capacity, "page_table.values": capacity}
 
 
 def _pieces(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray]:
-    request, offset, last = (np.zeros(0, dtype=np.int64),) * 3
+    request, offset, last = (NOTHING,) * 3
     if form.pieces:
         pieces = launch_input.pieces or tuple((row, 0) for row in range(len(launch_input.slots)))
         request, offset = np.array(pieces, dtype=np.int64).T
@@ -132,24 +153,7 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
-def _aligned_part(part: np.ndarray) -> tuple[np.ndarray, ...]:
-    """A part and the zeros behind it.  Every launch packs some twenty parts, so none is copied here."""
-    missing = -len(part) % ALIGNMENT
-    return (part, ZEROS[:missing]) if missing else (part,)
-
-
 def _padded(values: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
     padded = np.zeros(count, dtype=np.int64)
     padded[: len(values)] = values
     return padded
-
-
-def _padded_update(update: ScatterUpdate, layout: RoundLayout, batch: int) -> ScatterUpdate:
-    """Pad to the fixed length of a round.  Padding writes 0 to cell 0: the dummy request's first page stays page 0."""
-    capacity = layout.max_appended_pages(batch)
-    if len(update.at) > capacity:
-        raise EspalierError(
-            f"a round of {batch} requests appends {len(update.at)} pages and its launch input holds {capacity}; both "
-            f"follow from {layout}: reserve pages with layout.reserve"
-        )
-    return ScatterUpdate(_padded(update.at, capacity), _padded(update.values, capacity))

@@ -64,6 +64,8 @@ class FakeStream:
 
     def wait_stream(self, other: Any) -> None: ...
 
+    def wait_event(self, event: Any) -> None: ...
+
     def synchronize(self) -> None: ...
 
 
@@ -102,7 +104,7 @@ def fake_cuda(patch: pytest.MonkeyPatch) -> None:
     # A copy, so that a buffer on the host that is written too early is seen.
     patch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     patch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    patch.setattr(cuda, "HostEntry", lambda *args: HostEntry(*args, FakeEvent()))
+    patch.setattr(cuda, "HostEntry", lambda *args: HostEntry(*args, FakeEvent(), FakeEvent()))
     patch.setattr(cuda, "precompile", lambda: nullcontext(()))
     FakeGraph.captured = FakeGraph.replayed = 0
 
