@@ -33,7 +33,7 @@ class ReferenceBackend:
         window_on_tree=By.ITSELF,
         fp8=By.ITSELF,
         different_v_size=True,
-        ran_on=("CPU", "H200"),
+        ran_on=("CPU", "H100", "H200"),
     )
     plan = staticmethod(ReferenceAttention)
 

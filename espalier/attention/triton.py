@@ -116,7 +116,7 @@ class TritonBackend:
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
         largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
         prefill_graph=True,
-        ran_on=("H200",),
+        ran_on=("H100", "H200"),
     )
     plan = staticmethod(TritonAttention)
 
