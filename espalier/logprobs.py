@@ -54,17 +54,13 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
         self.of_prompt = of_prompt
         self._entries: list[Any] | None = None
 
-    def add(self, rows: np.ndarray, count: int) -> "TokenLogprobs[Entry]":
-        """Append a copy of rows, with at most `count` likeliest tokens.  Returns the new entries alone.
-
-        A view would keep the rows of a whole batch in memory.
-        """
-        own = rows[:, : TOP + 2 * count].copy()
+    def add(self, rows: np.ndarray) -> "TokenLogprobs[Entry]":
+        """Append rows, which nobody changes afterwards.  Returns the new entries alone."""
         # An empty array may have fewer columns: another request of its launch set their number.
-        if len(own):
-            self.rows.append(own)
+        if len(rows):
+            self.rows.append(rows)
             self._entries = None
-        return TokenLogprobs((own,))
+        return TokenLogprobs((rows,))
 
     @property
     def has_nan(self) -> bool:

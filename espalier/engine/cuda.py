@@ -30,7 +30,7 @@ from espalier.engine.executor import Handle, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, RequestResult, of_dummies
 from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
-from espalier.engine.results import Reported, Results, read, read_trees
+from espalier.engine.results import Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.precompile import precompile
 from espalier.kernels.sampling.logprobs import rows_of
@@ -56,26 +56,25 @@ class Graph:
 class HostEntry:
     """The pinned host buffers of one ring entry.
 
-    logprobs: of Results.logprobs; written: the event after which the device has written the entry; copied: the event
-    after which the buffers may be used again.
+    written: the event after which the device has written the entry; copied: the event after which the buffers may be
+    used again.
     """
 
     entry: int
     launch_input: Tensor
     results: Tensor
-    logprobs: Tensor
     written: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
 
 
 @dataclass(frozen=True)
 class CudaHandle:
-    """A launch in flight.  reported: pinned tensors, valid after the event `host.copied`."""
+    """A launch in flight.  prompt_logprobs: as `read` takes them, pinned, valid after the event `host.copied`."""
 
     results: Results
     host: HostEntry
     launch_input: LaunchInput
-    reported: Reported
+    prompt_logprobs: Tensor | None
 
     def wait(self) -> None:
         self.host.copied.synchronize()
@@ -83,7 +82,7 @@ class CudaHandle:
     def result(self) -> list[RequestResult]:
         self.wait()
         entry = self.host.results[: len(self.launch_input.slots)].numpy()
-        return read(self.results.fields, entry, self.reported, self.launch_input)
+        return read(self.results.fields, entry, self.prompt_logprobs, self.launch_input)
 
 
 @dataclass
@@ -179,7 +178,6 @@ class CudaExecutor:
                 entry,
                 torch.zeros(widest, dtype=torch.int64, pin_memory=True),
                 torch.zeros(layout.max_batch, self.results.fields.width, dtype=torch.int64, pin_memory=True),
-                torch.zeros(self.results.logprobs.shape[1:], dtype=torch.int64, pin_memory=True),
             )
             for entry in range(RING)
         ]
@@ -349,23 +347,19 @@ class CudaExecutor:
         return packed.on(vector)
 
     def start_readback(self, host: HostEntry, launch_input: LaunchInput, output: RoundOutput | None) -> CudaHandle:
-        """Start the copies of the results, and of the requested log-probabilities, to the host.
+        """Start the copies of the results, and of the prompt's log-probabilities, to the host.
 
         output: of an eager launch, the only kind that computes prompt log-probabilities; None for other launches.
         """
-        batch, emitted, prompt = len(launch_input.slots), None, None
-        prompt_logprobs = None
+        prompt = None
         if output is not None and output.prompt_logprobs is not None:
             with torch.cuda.stream(self.stream):
-                prompt_logprobs = rows_of(*output.prompt_logprobs)
+                prompt = rows_of(*output.prompt_logprobs)
         with self._after_writing(host):
-            if launch_input.num_logprobs is not None:
-                emitted = host.logprobs[:batch]
-                emitted.copy_(self.results.logprobs[host.entry, :batch], non_blocking=True)
-            if prompt_logprobs is not None:
-                prompt = self._to_host(prompt_logprobs)
-            self._copy_results(host, batch)
-        return CudaHandle(self.results, host, launch_input, Reported(emitted, prompt))
+            if prompt is not None:
+                prompt = self._to_host(prompt)
+            self._copy_results(host, len(launch_input.slots))
+        return CudaHandle(self.results, host, launch_input, prompt)
 
     def _to_host(self, value: Tensor) -> Tensor:
         value.record_stream(self.copies)

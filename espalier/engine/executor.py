@@ -17,7 +17,7 @@ from torch import Tensor
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
-from espalier.engine.results import Reported, Results, read, read_trees
+from espalier.engine.results import Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.sampling.logprobs import rows_of
 from espalier.layout import LaunchForm
@@ -256,10 +256,9 @@ class CpuExecutor:
 
     def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
         batch = len(launch_input.slots)
-        emitted = None if launch_input.num_logprobs is None else self.results.logprobs[0, :batch]
         of_prompt = None if output is None else output.prompt_logprobs
-        reported = Reported(emitted, None if of_prompt is None else rows_of(*of_prompt))
-        return read(self.results.fields, self.results.ring[0, :batch].numpy(), reported, launch_input)
+        prompt = None if of_prompt is None else rows_of(*of_prompt)
+        return read(self.results.fields, self.results.ring[0, :batch].numpy(), prompt, launch_input)
 
     def close(self) -> None:
         if self.worker is not None:

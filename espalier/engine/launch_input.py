@@ -24,8 +24,8 @@ class LaunchInput:
 
     slots: the slots of the batch, in order.
     needs: the kinds of sampling work in this batch.
-    num_logprobs: the largest number of alternatives that a request of the batch wants; None if no request wants
-    log-probabilities.
+    num_logprobs: how many of the likeliest tokens to report beside each emitted one, by slot, None for a request that
+    wants no log-probabilities; empty if no request wants them.
     lengths: tokens that each slot enters in a prefill pass; empty for a round.
     width: width of the prefill pass; 0 for a round.
     pieces: (row of the batch, offset of its first token) of each piece of a prefill pass (speculate/pieces.py); empty
@@ -42,7 +42,7 @@ class LaunchInput:
 
     slots: tuple[int, ...]
     needs: SamplingNeeds
-    num_logprobs: int | None = None
+    num_logprobs: tuple[int | None, ...] = ()
     lengths: tuple[int, ...] = ()
     width: int = 0
     pieces: tuple[tuple[int, int], ...] = ()
@@ -113,9 +113,9 @@ class RequestResult:
     """What a launch decided for one request.
 
     tokens: empty after a chunk that is not the last of its prompt.  finite: False if the token after `tokens` was
-    picked from logits that were not finite.  logprobs: rows of espalier/logprobs.py, one for each token;
-    prompt_logprobs: for the rows of LaunchInput.prompt_rows, those of the prompt token after each; None if no request
-    of the launch asked for them.
+    picked from logits that were not finite.  logprobs: rows of espalier/logprobs.py, one for each token; None if the
+    request did not ask.  prompt_logprobs: for the rows of LaunchInput.prompt_rows, those of the prompt token after
+    each; None if no request of the launch asked for them.
     """
 
     tokens: list[int]
@@ -134,6 +134,12 @@ def of_dummies(batch: int, width: int = 0, pieces: int = 0) -> LaunchInput:
     dummies = (0,) * batch
     spread = tuple((i * batch // pieces, 0) for i in range(pieces))
     return LaunchInput(dummies, ALL_SAMPLING, lengths=dummies if width else (), width=width, pieces=spread)
+
+
+def num_logprobs_of(requests: list[Request]) -> tuple[int | None, ...]:
+    """As LaunchInput has it."""
+    wanted = tuple(r.params.logprobs for r in requests)
+    return () if wanted.count(None) == len(wanted) else wanted
 
 
 def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:

@@ -1,19 +1,19 @@
 """The results ring on the device, and how the host reads it.
 
 A launch writes its output to the ring entry that its launch input names, one row for each request.  All values are
-int64 (float scores as their bits), so one copy brings an entry to the host.
+int64 (floats as their bits), so one copy brings an entry to the host.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
-from espalier.kernels.sampling import logprobs as rings
+from espalier.kernels.sampling.logprobs import write_logprobs
 from espalier.kernels.state.write_results import write_results
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
@@ -24,7 +24,10 @@ from espalier.speculate.tree import VOID, Tree
 
 @dataclass(frozen=True)
 class Fields:
-    """The columns of a row: a slice of [0, width) for each field."""
+    """The columns of a row: a slice of [0, width) for each field.
+
+    logprobs: for each emitted token a row of espalier/logprobs.py.  Those of requests that did not ask are undefined.
+    """
 
     length: slice
     num_finite: slice
@@ -34,6 +37,7 @@ class Fields:
     parents: slice
     depths: slice
     scores: slice
+    logprobs: slice
     width: int
 
     @classmethod
@@ -41,6 +45,7 @@ class Fields:
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
+        sizes["logprobs"] = width * words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()
         return cls(
             **{name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)},
@@ -49,14 +54,15 @@ class Fields:
 
 
 class Results:
-    """ring: [entries, max_batch, width] int64 on the device; logprobs: a second ring, for the log-probabilities
-    of emitted tokens (espalier/logprobs.py), which is copied only for a launch that needs it."""
+    """ring: [entries, max_batch, width] int64 on the device; columns, logprobs: views of it, of all fields but
+    log-probabilities and of these, [entries, max_batch, W, words(MAX_LOGPROBS)]."""
 
     def __init__(self, layout: RoundLayout, entries: int, device: torch.device):
         self.layout = layout
         self.fields = Fields.of(layout)
         self.ring = torch.zeros(entries, layout.max_batch, self.fields.width, dtype=torch.int64, device=device)
-        self.logprobs = rings.ring_of(entries, layout.max_batch, layout.extend_width, MAX_LOGPROBS, device)
+        self.columns = self.ring[..., : self.fields.logprobs.start]
+        self.logprobs = self.ring[..., self.fields.logprobs].unflatten(-1, (-1, words(MAX_LOGPROBS)))
 
     def write(self, entry: Tensor, output: RoundOutput) -> None:
         """Write the output of a launch to ring entry `entry` [1]."""
@@ -66,35 +72,30 @@ class Results:
         if tree is not None:
             parts |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
-        write_results(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
+        self._write_columns(entry, parts)
         picked = (output.logits, output.rows, path.tokens, path.length)
-        rings.write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
+        write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
 
     def write_trees(self, entry: Tensor, tree: Tree) -> None:
         """Write the trees of a round that is not settled yet to ring entry `entry` [1]."""
-        parts = {"tokens": tree.tokens, "parents": tree.parents}
-        write_results(self.ring, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
+        self._write_columns(entry, {"tokens": tree.tokens, "parents": tree.parents})
+
+    def _write_columns(self, entry: Tensor, parts: dict[str, Tensor]) -> None:
+        write_results(self.columns, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
 
 
-class Reported(NamedTuple):
-    """Log-probabilities of a launch, as rows of espalier/logprobs.py; None where no request asked for them.
+def read(fields: Fields, entry: np.ndarray, prompt: Tensor | None, launch_input: LaunchInput) -> list[RequestResult]:
+    """Read a ring entry [B, width] on the host: one row for each slot of the launch input.
 
-    emitted: [B, W, words], of emitted tokens; prompt: [N, words], of prompt tokens.
+    prompt: [N, words], rows of espalier/logprobs.py of prompt tokens; None where no request asked for them.
     """
-
-    emitted: Tensor | None = None
-    prompt: Tensor | None = None
-
-
-def read(fields: Fields, entry: np.ndarray, reported: Reported, launch_input: LaunchInput) -> list[RequestResult]:
-    """Read a ring entry [B, width] on the host: one row for each slot of the launch input."""
     length, num_finite = entry[:, fields.length][:, 0].tolist(), entry[:, fields.num_finite][:, 0].tolist()
     emitted = entry[:, fields.emitted].tolist()
     is_node = entry[:, fields.tokens] != VOID
     drafted = np.maximum(is_node.sum(1) - 1, 0).tolist()
     depth = (entry[:, fields.depths] * is_node).max(1).tolist()
-    logprobs = _by_request(reported.emitted, launch_input, num_finite)
-    prompt_logprobs = _by_span(reported.prompt, launch_input, len(length))
+    logprobs = _logprobs(entry[:, fields.logprobs], launch_input.num_logprobs, num_finite)
+    prompt_logprobs = _by_span(prompt, launch_input, len(length))
     return [
         RequestResult(
             emitted[b][: num_finite[b]],
@@ -121,13 +122,18 @@ def read_trees(fields: Fields, entry: np.ndarray) -> list[tuple[list[int], list[
     return list(zip(entry[:, fields.tokens].tolist(), entry[:, fields.parents].tolist(), strict=True))
 
 
-def _by_request(rows: Tensor | None, launch_input: LaunchInput, counts: list[int]) -> list[np.ndarray | None]:
-    """The rows of each request's emitted tokens, with as many likeliest tokens as any request wants."""
-    if rows is None or launch_input.num_logprobs is None:
-        return [None] * len(counts)
+def _logprobs(
+    columns: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]
+) -> Sequence[np.ndarray | None]:
+    """The rows of each request's emitted tokens, with as many likeliest tokens as it wants; None if it wants none."""
+    if not wanted:
+        return (None,) * len(num_emitted)
+    rows = columns.reshape(len(columns), -1, words(MAX_LOGPROBS))
     # Copied: the next launch with this ring entry overwrites the buffer.
-    own = rows.numpy()[:, :, : words(launch_input.num_logprobs)].copy()
-    return [each[:count] for each, count in zip(own, counts, strict=True)]
+    return [
+        None if most is None else rows[b, :emitted, : words(most)].copy()
+        for b, (most, emitted) in enumerate(zip(wanted, num_emitted, strict=True))
+    ]
 
 
 def _by_span(rows: Tensor | None, launch_input: LaunchInput, batch: int) -> list[np.ndarray | None]:

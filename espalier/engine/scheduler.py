@@ -17,6 +17,7 @@ from espalier.engine.launch_input import (
     LaunchInput,
     RequestResult,
     RoundTrace,
+    num_logprobs_of,
     prompt_rows_of,
     sampling_needs_of,
     slot_init,
@@ -25,6 +26,7 @@ from espalier.engine.masks import MaskBuilder, Maskers
 from espalier.engine.prefill_policy import NO_PREFILL, PrefillPass, next_pass, pieces_of
 from espalier.engine.queue import WaitingQueue
 from espalier.layout import LaunchForm, RoundLayout
+from espalier.logprobs import words
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
@@ -281,7 +283,7 @@ class Scheduler:
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
-            num_logprobs=max((r.params.logprobs for r in batch if r.params.logprobs is not None), default=None),
+            num_logprobs=num_logprobs_of(batch),
             lengths=prefill.lengths,
             width=prefill.width,
             pieces=pieces,
@@ -303,8 +305,11 @@ class Scheduler:
     def _read_prompt_logprobs(self, request: Request, row: RequestResult) -> bool:
         """Append the prompt log-probabilities of a chunk.  False if one is NaN, which ends the request."""
         rows, wanted = row.prompt_logprobs, request.num_prompt_logprobs
-        if rows is not None and wanted is not None and request.prompt_logprobs.add(rows, wanted).has_nan:
-            self._finish(request, "abort", NOT_FINITE)
+        if rows is not None and wanted is not None:
+            # Copied: a view would keep the rows of the whole batch.
+            own = rows[:, : words(wanted)].copy()
+            if request.prompt_logprobs.add(own).has_nan:
+                self._finish(request, "abort", NOT_FINITE)
         return not request.done
 
     def _read_prompt(self, request: Request, row: RequestResult) -> None:
@@ -348,9 +353,7 @@ class Scheduler:
             if reason:
                 break
         request.from_draft += from_draft[:kept]
-        logprobs, wanted = None, request.params.logprobs
-        if wanted is not None and row.logprobs is not None:
-            logprobs = request.logprobs.add(row.logprobs[:kept], wanted)
+        logprobs = None if row.logprobs is None else request.logprobs.add(row.logprobs[:kept])
         text = request.text.take(final=reason is not None) if request.text else ""
         if reason:
             self._leave(request, reason)

@@ -68,4 +68,4 @@ def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> Lau
     """A pass whose pieces are spread over the requests.  reported: rows, from the first, with log-probabilities."""
     dummies = of_dummies(requests, width, num_pieces if num_pieces > requests else 0)
     rows = PromptRows(((0, reported), *((0, 0),) * (requests - 1)), MAX_LOGPROBS) if reported else None
-    return replace(dummies, num_logprobs=MAX_LOGPROBS, prompt_rows=rows)
+    return replace(dummies, prompt_rows=rows)

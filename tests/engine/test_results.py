@@ -1,12 +1,13 @@
 """What a launch gives back survives the ring: every field, floats to the bit, entries apart."""
 
+import pytest
 import torch
 
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
-from espalier.engine.results import Reported, Results, read
+from espalier.engine.results import Results, read
 from espalier.kernels.sampling.logprobs import rows_of as logprob_rows
 from espalier.kernels.tree.accept import Path
-from espalier.logprobs import TokenLogprob, TokenLogprobs
+from espalier.logprobs import TokenLogprob, TokenLogprobs, words
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import RoundOutput
@@ -35,9 +36,6 @@ FIRST = torch.zeros(2, 1).long()
 PASS = RoundOutput(Path(FIRST, ONES, torch.tensor([[4], [3]]), ONES), LOGITS[:, :1], NOBODY, FIRST)
 
 
-NOTHING = Reported()
-
-
 def written(outcome: RoundOutput, entry: int) -> Results:
     results = Results(LAYOUT, 3, torch.device("cpu"))
     results.write(torch.tensor([entry]), outcome)
@@ -48,13 +46,14 @@ def rows_of(
     results: Results,
     entry: int,
     batch: int,
-    reported: Reported = NOTHING,
+    prompt: torch.Tensor | None = None,
     traced: bool = True,
     spans: tuple[tuple[int, int], ...] | None = None,
+    wanted: tuple[int | None, ...] = (),
 ):
     rows = None if spans is None else PromptRows(spans, 2)
-    launch_input = LaunchInput((1,) * batch, SamplingNeeds(), num_logprobs=2, traced=traced, prompt_rows=rows)
-    return read(results.fields, results.ring[entry, :batch].numpy(), reported, launch_input)
+    launch_input = LaunchInput((1,) * batch, SamplingNeeds(), wanted, traced=traced, prompt_rows=rows)
+    return read(results.fields, results.ring[entry, :batch].numpy(), prompt, launch_input)
 
 
 def test_a_round():
@@ -91,21 +90,30 @@ def test_a_prefill_pass_has_no_tree():
 def test_logprobs_stay_with_their_tokens():
     values = torch.arange(12.0).view(2, 3, 2)
     chosen, ranks = torch.tensor([[-0.5, -0.25, -1.0], [-2.0, 0.0, 0.0]]), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    buffer = logprob_rows(PATH.tokens, chosen, ranks, values.long(), -values)
-    read_rows = rows_of(written(ROUND, 0), 0, 2, Reported(buffer))
-    buffer.zero_()  # The next launch overwrites it.
+    results = written(ROUND, 1)
+    results.logprobs[1, :2, :, : words(2)] = logprob_rows(PATH.tokens, chosen, ranks, values.long(), -values)
+    read_rows = rows_of(results, 1, 2, wanted=(0, 2))
+    results.ring.zero_()  # The next launch overwrites it.
     first, second = (TokenLogprobs([row.logprobs]) for row in read_rows)
     assert [(entry.token_id, entry.logprob, entry.rank) for entry in first] == [(6, -0.5, 1), (9, -0.25, 2)]
     assert second == [TokenLogprob(8, -2.0, [(6, -6.0), (7, -7.0)], 4)]
+    assert [entry.top for entry in first] == [[], []]
+
+
+def test_only_who_asked_gets_logprobs():
+    asked = RoundOutput(PATH, LOGITS, torch.tensor([-1, 1]), PATH.rows, TREE)
+    none, one = (row.logprobs for row in rows_of(written(asked, 0), 0, 2, wanted=(None, 1)))
+    assert none is None and one is not None and one.shape == (1, words(1))
+    assert TokenLogprobs([one])[0].logprob == pytest.approx(LOGITS[1, 0].log_softmax(-1)[8].item(), abs=1e-6)
 
 
 def test_a_prompts_logprobs_go_to_who_asked():
     values = torch.arange(6.0).view(3, 2)
     tokens, chosen, ranks = torch.tensor([7, 8, 9]), torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([1, 2, 3])
-    reported = Reported(None, logprob_rows(tokens, chosen, ranks, values.long(), -values))
+    prompt = logprob_rows(tokens, chosen, ranks, values.long(), -values)
     entries = [TokenLogprob(7 + i, -1.0 - i, [(2 * i, -2.0 * i), (2 * i + 1, -2.0 * i - 1)], 1 + i) for i in range(3)]
     for spans, cut in (((3, 5), (0, 1)), 2), (((0, 0), (4, 7)), 0), (((1, 4), (0, 0)), 3):
-        rows = rows_of(written(PASS, 0), 0, 2, reported, spans=spans)
+        rows = rows_of(written(PASS, 0), 0, 2, prompt, spans=spans)
         assert [TokenLogprobs([row.prompt_logprobs]) for row in rows] == [entries[:cut], entries[cut:]]
         assert [row.logprobs for row in rows] == [None, None]
 

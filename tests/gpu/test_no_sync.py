@@ -47,7 +47,7 @@ def forbid_syncs(engine: Engine) -> Counter[str]:
     launch = executor.launch
 
     def launching(launch_input: LaunchInput) -> Handle:
-        reports = launch_input.num_logprobs is not None or launch_input.prompt_rows is not None
+        reports = bool(launch_input.num_logprobs) or launch_input.prompt_rows is not None
         asked = "with logprobs" if reports else ""
         how = "eager" if executor.graph_of(launch_input) is None else "graph"
         kind = f"{how} prefill" if launch_input.is_prefill else how

@@ -114,7 +114,7 @@ def copies_that_do_not_wait(patch: Patch, executor: CudaExecutor) -> None:
 def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> None:
     def result(self: CudaHandle) -> Any:
         entry = self.host.results[: len(self.launch_input.slots)].numpy()
-        return read(self.results.fields, entry, self.reported, self.launch_input)
+        return read(self.results.fields, entry, self.prompt_logprobs, self.launch_input)
 
     patch.setattr(CudaHandle, "result", result)
 
@@ -122,7 +122,7 @@ def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> 
 def a_ring_of_one(patch: Patch, executor: CudaExecutor) -> None:
     """Every launch is given the same buffers for its results, though those of the launch before are not read."""
     first = executor.ring[0]
-    executor.ring = [HostEntry(first.entry, host.launch_input, first.results, first.logprobs) for host in executor.ring]
+    executor.ring = [HostEntry(first.entry, host.launch_input, first.results) for host in executor.ring]
 
 
 def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:

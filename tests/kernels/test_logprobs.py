@@ -38,7 +38,10 @@ def launched(batch, width, nodes, vocab, dtype, seed, device):
 
 
 def ring_of(batch, width, device):
-    return kernel.ring_of(3, batch + 1, width + 1, MOST, device).fill_(UNTOUCHED)
+    """A part of the columns of a ring."""
+    columns = (width + 1) * words(MOST)
+    whole = torch.full((3, batch + 1, columns + 3), UNTOUCHED, device=device)
+    return whole[..., 3:].unflatten(-1, (width + 1, -1))
 
 
 def agree(parts, dtype, device):
@@ -94,6 +97,9 @@ def test_what_does_not_fit_is_refused(kernel_device):
     entry = torch.tensor([0], device=kernel_device)
     with pytest.raises(EspalierError, match="logprobs: ring"):
         write_logprobs_triton(ring_of(0, 2, kernel_device), entry, logits, rows, tokens, length, asked)
+    with pytest.raises(EspalierError, match="strides"):
+        ring = ring_of(2, 2, kernel_device).transpose(2, 3).contiguous().transpose(2, 3)
+        write_logprobs_triton(ring, entry, logits, rows, tokens, length, asked)
     with pytest.raises(EspalierError, match="logprobs: rows"):
         write_logprobs_triton(ring_of(2, 2, kernel_device), entry, logits, rows[:1], tokens, length, asked)
 

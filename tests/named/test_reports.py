@@ -157,7 +157,7 @@ class TestEmptyBatch:
         engine = replace(setup, algorithm=algorithm).engine()
         table = engine.executor.runner.table
         before = {name: value.clone() for name, value in vars(table).items() if isinstance(value, torch.Tensor)}
-        launch_input = LaunchInput(slots=(), needs=needs, num_logprobs=2, width=width)
+        launch_input = LaunchInput(slots=(), needs=needs, width=width)
         assert engine.executor.launch(launch_input).result() == []
         for name, value in before.items():
             assert torch.equal(getattr(table, name), value), name

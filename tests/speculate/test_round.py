@@ -7,7 +7,7 @@ import torch
 
 from espalier.attention import Nodes, Prefix
 from espalier.engine.launch_input import LaunchInput, RequestResult
-from espalier.engine.results import Reported, Results, read
+from espalier.engine.results import Results, read
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts import grouped_experts
 from espalier.kernels.state.batch_state import gather
@@ -48,7 +48,7 @@ def test_an_empty_batch_is_legal(algorithm, attention, needs):
             results = Results(r.layout, 1, r.pages.device)
             results.write(NONE.new_zeros(1), outcome)
             assert not results.ring.any()
-            assert read(results.fields, results.ring[0, :0].numpy(), Reported(), EMPTY) == []
+            assert read(results.fields, results.ring[0, :0].numpy(), None, EMPTY) == []
     assert not any(buffer.any() for pair in r.pages.layers.values() for buffer in pair)
 
 

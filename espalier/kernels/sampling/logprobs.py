@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
@@ -22,14 +23,6 @@ if TYPE_CHECKING:
 # Token ids per program of the first launch: the least, and the most where rows are many.
 SPLIT = 2048
 MAX_SPLIT = 8192
-
-
-def ring_of(entries: int, batch: int, width: int, most: int, device: torch.device) -> Tensor:
-    """Zeros for write_logprobs: [entries, batch, width, words(most)] int64, the rows of espalier/logprobs.py.
-
-    most: how many of the likeliest tokens a request may ask for.
-    """
-    return torch.zeros(entries, batch, width, words(most), dtype=torch.int64, device=device)
 
 
 def rows_of(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
@@ -47,10 +40,11 @@ def write_logprobs(
 ) -> None:
     """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
 
-    ring: of `ring_of`; logits: [B, D, V]; rows: [B, W] int64, the row of the logits that each token was picked from;
-    tokens: [B, W] int64; the first length [B] of them were emitted; num_logprobs: [B] int64, how many of the likeliest
-    tokens each request wants, below 0 for a request without log-probabilities.  Tokens of equal logits are in order of
-    their ids.  Words that no request asked for are undefined.
+    ring: [entries, >= B, >= W, words(n)] int64, rows of espalier/logprobs.py, those of a request contiguous; n: the
+    most likeliest tokens that a request may ask for; logits: [B, D, V]; rows: [B, W] int64, the row of the logits that
+    each token was picked from; tokens: [B, W] int64; the first length [B] were emitted; num_logprobs: [B] int64,
+    how many of the likeliest tokens each request wants, below 0 for a request without log-probabilities.  Tokens of
+    equal logits are in order of their ids.  Words that no request asked for are undefined.
     """
     (write_logprobs_triton if logits.is_cuda else write_logprobs_reference)(
         ring, entry, logits, rows, tokens, length, num_logprobs
@@ -104,7 +98,7 @@ def write_logprobs_triton(
     Raises EspalierError for a tensor whose shape, dtype or device is not as write_logprobs says.
     """
     (batch, _, vocab), width = logits.shape, tokens.shape[1]
-    _, max_batch, max_width, num_words = ring.shape
+    num_words = ring.shape[3]
     most = (num_words - TOP) // 2
     require("logprobs: logits", logits, (batch, -1, -1), None, logits)
     require("logprobs: entry", entry, (1,), torch.int64, logits)
@@ -113,6 +107,8 @@ def write_logprobs_triton(
     for name, value in (("rows", rows), ("tokens", tokens)):
         require(f"logprobs: {name}", value, (batch, width), torch.int64, logits)
     require("logprobs: ring", ring[:, :batch, :width], (-1, batch, width, words(most)), torch.int64, logits)
+    if ring.stride()[2:] != (num_words, 1):
+        raise EspalierError(f"logprobs: the ring's rows have strides {ring.stride()[2:]}, not {(num_words, 1)}")
     if not tokens.numel():
         return
     on, places = chip(logits), batch * width
@@ -145,8 +141,7 @@ def write_logprobs_triton(
             dense,
             rows,
             *shared,
-            max_batch,
-            max_width,
+            *ring.stride()[:2],
             *dense.stride()[:2],
         ),
         TOKEN=TOKEN,
@@ -207,7 +202,7 @@ def _split_logprobs_kernel(
 def _merge_logprobs_kernel(
     words_ptr, floats_ptr, entry_ptr,
     values_ptr, ids_ptr, parts_ptr, logits_ptr, rows_ptr, tokens_ptr, length_ptr, num_logprobs_ptr,
-    width, splits, max_batch, max_width, batch_stride, row_stride,
+    width, splits, ring_entry_stride, ring_batch_stride, batch_stride, row_stride,
     TOKEN: tl.constexpr, RANK: tl.constexpr, CHOSEN: tl.constexpr, TOP_IDS: tl.constexpr, TOP_VALUES: tl.constexpr,
     MOST: tl.constexpr, WORDS: tl.constexpr, SPLITS: tl.constexpr, CANDIDATES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -232,7 +227,7 @@ def _merge_logprobs_kernel(
         row_ptr = logits_ptr + b * batch_stride + tl.load(rows_ptr + place) * row_stride
         token = tl.load(tokens_ptr + place)
         chosen = tl.load(row_ptr + token).to(exact)
-        out = ((tl.load(entry_ptr) * max_batch + b) * max_width + w) * WORDS
+        out = tl.load(entry_ptr) * ring_entry_stride + b * ring_batch_stride + w * WORDS
         tl.store(words_ptr + out + TOKEN, token)
         tl.store(words_ptr + out + RANK, 1 + tl.sum(above.to(tl.int32), 0).to(tl.int64))
         tl.store(floats_ptr + out + CHOSEN, ((chosen - top) - total).to(tl.float64))

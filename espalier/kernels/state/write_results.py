@@ -20,7 +20,7 @@ EMPTY = -1
 
 
 def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
-    """Write the first B rows of entry [1] of a ring [entries, rows, width] int64.
+    """Write the first B rows of entry [1] of a ring [entries, rows, width] int64, whose columns are adjacent.
 
     fields: [B, columns] int64 or float32 by their first column; float32 is written as its bits.  Columns without a
     field become EMPTY.  Raises EspalierError if sizes do not agree.  Exact.
@@ -37,16 +37,17 @@ def write_results_triton(ring: Tensor, entry: Tensor, fields: Mapping[int, Tenso
         dtype = torch.float32 if field.dtype == torch.float32 else torch.int64
         require(f"write_results: the field of column {start}", field, (batch, -1), dtype, ring)
     ends = [start + field.shape[1] for start, field in fields.items()]
-    if len(fields) > MOST_FIELDS or max(ends) > width or batch > rows or not ring.is_contiguous():
+    if len(fields) > MOST_FIELDS or max(ends) > width or batch > rows or ring.stride(2) != 1:
         raise EspalierError(
-            f"write_results: {len(fields)} fields of {batch} rows up to column {max(ends)} need a contiguous ring that "
-            f"holds them, {MOST_FIELDS} fields at most, and it is {list(ring.shape)}: take both from one layout"
+            f"write_results: {len(fields)} fields of {batch} rows up to column {max(ends)} need a ring of adjacent "
+            f"columns that holds them, {MOST_FIELDS} fields at most, and it is {list(ring.shape)}: take both from one "
+            "layout"
         )
     if batch:
         missing = MOST_FIELDS - len(fields)
         block = power_of_two(width)
         _write_results_kernel[(batch,)](
-            *(ring, entry, rows, width),
+            *(ring, entry, *ring.stride()[:2], width),
             *(*(field.contiguous() for field in fields.values()), *[None] * missing),
             **{f"START_{i}": start for i, start in enumerate([*fields, *[0] * missing])},
             **{f"END_{i}": end for i, end in enumerate([*ends, *[0] * missing])},
@@ -63,8 +64,7 @@ def write_results_reference(ring: Tensor, entry: Tensor, fields: Mapping[int, Te
     for start, field in fields.items():
         value = field.contiguous().view(torch.int32).to(torch.int64) if field.dtype == torch.float32 else field
         made[:, start : start + field.shape[1]] = value
-    rows = torch.arange(batch, device=ring.device) + entry * ring.shape[1]
-    ring.flatten(0, 1).index_copy_(0, rows, made)
+    ring[entry, torch.arange(batch, device=ring.device)] = made
 
 
 @kernel
@@ -81,7 +81,7 @@ def _with_field(value, at, b, field_ptr, START: tl.constexpr, END: tl.constexpr)
 
 @kernel
 def _write_results_kernel(
-    ring_ptr, entry_ptr, rows, width,
+    ring_ptr, entry_ptr, entry_stride, row_stride, width,
     field_0, field_1, field_2, field_3, field_4, field_5, field_6, field_7,
     START_0: tl.constexpr, START_1: tl.constexpr, START_2: tl.constexpr, START_3: tl.constexpr,
     START_4: tl.constexpr, START_5: tl.constexpr, START_6: tl.constexpr, START_7: tl.constexpr,
@@ -102,5 +102,5 @@ def _write_results_kernel(
     value = _with_field(value, at, b, field_5, START_5, END_5)
     value = _with_field(value, at, b, field_6, START_6, END_6)
     value = _with_field(value, at, b, field_7, START_7, END_7)
-    row = tl.load(entry_ptr) * rows + b
-    tl.store(ring_ptr + row * width + at, value, mask=at < width)
+    row_ptr = ring_ptr + tl.load(entry_ptr) * entry_stride + b * row_stride
+    tl.store(row_ptr + at, value, mask=at < width)
