@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -173,14 +174,8 @@ class CudaExecutor:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.captured_passes = layout.captured_passes if graph_batch and runner.captures_prefill else ()
         widest = len(pack_launch(runner.table, of_dummies(layout.max_batch), 0, LaunchForm(layout.max_batch)).vector)
-        self.ring = [
-            HostEntry(
-                entry,
-                torch.zeros(widest, dtype=torch.int64, pin_memory=True),
-                torch.zeros(layout.max_batch, self.results.fields.width, dtype=torch.int64, pin_memory=True),
-            )
-            for entry in range(RING)
-        ]
+        pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=True)
+        self.ring = [HostEntry(entry, pinned(widest), pinned(self.results.ring.shape[1:])) for entry in range(RING)]
         self.num_launched = 0
         self.graphs: dict[LaunchForm, Graph] = {}
         self.stage_graphs: dict[int, Stages] = {}
