@@ -65,10 +65,15 @@ RUNS = {
     "trees-own-size": Run(120, f"espalier bench round {SHAPE} --rounds 20 --own-size --cells {TREES}"),
     "bundled": Run(90, "espalier bench round --device cuda --batch 1,8"),
     # The default engine, as LLM.generate users have it.
-    "generate-plain": Run(120, f"{GENERATE} --tree plain --prompts 1x1024 8x1024 32x1024 64x1024 1x32768"),
-    "generate-d64": Run(120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 8x1024 1x32768"),
-    "generate-d16": Run(140, f"{GENERATE} --tree 5,4,16 --prompts 1x1024 8x1024 1x32768"),
-    "generate-d8": Run(140, f"{GENERATE} --tree 3,2,8 --prompts 32x1024 64x1024"),
+    "generate": Run(240, f"{GENERATE} --tree 5,8,64 5,4,16 --prompts 1x1024 8x1024 1x32768"),
+    "generate-batch": Run(150, f"{GENERATE} --tree 3,2,8 --prompts 32x1024 64x1024"),
+    # Engines for one and for eight requests, whose lone request should take as long.
+    **{
+        f"generate-max-batch-{most}": Run(
+            240, f"{GENERATE} --max-batch {most} --tree 5,8,64 5,4,16 --prompts 1x1024 1x32768"
+        )
+        for most in (1, 8)
+    },
     "prefill": Run(100, f"espalier bench prefill {SHAPE} --prompts 1x8192 32x1024"),
     "latency": Run(120, f"espalier bench latency {SHAPE} --rate 8 --requests 64"),
     "serve": Run(150, f"espalier bench serve {SHAPE} --concurrency 1,8,64"),
@@ -141,13 +146,11 @@ RUNS = {
         for weights in ("fp8", "fp8-block", "int4", "mxfp4")
         for command, seconds, line in (
             ("prefill", 100, f"espalier bench prefill {SHAPE} --prompts 1x8192"),
-            ("plain", 120, f"{GENERATE} --tree plain --prompts 1x1024 1x32768"),
             ("d64", 120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 1x32768"),
             ("d16", 100, f"{GENERATE} --tree 5,4,16 --prompts 8x1024"),
             ("d8", 100, f"{GENERATE} --tree 3,2,8 --prompts 32x1024"),
         )
     },
-    "plain-fp8-kv8": Run(120, f"{GENERATE} --tree plain --prompts 1x1024 1x32768 --weights fp8 --kv-dtype fp8_e4m3"),
     "d64-fp8-kv8": Run(120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 1x32768 --weights fp8 --kv-dtype fp8_e4m3"),
     "d64-fp8-draft8": Run(120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 1x32768 --weights fp8 --draft-weights fp8"),
     "gpt-oss-mxfp4": Run(

@@ -12,7 +12,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from operator import ne
 from types import MappingProxyType
 from typing import Any
@@ -21,10 +21,9 @@ from unittest.mock import patch
 import torch
 
 from espalier.bench.chains import Matrix
-from espalier.bench.engines import OfShape
+from espalier.bench.engines import OfShape, way_of
 from espalier.bench.flags.trees import tree_shape
 from espalier.bench.synthetic_models import recipe_of
-from espalier.config import SpeculationConfig
 from espalier.engine.cuda import CudaExecutor, Graph
 from espalier.engine.launch_input import of_dummies
 from espalier.errors import EspalierError
@@ -197,8 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stored = {"weights": args.weights, "draft_weights": args.draft_weights}
         recipe, device = recipe_of(args.shape, 0, **stored), require_gpu("tools.round_plans")
         print_header()
-        tree = None if args.tree == PLAIN else SpeculationConfig(**asdict(args.tree), by_batch={})
-        with OfShape(recipe, {**SETTINGS, "speculation": tree}, device).open(tree is not None) as bench:
+        way = way_of(args.tree)
+        with OfShape(recipe, SETTINGS, device, [way]).open(way) as bench:
             executor = bench.engine.executor
             assert isinstance(executor, CudaExecutor)
             if not 1 <= args.batch <= (most := bench.config.max_batch):

@@ -363,7 +363,7 @@ def run(args: Namespace) -> None:
         try:
             # The server loads first, as in `espalier bench serve`: "auto" takes a share of the memory that is free.
             wait_until_served(process, port)
-            opened = stack.enter_context(made.open(tree=True))
+            opened = stack.enter_context(made.open())
             timeline = Timeline(opened, opened.llm if pace is None else paced_llm(opened.llm, pace), port, args)
             for size in sizes:
                 timeline.measure(size)

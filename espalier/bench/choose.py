@@ -67,7 +67,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     _refuse_unused(settings)
     context, longest = args.context[0], args.context[0] + args.tokens
     settings = without_table(with_minimum(settings, {"max_context": longest + 1}, max_context=longest))
-    with engines_with(args, settings).open(True) as bench:
+    with engines_with(args, settings).open() as bench:
         config, configured = bench.config, bench.engine.layout.tree
         is_block = bench.engine.layout.block_rows > 0
         shapes = candidates_of(configured, args.candidates, is_block)

@@ -1,7 +1,7 @@
 """Engines for a load, with the tree and plain: from a model's files, or from synthetic models of a named shape."""
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -12,11 +12,12 @@ import torch
 from espalier.bench.drive import contexts
 from espalier.bench.linears import ModelShape, recipe_sizes
 from espalier.bench.synthetic_models import SyntheticModels, recipe_of
-from espalier.config import EngineConfig, ResolvedConfig
+from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts
 from espalier.kernels.runtime.launch import chip
+from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM, prepare
 from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount
@@ -37,6 +38,16 @@ from espalier.terminal.machine import require_gpu
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
 DECIDED = ("model", "draft", "device", "dtype", "model_overrides", "plant_fault")
+
+# A way to decode: the settings of LLM that it changes.
+Way = Mapping[str, Any]
+AS_SET: Way = {}
+PLAIN_WAY: Way = {"speculation": None}
+
+
+def way_of(tree: TreeShape) -> Way:
+    """Decoding with this tree at every batch, or plain."""
+    return PLAIN_WAY if tree == PLAIN else {"speculation": SpeculationConfig(**asdict(tree), by_batch={})}
 
 
 @dataclass(frozen=True)
@@ -60,12 +71,12 @@ class BenchEngines(Protocol):
 
     settings: Mapping[str, Any]
 
-    def config(self, tree: bool) -> ResolvedConfig:
-        """The configuration of `open(tree)`, before anything is loaded.  num_pages is an estimate."""
+    def config(self, way: Way = AS_SET) -> ResolvedConfig:
+        """The configuration of `open(way)`, before anything is loaded.  num_pages is an estimate."""
         ...
 
-    def open(self, tree: bool) -> AbstractContextManager[BenchEngine]:
-        """An engine with the tree, or plain.  It closes at the end of the block.
+    def open(self, way: Way = AS_SET) -> AbstractContextManager[BenchEngine]:
+        """An engine that decodes this way.  It closes at the end of the block.
 
         Its memory is free only when the caller has dropped the BenchEngine too.
         """
@@ -78,12 +89,12 @@ class OfModel:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
 
-    def config(self, tree: bool) -> ResolvedConfig:
-        return prepare(EngineConfig(**self._settings(tree))).resolved
+    def config(self, way: Way = AS_SET) -> ResolvedConfig:
+        return prepare(EngineConfig(**{**self.settings, **way})).resolved
 
     @contextmanager
-    def open(self, tree: bool) -> Iterator[BenchEngine]:
-        with LLM(**self._settings(tree)) as llm:
+    def open(self, way: Way = AS_SET) -> Iterator[BenchEngine]:
+        with LLM(**{**self.settings, **way}) as llm:
 
             def prompts(lengths: Sequence[int]) -> list[list[int]]:
                 longest = contexts(llm, len(lengths), max(lengths))
@@ -91,31 +102,36 @@ class OfModel:
 
             yield BenchEngine(llm, prompts)
 
-    def _settings(self, tree: bool) -> dict[str, Any]:
-        return dict(self.settings) if tree else {**self.settings, "speculation": None}
-
 
 class OfShape:
-    """settings: of LLM, without the names of model and draft.  The models are made once, when they are first needed."""
+    """settings: of LLM, without the names of model and draft.  ways: all that will be opened.
 
-    def __init__(self, recipe: Recipe, settings: Mapping[str, Any], device: torch.device) -> None:
-        self.recipe, self.settings, self.device = recipe, settings, device
+    The models are made once, when they are first needed.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        settings: Mapping[str, Any],
+        device: torch.device,
+        ways: Iterable[Way] = (AS_SET, PLAIN_WAY),
+    ) -> None:
+        self.recipe, self.settings, self.device, self.ways = recipe, settings, device, tuple(ways)
 
     @cached_property
     def models(self) -> SyntheticModels:
-        rows = max(layout_of(self.config(tree)).position_rows for tree in (True, False))
+        rows = max(layout_of(self.config(way)).position_rows for way in self.ways)
         return SyntheticModels(self.recipe, dtype_on(self.device), self.device, rows)
 
     @contextmanager
-    def open(self, tree: bool) -> Iterator[BenchEngine]:
+    def open(self, way: Way = AS_SET) -> Iterator[BenchEngine]:
         models = self.models
-        config = self.config(tree)
+        config = self.config(way)
         with models.engine_of(config, requested_pages(self.settings)) as (engine, _):
             yield BenchEngine(_llm(engine, config), models.prompts)
 
-    def config(self, tree: bool) -> ResolvedConfig:
-        settings = self.settings if tree else {**self.settings, "speculation": None}
-        return shape_config(self.recipe, settings, self.device)
+    def config(self, way: Way = AS_SET) -> ResolvedConfig:
+        return shape_config(self.recipe, {**self.settings, **way}, self.device)
 
 
 def dtype_on(device: torch.device) -> torch.dtype:
@@ -160,9 +176,9 @@ def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 
-def ways_of(made: BenchEngines) -> dict[str, bool]:
-    """The ways to decode that are compared, with the argument of `open`: plain decoding alone where no tree is set."""
-    return {"tree": True, "plain": False} if made.config(True).steps else {"plain": False}
+def ways_of(made: BenchEngines) -> dict[str, Way]:
+    """The ways to decode that are compared, by name: plain decoding alone where no tree is set."""
+    return {"tree": AS_SET, "plain": PLAIN_WAY} if made.config().steps else {"plain": PLAIN_WAY}
 
 
 def load_sizes(batch: int, context: int) -> dict[str, Any]:
@@ -170,29 +186,34 @@ def load_sizes(batch: int, context: int) -> dict[str, Any]:
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
-def engines_of(args: Namespace, defaults: Mapping[str, Any], **least: int) -> BenchEngines:
+def engines_of(
+    args: Namespace, defaults: Mapping[str, Any], ways: Iterable[Way] = (AS_SET, PLAIN_WAY), **least: int
+) -> BenchEngines:
     """Engines of the model or the --shape that the flags name.
 
-    defaults: of settings whose flags were not given; least: the smallest value that each size may have.
+    defaults: of settings whose flags were not given; ways: all that will be opened; least: the smallest value that each
+    size may have.
     Raises EspalierError for flags that do not fit together.
     """
     require_writable("--json", args.json)
     settings = with_minimum(engine_settings(args), defaults, **least)
     if args.shape is None:
         refuse_shape_flags(args)
-    made = engines_with(args, settings)
+    made = engines_with(args, settings, ways)
     print_header()
     return made
 
 
-def engines_with(args: Namespace, settings: Mapping[str, Any]) -> BenchEngines:
+def engines_with(
+    args: Namespace, settings: Mapping[str, Any], ways: Iterable[Way] = (AS_SET, PLAIN_WAY)
+) -> BenchEngines:
     """Engines of the model or the --shape, with settings of LLM.  Raises EspalierError for one that does not fit."""
     if args.shape is None:
         return OfModel(settings)
     refuse_decided(settings)
     device = require_gpu(f"bench {args.measured} --shape")
     recipe = recipe_of(**shape_settings(args, settings.get("seed", 0)))
-    return OfShape(recipe, settings, device)
+    return OfShape(recipe, settings, device, ways)
 
 
 def shape_of(args: Namespace) -> ModelShape:

@@ -6,7 +6,7 @@ not count: they are smaller.
 
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from itertools import takewhile
 from statistics import median
 from time import perf_counter
@@ -16,9 +16,9 @@ import torch
 from rich.text import Text
 
 from espalier.bench.drive import empty_prefix_cache, require_pages, require_success
-from espalier.bench.engines import BenchEngines, about, engines_of, shape_of, ways_of
+from espalier.bench.engines import PLAIN_WAY, BenchEngines, Way, about, engines_of, shape_of, way_of, ways_of
 from espalier.bench.roofline import Roofline, kv_value_bytes
-from espalier.config import ResolvedConfig, SpeculationConfig
+from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
@@ -106,33 +106,31 @@ class Generated:
 def run(args: Namespace) -> int:
     args.prompts = args.prompts or (PROMPTS_OF_MODEL if args.shape is None else PROMPTS_OF_SHAPE)
     require_at_least_one(args, "tokens", "repeats")
-    made = engines_of(args, _tree_settings(args))
-    ways = ways_of(made)
-    for tree in ways.values():
-        _require_sizes(made.config(tree), args)
-    measured: dict[str, list[Generated]] = {}
-    configs: dict[str, ResolvedConfig] = {}
+    if args.tree is None:
+        made = engines_of(args, {})
+        ways = list(ways_of(made).values())
+    else:
+        refuse_tree_flags(args, "--tree")
+        ways = [*(way_of(tree) for tree in args.tree if tree != PLAIN), PLAIN_WAY]
+        made = engines_of(args, {}, ways)
+    for way in ways:
+        _require_sizes(made.config(way), args)
+    measured: list[list[Generated]] = []
+    configs: list[ResolvedConfig] = []
     with progress("measuring", len(ways) * len(args.prompts)) as advance:
-        for name, tree in ways.items():
-            measured[name], configs[name] = _measure_all(made, tree, args, advance)
+        for way in ways:
+            figures, config = _measure_all(made, way, args, advance)
+            measured.append(figures)
+            configs.append(config)
     if args.shape is not None and torch.cuda.is_available():
         _add_floors(measured, configs, args)
-    config = next(iter(configs.values()))
+    config = configs[0]
     cells = _cells(measured)
     write_json(args.json, {**about(args, config), "tokens": args.tokens, "cells": cells})
-    shape = TreeShape(config.steps, config.topk, config.num_draft_tokens)
     sizes = f"max_batch {config.max_batch}, max_context {config.max_context}, page_size {config.page_size}"
-    stdout().print(Text(f"{config.algorithm}, {shape}; {sizes}; {config.dtype}", QUIET))
-    print_table(_table(cells))
+    stdout().print(Text(f"{config.algorithm}; {sizes}; {config.dtype}", QUIET))
+    print_table(_table(measured))
     return 0
-
-
-def _tree_settings(args: Namespace) -> dict[str, Any]:
-    """The setting of --tree.  Raises EspalierError if other flags say something about the tree too."""
-    if args.tree is None:
-        return {}
-    refuse_tree_flags(args, "--tree")
-    return {"speculation": SpeculationConfig(**asdict(args.tree), by_batch={}) if args.tree != PLAIN else None}
 
 
 def _require_sizes(config: ResolvedConfig, args: Namespace) -> None:
@@ -149,11 +147,11 @@ def _require_sizes(config: ResolvedConfig, args: Namespace) -> None:
 
 
 def _measure_all(
-    made: BenchEngines, tree: bool, args: Namespace, advance: Callable[[], None]
+    made: BenchEngines, way: Way, args: Namespace, advance: Callable[[], None]
 ) -> tuple[list[Generated], ResolvedConfig]:
     """Measure every group of prompts.  A function of its own: the engine's memory is free when it returns."""
     measured = []
-    with made.open(tree) as bench:
+    with made.open(way) as bench:
         for batch, context in args.prompts:
             prompts = bench.prompts([context] * batch)
             measured.append(measure(bench.llm, prompts, args.tokens, args.repeats))
@@ -161,19 +159,18 @@ def _measure_all(
         return measured, bench.config
 
 
-def _add_floors(measured: dict[str, list[Generated]], configs: dict[str, ResolvedConfig], args: Namespace) -> None:
+def _add_floors(measured: list[list[Generated]], configs: list[ResolvedConfig], args: Namespace) -> None:
     """Set floor_ms and weight_bytes_ms of each, at a context of the prompt and half of the new tokens."""
-    config = next(iter(configs.values()))
-    value_bytes = kv_value_bytes(config.kv_dtype, config.draft_kv_dtype)
+    value_bytes = kv_value_bytes(configs[0].kv_dtype, configs[0].draft_kv_dtype)
     roofline = Roofline(shape_of(args), value_bytes=value_bytes)
     ceilings = roofline.ceilings()
-    for name, config in configs.items():
+    for figures, config in zip(measured, configs, strict=True):
         drafts = config.algorithm not in WITHOUT_FILES
-        for i, one in enumerate(measured[name]):
+        for i, one in enumerate(figures):
             tree, context = one.tree, one.context + args.tokens / 2
             sizes = (tree.steps, tree.topk, tree.num_draft_tokens)
             floor = roofline.round(one.batch, context, *sizes, ceilings, drafts)
-            measured[name][i] = replace(one, floor_ms=floor.ms, weight_bytes_ms=floor.weight_bytes_ms)
+            figures[i] = replace(one, floor_ms=floor.ms, weight_bytes_ms=floor.weight_bytes_ms)
 
 
 def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int) -> Generated:
@@ -228,20 +225,27 @@ def _generate(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> li
     return outputs
 
 
-def _cells(measured: dict[str, list[Generated]]) -> list[dict[str, Any]]:
-    """For --json: by batch and context the figures of each way, and how many times as fast the tree is."""
-    cells = []
-    for ways in zip(*measured.values(), strict=True):
-        figures = dict(zip(measured, map(asdict, ways), strict=True))
-        cell: dict[str, Any] = {"batch": ways[0].batch, "context": ways[0].context, **figures}
-        if len(ways) > 1:
-            cell["tree_over_plain"] = ways[0].tokens_per_second / ways[1].tokens_per_second
-        cells.append(cell)
+def _cells(measured: Sequence[Sequence[Generated]]) -> list[dict[str, Any]]:
+    """For --json: for each group of prompts and each tree its figures, those of plain decoding, and how many times as
+    fast the tree is.
+
+    measured: a list for each way, plain decoding last.
+    """
+    cells: list[dict[str, Any]] = []
+    for *trees, plain in zip(*measured, strict=True):
+        about: dict[str, Any] = {"batch": plain.batch, "context": plain.context}
+        beside = {"plain": asdict(plain)}
+        cells += [{**about, "tree": asdict(tree), **beside, "tree_over_plain": _over(tree, plain)} for tree in trees]
+        cells += [] if trees else [about | beside]
     return cells
 
 
-def _table(cells: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """One row for each cell and way."""
+def _over(tree: Generated, plain: Generated) -> float:
+    return tree.tokens_per_second / plain.tokens_per_second
+
+
+def _table(measured: Sequence[Sequence[Generated]]) -> list[list[str]]:
+    """One row for each group of prompts and way.  measured: as in `_cells`."""
     rows = [
         [
             "batch x context",
@@ -255,23 +259,21 @@ def _table(cells: Sequence[dict[str, Any]]) -> list[list[str]]:
             "over plain",
         ]
     ]
-    for cell in cells:
-        for way in ("tree", "plain"):
-            if way not in cell:
-                continue
-            figures = cell[way]
-            over = f"{cell['tree_over_plain']:.2f}" if way == "tree" else ""
-            rows.append(
-                [
-                    f"{cell['batch']}x{cell['context']} {way}",
-                    ", ".join(map(str, figures["tree"].values())),
-                    f"{figures['first_token_ms']:.1f}",
-                    f"{figures['round_ms']:.2f}",
-                    f"{figures['round_ms'] / figures['floor_ms']:.2f}" if figures["floor_ms"] else "",
-                    f"{figures['weight_bytes_ms']:.2f}" if figures["weight_bytes_ms"] else "",
-                    f"{figures['accept_length']:.2f}",
-                    f"{figures['tokens_per_second']:.1f}",
-                    over,
-                ]
-            )
+    for *trees, plain in zip(*measured, strict=True):
+        rows += [_row("tree", tree, f"{_over(tree, plain):.2f}") for tree in trees]
+        rows.append(_row("plain", plain, ""))
     return rows
+
+
+def _row(way: str, figures: Generated, over_plain: str) -> list[str]:
+    return [
+        f"{figures.batch}x{figures.context} {way}",
+        ", ".join(map(str, astuple(figures.tree))),
+        f"{figures.first_token_ms:.1f}",
+        f"{figures.round_ms:.2f}",
+        f"{figures.round_ms / figures.floor_ms:.2f}" if figures.floor_ms else "",
+        f"{figures.weight_bytes_ms:.2f}" if figures.weight_bytes_ms else "",
+        f"{figures.accept_length:.2f}",
+        f"{figures.tokens_per_second:.1f}",
+        over_plain,
+    ]

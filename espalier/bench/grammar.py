@@ -8,7 +8,7 @@ schemas: valid or not, equal with speculation or not, and the accept length with
 import json
 import random
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,7 +78,7 @@ def run(args: Namespace) -> int:
         raise EspalierError(f"--suite={args.suite} has no *.json files; name tests/draft2020-12 of the suite")
     made = engines_of(args, engines.load_sizes(BATCH, CONTEXT + args.tokens + 8))
     if in_bulk:
-        with made.open(True) as bench:
+        with made.open() as bench:
             schemas, refused = [random_schema(seed) for seed in range(args.schemas or 0)], 0
             if args.suite is not None:
                 schemas, refused = schemas_of_suite(bench.llm, args.suite)
@@ -88,11 +88,11 @@ def run(args: Namespace) -> int:
         return 0
     measured: dict[str, Any] = {}
     ways = engines.ways_of(made)
-    for name, tree in ways.items():
-        with made.open(tree) as bench:
+    for name, way in ways.items():
+        with made.open(way) as bench:
             config, vocabulary = bench.config, vocabulary_of_model(bench.llm)
             form = compile_form(_compiler(vocabulary), Grammar.of_json_schema(SCHEMA))
-            if tree:
+            if name == "tree":
                 measured["host_ms"] = {f"{n} x {b}": mask_ms(vocabulary, form, n, b) for n, b in MASK_SIZES}
             measured[name] = _measure(bench, vocabulary, form, args.tokens)
     write_json(args.json, {**about(args, config), **measured})
@@ -190,7 +190,7 @@ def _run(
     return Timed(1e3 * median(gaps), num_generated / (max(last.values()) - begun), num_generated / max(rounds, 1))
 
 
-def _table(measured: dict[str, Any], ways: Sequence[str] | dict[str, bool]) -> list[list[str]]:
+def _table(measured: dict[str, Any], ways: Iterable[str]) -> list[list[str]]:
     rows = [[f"{BATCH} requests", "ms between tokens", "tokens/s", "accept", "over plain"]]
     for way in ways:
         for name, figures in measured[way].items():

@@ -188,8 +188,8 @@ def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Serve
     batch = min(len(load.inputs), arrivals.concurrency or 64)
     made = engines.engines_of(args, engines.load_sizes(batch, load.longest + 2), max_context=load.longest)
     served, configs = {}, []
-    for name, tree in engines.ways_of(made).items():
-        with made.open(tree) as bench:
+    for name, way in engines.ways_of(made).items():
+        with made.open(way) as bench:
             prompts = bench.prompts(load.inputs)
             warm_up = Load(load.inputs[:batch], (8,) * batch)
             serve(bench.engine, prompts[:batch], warm_up, Arrivals())

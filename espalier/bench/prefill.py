@@ -96,7 +96,7 @@ def run(args: Namespace) -> int:
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
     made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
     roofline = Roofline(shape_of(args)) if args.shape and torch.cuda.is_available() else None
-    with made.open(True) as bench:
+    with made.open() as bench:
         # The pause comes first, because it may find that the engine is too small for it.
         paused = pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
         prefills = [prefill(bench, batch, length, roofline) for batch, length in groups]

@@ -77,13 +77,13 @@ def _run(args: Namespace) -> int:
     if isinstance(made, OfShape):
         made, flags = sharing_the_gpu(made), _shape_flags(args)
     cells: list[Cell] = []
-    with serving(made.settings, *flags) as server, made.open(tree=True) as opened:
+    with serving(made.settings, *flags) as server, made.open() as opened:
         bench = ServeBench(opened, server)
         with progress("measuring", len(sizes)) as advance:
             for size in sizes:
                 cells.append(bench.measure(size, args.context, args.tokens, args.repeats))
                 advance()
-    write_json(args.json, {**engines.about(args, made.config(True)), "cells": [cell.as_dict() for cell in cells]})
+    write_json(args.json, {**engines.about(args, made.config()), "cells": [cell.as_dict() for cell in cells]})
     print_table(_table(cells))
     return 0
 
@@ -92,7 +92,7 @@ def sharing_the_gpu(made: OfShape) -> OfShape:
     """With as many pages as a full batch needs: the server and the LLM must both fit."""
     if requested_pages(made.settings) is not None:
         return made
-    num_pages = layout_of(made.config(tree=True)).most_pages
+    num_pages = layout_of(made.config()).most_pages
     return OfShape(made.recipe, {**made.settings, "num_pages": num_pages}, made.device)
 
 

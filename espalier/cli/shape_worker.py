@@ -16,7 +16,7 @@ from espalier.terminal.machine import require_gpu
 def load(sent: dict[str, Any]) -> Iterator[LLM]:
     """sent: recipe, the keywords of recipe_of; settings, of LLM."""
     recipe = recipe_of(**sent["recipe"])
-    with OfShape(recipe, settings_of(sent["settings"]), require_gpu("serve --shape")).open(tree=True) as opened:
+    with OfShape(recipe, settings_of(sent["settings"]), require_gpu("serve --shape")).open() as opened:
         yield opened.llm
 
 

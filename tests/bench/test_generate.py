@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from espalier.bench import generate
-from espalier.bench.engines import OfShape
+from espalier.bench.engines import AS_SET, PLAIN_WAY, OfShape
 from espalier.cli.main import main
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
@@ -23,6 +23,7 @@ SHAPE = tiny(hot=1024, num_hidden_layers=3, intermediate_size=320)
 TREE = SpeculationConfig(steps=3, topk=2, num_draft_tokens=8)
 SETTINGS = {"max_batch": 2, "max_context": 256, "chunk_size": 64, "overlap": False, "speculation": TREE}
 STEP = 0.01
+SEVERAL = ["3,2,8", "plain", "4,4,16"]
 CHANGED = ["--by-batch", '{"2": {"steps": 0}}']
 
 
@@ -54,7 +55,7 @@ def clock(monkeypatch):
     ],
 )
 def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, batch, context, passes, tree):
-    with engines.open(tree) as bench:
+    with engines.open(AS_SET if tree else PLAIN_WAY) as bench:
         found = generate.measure(bench.llm, bench.prompts([context] * batch), 54, repeats=1)
         assert bench.engine.prefixes is not None and bench.engine.observer is None
     assert (found.batch, found.context) == (batch, context)
@@ -81,17 +82,17 @@ def test_only_rounds_of_the_whole_batch_count():
 
 
 def test_too_few_tokens_and_too_few_pages_are_refused(engines):
-    with engines.open(True) as bench, pytest.raises(EspalierError, match="and 9 are needed: raise --tokens"):
+    with engines.open() as bench, pytest.raises(EspalierError, match="and 9 are needed: raise --tokens"):
         generate.measure(bench.llm, bench.prompts([20]), 10, 1)
-    with engines.open(True) as bench, pytest.raises(EspalierError, match=r"only 0 rounds .* raise --tokens"):
+    with engines.open() as bench, pytest.raises(EspalierError, match=r"only 0 rounds .* raise --tokens"):
         generate.measure(bench.llm, bench.prompts([20]), 1, 1)
     few = OfShape(engines.recipe, SETTINGS | {"num_pages": 20}, CPU)
-    with few.open(True) as bench, pytest.raises(EspalierError, match="2x150 with 40 new tokens needs 26 pages"):
+    with few.open() as bench, pytest.raises(EspalierError, match="2x150 with 40 new tokens needs 26 pages"):
         generate.measure(bench.llm, bench.prompts([150] * 2), 40, 1)
 
 
 def test_an_llm_around_an_engine_serves_token_ids(engines):
-    with engines.open(True) as bench:
+    with engines.open() as bench:
         prompts = bench.prompts([20, 30])
         outputs = bench.llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24))
         follows = [engines.models.follows(p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)]
@@ -103,7 +104,7 @@ def test_an_llm_around_an_engine_serves_token_ids(engines):
 
 @pytest.mark.parametrize(
     ("flags", "batches"),
-    [(["--tree", "4,4,16"], [1]), (["--tree", "plain"], [1, 2]), (CHANGED, [1, 2])],
+    [(["--tree", "4,4,16"], [1]), (["--tree", "plain"], [1, 2]), (CHANGED, [1, 2]), (["--tree", *SEVERAL], [1, 2])],
     ids=str,
 )
 def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch, capsys, tmp_path):
@@ -122,15 +123,21 @@ def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch,
     ]
     assert main(["bench", "generate", "--shape", "tiny", "--json", str(file), *sizes, *flags]) == 0
     figures, out = json.loads(file.read_text()), capsys.readouterr().out
-    assert [(cell["batch"], cell["context"]) for cell in figures["cells"]] == [(batch, 12) for batch in batches]
-    assert figures["config"]["steps"] == {"--tree 4,4,16": 4, "--tree plain": 0}.get(" ".join(flags), 5)
+    trees = len(SEVERAL) - 1 if flags[1:] == SEVERAL else 1
+    cells = [(batch, 12) for batch in batches for _ in range(trees)]
+    assert [(cell["batch"], cell["context"]) for cell in figures["cells"]] == cells
+    first = {"--tree 4,4,16": 4, "--tree plain": 0, f"--tree {' '.join(SEVERAL)}": 3}
+    assert figures["config"]["steps"] == first.get(" ".join(flags), 5)
+    if trees > 1:
+        assert [cell["tree"]["tree"]["num_draft_tokens"] for cell in figures["cells"]] == [8, 16] * 2
+        assert [len(re.findall(f"{batch}x12 plain", out)) for batch in batches] == [1, 1]
     assert figures["config"]["max_batch"] == 8 and figures["config"]["prefix_cache"]
     if flags is CHANGED:
         assert [cell["tree"]["tree"]["steps"] for cell in figures["cells"]] == [5, 0]
         assert re.search("1x12 tree +5, 4, 16 ", out) and re.search("2x12 tree +0, 1, 1 ", out)
     for cell in figures["cells"]:
         assert cell["plain"]["accept_length"] == 1.0 and f"{cell['batch']}x12 plain" in out
-        if "plain" in flags:
+        if flags == ["--tree", "plain"]:
             assert "tree" not in cell
         else:
             rates = [cell[way]["tokens_per_second"] for way in ("tree", "plain")]
@@ -140,7 +147,7 @@ def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch,
 def test_the_floor_and_the_bytes_of_the_weights_stand_beside_a_round():
     one = generate.Generated(8, 1024, 20.0, 5.0, 1.0, 1600.0, TreeShape(0, 1, 1))
     timed = replace(one, floor_ms=4.0, weight_bytes_ms=3.125)
-    heads, row, other = generate._table(generate._cells({"plain": [timed, one]}))
+    heads, row, other = generate._table([[timed, one]])
     assert (row[heads.index("of floor")], row[heads.index("bytes ms")]) == ("1.25", "3.12")
     assert (other[heads.index("of floor")], other[heads.index("bytes ms")]) == ("", "")
 
@@ -164,8 +171,8 @@ def test_what_cannot_be_measured_is_refused(flags, says, capsys):
 @pytest.mark.gpu
 def test_on_a_gpu_a_users_engine_is_measured():
     made = OfShape(Recipe(SHAPE, skill=0.9), {}, torch.device("cuda"))
-    for tree in (True, False):
-        with made.open(tree) as bench:
+    for tree, way in ((True, AS_SET), (False, PLAIN_WAY)):
+        with made.open(way) as bench:
             found = generate.measure(bench.llm, bench.prompts([24] * 2), 160, 3)
             assert bench.config.max_batch == 64 and bench.engine.executor.graphs
         assert (found.accept_length > 1.5) is tree and found.first_token_ms > 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from espalier.bench import load
-from espalier.bench.engines import OfShape
+from espalier.bench.engines import AS_SET, PLAIN_WAY, OfShape
 from espalier.bench.instrument import record_launches
 from espalier.bench.linears import shape_named
 from espalier.bench.load import Arrivals, Load, Timeline, mixed, percentiles, serve
@@ -37,7 +37,7 @@ def engines() -> OfShape:
 @pytest.mark.parametrize("tree", [True, False], ids=["tree", "plain"])
 @pytest.mark.parametrize("arrivals", [Arrivals(), Arrivals(concurrency=2), Arrivals(rate=50.0)], ids=str)
 def test_every_request_is_served_to_its_length(engines, tree, arrivals):
-    with engines.open(tree) as bench:
+    with engines.open(AS_SET if tree else PLAIN_WAY) as bench:
         prompts, launches = bench.prompts(LOAD.inputs), record_launches(bench.engine)
         served = serve(bench.engine, prompts, LOAD, arrivals)
         most = max(launches.rounds)
@@ -70,7 +70,7 @@ def test_the_time_before_the_first_arrival_does_not_count(engines, monkeypatch):
 
     monkeypatch.setattr(load, "perf_counter", clock)
     monkeypatch.setattr(load, "sleep", sleep)
-    with engines.open(True) as bench:
+    with engines.open() as bench:
         served = serve(bench.engine, bench.prompts([5]), Load((5,), (3,)), Arrivals(rate=1e-3))
     assert now[0] > 100 and served.seconds < 1
 
@@ -113,7 +113,7 @@ def test_the_bound_of_prompts_counts_each_product_and_each_pair_of_query_and_row
 
 
 def test_prefill_counts_its_passes_and_who_waits(engines):
-    with engines.open(True) as bench:
+    with engines.open() as bench:
         one = prefill(bench, 1, 100, None)
         many = prefill(bench, 4, 8, None)
         waited = pause(bench, 2, 12, 120)

@@ -14,9 +14,11 @@ def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="repetitions; medians are used (3)")
     parser.add_argument(
         "--tree",
+        nargs="+",
         type=_tree,
         metavar="S,K,D|plain",
-        help="steps, topk and num_draft_tokens at every batch, or plain decoding alone; by default the engine's trees",
+        help="trees at every batch, each in an engine of its own: steps, topk and num_draft_tokens; plain decoding "
+        "stands beside them, or alone with `plain`; by default the engine's trees",
     )
 
 
