@@ -56,10 +56,8 @@ class TokenLogprobs(Sequence[Entry], Generic[Entry]):
 
     def add(self, rows: np.ndarray) -> "TokenLogprobs[Entry]":
         """Append rows, which nobody changes afterwards.  Returns the new entries alone."""
-        # An empty array may have fewer columns: another request of its launch set their number.
-        if len(rows):
-            self.rows.append(rows)
-            self._entries = None
+        self.rows.append(rows)
+        self._entries = None
         return TokenLogprobs((rows,))
 
     @property

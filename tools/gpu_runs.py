@@ -67,7 +67,7 @@ RUNS = {
     # The default engine, as LLM.generate users have it.
     "generate": Run(240, f"{GENERATE} --tree 5,8,64 5,4,16 --prompts 1x1024 8x1024 1x32768"),
     "generate-batch": Run(150, f"{GENERATE} --tree 3,2,8 --prompts 32x1024 64x1024"),
-    # Engines for one and for eight requests, whose lone request should take as long.
+    # A lone request should take as long in an engine for one request as in one for eight.
     **{
         f"generate-max-batch-{most}": Run(
             240, f"{GENERATE} --max-batch {most} --tree 5,8,64 5,4,16 --prompts 1x1024 1x32768"

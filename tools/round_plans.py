@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 
 from espalier.bench.chains import Matrix
-from espalier.bench.engines import OfShape, way_of
+from espalier.bench.engines import OfShape, way_with
 from espalier.bench.flags.trees import tree_shape
 from espalier.bench.synthetic_models import recipe_of
 from espalier.engine.cuda import CudaExecutor, Graph
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stored = {"weights": args.weights, "draft_weights": args.draft_weights}
         recipe, device = recipe_of(args.shape, 0, **stored), require_gpu("tools.round_plans")
         print_header()
-        way = way_of(args.tree)
+        way = way_with(args.tree)
         with OfShape(recipe, SETTINGS, device, [way]).open(way) as bench:
             executor = bench.engine.executor
             assert isinstance(executor, CudaExecutor)

@@ -1,4 +1,4 @@
-"""Engines for a load, with the tree and plain: from a model's files, or from synthetic models of a named shape."""
+"""Engines for a load, in each way to decode: from a model's files, or from synthetic models of a named shape."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,9 +43,10 @@ DECIDED = ("model", "draft", "device", "dtype", "model_overrides", "plant_fault"
 Way = Mapping[str, Any]
 AS_SET: Way = {}
 PLAIN_WAY: Way = {"speculation": None}
+WAYS = (AS_SET, PLAIN_WAY)
 
 
-def way_of(tree: TreeShape) -> Way:
+def way_with(tree: TreeShape) -> Way:
     """Decoding with this tree at every batch, or plain."""
     return PLAIN_WAY if tree == PLAIN else {"speculation": SpeculationConfig(**asdict(tree), by_batch={})}
 
@@ -114,19 +115,24 @@ class OfShape:
         recipe: Recipe,
         settings: Mapping[str, Any],
         device: torch.device,
-        ways: Iterable[Way] = (AS_SET, PLAIN_WAY),
+        ways: Iterable[Way] = WAYS,
     ) -> None:
         self.recipe, self.settings, self.device, self.ways = recipe, settings, device, tuple(ways)
 
     @cached_property
+    def position_rows(self) -> int:
+        return max(layout_of(self.config(way)).position_rows for way in self.ways)
+
+    @cached_property
     def models(self) -> SyntheticModels:
-        rows = max(layout_of(self.config(way)).position_rows for way in self.ways)
-        return SyntheticModels(self.recipe, dtype_on(self.device), self.device, rows)
+        return SyntheticModels(self.recipe, dtype_on(self.device), self.device, self.position_rows)
 
     @contextmanager
     def open(self, way: Way = AS_SET) -> Iterator[BenchEngine]:
         models = self.models
         config = self.config(way)
+        if (needed := layout_of(config).position_rows) > self.position_rows:
+            raise ValueError(f"{dict(way)} needs {needed} positions and the models have {self.position_rows}: name it")
         with models.engine_of(config, requested_pages(self.settings)) as (engine, _):
             yield BenchEngine(_llm(engine, config), models.prompts)
 
@@ -176,7 +182,7 @@ def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 
-def ways_of(made: BenchEngines) -> dict[str, Way]:
+def compared_ways(made: BenchEngines) -> dict[str, Way]:
     """The ways to decode that are compared, by name: plain decoding alone where no tree is set."""
     return {"tree": AS_SET, "plain": PLAIN_WAY} if made.config().steps else {"plain": PLAIN_WAY}
 
@@ -186,9 +192,7 @@ def load_sizes(batch: int, context: int) -> dict[str, Any]:
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
-def engines_of(
-    args: Namespace, defaults: Mapping[str, Any], ways: Iterable[Way] = (AS_SET, PLAIN_WAY), **least: int
-) -> BenchEngines:
+def engines_of(args: Namespace, defaults: Mapping[str, Any], ways: Iterable[Way] = WAYS, **least: int) -> BenchEngines:
     """Engines of the model or the --shape that the flags name.
 
     defaults: of settings whose flags were not given; ways: all that will be opened; least: the smallest value that each
@@ -204,9 +208,7 @@ def engines_of(
     return made
 
 
-def engines_with(
-    args: Namespace, settings: Mapping[str, Any], ways: Iterable[Way] = (AS_SET, PLAIN_WAY)
-) -> BenchEngines:
+def engines_with(args: Namespace, settings: Mapping[str, Any], ways: Iterable[Way] = WAYS) -> BenchEngines:
     """Engines of the model or the --shape, with settings of LLM.  Raises EspalierError for one that does not fit."""
     if args.shape is None:
         return OfModel(settings)

@@ -16,7 +16,7 @@ import torch
 from rich.text import Text
 
 from espalier.bench.drive import empty_prefix_cache, require_pages, require_success
-from espalier.bench.engines import PLAIN_WAY, BenchEngines, Way, about, engines_of, shape_of, way_of, ways_of
+from espalier.bench.engines import BenchEngines, Way, about, compared_ways, engines_of, shape_of, way_with
 from espalier.bench.roofline import Roofline, kv_value_bytes
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
@@ -108,10 +108,10 @@ def run(args: Namespace) -> int:
     require_at_least_one(args, "tokens", "repeats")
     if args.tree is None:
         made = engines_of(args, {})
-        ways = list(ways_of(made).values())
+        ways = list(compared_ways(made).values())
     else:
         refuse_tree_flags(args, "--tree")
-        ways = [*(way_of(tree) for tree in args.tree if tree != PLAIN), PLAIN_WAY]
+        ways = _ways_with(args.tree)
         made = engines_of(args, {}, ways)
     for way in ways:
         _require_sizes(made.config(way), args)
@@ -125,12 +125,21 @@ def run(args: Namespace) -> int:
     if args.shape is not None and torch.cuda.is_available():
         _add_floors(measured, configs, args)
     config = configs[0]
-    cells = _cells(measured)
-    write_json(args.json, {**about(args, config), "tokens": args.tokens, "cells": cells})
+    # The config is that of the first tree; each cell says its tree.
+    write_json(args.json, {**about(args, config), "tokens": args.tokens, "cells": _cells(measured)})
     sizes = f"max_batch {config.max_batch}, max_context {config.max_context}, page_size {config.page_size}"
     stdout().print(Text(f"{config.algorithm}; {sizes}; {config.dtype}", QUIET))
     print_table(_table(measured))
     return 0
+
+
+def _ways_with(trees: Sequence[TreeShape]) -> list[Way]:
+    """Each tree, then plain decoding.  Raises EspalierError if one would be measured twice."""
+    named = trees if trees == [PLAIN] else [*trees, PLAIN]
+    twice = [tree for place, tree in enumerate(named) if tree in named[:place]]
+    if twice:
+        raise EspalierError(f"--tree measures {twice[0]} twice, and plain decoding beside every tree; leave one out")
+    return [way_with(tree) for tree in named]
 
 
 def _require_sizes(config: ResolvedConfig, args: Namespace) -> None:
@@ -233,10 +242,11 @@ def _cells(measured: Sequence[Sequence[Generated]]) -> list[dict[str, Any]]:
     """
     cells: list[dict[str, Any]] = []
     for *trees, plain in zip(*measured, strict=True):
-        about: dict[str, Any] = {"batch": plain.batch, "context": plain.context}
+        prompts: dict[str, Any] = {"batch": plain.batch, "context": plain.context}
         beside = {"plain": asdict(plain)}
-        cells += [{**about, "tree": asdict(tree), **beside, "tree_over_plain": _over(tree, plain)} for tree in trees]
-        cells += [] if trees else [about | beside]
+        cells += [{**prompts, "tree": asdict(tree), **beside, "tree_over_plain": _over(tree, plain)} for tree in trees]
+        if not trees:
+            cells.append(prompts | beside)
     return cells
 
 
@@ -265,9 +275,9 @@ def _table(measured: Sequence[Sequence[Generated]]) -> list[list[str]]:
     return rows
 
 
-def _row(way: str, figures: Generated, over_plain: str) -> list[str]:
+def _row(name: str, figures: Generated, over_plain: str) -> list[str]:
     return [
-        f"{figures.batch}x{figures.context} {way}",
+        f"{figures.batch}x{figures.context} {name}",
         ", ".join(map(str, astuple(figures.tree))),
         f"{figures.first_token_ms:.1f}",
         f"{figures.round_ms:.2f}",

@@ -87,7 +87,7 @@ def run(args: Namespace) -> int:
         print_table([["", ""], *([name, str(value)] for name, value in figures.items())])
         return 0
     measured: dict[str, Any] = {}
-    ways = engines.ways_of(made)
+    ways = engines.compared_ways(made)
     for name, way in ways.items():
         with made.open(way) as bench:
             config, vocabulary = bench.config, vocabulary_of_model(bench.llm)
@@ -190,17 +190,17 @@ def _run(
     return Timed(1e3 * median(gaps), num_generated / (max(last.values()) - begun), num_generated / max(rounds, 1))
 
 
-def _table(measured: dict[str, Any], ways: Iterable[str]) -> list[list[str]]:
+def _table(measured: dict[str, Any], names: Iterable[str]) -> list[list[str]]:
     rows = [[f"{BATCH} requests", "ms between tokens", "tokens/s", "accept", "over plain"]]
-    for way in ways:
-        for name, figures in measured[way].items():
-            plain = measured["plain"][name]["tokens_per_second"]
-            over = f"{figures['tokens_per_second'] / plain:.2f}" if way == "tree" else ""
-            title = f"{way}, {name} under a grammar"
+    for name in names:
+        for asked, figures in measured[name].items():
+            plain = measured["plain"][asked]["tokens_per_second"]
+            over = f"{figures['tokens_per_second'] / plain:.2f}" if name == "tree" else ""
+            title = f"{name}, {asked} under a grammar"
             times = [f"{figures['between_tokens_ms']:.2f}", f"{figures['tokens_per_second']:.0f}"]
             rows.append([title, *times, f"{figures['accept_length']:.2f}", over])
-        ratio = measured[way]["one"]["between_tokens_ms"] / measured[way]["none"]["between_tokens_ms"]
-        rows.append([f"{way}, others beside one, over none", f"{ratio:.3f}", "", "", ""])
+        ratio = measured[name]["one"]["between_tokens_ms"] / measured[name]["none"]["between_tokens_ms"]
+        rows.append([f"{name}, others beside one, over none", f"{ratio:.3f}", "", "", ""])
     for sizes, each in measured.get("host_ms", {}).items():
         rows.append([f"host ms a round for masks, {sizes}", f"{each:.2f}", "", "", ""])
     return rows

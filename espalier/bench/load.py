@@ -181,14 +181,14 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals
 
 
 def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Served], ResolvedConfig]:
-    """The load of the flags, served in each of ways_of, after a warm-up.  The config is that of the first way."""
+    """The load of the flags, served in each of compared_ways, after a warm-up.  The config is that of the first way."""
     require_at_least_one(args, "requests")
     named = args.shape is not None
     load = mixed(args.requests or REQUESTS[named], args.input or INPUTS[named], args.output or OUTPUTS[named])
     batch = min(len(load.inputs), arrivals.concurrency or 64)
     made = engines.engines_of(args, engines.load_sizes(batch, load.longest + 2), max_context=load.longest)
     served, configs = {}, []
-    for name, way in engines.ways_of(made).items():
+    for name, way in engines.compared_ways(made).items():
         with made.open(way) as bench:
             prompts = bench.prompts(load.inputs)
             warm_up = Load(load.inputs[:batch], (8,) * batch)

@@ -93,7 +93,7 @@ def sharing_the_gpu(made: OfShape) -> OfShape:
     if requested_pages(made.settings) is not None:
         return made
     num_pages = layout_of(made.config()).most_pages
-    return OfShape(made.recipe, {**made.settings, "num_pages": num_pages}, made.device)
+    return OfShape(made.recipe, {**made.settings, "num_pages": num_pages}, made.device, made.ways)
 
 
 def _shape_flags(args: Namespace) -> list[str]:

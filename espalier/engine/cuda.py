@@ -13,8 +13,7 @@ Everything is captured, and all its kernels are compiled, before the first launc
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -254,22 +253,18 @@ class CudaExecutor:
     def _eager_stages(self, packed: LaunchBuffer, batch: int) -> EagerStages:
         return EagerStages(self.runner, self.results, packed, ALL_SAMPLING, batch, self.stage_memory)
 
-    def copy_entry(self, host: HostEntry, batch: int) -> None:
-        """Copy a ring entry to the host on the copy stream, while the compute stream goes on."""
-        with self._after_writing(host):
-            self._copy_results(host, batch)
+    def copy_entry(self, host: HostEntry, batch: int, prompt_logprobs: Tensor | None = None) -> Tensor | None:
+        """Copy a ring entry to the host on the copy stream, while the compute stream goes on.
 
-    def _copy_results(self, host: HostEntry, batch: int) -> None:
-        host.results[:batch].copy_(self.results.ring[host.entry, :batch], non_blocking=True)
-
-    @contextmanager
-    def _after_writing(self, host: HostEntry) -> Iterator[None]:
-        """The copy stream, once the compute stream has done all that was launched.  `host.copied` follows the block."""
+        Returns a pinned copy of prompt_logprobs.  Both are there after `host.copied`.
+        """
         host.written.record(self.stream)
         self.copies.wait_event(host.written)
         with torch.cuda.stream(self.copies):
-            yield
+            on_host = None if prompt_logprobs is None else self._to_host(prompt_logprobs)
+            host.results[:batch].copy_(self.results.ring[host.entry, :batch], non_blocking=True)
             host.copied.record(self.copies)
+        return on_host
 
     @torch.inference_mode()
     def compile(self, launch_inputs: Iterable[LaunchInput]) -> None:
@@ -346,15 +341,12 @@ class CudaExecutor:
 
         output: of an eager launch, the only kind that computes prompt log-probabilities; None for other launches.
         """
-        prompt = None
+        prompt_logprobs = None
         if output is not None and output.prompt_logprobs is not None:
             with torch.cuda.stream(self.stream):
-                prompt = rows_of(*output.prompt_logprobs)
-        with self._after_writing(host):
-            if prompt is not None:
-                prompt = self._to_host(prompt)
-            self._copy_results(host, len(launch_input.slots))
-        return CudaHandle(self.results, host, launch_input, prompt)
+                prompt_logprobs = rows_of(*output.prompt_logprobs)
+        on_host = self.copy_entry(host, len(launch_input.slots), prompt_logprobs)
+        return CudaHandle(self.results, host, launch_input, on_host)
 
     def _to_host(self, value: Tensor) -> Tensor:
         value.record_stream(self.copies)

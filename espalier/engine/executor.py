@@ -257,8 +257,8 @@ class CpuExecutor:
     def _read_rows(self, launch_input: LaunchInput, output: RoundOutput | None) -> list[RequestResult]:
         batch = len(launch_input.slots)
         of_prompt = None if output is None else output.prompt_logprobs
-        prompt = None if of_prompt is None else rows_of(*of_prompt)
-        return read(self.results.fields, self.results.ring[0, :batch].numpy(), prompt, launch_input)
+        prompt_logprobs = None if of_prompt is None else rows_of(*of_prompt)
+        return read(self.results.fields, self.results.ring[0, :batch].numpy(), prompt_logprobs, launch_input)
 
     def close(self) -> None:
         if self.worker is not None:

@@ -23,7 +23,6 @@ Parts = tuple[tuple[str, int], ...]
 # Each part begins at a multiple of so many numbers, which are 16 bytes.  Triton compiles another kernel for an address
 # that is not aligned to 16 bytes, and the number of requests would decide which addresses are.
 ALIGNMENT = 2
-NOTHING = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -110,12 +109,12 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, form: L
     for name, (at, values) in updates.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
     sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
-    # Filled in place: a round packs a few numbers, and each array or concatenation would cost as much as all of them.
+    # Filled in place: a round has few numbers, and one more array would cost as much as writing them all.
     vector, begin = np.zeros(sum(map(_aligned, sizes.values())), dtype=np.int64), 0
     for name, size in sizes.items():
         part = parts[name]
         if len(part):
-            vector[begin : begin + len(part)] = part
+            vector[begin : begin + size][: len(part)] = part
         begin += _aligned(size)
     return LaunchBuffer(vector, tuple(sizes.items()))
 
@@ -126,7 +125,7 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
     A zero in an update of the page table writes 0 to cell 0: the dummy request's first page stays page 0.
     """
     if launch_input.is_prefill:
-        return {"slots": form.batch, "lengths": form.batch}
+        return {"slots": form.batch, "lengths": form.batch, "piece_last": form.batch if form.pieces else 0}
     capacity, count = layout.max_appended_pages(form.batch), len(launch_input.appended_pages)
     if count > capacity:
         raise EspalierError(
@@ -137,11 +136,11 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 
 
 def _pieces(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray]:
-    request, offset, last = (NOTHING,) * 3
+    request = offset = last = np.zeros(0, dtype=np.int64)
     if form.pieces:
         pieces = launch_input.pieces or tuple((row, 0) for row in range(len(launch_input.slots)))
         request, offset = np.array(pieces, dtype=np.int64).T
-        last = _padded(np.flatnonzero(np.append(request[1:] != request[:-1], True)), form.batch)
+        last = np.flatnonzero(np.append(request[1:] != request[:-1], True))
         # A piece that begins where its request ends has no tokens.
         missing, row = form.pieces - len(pieces), form.batch - 1
         end = launch_input.lengths[row] if row < len(launch_input.slots) else 0
@@ -151,9 +150,3 @@ def _pieces(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray
 
 def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def _padded(values: Sequence[int] | np.ndarray, count: int) -> np.ndarray:
-    padded = np.zeros(count, dtype=np.int64)
-    padded[: len(values)] = values
-    return padded

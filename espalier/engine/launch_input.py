@@ -25,7 +25,7 @@ class LaunchInput:
     slots: the slots of the batch, in order.
     needs: the kinds of sampling work in this batch.
     num_logprobs: how many of the likeliest tokens to report beside each emitted one, by slot, None for a request that
-    wants no log-probabilities; empty if no request wants them.
+    wants no log-probabilities; empty for dummies.
     lengths: tokens that each slot enters in a prefill pass; empty for a round.
     width: width of the prefill pass; 0 for a round.
     pieces: (row of the batch, offset of its first token) of each piece of a prefill pass (speculate/pieces.py); empty
@@ -136,12 +136,6 @@ def of_dummies(batch: int, width: int = 0, pieces: int = 0) -> LaunchInput:
     return LaunchInput(dummies, ALL_SAMPLING, lengths=dummies if width else (), width=width, pieces=spread)
 
 
-def num_logprobs_of(requests: list[Request]) -> tuple[int | None, ...]:
-    """As LaunchInput has it."""
-    wanted = tuple(r.params.logprobs for r in requests)
-    return () if wanted.count(None) == len(wanted) else wanted
-
-
 def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:
     """The kinds of sampling work that this batch needs."""
     params = [r.params for r in requests]
@@ -164,12 +158,13 @@ def prompt_rows_of(batch: list[Request], made: PrefillPass) -> PromptRows | None
         row, first_row = first_row, first_row + -(-length // made.width) * made.width
         begin = max(request.num_prefilled, len(request.prompt_logprobs))
         end = min(request.num_prefilled + length, len(request.prompt) - 1)
-        if not request.lacks_prompt_logprobs or begin >= end:
-            spans.append((0, 0))
-            continue
-        spans.append((row + begin - request.num_prefilled, row + end - request.num_prefilled))
-        counts.append(request.num_prompt_logprobs or 0)
-    return PromptRows(tuple(spans), max(counts)) if counts else None
+        wanted = request.num_prompt_logprobs if request.lacks_prompt_logprobs and begin < end else None
+        first = row - request.num_prefilled
+        spans.append((0, 0) if wanted is None else (first + begin, first + end))
+        counts.append(wanted)
+    if all(wanted is None for wanted in counts):
+        return None
+    return PromptRows(tuple(spans), tuple(wanted or 0 for wanted in counts))
 
 
 def slot_init(request: Request, tokens: list[int], start: int, commit_from: int, end: int, steps: int) -> SlotInit:

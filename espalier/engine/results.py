@@ -18,6 +18,7 @@ from espalier.kernels.state.write_results import write_results
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
 from espalier.logprobs import words
+from espalier.sampling.prompt import PromptRows
 from espalier.speculate.round import RoundOutput
 from espalier.speculate.tree import VOID, Tree
 
@@ -45,6 +46,7 @@ class Fields:
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
+        # Last, so that the fields before it are one view.
         sizes["logprobs"] = width * words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()
         return cls(
@@ -54,14 +56,17 @@ class Fields:
 
 
 class Results:
-    """ring: [entries, max_batch, width] int64 on the device; columns, logprobs: views of it, of all fields but
-    log-probabilities and of these, [entries, max_batch, W, words(MAX_LOGPROBS)]."""
+    """ring: [entries, max_batch, width] int64 on the device.
+
+    decided: the view of all fields but log-probabilities.  logprobs: the view of these, [entries, max_batch, W,
+    words(MAX_LOGPROBS)].
+    """
 
     def __init__(self, layout: RoundLayout, entries: int, device: torch.device):
         self.layout = layout
         self.fields = Fields.of(layout)
         self.ring = torch.zeros(entries, layout.max_batch, self.fields.width, dtype=torch.int64, device=device)
-        self.columns = self.ring[..., : self.fields.logprobs.start]
+        self.decided = self.ring[..., : self.fields.logprobs.start]
         self.logprobs = self.ring[..., self.fields.logprobs].unflatten(-1, (-1, words(MAX_LOGPROBS)))
 
     def write(self, entry: Tensor, output: RoundOutput) -> None:
@@ -72,22 +77,24 @@ class Results:
         if tree is not None:
             parts |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
-        self._write_columns(entry, parts)
+        self._write_decided(entry, parts)
         picked = (output.logits, output.rows, path.tokens, path.length)
         write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
 
     def write_trees(self, entry: Tensor, tree: Tree) -> None:
         """Write the trees of a round that is not settled yet to ring entry `entry` [1]."""
-        self._write_columns(entry, {"tokens": tree.tokens, "parents": tree.parents})
+        self._write_decided(entry, {"tokens": tree.tokens, "parents": tree.parents})
 
-    def _write_columns(self, entry: Tensor, parts: dict[str, Tensor]) -> None:
-        write_results(self.columns, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
+    def _write_decided(self, entry: Tensor, parts: dict[str, Tensor]) -> None:
+        write_results(self.decided, entry, {getattr(self.fields, name).start: part for name, part in parts.items()})
 
 
-def read(fields: Fields, entry: np.ndarray, prompt: Tensor | None, launch_input: LaunchInput) -> list[RequestResult]:
+def read(
+    fields: Fields, entry: np.ndarray, prompt_logprobs: Tensor | None, launch_input: LaunchInput
+) -> list[RequestResult]:
     """Read a ring entry [B, width] on the host: one row for each slot of the launch input.
 
-    prompt: [N, words], rows of espalier/logprobs.py of prompt tokens; None where no request asked for them.
+    prompt_logprobs: [N, words], for the rows of LaunchInput.prompt_rows; None where no request asked for them.
     """
     length, num_finite = entry[:, fields.length][:, 0].tolist(), entry[:, fields.num_finite][:, 0].tolist()
     emitted = entry[:, fields.emitted].tolist()
@@ -95,7 +102,7 @@ def read(fields: Fields, entry: np.ndarray, prompt: Tensor | None, launch_input:
     drafted = np.maximum(is_node.sum(1) - 1, 0).tolist()
     depth = (entry[:, fields.depths] * is_node).max(1).tolist()
     logprobs = _logprobs(entry[:, fields.logprobs], launch_input.num_logprobs, num_finite)
-    prompt_logprobs = _by_span(prompt, launch_input, len(length))
+    of_prompts = _of_prompts(prompt_logprobs, launch_input.prompt_rows, len(length))
     return [
         RequestResult(
             emitted[b][: num_finite[b]],
@@ -103,7 +110,7 @@ def read(fields: Fields, entry: np.ndarray, prompt: Tensor | None, launch_input:
             TreeSize(drafted[b], depth[b]),
             _tree(fields, entry[b], length[b]) if launch_input.traced and is_node[b].any() else None,
             logprobs[b],
-            prompt_logprobs[b],
+            of_prompts[b],
         )
         for b in range(len(length))
     ]
@@ -122,23 +129,30 @@ def read_trees(fields: Fields, entry: np.ndarray) -> list[tuple[list[int], list[
     return list(zip(entry[:, fields.tokens].tolist(), entry[:, fields.parents].tolist(), strict=True))
 
 
-def _logprobs(
-    columns: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]
-) -> Sequence[np.ndarray | None]:
-    """The rows of each request's emitted tokens, with as many likeliest tokens as it wants; None if it wants none."""
-    if not wanted:
+# Rows are copied: a view would keep those of the whole batch, and the next launch with this ring entry overwrites its
+# buffer.
+
+
+def _logprobs(entry: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]) -> Sequence[np.ndarray | None]:
+    """The rows of each request's emitted tokens, with as many likeliest tokens as it wants; None if it wants none.
+
+    entry: the field of log-probabilities, [B, n].
+    """
+    if wanted.count(None) == len(wanted):
         return (None,) * len(num_emitted)
-    rows = columns.reshape(len(columns), -1, words(MAX_LOGPROBS))
-    # Copied: the next launch with this ring entry overwrites the buffer.
+    rows = entry.reshape(len(entry), -1, words(MAX_LOGPROBS))
     return [
         None if most is None else rows[b, :emitted, : words(most)].copy()
         for b, (most, emitted) in enumerate(zip(wanted, num_emitted, strict=True))
     ]
 
 
-def _by_span(rows: Tensor | None, launch_input: LaunchInput, batch: int) -> list[np.ndarray | None]:
-    """The rows of each request's prompt tokens."""
-    if rows is None or launch_input.prompt_rows is None:
-        return [None] * batch
-    sizes, own = launch_input.prompt_rows.sizes, rows.numpy()
-    return [own[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+def _of_prompts(rows: Tensor | None, asked: PromptRows | None, batch: int) -> Sequence[np.ndarray | None]:
+    """The rows of each request's prompt tokens; None if it has none in this launch."""
+    if rows is None or asked is None:
+        return (None,) * batch
+    every = rows.numpy()
+    return [
+        every[end - size : end, : words(count)].copy() if size else None
+        for size, end, count in zip(asked.sizes, accumulate(asked.sizes), asked.counts, strict=True)
+    ]

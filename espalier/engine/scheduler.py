@@ -17,7 +17,6 @@ from espalier.engine.launch_input import (
     LaunchInput,
     RequestResult,
     RoundTrace,
-    num_logprobs_of,
     prompt_rows_of,
     sampling_needs_of,
     slot_init,
@@ -26,7 +25,6 @@ from espalier.engine.masks import MaskBuilder, Maskers
 from espalier.engine.prefill_policy import NO_PREFILL, PrefillPass, next_pass, pieces_of
 from espalier.engine.queue import WaitingQueue
 from espalier.layout import LaunchForm, RoundLayout
-from espalier.logprobs import words
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
@@ -283,7 +281,7 @@ class Scheduler:
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
-            num_logprobs=num_logprobs_of(batch),
+            num_logprobs=tuple(r.params.logprobs for r in batch),
             lengths=prefill.lengths,
             width=prefill.width,
             pieces=pieces,
@@ -304,12 +302,9 @@ class Scheduler:
 
     def _read_prompt_logprobs(self, request: Request, row: RequestResult) -> bool:
         """Append the prompt log-probabilities of a chunk.  False if one is NaN, which ends the request."""
-        rows, wanted = row.prompt_logprobs, request.num_prompt_logprobs
-        if rows is not None and wanted is not None:
-            # Copied: a view would keep the rows of the whole batch.
-            own = rows[:, : words(wanted)].copy()
-            if request.prompt_logprobs.add(own).has_nan:
-                self._finish(request, "abort", NOT_FINITE)
+        rows = row.prompt_logprobs
+        if rows is not None and request.prompt_logprobs.add(rows).has_nan:
+            self._finish(request, "abort", NOT_FINITE)
         return not request.done
 
     def _read_prompt(self, request: Request, row: RequestResult) -> None:

@@ -16,12 +16,16 @@ from espalier.sampling.pick import Logprobs, logprobs
 class PromptRows:
     """The rows of a prefill pass whose next token's log-probability is reported, known on the host.
 
-    spans: rows [begin, end) of the pass, its pieces one after the other, for each request of the batch; count: how many
-    of the likeliest tokens to report beside each.
+    For each request of the batch, spans: rows [begin, end) of the pass, its pieces one after another; counts: how many
+    of the likeliest tokens it wants beside each.
     """
 
     spans: tuple[tuple[int, int], ...]
-    count: int
+    counts: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return max(self.counts)
 
     @property
     def sizes(self) -> list[int]:

@@ -67,5 +67,8 @@ def passes_of_last_rows(layout: RoundLayout, powers: Sequence[int]) -> Iterator[
 def dummy_pass(width: int, num_pieces: int, requests: int, reported: int) -> LaunchInput:
     """A pass whose pieces are spread over the requests.  reported: rows, from the first, with log-probabilities."""
     dummies = of_dummies(requests, width, num_pieces if num_pieces > requests else 0)
-    rows = PromptRows(((0, reported), *((0, 0),) * (requests - 1)), MAX_LOGPROBS) if reported else None
+    rows = None
+    if reported:
+        others = requests - 1
+        rows = PromptRows(((0, reported), *((0, 0),) * others), (MAX_LOGPROBS, *(0,) * others))
     return replace(dummies, prompt_rows=rows)

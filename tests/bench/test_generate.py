@@ -23,7 +23,8 @@ SHAPE = tiny(hot=1024, num_hidden_layers=3, intermediate_size=320)
 TREE = SpeculationConfig(steps=3, topk=2, num_draft_tokens=8)
 SETTINGS = {"max_batch": 2, "max_context": 256, "chunk_size": 64, "overlap": False, "speculation": TREE}
 STEP = 0.01
-SEVERAL = ["3,2,8", "plain", "4,4,16"]
+# The first is deeper than the default.
+SEVERAL = ["6,2,8", "4,4,16"]
 CHANGED = ["--by-batch", '{"2": {"steps": 0}}']
 
 
@@ -46,23 +47,23 @@ def clock(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("batch", "context", "passes", "tree"),
+    ("batch", "context", "passes", "way"),
     [
-        (1, 200, 4, True),
-        (2, 16, 1, False),
-        pytest.param(1, 200, 4, False, marks=pytest.mark.full),
-        pytest.param(2, 16, 1, True, marks=pytest.mark.full),
+        (1, 200, 4, AS_SET),
+        (2, 16, 1, PLAIN_WAY),
+        pytest.param(1, 200, 4, PLAIN_WAY, marks=pytest.mark.full),
+        pytest.param(2, 16, 1, AS_SET, marks=pytest.mark.full),
     ],
 )
-def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, batch, context, passes, tree):
-    with engines.open(AS_SET if tree else PLAIN_WAY) as bench:
+def test_a_round_takes_the_slope_and_the_first_token_every_pass(engines, clock, batch, context, passes, way):
+    with engines.open(way) as bench:
         found = generate.measure(bench.llm, bench.prompts([context] * batch), 54, repeats=1)
         assert bench.engine.prefixes is not None and bench.engine.observer is None
     assert (found.batch, found.context) == (batch, context)
     # A step is a pass or a round.  Prompts that are cached from an earlier call would take fewer passes.
     assert found.first_token_ms == pytest.approx(1e3 * STEP * passes)
     assert found.round_ms == pytest.approx(1e3 * STEP)
-    if tree:
+    if way is AS_SET:
         assert 1.5 < found.accept_length <= 4
         assert found.tokens_per_second > 1.5 / STEP
     else:
@@ -123,11 +124,11 @@ def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch,
     ]
     assert main(["bench", "generate", "--shape", "tiny", "--json", str(file), *sizes, *flags]) == 0
     figures, out = json.loads(file.read_text()), capsys.readouterr().out
-    trees = len(SEVERAL) - 1 if flags[1:] == SEVERAL else 1
+    trees = len(SEVERAL) if flags[1:] == SEVERAL else 1
     cells = [(batch, 12) for batch in batches for _ in range(trees)]
     assert [(cell["batch"], cell["context"]) for cell in figures["cells"]] == cells
-    first = {"--tree 4,4,16": 4, "--tree plain": 0, f"--tree {' '.join(SEVERAL)}": 3}
-    assert figures["config"]["steps"] == first.get(" ".join(flags), 5)
+    steps_of_first = {"--tree 4,4,16": 4, "--tree plain": 0, f"--tree {' '.join(SEVERAL)}": 6}
+    assert figures["config"]["steps"] == steps_of_first.get(" ".join(flags), 5)
     if trees > 1:
         assert [cell["tree"]["tree"]["num_draft_tokens"] for cell in figures["cells"]] == [8, 16] * 2
         assert [len(re.findall(f"{batch}x12 plain", out)) for batch in batches] == [1, 1]
@@ -158,6 +159,8 @@ def test_the_floor_and_the_bytes_of_the_weights_stand_beside_a_round():
         (["--tokens", "0"], "--tokens=0"),
         (["--prompts", "0x3"], "write such as 1x8192"),
         (["--tree", "3,2"], "or plain"),
+        (["--tree", "3,2,8", "3,2,8"], "topk 2, num_draft_tokens 8 twice"),
+        (["--tree", "3,2,8", "plain"], "measures plain decoding twice"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flags, says, capsys):
@@ -171,8 +174,8 @@ def test_what_cannot_be_measured_is_refused(flags, says, capsys):
 @pytest.mark.gpu
 def test_on_a_gpu_a_users_engine_is_measured():
     made = OfShape(Recipe(SHAPE, skill=0.9), {}, torch.device("cuda"))
-    for tree, way in ((True, AS_SET), (False, PLAIN_WAY)):
+    for way in (AS_SET, PLAIN_WAY):
         with made.open(way) as bench:
             found = generate.measure(bench.llm, bench.prompts([24] * 2), 160, 3)
             assert bench.config.max_batch == 64 and bench.engine.executor.graphs
-        assert (found.accept_length > 1.5) is tree and found.first_token_ms > 0
+        assert (found.accept_length > 1.5) is (way is AS_SET) and found.first_token_ms > 0

@@ -47,7 +47,7 @@ def test_a_small_pass_is_padded_to_a_captured_form(left, width, form):
     slots = tuple(range(1, len(left) + 1))
     launch_input = LaunchInput(slots, of_dummies(1).needs, lengths=made.lengths, width=width, pieces=pieces_of(made))
     assert launch_input.form(LAYOUT.captured_passes) == LaunchForm(*form)
-    reports = replace(launch_input, prompt_rows=PromptRows(((0, 1), *((0, 0),) * (len(left) - 1)), 0))
+    reports = replace(launch_input, prompt_rows=PromptRows(((0, 1), *((0, 0),) * (len(left) - 1)), (0,) * len(left)))
     assert reports.form(LAYOUT.captured_passes) == launch_input.form()
 
 

@@ -51,7 +51,7 @@ def rows_of(
     spans: tuple[tuple[int, int], ...] | None = None,
     wanted: tuple[int | None, ...] = (),
 ):
-    rows = None if spans is None else PromptRows(spans, 2)
+    rows = None if spans is None else PromptRows(spans, (2,) * batch)
     launch_input = LaunchInput((1,) * batch, SamplingNeeds(), wanted, traced=traced, prompt_rows=rows)
     return read(results.fields, results.ring[entry, :batch].numpy(), prompt, launch_input)
 
@@ -113,8 +113,10 @@ def test_a_prompts_logprobs_go_to_who_asked():
     prompt = logprob_rows(tokens, chosen, ranks, values.long(), -values)
     entries = [TokenLogprob(7 + i, -1.0 - i, [(2 * i, -2.0 * i), (2 * i + 1, -2.0 * i - 1)], 1 + i) for i in range(3)]
     for spans, cut in (((3, 5), (0, 1)), 2), (((0, 0), (4, 7)), 0), (((1, 4), (0, 0)), 3):
-        rows = rows_of(written(PASS, 0), 0, 2, prompt, spans=spans)
-        assert [TokenLogprobs([row.prompt_logprobs]) for row in rows] == [entries[:cut], entries[cut:]]
+        rows = rows_of(written(PASS, 0), 0, 2, prompt.clone(), spans=spans)
+        kept = [[] if row.prompt_logprobs is None else TokenLogprobs([row.prompt_logprobs]) for row in rows]
+        assert kept == [entries[:cut], entries[cut:]]
+        assert all(row.prompt_logprobs is None or row.prompt_logprobs.base is None for row in rows), "a whole pass"
         assert [row.logprobs for row in rows] == [None, None]
 
 

@@ -47,7 +47,7 @@ def forbid_syncs(engine: Engine) -> Counter[str]:
     launch = executor.launch
 
     def launching(launch_input: LaunchInput) -> Handle:
-        reports = bool(launch_input.num_logprobs) or launch_input.prompt_rows is not None
+        reports = any(n is not None for n in (*launch_input.num_logprobs, launch_input.prompt_rows))
         asked = "with logprobs" if reports else ""
         how = "eager" if executor.graph_of(launch_input) is None else "graph"
         kind = f"{how} prefill" if launch_input.is_prefill else how

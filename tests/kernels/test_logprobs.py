@@ -14,6 +14,8 @@ TOLERANCE = {torch.float32: 2.0**-16, torch.float64: 2.0**-40}
 MOST = 5
 # Undefined places hold what was there.
 UNTOUCHED = -7
+# Columns of a ring before those of log-probabilities.
+OTHERS = 3
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +40,10 @@ def launched(batch, width, nodes, vocab, dtype, seed, device):
 
 
 def ring_of(batch, width, device):
-    """A part of the columns of a ring."""
+    """The last columns of a ring."""
     columns = (width + 1) * words(MOST)
-    whole = torch.full((3, batch + 1, columns + 3), UNTOUCHED, device=device)
-    return whole[..., 3:].unflatten(-1, (width + 1, -1))
+    whole = torch.full((3, batch + 1, OTHERS + columns), UNTOUCHED, device=device)
+    return whole[..., OTHERS:].unflatten(-1, (width + 1, -1))
 
 
 def agree(parts, dtype, device):
@@ -64,7 +66,9 @@ def agree(parts, dtype, device):
             torch.testing.assert_close(found.view(torch.float64)[floats], wanted.view(torch.float64)[floats], **near)
             assert found[TOKEN] == tokens[b, w]
             assert (ours[1, b, w, words(count) :] == UNTOUCHED).all()
-    assert (ours[untouched] == UNTOUCHED).all() and (reference[untouched] == UNTOUCHED).all()
+    for ring in (ours, reference):
+        assert (ring[untouched] == UNTOUCHED).all()
+        assert (ring._base[..., :OTHERS] == UNTOUCHED).all(), "columns of something else"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)

@@ -9,7 +9,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.state.write_results import EMPTY, write_results, write_results_reference, write_results_triton
 from tests.kernels.treeing import random
 
-ENTRIES, ROWS, WIDTH = 3, 6, 21
+# After the columns that are written come OTHERS, of something else.
+ENTRIES, ROWS, WIDTH, OTHERS = 3, 6, 21, 2
 
 
 def drawn(batch, seed, all_of_them=True):
@@ -26,8 +27,7 @@ def drawn(batch, seed, all_of_them=True):
 
 
 def ring_of(seed, device="cpu"):
-    """The first columns of a ring."""
-    return torch.randint(0, 100, (ENTRIES, ROWS, WIDTH + 2), generator=random(seed)).to(device)[..., :WIDTH]
+    return torch.randint(0, 100, (ENTRIES, ROWS, WIDTH + OTHERS), generator=random(seed)).to(device)
 
 
 def put_in_loops(ring, entry, fields):
@@ -37,7 +37,7 @@ def put_in_loops(ring, entry, fields):
         for start, field in fields.items():
             for column, value in enumerate(field[b].tolist(), start):
                 row[column] = value if field.dtype == torch.int64 else struct.unpack("i", struct.pack("f", value))[0]
-        ring[entry, b] = torch.tensor(row)
+        ring[entry, b, :WIDTH] = torch.tensor(row)
     return ring
 
 
@@ -46,7 +46,7 @@ def test_the_reference_is_what_loops_put(batch):
     for seed in range(4):
         fields, ring = drawn(batch, seed, seed % 2 == 0), ring_of(seed)
         expected = put_in_loops(ring, seed % ENTRIES, fields)
-        write_results_reference(ring, torch.tensor([seed % ENTRIES]), fields)
+        write_results_reference(ring[..., :WIDTH], torch.tensor([seed % ENTRIES]), fields)
         assert torch.equal(ring, expected)
 
 
@@ -55,15 +55,17 @@ def test_kernel_is_the_reference(kernel_device, batch):
     for seed in range(4):
         fields, expected = drawn(batch, seed, seed % 2 == 0), ring_of(seed)
         ring, entry = ring_of(seed, kernel_device), torch.tensor([seed % ENTRIES])
-        write_results_reference(expected, entry, fields)
+        write_results_reference(expected[..., :WIDTH], entry, fields)
         write_results_triton(
-            ring, entry.to(kernel_device), {start: field.to(kernel_device) for start, field in fields.items()}
+            ring[..., :WIDTH],
+            entry.to(kernel_device),
+            {start: field.to(kernel_device) for start, field in fields.items()},
         )
         assert torch.equal(ring.cpu(), expected)
 
 
 def test_what_does_not_fit_is_refused(kernel_device):
-    ring, entry = ring_of(0, kernel_device), torch.tensor([0]).to(kernel_device)
+    ring, entry = ring_of(0, kernel_device)[..., :WIDTH], torch.tensor([0]).to(kernel_device)
     fields = {start: field.to(kernel_device) for start, field in drawn(4, 0).items()}
     with pytest.raises(EspalierError, match="write_results: entry"):
         write_results_triton(ring, entry[:0], fields)
@@ -71,10 +73,12 @@ def test_what_does_not_fit_is_refused(kernel_device):
         write_results_triton(ring, entry, fields | {3: fields[3][1:]})
     with pytest.raises(EspalierError, match="up to column 22"):
         write_results_triton(ring, entry, fields | {17: fields[3]})
+    with pytest.raises(EspalierError, match="stride 138, not 1"):
+        write_results_triton(ring.permute(1, 2, 0), entry, {0: fields[0]})
 
 
 def test_a_cpu_needs_no_kernel():
     ring, fields = ring_of(1), drawn(3, 1)
     expected = put_in_loops(ring, 2, fields)
-    write_results(ring, torch.tensor([2]), fields)
+    write_results(ring[..., :WIDTH], torch.tensor([2]), fields)
     assert torch.equal(ring, expected)

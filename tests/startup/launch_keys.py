@@ -269,7 +269,7 @@ def random_pass(layout: RoundLayout, vocab_size: int, random: Random) -> LaunchI
         return replace(wanted, masks=np.zeros((batch, 1, mask_words(vocab_size)), np.int32))
     if kind < 0.5:
         spans = ((0, random.randint(1, made.lengths[0])), *((0, 0),) * (batch - 1))
-        return replace(wanted, prompt_rows=PromptRows(spans, random.randint(0, 20)))
+        return replace(wanted, prompt_rows=PromptRows(spans, (random.randint(0, 20), *(0,) * (batch - 1))))
     return wanted
 
 

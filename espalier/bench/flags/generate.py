@@ -17,8 +17,8 @@ def add_flags(parser: ArgumentParser) -> None:
         nargs="+",
         type=_tree,
         metavar="S,K,D|plain",
-        help="trees at every batch, each in an engine of its own: steps, topk and num_draft_tokens; plain decoding "
-        "stands beside them, or alone with `plain`; by default the engine's trees",
+        help="trees (steps, topk, num_draft_tokens) to compare with plain decoding, each in an engine of its own, at "
+        "every batch; `plain`: plain decoding alone; by default the engine's trees",
     )
 
 

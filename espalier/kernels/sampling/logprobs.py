@@ -40,11 +40,11 @@ def write_logprobs(
 ) -> None:
     """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
 
-    ring: [entries, >= B, >= W, words(n)] int64, rows of espalier/logprobs.py, those of a request contiguous; n: the
-    most likeliest tokens that a request may ask for; logits: [B, D, V]; rows: [B, W] int64, the row of the logits that
-    each token was picked from; tokens: [B, W] int64; the first length [B] were emitted; num_logprobs: [B] int64,
-    how many of the likeliest tokens each request wants, below 0 for a request without log-probabilities.  Tokens of
-    equal logits are in order of their ids.  Words that no request asked for are undefined.
+    ring: [entries, >= B, >= W, words(n)] int64, rows of espalier/logprobs.py, those of a request contiguous; n: how
+    many of the likeliest tokens a request may ask for at most; logits: [B, D, V]; rows: [B, W] int64, the row of the
+    logits that each token was picked from; tokens: [B, W] int64; the first length [B] were emitted; num_logprobs: [B]
+    int64, how many of the likeliest tokens each request wants, below 0 for a request without log-probabilities.  Tokens
+    of equal logits are in order of their ids.  Words that no request asked for are undefined.
     """
     (write_logprobs_triton if logits.is_cuda else write_logprobs_reference)(
         ring, entry, logits, rows, tokens, length, num_logprobs

@@ -37,12 +37,13 @@ def write_results_triton(ring: Tensor, entry: Tensor, fields: Mapping[int, Tenso
         dtype = torch.float32 if field.dtype == torch.float32 else torch.int64
         require(f"write_results: the field of column {start}", field, (batch, -1), dtype, ring)
     ends = [start + field.shape[1] for start, field in fields.items()]
-    if len(fields) > MOST_FIELDS or max(ends) > width or batch > rows or ring.stride(2) != 1:
+    if len(fields) > MOST_FIELDS or max(ends) > width or batch > rows:
         raise EspalierError(
-            f"write_results: {len(fields)} fields of {batch} rows up to column {max(ends)} need a ring of adjacent "
-            f"columns that holds them, {MOST_FIELDS} fields at most, and it is {list(ring.shape)}: take both from one "
-            "layout"
+            f"write_results: {len(fields)} fields of {batch} rows up to column {max(ends)} need a ring that holds "
+            f"them, {MOST_FIELDS} fields at most, and it is {list(ring.shape)}: take both from one layout"
         )
+    if ring.stride(2) != 1:
+        raise EspalierError(f"write_results: the ring's columns have stride {ring.stride(2)}, not 1")
     if batch:
         missing = MOST_FIELDS - len(fields)
         block = power_of_two(width)
