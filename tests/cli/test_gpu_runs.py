@@ -85,8 +85,8 @@ def test_each_run_takes_the_package_of_another_checkout_first(tmp_path, monkeypa
 
 def test_an_unknown_run_is_refused(capsys):
     with pytest.raises(SystemExit):
-        main(["generate"])
-    assert "there is no run 'generate'" in capsys.readouterr().err
+        main(["no-such-run"])
+    assert "there is no run 'no-such-run'" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_the_runs_and_starts_no_other(tmp_path):
