@@ -138,7 +138,7 @@ def _ways_with(trees: Sequence[TreeShape]) -> list[Way]:
     named = trees if trees == [PLAIN] else [*trees, PLAIN]
     twice = [tree for place, tree in enumerate(named) if tree in named[:place]]
     if twice:
-        raise EspalierError(f"--tree measures {twice[0]} twice, and plain decoding beside every tree; leave one out")
+        raise EspalierError(f"--tree names {twice[0]} twice (plain decoding is measured beside every tree); leave one out")
     return [way_with(tree) for tree in named]
 
 

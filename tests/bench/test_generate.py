@@ -160,7 +160,7 @@ def test_the_floor_and_the_bytes_of_the_weights_stand_beside_a_round():
         (["--prompts", "0x3"], "write such as 1x8192"),
         (["--tree", "3,2"], "or plain"),
         (["--tree", "3,2,8", "3,2,8"], "topk 2, num_draft_tokens 8 twice"),
-        (["--tree", "3,2,8", "plain"], "measures plain decoding twice"),
+        (["--tree", "3,2,8", "plain"], "names plain decoding twice (plain decoding is measured beside every tree)"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flags, says, capsys):
