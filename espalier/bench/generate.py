@@ -138,7 +138,8 @@ def _ways_with(trees: Sequence[TreeShape]) -> list[Way]:
     named = trees if trees == [PLAIN] else [*trees, PLAIN]
     twice = [tree for place, tree in enumerate(named) if tree in named[:place]]
     if twice:
-        raise EspalierError(f"--tree names {twice[0]} twice (plain decoding is measured beside every tree); leave one out")
+        beside = "plain decoding is measured beside every tree"
+        raise EspalierError(f"--tree names {twice[0]} twice ({beside}); leave one out")
     return [way_with(tree) for tree in named]
 
 
