@@ -129,12 +129,13 @@ class OfShape:
 
     @contextmanager
     def open(self, way: Way = AS_SET) -> Iterator[BenchEngine]:
-        models = self.models
         config = self.config(way)
         if (needed := layout_of(config).position_rows) > self.position_rows:
-            raise ValueError(f"{dict(way)} needs {needed} positions and the models have {self.position_rows}: name it")
-        with models.engine_of(config, requested_pages(self.settings)) as (engine, _):
-            yield BenchEngine(_llm(engine, config), models.prompts)
+            raise ValueError(
+                f"{way} needs {needed} positions and the models have {self.position_rows}; name it in ways"
+            )
+        with self.models.engine_of(config, requested_pages(self.settings)) as (engine, _):
+            yield BenchEngine(_llm(engine, config), self.models.prompts)
 
     def config(self, way: Way = AS_SET) -> ResolvedConfig:
         return shape_config(self.recipe, {**self.settings, **way}, self.device)

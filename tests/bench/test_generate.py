@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from espalier.bench import generate
-from espalier.bench.engines import AS_SET, PLAIN_WAY, OfShape
+from espalier.bench.engines import AS_SET, PLAIN_WAY, OfShape, way_with
 from espalier.cli.main import main
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
@@ -92,6 +92,11 @@ def test_too_few_tokens_and_too_few_pages_are_refused(engines):
         generate.measure(bench.llm, bench.prompts([150] * 2), 40, 1)
 
 
+def test_a_tree_that_the_models_were_not_made_for_is_refused(engines):
+    with pytest.raises(ValueError, match=r"steps=6.* name it in ways"), engines.open(way_with(TreeShape(6, 2, 8))):
+        pass
+
+
 def test_an_llm_around_an_engine_serves_token_ids(engines):
     with engines.open() as bench:
         prompts = bench.prompts([20, 30])
@@ -131,7 +136,7 @@ def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch,
     assert figures["config"]["steps"] == steps_of_first.get(" ".join(flags), 5)
     if trees > 1:
         assert [cell["tree"]["tree"]["num_draft_tokens"] for cell in figures["cells"]] == [8, 16] * 2
-        assert [len(re.findall(f"{batch}x12 plain", out)) for batch in batches] == [1, 1]
+        assert [re.findall(f"{batch}x12 (tree|plain)", out) for batch in batches] == [["tree", "tree", "plain"]] * 2
     assert figures["config"]["max_batch"] == 8 and figures["config"]["prefix_cache"]
     if flags is CHANGED:
         assert [cell["tree"]["tree"]["steps"] for cell in figures["cells"]] == [5, 0]
