@@ -81,7 +81,8 @@ def grouped_backend(
     if len(group_names) != len(groups):
         raise EspalierError(
             f"attention={names!r} names {len(group_names)} backends, but the model has {len(groups)} group"
-            f"{'s' * (len(groups) > 1)} of layers that keep the same; name one backend, or one for each group"
+            f"{'s' * (len(groups) > 1)} of layers that keep the same kind of rows; name one backend, or one for "
+            "each group"
         )
     backends = []
     for name, group_layers in zip(group_names, groups.values(), strict=True):

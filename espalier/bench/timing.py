@@ -1,6 +1,6 @@
 """Measures GPU times by replaying CUDA graphs between events, and measures the GPU's bandwidth and peak.
 
-The caller makes sure that a body does not find data in the L2 cache that it would not find in use.
+The caller makes sure that a body finds in the L2 cache only the data that it would find there in use.
 """
 
 import statistics

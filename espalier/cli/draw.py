@@ -19,7 +19,7 @@ def round_tree(trace: RoundTrace, name: Name, signs: Signs) -> Text:
     _node(drawing, trace, 0, "", "", name, signs)
     bonus = trace.emitted[-1]
     position = trace.prefix_len + len(trace.emitted)
-    drawing.append(f"next root: {name(bonus)}, the target's own pick, to stand at position {position}\n")
+    drawing.append(f"next root: {name(bonus)}, picked by the target, at position {position}\n")
     drawing.append(_summary(trace), QUIET)
     return drawing
 

@@ -258,10 +258,10 @@ class Run:
 
     def watch(self, http: Request) -> None:
         """From now on, the client's disconnect ends the request with ClientLeft."""
-        self.leaving = asyncio.create_task(_left(http))
-        self.leaving.add_done_callback(self._has_left)
+        self.leaving = asyncio.create_task(_wait_for_disconnect(http))
+        self.leaving.add_done_callback(self._fail_if_client_left)
 
-    def _has_left(self, leaving: asyncio.Task[None]) -> None:
+    def _fail_if_client_left(self, leaving: asyncio.Task[None]) -> None:
         if not leaving.cancelled():
             self.generation.fail(ClientLeft())
 
@@ -416,6 +416,6 @@ def _body(events: bytes, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": events, "more_body": more}
 
 
-async def _left(http: Request) -> None:
+async def _wait_for_disconnect(http: Request) -> None:
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -174,12 +174,12 @@ class Upload:
                 finally:
                     self.gate.body_timeouts.discard(timeout)
         except TimeoutError:
-            raise self._late() from None
+            raise self._body_too_slow_error() from None
         self.num_received += len(message.get("body", b""))
         self.complete = not message.get("more_body", False)
         return message
 
-    def _late(self) -> ApiError:
+    def _body_too_slow_error(self) -> ApiError:
         if self.gate.draining:
             message = "the server is shutting down and the body had not arrived; retry on another server"
             error = ApiError(503, message, retry_after_s=RETRY_AFTER_S)

@@ -387,7 +387,7 @@ b  root  - position 6, page 9 row 2
 |-+ c  -0.50  - position 7, page 9 row 3
 | `-+ e  -0.75  - position 8, page 4 row 0
 `-x d  -1.50
-next root: h, the target's own pick, to stand at position 9
+next root: h, picked by the target, at position 9
 3 draft tokens verified in one pass, 2 accepted; 3 rows committed, 1 rejected that never were in the cache
 """
 

@@ -1,8 +1,8 @@
 """Select the nodes of the tree to verify from the pool of draft candidates.
 
 The best candidates become nodes, in pool order, so a parent comes before its children.  A candidate's index in the pool
-tells its level and the beam that is its parent.  So a pool is only tokens, scores, and for each beam the candidate that
-it was.
+tells its level and the beam that is its parent.  A pool therefore stores only tokens and scores, and, for each beam,
+the index of the candidate from which it was made.
 
 Grid: one program per request, which holds all candidates in registers.
 """
