@@ -23,11 +23,11 @@ LOGITS_BYTES = 2**27
 # A verify pass: the same.  With a vocabulary of 128k that is 4185 rows, more than trees have by default
 # (startup/tree_policy.py).
 NODE_LOGITS_BYTES = 2**31
-# Prefill passes that are captured: widths of their pieces, and the most pieces and rows.  A larger pass of an 8B keeps
-# a GPU busy for longer than the host needs to launch its kernels.
+# Prefill passes that are captured: widths of their pieces, and the most pieces and rows.  A slow host needs some
+# 60 ms to launch a pass of an 8B in FP8, and an H100 37 ms to run one of 2,048 rows (docs/log.md).
 CAPTURED_WIDTHS = (16, 64, 256)
 CAPTURED_PIECES = 16
-CAPTURED_ROWS = 1024
+CAPTURED_ROWS = 2048
 # The row of the page buffers that padding uses.  It stays zero, so that a masked read of it is finite.
 DUMMY_ROW = 0
 

@@ -37,30 +37,40 @@ NO_PREFILL = PrefillPass((), 0)
 def next_pass(
     layout: RoundLayout, left: Sequence[int], max_rows: int, captured: Sequence[LaunchForm] = ()
 ) -> PrefillPass:
-    """The smallest captured pass that enters all tokens; if none does, the pass that enters the most tokens a second,
-    which is captured if an eager one would be small.
+    """The pass that enters the most tokens a second, or a captured pass that enters as many with nearly as few rows.
+
+    If neither is captured and the pass would be small, the captured pass that enters the most tokens a second.
 
     left: tokens that each request still has to enter, oldest first; max_rows: of the pass, at most chunk_size;
     captured: forms of passes that are CUDA graphs (Executor.captured_passes).
     """
+    passes = [_pass_of(left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]
+    fastest, rows = _fastest([(made, _padded_rows(made, captured)) for made in passes])
     fitting = [form for form in captured if form.pass_rows <= max_rows]
-    for form in fitting:
-        if sum(-(-tokens // form.width) for tokens in left) <= form.pieces:
-            return PrefillPass(tuple(left), form.width)
-    eager = _fastest([(_pass_of(left, width, max_rows), 0) for width in layout.chunk_widths if width <= max_rows])
-    if not fitting or eager.rows >= EAGER_ROWS:
-        return eager
-    return _fastest([(_pass_of(left, form.width, form.pass_rows), form.pass_rows) for form in fitting])
+    graphs = [(_pass_of(left, form.width, form.pass_rows), form.pass_rows) for form in fitting]
+    most_rows = (PASS_OVERHEAD_ROWS + max(rows, EAGER_ROWS)) / NEAR_BEST - PASS_OVERHEAD_ROWS
+    for made, graph_rows in graphs:
+        if graph_rows <= most_rows and sum(made.lengths) >= sum(fastest.lengths):
+            return made
+    if graphs and rows < EAGER_ROWS:
+        return _fastest(graphs)[0]
+    return fastest
 
 
-def _fastest(passes: Sequence[tuple[PrefillPass, int]]) -> PrefillPass:
+def _padded_rows(made: PrefillPass, captured: Sequence[LaunchForm]) -> int:
+    """Rows of the captured form that the pass is padded to, or its own."""
+    forms = (form.pass_rows for form in captured if form.width == made.width and form.pass_rows >= made.rows)
+    return min(forms, default=made.rows)
+
+
+def _fastest(passes: Sequence[tuple[PrefillPass, int]]) -> tuple[PrefillPass, int]:
     """The widest of the passes that enter nearly the most tokens a second.
 
     passes: each with the rows that it is padded to.
     """
-    rates = [sum(made.lengths) / (PASS_OVERHEAD_ROWS + max(made.rows, rows)) for made, rows in passes]
-    nearly = [made for (made, _), rate in zip(passes, rates, strict=True) if rate >= NEAR_BEST * max(rates)]
-    return max(nearly, key=lambda made: made.width)
+    rates = [sum(made.lengths) / (PASS_OVERHEAD_ROWS + rows) for made, rows in passes]
+    nearly = [each for each, rate in zip(passes, rates, strict=True) if rate >= NEAR_BEST * max(rates)]
+    return max(nearly, key=lambda each: each[0].width)
 
 
 def _pass_of(left: Sequence[int], width: int, max_rows: int) -> PrefillPass:

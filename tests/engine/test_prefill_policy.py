@@ -39,6 +39,8 @@ def test_a_long_and_short_prompts_share_a_pass():
         ([20] * 8, 16, (16, 16, 16)),
         ([128] * 8, 64, (16, 64, 16)),
         ([1024], 256, (4, 256, 4)),
+        ([1500], 256, (6, 256, 6)),
+        ([1024] * 2, 256, (8, 256, 8)),
     ],
 )
 def test_a_small_pass_is_padded_to_a_captured_form(left, width, form):
@@ -51,9 +53,14 @@ def test_a_small_pass_is_padded_to_a_captured_form(left, width, form):
     assert reports.form(LAYOUT.captured_passes) == launch_input.form()
 
 
-def test_a_large_pass_is_not_captured():
+def test_a_large_pass_is_captured_if_it_enters_as_many_tokens():
+    assert next_pass(LAYOUT, [8192, 5], 2048, LAYOUT.captured_passes) == PrefillPass((2048,), 256)
+    assert next_pass(LAYOUT, [1024] * 32, 2048, LAYOUT.captured_passes) == PrefillPass((1024, 1024), 256)
+
+
+def test_a_large_pass_is_eager_where_captured_forms_have_more_padding():
     captured = LAYOUT.captured_passes
-    for left in ([1025], [128] * 9, [8192, 5]):
+    for left in ([1025], [128] * 9, [300, 1700, 9]):
         assert next_pass(LAYOUT, left, 2048, captured) == next_pass(LAYOUT, left, 2048)
 
 
@@ -65,7 +72,7 @@ def test_what_no_captured_form_holds_enters_by_several_small_graphs_rather_than_
 
 def test_captured_forms_are_few_and_fit_the_layout():
     forms = LAYOUT.captured_passes
-    assert len(forms) == 20 and [form.pass_rows for form in forms] == sorted(form.pass_rows for form in forms)
+    assert len(forms) == 22 and [form.pass_rows for form in forms] == sorted(form.pass_rows for form in forms)
     small = replace(LAYOUT, max_batch=3, chunk_size=100)
     assert {form.batch for form in small.captured_passes} == {1, 2, 3}
     assert max(form.pass_rows for form in small.captured_passes) == 96
