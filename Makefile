@@ -12,7 +12,9 @@ WORKERS ?= auto
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+# Bytecode is kept, also where PYTHONDONTWRITEBYTECODE is set: tests start many processes, and each would compile the
+# package again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 # Empty, or the one thing that keeps PYTHON from making the environment.
 missing = $(shell \
