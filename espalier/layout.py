@@ -17,10 +17,10 @@ ANCESTOR_BITS = 64
 MAX_PAGE_SIZE = 512
 MIN_CHUNK_WIDTH = 16
 ROUNDS_IN_FLIGHT = 2
-# Prompt log-probabilities: the most bytes of float32 logits computed at a time.  With a vocabulary of 128k that is 256
-# rows, which take about as long to compute as the head's weight takes to read.
+# Prompt log-probabilities: the most bytes of float32 logits computed at a time.  With a vocabulary of 128,256 that is
+# 261 rows, which take about as long to compute as the head's weight takes to read.
 LOGITS_BYTES = 2**27
-# A verify pass: the same.  With a vocabulary of 128k that is 4185 rows, more than trees have by default
+# A verify pass: the same.  With that vocabulary it is 4185 rows, more than trees have by default
 # (startup/tree_policy.py).
 NODE_LOGITS_BYTES = 2**31
 # Prefill passes that are captured: widths of their pieces, and the most pieces and rows.  A slow host needs some
@@ -256,7 +256,7 @@ class RoundLayout:
 
     @property
     def chunk_widths(self) -> tuple[int, ...]:
-        """Widths of prefill passes, in rows per request: powers of two times MIN_CHUNK_WIDTH, the values halfway
+        """Widths of prefill passes, in rows of a piece: powers of two times MIN_CHUNK_WIDTH, the values halfway
         between them, and chunk_size."""
         doublings = [MIN_CHUNK_WIDTH << i for i in range(self.chunk_size.bit_length())]
         middles = [width + width // 2 for width in doublings[1:]]
@@ -286,7 +286,7 @@ class RoundLayout:
         return (decoding and self.busy_chunk_size) or self.chunk_size
 
     def tokens_ahead(self, rounds: int) -> int:
-        """The most rows from the last root that the host has seen, that root included.
+        """The most tokens from the last root that the host has seen on: this root, and what the rounds decide.
 
         rounds: rounds in flight, including the one about to be launched.
         """

@@ -81,7 +81,7 @@ def grouped_backend(
     if len(group_names) != len(groups):
         raise EspalierError(
             f"attention={names!r} names {len(group_names)} backends, but the model has {len(groups)} group"
-            f"{'s' * (len(groups) > 1)} of layers that keep the same kind of rows; name one backend, or one for "
+            f"{'s' * (len(groups) > 1)} of layers that keep rows of the same form; name one backend, or one for "
             "each group"
         )
     backends = []

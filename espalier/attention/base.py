@@ -29,9 +29,9 @@ T = TypeVar("T")
 class CommittedLengths:
     """What the host knows about the committed lengths before a launch.
 
-    at_most: upper bound per request, in batch order; padding requests at the end have no committed rows.
-    exact: the bounds are the lengths, as in lock-step, where no round is in flight.  A capture says what every replay
-    of its graph will say.
+    at_most: upper bound per request (per piece in a prefill pass), in batch order; 0 for padding at the end.
+    exact: the bounds are the lengths, as where no round is in flight.  A capture says True only if every replay of its
+    graph will.
     in_graph: whether the launch is a CUDA graph: its capture, the eager run before the capture, or a replay.
     """
 
@@ -119,7 +119,7 @@ class AttentionBackend(Protocol):
         ...
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> "Attention":
-        """The plan of one pass, used by all of its layers."""
+        """The plan for some queries of a pass, shared by all layers that have these queries."""
         ...
 
 

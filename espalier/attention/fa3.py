@@ -5,7 +5,7 @@ arguments.  They read page tables and lengths on the device, divide long request
 there may be follows from shapes alone), and return the log-sum-exp in natural log: nothing is planned on the host.
 
 On pages of 64 rows and more they multiply the rows past a request's length by zero, so these must be finite: the engine
-clears the pages of a request that was not (LaunchInput.cleared_pages).
+clears the pages of a request whose logits were not finite (LaunchInput.cleared_pages).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 
-# Output values of a pass from which requests are not divided: there are enough programs, and each part of a request
-# has an output of its own, in float32.
+# A pass with this many output values or more does not split requests: it has enough programs, and each split writes a
+# float32 output of its own.
 UNDIVIDED_VALUES = 2**23
 
 

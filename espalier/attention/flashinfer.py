@@ -27,12 +27,12 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KeptRows, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 
-# From here on FA3 is used: no round has as many queries for a request.
+# Queries of a request from which FA3 is used, if lengths are exact: chunks of prompts, and trees as large as that.
 FA3_QUERIES = 256
 # Scratch memory that the library asks for, and the most that partial results of splits may take.
 WORKSPACE_BYTES, MAX_WORKSPACE_BYTES = 2**27, 2**29
 # Plans of eager passes that are kept.  A prefill pass needs two for the target and one for a draft: for all rows, and
-# for the last layers, which attend with a query of each request.
+# for the last layers, which attend with one query of each piece.
 KEPT_PLANS = 12
 
 

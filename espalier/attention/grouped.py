@@ -1,4 +1,4 @@
-"""The backends of a model: one for each group of layers that keep the same kind of rows."""
+"""The backends of a model: one for each group of layers that keep rows of the same form."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

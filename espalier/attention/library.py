@@ -1,7 +1,7 @@
 """What backends of libraries share: the rows that a library cannot attend to are given to our own kernels.
 
-A library attends to whole pages from a request's first one.  Rows of a draft begin at 1 or later, so the pages that
-hold `first` are attended to by our kernels, and the library takes the pages after them.  Layers with a sliding window
+A library attends to all rows of a request, from the start of a page on.  Rows of a draft begin at 1 or later, so our
+kernels attend to the pages with rows below `first`, the library to the later pages.  Layers with a sliding window
 are attended to by our kernels alone: in a tree, the depth of a node decides what it sees, and no library takes that.
 """
 

@@ -38,7 +38,7 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
     "K and V in FP8": lambda s: s.fp8,
     "draft's left bound": lambda s: s.left_bound,
     "overlap": _overlap,
-    "CUDA graph": lambda s: By.ITSELF if s.graph and "cuda" in s.devices else By.NOTHING,
+    "CUDA graph": lambda s: By.ITSELF if "cuda" in s.devices else By.NOTHING,
     "tests have run on": lambda s: ", ".join(s.ran_on) or "not run on hardware",
 }
 

@@ -93,20 +93,21 @@ class LatentProjections:
 
 @dataclass(frozen=True)
 class Commit:
-    """A pass whose rows are all kept.
+    """The commit of a pass over known tokens.
 
-    rows: [B · Q], the row of the pages for each row of the pass; by_layer: commit each layer before it attends, as rows
-    of the pass read others through the pages.  Otherwise one launch commits all layers after the pass.
+    page_rows: [B · Q], the page row of each row of the pass, 0 for padding; by_layer: commit each layer before it
+    attends, because pieces read others through the pages, or draft modules fill other rows.  Otherwise one launch
+    commits all layers after the pass.
     """
 
     pages: PagedKV
-    rows: Tensor
+    page_rows: Tensor
     by_layer: bool = False
 
 
 @dataclass(frozen=True)
 class StagedPass:
-    """The callback of one pass.  Each request has `width` staged rows; this pass writes rows at .. at+Q of them.
+    """The callback of one pass.  Each request has `width` staged rows; this pass writes rows at .. at+Q-1.
 
     commit: None where the caller commits some of the rows, or none.
     plan: makes the plan for other queries over the same rows; for chains, whose last layer may be called with `needed`.
@@ -127,7 +128,7 @@ class StagedPass:
         q = projections.write(self.rows, self.staged.layers[layer], scales)
         q = q.view(batch, queries, *q.shape[1:])
         if self.commit is not None and self.commit.by_layer:
-            self.commit.pages.commit_layer(self.staged, layer, self.rows, self.commit.rows)
+            self.commit.pages.commit_layer(self.staged, layer, self.rows, self.commit.page_rows)
         planes = self.staged.rows_of(layer, batch, queries, self.width, self.at)
         k, v = self.attention.specs[layer].rows.read(planes)
         attention = self.attention
@@ -140,7 +141,7 @@ class StagedPass:
     def end(self) -> None:
         """After the last layer: commit what no layer has."""
         if self.commit is not None and not self.commit.by_layer:
-            self.commit.pages.commit(self.staged, self.rows, self.commit.rows)
+            self.commit.pages.commit(self.staged, self.rows, self.commit.page_rows)
 
     @cached_property
     def rows(self) -> Tensor:

@@ -44,10 +44,9 @@ class Support:
     latent row, None if latent rows are limited by head_sizes too; latents: if any, the only supported latent rows.
     window_on_chain, window_on_tree: sliding windows in passes over chains and over trees; left_bound: prefixes whose
     rows below `first` do not exist; sinks: see Attention.attend; fp8: rows in FP8 (kv_dtype).
-    needs_exact_lengths: kinds of layers for which `prepare` must announce exact lengths; graph: whether passes can be
-    captured; prefill_graph: whether prefill passes are captured too; majors: of the compute capabilities it runs on,
-    None for any; ran_on: hardware that its tests have passed on; limits: by the name of a property, why the library has
-    its limit.
+    needs_exact_lengths: kinds of layers for which `prepare` must announce exact lengths; prefill_graph: whether prefill
+    passes are captured, as rounds are; majors: of the compute capabilities it runs on, None for any; ran_on: hardware
+    that its tests have passed on; limits: by the name of a property, why the library has its limit.
     """
 
     name: str
@@ -66,7 +65,6 @@ class Support:
     largest_latent: LatentKV | None = None
     latents: tuple[LatentKV, ...] = ()
     needs_exact_lengths: tuple[type[Keeps], ...] = ()
-    graph: bool = True
     prefill_graph: bool = False
     majors: Sequence[int] | None = None
     library: Library | None = None

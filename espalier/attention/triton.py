@@ -1,7 +1,7 @@
-"""The GPU backend: one kernel attends to committed and staged rows, over splits computed on the device once per round.
+"""The GPU backend: one kernel attends to committed and staged rows, over splits computed on the device.
 
-Nothing here reads a length on the host.  Splits are kept in the prefix, for all layers and passes over it.  Buffers of
-partial results are kept in the plan of a pass, for its layers.
+Nothing here reads a length on the host.  Splits are computed once for each Prefix, for all layers and passes over it;
+with a window, once a pass.  Buffers of partial results are kept in the plan of a pass, for its layers.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """TensorRT-LLM's Blackwell kernels, through flashinfer: K and V heads and latent rows.
 
-The kernels read page tables and lengths on the device; queries have one stride in every pass.  The log-sum-exp is base
+The kernels read page tables and lengths on the device; each request has equally many queries.  The log-sum-exp is base
 2.  Queries over K and V heads see all rows of their request (causal=False).  The function for latent rows knows causal
 queries only, which would see different rows, so each query is a request of its own there, with the same pages.
 """
@@ -18,7 +18,7 @@ from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 
-# The library asks for 128 MiB, zeros at first, for every launch on a stream.
+# The workspace that the library asks for: zeros at first, and shared by all launches on a stream.
 WORKSPACE_BYTES = 2**27
 
 

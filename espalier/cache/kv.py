@@ -1,8 +1,8 @@
 """The tensors of the KV cache: pages hold committed rows, staging holds the rows of the current pass.
 
-Rows get from staging to pages only by `PagedKV.commit`.  A page row is `page * page_size + offset`
-(kernels/state/page_rows.py); cache/pages.py tracks who holds which page.  Row 0, in the dummy page, is the destination
-of rows that are not kept.  It stays zero, so a masked read of it is finite.
+Rows get from staging to pages only by `commit` and `commit_layer`.  A page row is `page * page_size + offset`
+(kernels/state/page_rows.py); cache/pages.py tracks who holds which page.  Destination 0, a row of the dummy page, means
+that a row is not kept.  Row 0 stays zero, so a masked read of it is finite.
 """
 
 from collections.abc import Mapping, Sequence
@@ -92,7 +92,7 @@ class StagedKV:
         if first + queries > width or batch * width > self.rows:
             raise EspalierError(
                 f"staging holds {self.rows} rows and this launch needs {batch} requests of {width} rows (rows {first} "
-                f"to {first + queries} of each): allocate staging and launch from the same layout"
+                f"to {first + queries - 1} of each): allocate staging and launch from the same layout"
             )
 
 
@@ -156,7 +156,7 @@ class PagedKV:
 class RecurrentStates:
     """The states of the recurrent layers among `layers`, keyed by (group of layers with equal states, name).
 
-    states: [layers, num_slots, ...]; left: [layers, rows, ...], written by the nodes of a pass and read by the commit.
+    states: [layers, num_slots, ...]; left: [layers, rows, ...], for the nodes of a pass.  No backend uses either yet.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class PageDefect(AssertionError):
 
 
 class PagePool:
-    """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page that padding writes to; it is never free.
+    """Reference counts of pages 1 .. num_pages - 1.  Page 0 is the dummy page of padding: never written, never free.
 
     `allocate` takes the pages that were freed last, in the order in which they were held; at the start it takes the
     lowest ids.  This costs O(1) for each page, is deterministic, leaves unused memory untouched, and keeps consecutive

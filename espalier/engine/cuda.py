@@ -8,7 +8,8 @@ Staged rounds have graphs of their own (cuda_stages.py).
 The host waits only for results: a second stream copies the launch's entry of the results ring to the host.  The entry
 and its pinned buffers are used again only after the event of that copy.
 
-Everything is captured, and all its kernels are compiled, before the first launch: no request waits for that.
+All graphs are captured before the first launch.  Their kernels are compiled before it too, and so are those of eager
+launches (startup/measure_memory.py): no request waits for a compiler.
 """
 
 import logging
@@ -46,10 +47,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Graph:
-    """A captured launch.  A replay reads `launch_input`, [n] int64 on the device: the packed launch of this form, for a
+    """A captured launch.  A replay reads `vector`, [n] int64 on the device: the packed launch of this form, for a
     prefill pass without its updates of the slot table."""
 
-    launch_input: Tensor
+    vector: Tensor
     graph: torch.cuda.CUDAGraph
 
 
@@ -62,7 +63,7 @@ class HostEntry:
     """
 
     entry: int
-    launch_input: Tensor
+    vector: Tensor
     results: Tensor
     written: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     copied: torch.cuda.Event = field(default_factory=torch.cuda.Event)
@@ -103,7 +104,7 @@ class CudaStagedHandle:
     def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
         """Propose, then verify while the trees are copied to the host.
 
-        The draft asks only where most requests have a grammar: every request of the batch waits for the answers.
+        The draft asks only if at least half of the requests have a grammar, because all wait for the answers.
         """
         assert self.stages is not None
         batch = len(self.launch_input.slots)
@@ -202,11 +203,11 @@ class CudaExecutor:
         """Copy a launch to where its graph reads it.  The updates of a prefill pass have any length, so the slot table
         is updated before the graph."""
         if not launch_input.is_prefill:
-            graph.launch_input.copy_(_pinned(host.launch_input, packed), non_blocking=True)
+            graph.vector.copy_(_pinned(host.vector, packed), non_blocking=True)
             return
         device_launch = self._to_device(packed)
         device_launch.apply(self.runner.table)
-        graph.launch_input.copy_(device_launch.vector[: len(graph.launch_input)])
+        graph.vector.copy_(device_launch.vector[: len(graph.vector)])
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         if self.replay_events is None:
@@ -247,7 +248,7 @@ class CudaExecutor:
                 stages = self._eager_stages(packed, form.batch).stages
             else:
                 stages = captured
-                stages.launch_input.copy_(_pinned(host.launch_input, packed), non_blocking=True)
+                stages.vector.copy_(_pinned(host.vector, packed), non_blocking=True)
             stages.begin()
         return CudaStagedHandle(self, host, launch_input, stages)
 
@@ -393,8 +394,8 @@ class CudaExecutor:
         packed = pack_launch(self.runner.table, dummies, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)
-            launch_input = torch.from_numpy(packed.vector).to(self.device)
-            device_launch = packed.on(launch_input)
+            vector = torch.from_numpy(packed.vector).to(self.device)
+            device_launch = packed.on(vector)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
             execute(self.runner, self.results, device_launch, form.width, ALL_SAMPLING)
             self.stream.synchronize()
@@ -403,7 +404,7 @@ class CudaExecutor:
             execute(self.runner, self.results, device_launch, form.width, ALL_SAMPLING)
         if self.keep_graphs:  # else PyTorch did so when the capture ended
             graph.instantiate()
-        return Graph(launch_input, graph)
+        return Graph(vector, graph)
 
     def _capture_stages(self, pool: Any) -> None:
         """Capture the stages of each bucket, in the memory of the rounds' graphs.  What does not fit runs eagerly."""

@@ -237,12 +237,12 @@ class DeviceAsk:
 class Stages:
     """The four stages of a round, for one batch size.  A round leaves nothing here for the next.
 
-    The tensors that the stages read are on the device.  launch_input: [n] int64; guide: [batch, S + 1 +
+    The tensors that the stages read are on the device.  vector: [n] int64; guide: [batch, S + 1 +
     packed_words(words)] int64, the forced tokens, the level and the mask of a DraftGuide (`pack`); masks: [batch, D,
     words] int32.
     """
 
-    launch_input: Tensor
+    vector: Tensor
     guide: GrammarRows
     masks: GrammarRows
     begin: Callable[[], None]
@@ -274,7 +274,7 @@ class EagerStages:
         memory: StageMemory,
     ):
         device = memory.device
-        self.launch_input = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
+        self.vector = torch.from_numpy(packed.vector).pin_memory().to(device, non_blocking=True)
         words, steps = mask_words(runner.target.config.vocab_size), runner.layout.steps
         self.ask = DeviceAsk(words, memory)
         nothing = torch.full((steps + 1 + packed_words(words),), ALL_ALLOWED, dtype=torch.int64)
@@ -286,13 +286,13 @@ class EagerStages:
         self.guide = DraftGuide(told[:, :steps], mask, told[:, steps], self.ask)
         nodes = runner.layout.at(batch).num_draft_tokens
         self.masks = memory.rows("masks", (batch, nodes, words), torch.int32, ALL_ALLOWED)
-        self.staged = StagedRound(runner, results, packed.on(self.launch_input), needs)
+        self.staged = StagedRound(runner, results, packed.on(self.vector), needs)
 
     @property
     def stages(self) -> Stages:
         """Made anew, not kept: it refers to this object, and what refers to itself keeps the tensors of a round until
         garbage is collected."""
-        buffers = self.launch_input, self.guide_rows, self.masks
+        buffers = self.vector, self.guide_rows, self.masks
         return Stages(*buffers, self.staged.begin, self._propose, self.staged.verify, self._settle)
 
     def _propose(self, ask: AskRows | None) -> None:

@@ -3,7 +3,7 @@
 A round with a grammar runs in stages.  It is started like every other round: with overlap, before the host has read the
 round before it.  Its first stage, begin, needs no mask.  Once the host has read that round, it knows the grammars'
 states and resumes the new one.  It makes the masks of the trees' nodes while the target verifies them, and settles the
-round with these masks at the start of the next step.
+round with these masks: with overlap at the start of the next step, in lock-step in the same step.
 
 scheduler.py decides which of the waiting requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
 """
@@ -152,7 +152,7 @@ class Engine:
         self.requests[request.id] = request
 
     def abort(self, request_id: str) -> None:
-        """End a request at the next harvest.  An unknown or finished id is ignored: the request may just have ended."""
+        """End a request (see Scheduler.abort).  An unknown or finished id is ignored: it may just have ended."""
         request = self.requests.get(request_id)
         if request is not None and not request.aborted:
             self.scheduler.abort(request)

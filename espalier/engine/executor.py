@@ -1,7 +1,7 @@
 """Executors run launches in order on one stream: `launch(launch_input)` returns a handle, `handle.result()` waits.
 
 `execute` is the body of every launch, on any device, eager or captured in a CUDA graph.  A staged round runs the same
-work in four steps (`StagedRound`).  This file has the CPU executor: with overlap its stream is one worker thread, in
+work in four stages (`StagedRound`).  This file has the CPU executor: with overlap its stream is one worker thread, in
 lock-step it is the caller's thread.  The GPU executor is engine/cuda.py.
 """
 
@@ -143,10 +143,10 @@ def execute(
 
 
 class StagedRound:
-    """A round in four steps: `begin`, `propose`, `verify`, then `settle` with masks that the host made from the trees.
+    """A round in four stages: `begin`, `propose`, `verify`, then `settle` with masks that the host made from the trees.
 
-    It runs the same code as `execute`.  The steps run eagerly or as CUDA graphs; this object holds the tensors that one
-    step leaves for the next.
+    They are those of `decode_round`.  They run eagerly or as CUDA graphs; this object holds the tensors that one stage
+    leaves for the next.
     """
 
     def __init__(self, runner: ModelRunner, results: Results, device_launch: LaunchBuffer, needs: SamplingNeeds):

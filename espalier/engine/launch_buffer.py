@@ -20,8 +20,8 @@ from espalier.slots import ScatterUpdate, SlotTable
 from espalier.speculate.pieces import Pieces
 
 Parts = tuple[tuple[str, int], ...]
-# Each part begins at a multiple of so many numbers, which are 16 bytes.  Triton compiles another kernel for an address
-# that is not aligned to 16 bytes, and the number of requests would decide which addresses are.
+# Numbers (16 bytes): each part begins at a multiple of it.  Triton compiles another kernel for an address that is not
+# aligned to 16 bytes, and without this the number of requests would decide which parts are aligned.
 ALIGNMENT = 2
 
 

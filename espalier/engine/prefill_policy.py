@@ -19,7 +19,7 @@ NEAR_BEST = 0.95
 
 
 class PrefillPass(NamedTuple):
-    """lengths: tokens of each request that the pass enters, oldest request first; width: rows of a piece."""
+    """lengths: tokens of each request that the pass enters, in order of place; width: rows of a piece."""
 
     lengths: tuple[int, ...]
     width: int
@@ -37,11 +37,12 @@ NO_PREFILL = PrefillPass((), 0)
 def next_pass(
     layout: RoundLayout, left: Sequence[int], max_rows: int, captured: Sequence[LaunchForm] = ()
 ) -> PrefillPass:
-    """The pass that enters the most tokens a second, or a captured pass that enters as many with nearly as few rows.
+    """The pass that enters the most tokens a second, or the smallest captured pass that enters as many.
 
-    If neither is captured and the pass would be small, the captured pass that enters the most tokens a second.
+    The captured pass is taken if it has nearly as few rows; fewer than EAGER_ROWS count as EAGER_ROWS.  If there is
+    none and the pass has fewer than EAGER_ROWS, the captured pass that enters the most tokens a second is taken.
 
-    left: tokens that each request still has to enter, oldest first; max_rows: of the pass, at most chunk_size;
+    left: tokens that each request still has to enter, in order of place; max_rows: of the pass, at most chunk_size;
     captured: forms of passes that are CUDA graphs (Executor.captured_passes).
     """
     passes = [_pass_of(left, width, max_rows) for width in layout.chunk_widths if width <= max_rows]

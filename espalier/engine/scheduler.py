@@ -1,6 +1,6 @@
 """The scheduler chooses the next launch, assigns slots and pages, and processes the results of launches.
 
-All of it is host bookkeeping.  A request finishes, aborts or is preempted only at harvest, or when nothing is in
+All of it is host bookkeeping.  A request leaves its slot (ends or is preempted) only at harvest, or when nothing is in
 flight.  Its slot and pages are released once.  Each time a request leaves its slot, its generation grows; results of an
 older generation are dropped.
 """
@@ -88,7 +88,7 @@ class Scheduler:
         self._to_clear: list[int] = []
 
     def abort(self, request: Request) -> None:
-        """End a request once no launch in flight holds it."""
+        """End a request at the next harvest of a launch that holds it; before the next launch if none can hold it."""
         request.aborted = True
         self._aborted.append(request)
 

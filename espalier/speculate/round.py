@@ -92,7 +92,7 @@ class ModelRunner:
 class RoundOutput:
     """The output of a launch.
 
-    path: what was emitted; of a prefill pass one row, its node.
+    path: what was emitted; W is 1 for a prefill pass, and S + 1 for a round.
     logits: [B, R, V]; num_logprobs: [B], as in BatchState.
     rows: [B, W], the row of the logits that each emitted token was picked from.
     tree: of a round; None for a prefill pass.
@@ -247,7 +247,7 @@ def prefill(
 def void_padding(runner: ModelRunner, tokens: Tensor, exists: Tensor) -> Tensor:
     """The tokens [B, Q] that the target runs.  exists: [B, Q] or [B, 1] bool, False for padding.
 
-    For a target with experts, padding gets token -1: it would read weights of experts that no request needs.
+    For a target with experts, padding gets token -1, so that it reads no weights of experts.
     """
     if runner.target.config.experts is None:
         return tokens

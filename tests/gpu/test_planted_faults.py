@@ -122,7 +122,7 @@ def results_read_before_they_are_there(patch: Patch, executor: CudaExecutor) -> 
 def a_ring_of_one(patch: Patch, executor: CudaExecutor) -> None:
     """Every launch is given the same buffers for its results, though those of the launch before are not read."""
     first = executor.ring[0]
-    executor.ring = [HostEntry(first.entry, host.launch_input, first.results) for host in executor.ring]
+    executor.ring = [HostEntry(first.entry, host.vector, first.results) for host in executor.ring]
 
 
 def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:
@@ -134,7 +134,7 @@ def results_in_another_entry(patch: Patch, executor: CudaExecutor) -> None:
 def graphs_of_other_batches(patch: Patch, executor: CudaExecutor) -> None:
     """A batch of three is replayed by the graph of two, and its third request not at all."""
     two, three = LaunchForm(2), LaunchForm(3)
-    executor.graphs[three] = replace(executor.graphs[two], launch_input=executor.graphs[three].launch_input)
+    executor.graphs[three] = replace(executor.graphs[two], vector=executor.graphs[three].vector)
 
 
 def a_buffer_allocated_anew(patch: Patch, executor: CudaExecutor) -> None:
