@@ -69,6 +69,8 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     settings = without_table(with_minimum(settings, {"max_context": longest + 1}, max_context=longest))
     with engines_with(args, settings).open() as bench:
         config, configured = bench.config, bench.engine.layout.tree
+        if not configured.steps:
+            raise EspalierError("--choose measures trees up to the configured one, which is plain decoding; set a tree")
         is_block = bench.engine.layout.block_rows > 0
         shapes = candidates_of(configured, args.candidates, is_block)
         lengths = None

@@ -74,6 +74,7 @@ def show(args: Namespace, console: Console) -> int:
     console.print(Text(header(), QUIET))
     with waiting("loading the model twice, with and without speculation"):
         tree_llm = LLM(**settings)
+        _require_tree(tree_llm)
         plain_llm = LLM(**{**settings, "speculation": None})
     traces: list[RoundTrace] = []
     tree_llm.engine.scheduler.on_round = traces.append
@@ -88,6 +89,15 @@ def show(args: Namespace, console: Console) -> int:
     for command in NEXT:
         console.print(Text("  " + command.replace("espalier", _started_as(), 1)))
     return 0 if same else 1
+
+
+def _require_tree(llm: LLM) -> None:
+    """Raises EspalierError, and closes the LLM, if it decodes plainly."""
+    if not llm.engine.layout.steps:
+        llm.close()
+        raise EspalierError(
+            "the demo compares a tree with plain decoding, and no tree is set; leave out --algorithm and --steps"
+        )
 
 
 def _started_as() -> str:

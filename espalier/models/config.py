@@ -5,6 +5,7 @@ The defaults of missing fields differ by family, so each family file declares th
 
 import difflib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -56,8 +57,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 # Fields that are not counts: (name, type, in words).
 KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("rms_norm_eps", int | float, "a number"),
-    ("rope_theta", int | float, "a number or null"),
+    ("rms_norm_eps", int | float, "a positive number"),
+    ("rope_theta", int | float, "a positive number or null"),
     ("rope_scaling", Mapping, "an object or null"),
     ("rope_parameters", Mapping, "an object or null"),
     ("layer_types", list, "a list or null"),
@@ -76,6 +77,8 @@ INERT = (
     "transformers_version",
     "use_cache",
 )
+# Fields that choose the family, before anything is overridden.
+OF_FAMILY = ("architectures", "model_type")
 RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
 
 
@@ -222,6 +225,10 @@ def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> R
     """raw with fields replaced, nested objects merged key by key.  Raises EspalierError for a name not in `known`."""
     merged = dict(raw)
     for name, value in overrides.items():
+        if name in OF_FAMILY and value != raw.get(name):
+            raise EspalierError(
+                f"model_overrides: {name} says which family the model is of, and cannot be replaced; edit config.json"
+            )
         if name not in known:
             near = difflib.get_close_matches(name, sorted(known), n=1)
             remedy = f"did you mean {near[0]!r}?" if near else "see config.json, or leave it out"
@@ -295,7 +302,10 @@ def _require_kinds(full: Raw, path: Path) -> None:
     for name, kind, words in KINDS:
         value = full.get(name)
         is_missing = value is None and words.endswith("null")
-        if not is_missing and (not isinstance(value, kind) or isinstance(value, bool)):
+        is_right = isinstance(value, kind) and not isinstance(value, bool)
+        if is_right and isinstance(value, int | float):
+            is_right = 0 < value < math.inf
+        if not is_missing and not is_right:
             raise EspalierError(f"{path}: {name} = {value!r}; {words} is needed; correct it or pass model_overrides")
 
 

@@ -310,11 +310,7 @@ def _max_context(config: EngineConfig, facts: Facts, defaults: DeviceDefaults) -
 def _tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
     """The configured tree.  Raises EspalierError for a tree with plain decoding, and for an impossible tree."""
     if spec.algorithm == "none":
-        for name in TREE_FIELDS:
-            if (value := getattr(speculation, name)) not in ("auto", getattr(PLAIN, name)):
-                raise EspalierError(
-                    f"algorithm='none' is plain decoding, but {name}={value} is set; remove one of them"
-                )
+        _refuse_tree(speculation, "algorithm='none'")
         return PLAIN
     limit = BLOCK_STEPS if spec.max_steps is None else spec.max_steps
     default_steps, default_topk = (min(BLOCK_STEPS, limit), BLOCK_TOPK) if spec.block_rows else (STEPS, TOPK)
@@ -323,8 +319,17 @@ def _tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
         raise EspalierError(
             f"steps={steps} is above the {spec.max_steps} tokens that one pass of this block draft proposes; lower it"
         )
+    if not steps:
+        _refuse_tree(speculation, "steps=0")
     num_draft_tokens = min(NUM_DRAFT_TOKENS, max_draft_tokens(steps, topk))
     return TreeShape(steps, topk, _value_or(speculation.num_draft_tokens, num_draft_tokens))
+
+
+def _refuse_tree(speculation: SpeculationConfig, cause: str) -> None:
+    """Raises EspalierError for a field of a tree that is set beside what asks for plain decoding."""
+    for name in TREE_FIELDS:
+        if (value := getattr(speculation, name)) not in ("auto", getattr(PLAIN, name)):
+            raise EspalierError(f"{cause} is plain decoding, but {name}={value} is set; remove one of them")
 
 
 def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device) -> int:

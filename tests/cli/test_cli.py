@@ -247,6 +247,15 @@ def tiny_heldout(monkeypatch):
     monkeypatch.setattr(demo, "heldout", lambda: entries)
 
 
+CHOOSE = ["bench", "round", "--choose", "--context", "8", "--tokens", "12", "--repeats", "1"]
+
+
+@pytest.mark.parametrize("command", [["demo", "--prompts", "1"], CHOOSE])
+def test_what_compares_trees_needs_one(command, tiny, tiny_heldout, capsys):
+    assert run(*command, *tiny, "--steps", "0", "--topk", "1", "--num-draft-tokens", "1") == 2
+    assert "plain decoding" in capsys.readouterr().err
+
+
 def test_demo_compares_draws_and_counts(tiny, tiny_heldout, capsys):
     assert run("demo", "--prompts", "2", "--max-tokens", "16", *tiny) == 0
     out = capsys.readouterr().out

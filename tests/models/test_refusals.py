@@ -73,10 +73,13 @@ def load_both(draft: Path, target: Path) -> object:
         ({"rope_scaling": {"rope_type": "yarn"}}, ["'yarn'", "'factor'"]),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 2]}}, ["'mrope_section'"]),
         ({"hidden_size": None}, ["hidden_size = None", "positive integer"]),
-        ({"rms_norm_eps": None}, ["rms_norm_eps = None; a number is needed"]),
-        ({"rope_theta": "x"}, ["rope_theta = 'x'; a number or null"]),
+        ({"rms_norm_eps": None}, ["rms_norm_eps = None; a positive number is needed"]),
+        ({"rms_norm_eps": -1}, ["rms_norm_eps = -1; a positive number is needed"]),
+        ({"rope_theta": "x"}, ["rope_theta = 'x'; a positive number or null"]),
+        ({"rope_theta": -1.0}, ["rope_theta = -1.0; a positive number or null"]),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["rope parameter factor = 0; a positive number"]),
         ({"rope_scaling": 3}, ["rope_scaling = 3; an object or null"]),
-        ({"rope_parameters": {"rope_theta": "x"}}, ["rope parameter rope_theta = 'x'; a number"]),
+        ({"rope_parameters": {"rope_theta": "x"}}, ["rope parameter rope_theta = 'x'; a positive number"]),
         ({"layer_types": 3}, ["layer_types = 3; a list or null"]),
         ({"num_key_value_heads": 3}, ["4 heads over 3 key-value heads"]),
     ],
@@ -120,6 +123,7 @@ def test_overrides_replace_and_keep_the_rest(target: Path) -> None:
     refused(
         lambda: read_config(target, {"rms_norm_epsilon": 1e-6}), "'rms_norm_epsilon'", "did you mean 'rms_norm_eps'"
     )
+    refused(lambda: read_config(target, {"model_type": "bert"}), "model_type", "cannot be replaced; edit config.json")
     refused(lambda: read_config(target, {"foo": 1}), "no field 'foo' in this model's config; see config.json")
     refused(lambda: read_config(target, {"quantization_config": {"quant_method": "exotic"}}), "'exotic'")
 
