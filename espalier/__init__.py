@@ -1,22 +1,18 @@
 """Espalier: an LLM inference engine that decodes with lossless tree speculation."""
 
 import warnings
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from espalier.config import EngineConfig, SpeculationConfig
-from espalier.errors import EspalierError
-from espalier.grammar.spec import Grammar
-from espalier.request import Output, OutputChunk, SamplingParams, Usage
-from espalier.stats import SpeculationStats
-
 if TYPE_CHECKING:
+    from espalier.config import EngineConfig, SpeculationConfig
+    from espalier.errors import EspalierError
+    from espalier.grammar.spec import Grammar
     from espalier.llm import LLM
+    from espalier.request import Output, OutputChunk, SamplingParams, Usage
+    from espalier.stats import SpeculationStats
 
-try:
-    __version__ = version("espalier-llm")
-except PackageNotFoundError:  # run from a checkout
-    __version__ = "0.0.0"
+    __version__: str
 
 __all__ = [
     "LLM",
@@ -33,13 +29,43 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import LLM at its first use: it imports PyTorch, which is slow and not needed for `espalier --help`."""
-    if name == "LLM":
-        from espalier.llm import LLM
+MODULES = {
+    "LLM": "llm",
+    "EngineConfig": "config",
+    "EspalierError": "errors",
+    "Grammar": "grammar.spec",
+    "Output": "request",
+    "OutputChunk": "request",
+    "SamplingParams": "request",
+    "SpeculationConfig": "config",
+    "SpeculationStats": "stats",
+    "Usage": "request",
+}
 
-        return LLM
+
+def __getattr__(name: str) -> Any:
+    """Import a name at its first use: the command line starts at once, and Ctrl-C then ends it with one line."""
     if name == "Piece":
         warnings.warn("espalier.Piece is now espalier.OutputChunk", DeprecationWarning, stacklevel=2)
-        return OutputChunk
-    raise AttributeError(f"module 'espalier' has no attribute {name!r}")
+        name = "OutputChunk"
+    if name == "__version__":
+        value = _version()
+    elif name in MODULES:
+        value = getattr(import_module(f"espalier.{MODULES[name]}"), name)
+    else:
+        raise AttributeError(f"module 'espalier' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("espalier-llm")
+    except PackageNotFoundError:  # run from a checkout
+        return "0.0.0"

@@ -121,6 +121,9 @@ def _check(args: Namespace) -> None:
             require_url(url)
     require_int("--concurrency", args.concurrency, 1, optional=True)
     require_number("--give-up-after", args.give_up_after, lambda s: s >= 0, "seconds, 0 or more")
+    # A batch reads its output before it goes on.
+    if str(args.output) == "-" or (args.output.exists() and not args.output.is_file()):
+        raise EspalierError(f"{args.output} is not a regular file; name another file for the output")
     if args.output.exists() and args.input.exists() and args.output.samefile(args.input):
         raise EspalierError(f"{args.output} is the input; name another file for the output")
 

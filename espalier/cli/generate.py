@@ -130,6 +130,11 @@ def _read_file(path: Path) -> list[Any]:
             raise EspalierError(
                 f'--file {path}, line {number}: not a JSON string and not an object with "prompt"; write one per line'
             )
+        if isinstance(value, dict) and (others := [name for name in value if name != "prompt"]):
+            raise EspalierError(
+                f'--file {path}, line {number}: {others[0]!r} has no effect there; keep only "prompt" and give '
+                "flags, or use `espalier batch`"
+            )
         prompts.append(prompt)
     if not prompts:
         raise EspalierError(f"--file {path} contains no prompt; write one per line")

@@ -6,6 +6,7 @@ import os
 import re
 import runpy
 import signal
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -162,6 +163,23 @@ def test_generate_says_which_line_of_a_file_is_wrong(capsys, tmp_path):
         prompts.write_text(f'"abc"\n\n{line}\n')
         assert run("generate", "--file", prompts) == 2
         assert "line 3: not a JSON string" in capsys.readouterr().err
+    prompts.write_text('{"prompt": "de", "max_tokens": 1}')
+    assert run("generate", "--file", prompts) == 2
+    assert "line 1: 'max_tokens' has no effect there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["/dev/null", "-"])
+def test_a_batch_writes_to_a_regular_file(output, capsys, tmp_path):
+    lines = tmp_path / "in.jsonl"
+    lines.write_text("{}")
+    assert run("batch", lines, output) == 2
+    assert f"{output} is not a regular file; name another" in capsys.readouterr().err
+
+
+def test_the_entry_point_imports_no_library():
+    """They take a second, in which Ctrl-C would print a traceback."""
+    code = "import espalier.cli, sys; print({'numpy', 'torch', 'rich', 'importlib.metadata'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 
 def test_a_file_without_a_prompt_is_refused_though_stdin_holds_one(capsys, tmp_path, monkeypatch):

@@ -210,7 +210,7 @@ LOADED = [
     (["round", "--memory", "--max-context", "50"], "max_context=50 is too small for --memory; use 51"),
     (["round", "--acceptance", "--prompts", "3", "--tokens", "8"], "there are 2 held-out texts"),
     (["round", "--acceptance", "--prompts", "2", "--tokens", "96"], "--tokens=96 after prompts of up to 6"),
-    (["round", "--acceptance", "--steps", "0", "--num-draft-tokens", "1"], "steps=0 drafts nothing"),
+    (["round", "--acceptance", "--steps", "0", "--topk", "1", "--num-draft-tokens", "1"], "steps=0 drafts nothing"),
     (["prefill", "--prompts", "1x30", "--running", "1", "--max-context", "31"], "had ended before a prompt of 30"),
 ]
 
