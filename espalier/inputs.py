@@ -162,7 +162,16 @@ def _check_messages(messages: Any) -> None:
         raise EspalierError(
             f'messages={shown(messages)} is not supported; use a list of {{"role": ..., "content": ...}}'
         )
-    for message in messages:
+    for index, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if not isinstance(role, str):
+            raise EspalierError(f'message {index} has role={shown(role)}; give a text, such as "user" or "assistant"')
+        if "content" not in message and not message.get("tool_calls"):
+            raise EspalierError(f"message {index} has no content; give text, or None for none")
+        parts = content if isinstance(content, list) else []
+        is_known = content is None or isinstance(content, str | list)
+        if not is_known or not all(isinstance(part, Mapping) for part in parts):
+            raise EspalierError(f"message {index} has content={shown(content)}; give text, or a list of text parts")
         for value in message.values():
             if isinstance(value, str):
                 check_text(value)

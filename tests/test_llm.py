@@ -399,7 +399,10 @@ def test_calls_and_reasoning_are_read_offline_as_from_the_server(llm, monkeypatc
 @pytest.mark.parametrize(
     ("messages", "said"),
     [("ab", "^messages='ab' is not supported"), (["ab"], "^messages=.* use a list"), ("\ud800", "messages="),
-     ([{"role": "user", "content": "\ud800"}], "a lone surrogate")],
+     ([{"role": "user", "content": "\ud800"}], "a lone surrogate"), ([{"content": "a"}], "^message 0 has role=None"),
+     ([{"role": "user", "content": "a"}, {"role": "user"}], "^message 1 has no content; give text, or None"),
+     ([{"role": "user", "content": 5}], "^message 0 has content=5; give"),
+     ([{"role": "user", "content": ["a"]}], "^message 0 has content=")],
 )  # fmt: skip
 def test_what_is_no_conversation_is_one_line(llm, messages, said):
     with pytest.raises(EspalierError, match=said):
