@@ -23,6 +23,7 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
 # A line that the server lost this often may be the cause of its crashes.
 MAX_LOST = 5
 RETRIED_STATUSES = (429, 502, 503)
+NOT_FOUND = 404
 App = Callable[..., Awaitable[None]]
 
 
@@ -147,11 +148,15 @@ def _headers(api_key: str | None) -> dict[str, str]:
 
 
 async def require_reachable(clients: Sequence[httpx.AsyncClient]) -> None:
-    """Raises EspalierError for a server to which there is no connection."""
+    """Raises EspalierError for a server to which there is no connection, or a path that is no server's."""
     for client in clients:
         try:
-            await client.get("/v1/models")
+            response = await client.get("/v1/models")
         except httpx.TransportError as error:
             raise EspalierError(
                 f"--url {client.base_url} cannot be reached ({one_line(error)}); start a server there, or correct it"
             ) from None
+        if response.status_code == NOT_FOUND:
+            raise EspalierError(
+                f"--url {client.base_url} has no /v1/models: no OpenAI server is there; correct the path"
+            )

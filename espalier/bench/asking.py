@@ -13,6 +13,10 @@ from espalier.bench.load import Timeline
 from espalier.bench.traffic import PATHS, Conversation, bodies
 from espalier.errors import EspalierError, one_line
 
+OK = 200
+# What to do where /v1/models answers with this status.
+REMEDIES = {401: "give the server's key, with --api-key", 404: "correct the path of --url"}
+
 
 @dataclass
 class Asked:
@@ -120,8 +124,12 @@ async def first_model(address: Address, headers: Mapping[str, str]) -> str:
         connection = await connect(address)
         exchange = await connection.send("\r\n".join([*lines, "", ""]).encode())
         connection.transport.abort()
-        return str(json.loads(exchange.body())["data"][0]["id"])
     except (OSError, EspalierError) as error:
         raise EspalierError(f"--url {address} cannot be reached ({one_line(error)}); start a server there") from None
+    if exchange.status != OK:
+        remedy = REMEDIES.get(exchange.status, "look at the server's log")
+        raise EspalierError(f"--url {address}/v1/models answers {exchange.status}; {remedy}")
+    try:
+        return str(json.loads(exchange.body())["data"][0]["id"])
     except (ValueError, LookupError, TypeError):
         raise EspalierError(f"--url {address}/v1/models names no model; name it with --model") from None

@@ -16,6 +16,7 @@ from espalier.errors import EspalierError
 from espalier.models.loading import layer_specs_of
 from espalier.startup.build import cache_size, cache_specs, kv_dtypes_of
 from espalier.startup.load import find, resolve_config
+from espalier.startup.resolve import layout_of
 from espalier.terminal.console import QUIET, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 from espalier.terminal.machine import describe, installed
@@ -50,7 +51,9 @@ def run(args: Namespace) -> int:
     kv = kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype)
     specs = cache_specs(layer_specs_of(target), checkpoint.spec.layers, kv)
     held = cache_size(specs, resolved.num_pages, resolved.page_size, getattr(torch, resolved.dtype))
-    console.print(Text(f"  {held}"))
+    longest = (resolved.num_pages - 1) // max(layout_of(resolved).table_width, 1)
+    most = f"{min(longest, resolved.max_batch)} of {resolved.max_batch}"
+    console.print(Text(f"  {held}; requests of max_context that fit at once: {most}"))
     console.print(Text("model", "bold"))
     console.print(
         Text(

@@ -11,7 +11,7 @@ from espalier.batch import sender as sender_module
 from espalier.batch.input_scan import scan_input
 from espalier.batch.journal import Journal
 from espalier.batch.run import run
-from espalier.batch.sender import MAX_LOST, Sender, http_client
+from espalier.batch.sender import MAX_LOST, Sender, http_client, require_reachable
 from espalier.errors import EspalierError
 from tests.batch.sample import line, outcomes, write
 
@@ -170,6 +170,13 @@ def test_a_priority_is_added_where_the_line_has_none(tmp_path):
 )
 def test_an_address_may_have_a_path_and_v1(url, sent_to):
     assert str(http_client(url, None, 1).build_request("POST", "/v1/completions").url) == sent_to
+
+
+def test_a_path_without_a_server_is_refused_before_a_line_is_sent():
+    nothing = httpx.MockTransport(lambda request: httpx.Response(404, json={"detail": "Not Found"}))
+    client = httpx.AsyncClient(transport=nothing, base_url="http://server/foo")
+    with pytest.raises(EspalierError, match=r"http://server/foo/ has no /v1/models: .*; correct the path"):
+        asyncio.run(require_reachable([client]))
 
 
 def test_an_address_that_is_none_is_refused():

@@ -157,7 +157,7 @@ def scripted():
         protocol_version = "HTTP/1.1"
 
         def do_GET(self):
-            self.answer(200, json.dumps({"data": [{"id": "its model"}]}).encode())
+            self.answer(found.models_status, json.dumps({"data": [{"id": "its model"}]}).encode())
 
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -185,7 +185,8 @@ def scripted():
 
     answering = threading.Lock()
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        found = SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}/v1", bodies=[], keys=[], refused=())
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        found = SimpleNamespace(url=url, bodies=[], keys=[], refused=(), models_status=200)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield found
@@ -268,6 +269,13 @@ def test_what_cannot_be_measured_is_refused(flags, says, capsys):
     except SystemExit as left:
         code = left.code
     assert code == 2 and says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("status", "says"), [(401, "answers 401; give the server's key"), (404, "correct the path")])
+def test_a_status_of_the_models_is_said_with_its_remedy(scripted, monkeypatch, status, says, capsys):
+    monkeypatch.setattr(scripted, "models_status", status)
+    assert main(["bench", "serve", "--url", scripted.url, "--requests", "1"]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_an_address_may_have_a_path_and_tls():
