@@ -69,9 +69,12 @@ NONE = MappingProxyType(
         "the KV cache is not swapped to the CPU": "swap_space cpu_offload_gb",
         "the server has no TLS, put a reverse proxy in front of it": "ssl_keyfile ssl_certfile",
         "Espalier does not rank outputs, use n and choose one": "best_of use_beam_search num_beams beam_width",
+        "LLM.generate shows no progress bar, use on_chunk": "use_tqdm",
         "temperature=0 is greedy decoding, any other value samples": "do_sample",
     }
 )
+# The argument of LLM.generate and LLM.stream: the other engines' name for it.
+ARGUMENTS = MappingProxyType({"sampling_params": "params"})
 _OURS = MappingProxyType({name: ours for ours, names in TABLE.items() for name in names.split()})
 _REASONS = MappingProxyType({name: why for why, names in NONE.items() for name in names.split()})
 
@@ -80,6 +83,8 @@ def keyword(name: str, known: Collection[str]) -> str | None:
     """The advice for an unknown keyword: Espalier's name for it, or why it has none; None for an unknown name."""
     if name in _REASONS:
         return f"{_REASONS[name]}; leave it out"
+    if ARGUMENTS.get(name) in known:
+        return f"use {ARGUMENTS[name]}"
     # Or the name is Espalier's, but of another class.
     ours = _OURS.get(name) or next((each for each in TABLE if each.partition(".")[2] == name), None)
     if ours is None:

@@ -4,17 +4,19 @@ Its message is one line with the value, the supported values and what to do.
 """
 
 import difflib
+import inspect
 import math
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from espalier import counterparts
 
 T = TypeVar("T")
+P = ParamSpec("P")
 MAX_SHOWN = 160
 
 
@@ -129,3 +131,27 @@ def refuses_unknown(cls: type[T]) -> type[T]:
 
     setattr(cls, "__init__", checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)
     return cls
+
+
+def refuses_unknown_keywords(what: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator for the method `what`: an unknown keyword raises EspalierError with the most similar one.
+
+    options: the dataclass whose fields are none of the method's keywords, but of an argument.
+    """
+
+    def decorated(method: Callable[P, T]) -> Callable[P, T]:
+        known = list(inspect.signature(method).parameters)
+        inner = {f.name for f in fields(options)}
+
+        @wraps(method)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in kwargs:
+                if name in inner:
+                    raise EspalierError(f"{what} has no {name!r}; put it into {options.__name__}")
+                if name not in known:
+                    raise unknown_name(what, name, known[1:])
+            return method(*args, **kwargs)
+
+        return checked
+
+    return decorated

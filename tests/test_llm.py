@@ -97,6 +97,22 @@ def test_a_prompt_is_text_or_tokens_one_or_several(llm, prompts):
     assert output.token_ids == llm.generate(["abc"], GREEDY)[0].token_ids
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("sampling_params", "use params"),
+        ("temperature", "put it into SamplingParams"),
+        ("max_new_tokens", r"use SamplingParams\(max_tokens=...\)"),
+        ("use_tqdm", "use on_chunk; leave it out"),
+        ("parms", "did you mean 'params'"),
+    ],
+)
+def test_an_unknown_keyword_of_a_call_is_refused_with_the_right_one(llm, name, advice):
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(EspalierError, match=f"LLM.{call.__name__} has no '{name}'; .*{advice}"):
+            call("abc", **{name: 1})
+
+
 def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([], GREEDY) == []
 
