@@ -112,6 +112,8 @@ class LLM:
         Raises EspalierError for a bad prompt before the first chunk.  Leaving the loop early aborts the request.
         """
         _require_prompt("the prompt", prompt)
+        if not isinstance(prompt, str) and any(isinstance(part, str | list) for part in prompt):
+            raise EspalierError("LLM.stream takes one prompt; for several use LLM.generate, or a stream for each")
         with self._turn.postponing(), self._turn.lock:
             [group] = self._requests([prompt], params)
         return self._run(group)

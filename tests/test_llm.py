@@ -362,6 +362,12 @@ def test_what_is_no_prompt_is_one_line(llm, prompt):
         assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]]])
+def test_a_stream_takes_one_prompt(llm, prompts):
+    with pytest.raises(EspalierError, match="takes one prompt; for several use LLM.generate"):
+        llm.stream(prompts, GREEDY)
+
+
 def test_an_end_token_outside_the_vocabulary_is_left_out_with_one_warning(paths, tmp_path, caplog):
     path = tmp_path / "target"
     shutil.copytree(paths[0], path)
