@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
+from espalier.grammar.spec import Grammar
 from espalier.limits import MAX_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS
 from espalier.request import (
     GENERATION_CONFIG_NAMES,
@@ -178,6 +179,11 @@ def test_a_default_of_the_model_that_no_request_may_have_is_refused_with_its_fil
     file.write_text('{"temperature": null, "top_k": -1, "max_new_tokens": 0.5}')
     with pytest.raises(EspalierError, match=f"{file}: max_new_tokens=0.5 is not .*; correct the file"):
         generation_config(tmp_path)
+
+
+def test_a_schema_as_a_value_is_refused_with_what_makes_it_text():
+    with pytest.raises(EspalierError, match=r"use a string \(JSON text: json\.dumps\)"):
+        Grammar("json_schema", {"type": "object"})
 
 
 def test_unknown_names_are_refused_with_the_nearest():
