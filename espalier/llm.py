@@ -140,7 +140,7 @@ class LLM:
             return self.inputs.chat(messages, **options)
 
     def close(self) -> None:
-        """Free the engine's memory.  A second call does nothing."""
+        """Free the engine's memory, after what other threads generate.  A second call does nothing."""
         with self._turn.postponing(), self._turn.lock:
             if not self._closed:
                 self._closed = True

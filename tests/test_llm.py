@@ -364,7 +364,7 @@ def test_what_is_no_prompt_is_one_line(llm, prompt):
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]]])
 def test_a_stream_takes_one_prompt(llm, prompts):
-    with pytest.raises(EspalierError, match="takes one prompt; for several use LLM.generate"):
+    with pytest.raises(EspalierError, match=r"takes one prompt; for several use LLM.generate"):
         llm.stream(prompts, GREEDY)
 
 

@@ -191,6 +191,8 @@ def test_unknown_names_are_refused_with_the_nearest():
         SamplingParams(temprature=1)
     with pytest.raises(EspalierError, match="SamplingParams has no 'max_new_tokens'; use max_tokens"):
         SamplingParams(max_new_tokens=1)
+    with pytest.raises(EspalierError, match=r"Grammar has no 'regex'; use Grammar\(\"regex\", "):
+        Grammar(regex="a")
     for theirs in ("structured_outputs", "guided_json", "regex"):
         with pytest.raises(EspalierError, match=rf"'{theirs}'; use grammar=espalier.Grammar\(...\)"):
             SamplingParams(**{theirs: "[ab]"})

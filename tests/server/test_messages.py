@@ -17,6 +17,16 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
         ({"temprature": 1}, "the body has no 'temprature'; did you mean 'temperature'?"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema: Field required"),
         ({"response_format": "json"}, "response_format: Input should be an object (text, json_object"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {}}},
+            "response_format has no 'json_schema'; use type",
+        ),
+        ({"response_format": {"type": "json_object", "ignore": 1}}, "response_format has no 'ignore'; use type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"foo": 1, "name": "x", "schema": {}}}},
+            "response_format.json_schema has no 'foo'; use one of name, schema, ",
+        ),
+        ({"structured_outputs": {"foo": 1}}, "structured_outputs has no 'foo'; use one of json, "),
         ({"stream_options": 1}, "stream_options: Input should be an object"),
     ],
     ids=str,
