@@ -75,12 +75,22 @@ NONE = MappingProxyType(
 )
 # The argument of LLM.generate and LLM.stream: the other engines' name for it.
 ARGUMENTS = MappingProxyType({"sampling_params": "params"})
+# The kind of Grammar: the names for it.
+_KINDS = MappingProxyType(
+    {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf"}
+    | {kind: kind for kind in ("json_schema", "regex", "choice", "ebnf", "structural_tag", "json_object")}
+)
 _OURS = MappingProxyType({name: ours for ours, names in TABLE.items() for name in names.split()})
 _REASONS = MappingProxyType({name: why for why, names in NONE.items() for name in names.split()})
 
 
-def keyword(name: str, known: Collection[str]) -> str | None:
-    """The advice for an unknown keyword: Espalier's name for it, or why it has none; None for an unknown name."""
+def keyword(name: str, known: Collection[str], python: bool = True) -> str | None:
+    """The advice for an unknown keyword: Espalier's name for it, or why it has none; None for an unknown name.
+
+    python: False gives no advice to write Python, for a client of the server.
+    """
+    if name in _KINDS and {"kind", "spec"} <= set(known):
+        return f'use Grammar("{_KINDS[name]}", "...")'
     if name in _REASONS:
         return f"{_REASONS[name]}; leave it out"
     if ARGUMENTS.get(name) in known:
@@ -92,8 +102,11 @@ def keyword(name: str, known: Collection[str]) -> str | None:
     owner, _, setting = ours.partition(".")
     if owner == "serve":
         return f"use espalier serve --{setting.replace('_', '-')}"
-    if setting.partition("=")[0] in known:
+    ours = setting.partition("=")[0]
+    if ours in known:
         return f"use {setting}"
+    if not python:
+        return None
     return f"use {owner}({setting if '=' in setting else f'{setting}=...'})"
 
 

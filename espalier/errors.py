@@ -76,15 +76,19 @@ def one_line(error: Exception) -> str:
     return (text if len(text) <= 200 else f"{text[:196]} ...") or type(error).__name__
 
 
-def unknown_name(what: str, name: str, known: Collection[str], listed: str | None = None) -> EspalierError:
+def unknown_name(
+    what: str, name: str, known: Collection[str], listed: str | None = None, python: bool = True
+) -> EspalierError:
     """The error for a name that is not in `known`.
 
     It gives Espalier's name for another engine's setting, else the most similar name, else all names, or `listed`:
-    where they are.
+    where they are.  python: whether the advice may be Python.
     """
     near = difflib.get_close_matches(name, known, n=1)
-    nearest = f"did you mean {near[0]!r}?" if near else listed or f"use one of {', '.join(known)}"
-    return EspalierError(f"{what} has no {name!r}; {counterparts.keyword(name, known) or nearest}")
+    nearest = (
+        f"did you mean {near[0]!r}?" if near else listed or f"use {'one of ' * (len(known) > 1)}{', '.join(known)}"
+    )
+    return EspalierError(f"{what} has no {name!r}; {counterparts.keyword(name, known, python) or nearest}")
 
 
 def require_number(

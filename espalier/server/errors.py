@@ -107,7 +107,9 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
     if first["type"] == "extra_forbidden" and len(where) == 1:
         name = str(where[0])
         fields = list(model.model_fields)
-        return ApiError(400, str(unknown_name("the body", name, fields, "/openapi.json lists its fields")), param=name)
+        return ApiError(
+            400, str(unknown_name("the body", name, fields, "/openapi.json lists its fields", python=False)), param=name
+        )
     # A field with several types has an error for each type.  The client meant the one whose error is nested deepest.
     path = _place(model, where).path
     places = [(each, _place(model, _where(each))) for each in errors]
@@ -118,13 +120,23 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
     if refused is not None:
         why = f"{place.name} is not supported with this value: {refused.why}"
         return ApiError(400, why, param=place.name, code="unsupported")
+    if first["type"] == "extra_forbidden":
+        known = _fields_around(model, _where(first))
+        unknown = unknown_name(".".join(place.path[:-1]), place.path[-1], known, python=False)
+        return ApiError(400, str(unknown), param=str(where[0]))
     of_field = place.owner.model_fields.get(place.name)
-    if first["type"] == "extra_forbidden" and of_field is not None:
-        known = [name for inner in _models(of_field.annotation) for name in inner.model_fields]
-        return ApiError(400, str(unknown_name(".".join(place.path[:-1]), place.path[-1], known)), param=str(where[0]))
     takes = None if of_field is None else of_field.description
     what = f"{'.'.join(place.path)}: {_reason(first)}"
     return ApiError(400, f"{what} ({takes})" if takes else what, param=str(where[0]))
+
+
+def _fields_around(model: type[BaseModel], where: Sequence[Any]) -> list[str]:
+    """The fields, as a client writes them, of the object that has the unknown field `where`."""
+    place = _place(model, where[:-1])
+    inner = _models(place.owner.model_fields[place.name].annotation)
+    # pydantic names the type of the object, if the type chose the model.
+    typed = [m for m in inner if "type" in m.model_fields and where[-2] in get_args(m.model_fields["type"].annotation)]
+    return list(dict.fromkeys(f.alias or name for m in typed or inner for name, f in m.model_fields.items()))
 
 
 def _where(error: Mapping[str, Any]) -> list[Any]:

@@ -24,7 +24,7 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
         ({"response_format": {"type": "json_object", "ignore": 1}}, "response_format has no 'ignore'; use type"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"foo": 1, "name": "x", "schema": {}}}},
-            "response_format.json_schema has no 'foo'; use one of name, schema, ",
+            "response_format.json_schema has no 'foo'; use one of schema, name, ",
         ),
         ({"structured_outputs": {"foo": 1}}, "structured_outputs has no 'foo'; use one of json, "),
         ({"stream_options": 1}, "stream_options: Input should be an object"),
