@@ -45,6 +45,8 @@ TABLE = MappingProxyType(
         "serve.cors_origin": "allowed_origins",
         "serve.log_level": "uvicorn_log_level log_level_http",
         "serve.max_queue": "max_queued_requests",
+        # Also Espalier's name, but a request has no such field.
+        "serve.chat_template": "",
         "serve.api_key": "admin_api_key",
         "serve.tool_format": "tool_call_parser",
         "serve.reasoning_format": "reasoning_parser",

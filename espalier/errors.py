@@ -18,6 +18,8 @@ from espalier import counterparts
 T = TypeVar("T")
 P = ParamSpec("P")
 MAX_SHOWN = 160
+# A name less similar than this is another setting: presence_penalty is not length_penalty.
+MIN_SIMILARITY = 0.8
 
 
 class EspalierError(ValueError):
@@ -84,7 +86,7 @@ def unknown_name(
     It gives Espalier's name for another engine's setting, else the most similar name, else all names, or `listed`:
     where they are.  python: whether the advice may be Python.
     """
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
     nearest = (
         f"did you mean {near[0]!r}?" if near else listed or f"use {'one of ' * (len(known) > 1)}{', '.join(known)}"
     )

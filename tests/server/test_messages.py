@@ -35,3 +35,18 @@ def test_a_wrong_field_is_named_as_the_client_wrote_it(fields, said):
     with pytest.raises(ApiError) as refused:
         read_body("ChatRequest", "application/json", json.dumps(CHAT | fields).encode(), BodyLimits(16, 64, 1, 64))
     assert refused.value.detail.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "advice"),
+    [
+        ("CompletionRequest", "messages", "send it to /v1/chat/completions"),
+        ("ChatRequest", "prompt", "send it to /v1/completions"),
+        ("ChatRequest", "length_penalty", "/openapi.json lists its fields"),
+        ("ChatRequest", "chat_template", "use espalier serve --chat-template"),
+    ],
+)
+def test_a_field_of_another_endpoint_names_it(model, name, advice):
+    with pytest.raises(ApiError) as refused:
+        read_body(model, "application/json", json.dumps({"model": "m", name: "x"}).encode(), BodyLimits(16, 64, 1, 64))
+    assert refused.value.detail == f"the body has no '{name}'; {advice}"
