@@ -26,7 +26,7 @@ KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-ENDPOINTS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
+ENDPOINTS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 FAILED = "internal server error; the server's log has the details under this request_id"
 RETRY_AFTER_S = 1
 FIELD_FIRST = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
