@@ -150,6 +150,13 @@ class ChatTemplate:
 
 
 def _refused(error: Exception) -> EspalierError:
+    from jinja2 import TemplateSyntaxError
+
+    if isinstance(error, TemplateSyntaxError):
+        return EspalierError(
+            f"this model's chat template is no Jinja template ({one_line(error)}); correct it, or use serve "
+            "--chat-template"
+        )
     return EspalierError(f"the chat template refuses these messages: {one_line(error)}")
 
 

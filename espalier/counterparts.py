@@ -45,6 +45,8 @@ TABLE = MappingProxyType(
         "serve.cors_origin": "allowed_origins",
         "serve.log_level": "uvicorn_log_level log_level_http",
         "serve.max_queue": "max_queued_requests",
+        # Also Espalier's name, but a request has no such field.
+        "serve.chat_template": "",
         "serve.api_key": "admin_api_key",
         "serve.tool_format": "tool_call_parser",
         "serve.reasoning_format": "reasoning_parser",
@@ -69,17 +71,32 @@ NONE = MappingProxyType(
         "the KV cache is not swapped to the CPU": "swap_space cpu_offload_gb",
         "the server has no TLS, put a reverse proxy in front of it": "ssl_keyfile ssl_certfile",
         "Espalier does not rank outputs, use n and choose one": "best_of use_beam_search num_beams beam_width",
+        "LLM.generate shows no progress bar, use on_chunk": "use_tqdm",
         "temperature=0 is greedy decoding, any other value samples": "do_sample",
     }
+)
+# The argument of LLM.generate and LLM.stream: the other engines' name for it.
+ARGUMENTS = MappingProxyType({"sampling_params": "params"})
+# The kind of Grammar: the names for it.
+_KINDS = MappingProxyType(
+    {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf"}
+    | {kind: kind for kind in ("json_schema", "regex", "choice", "ebnf", "structural_tag", "json_object")}
 )
 _OURS = MappingProxyType({name: ours for ours, names in TABLE.items() for name in names.split()})
 _REASONS = MappingProxyType({name: why for why, names in NONE.items() for name in names.split()})
 
 
-def keyword(name: str, known: Collection[str]) -> str | None:
-    """The advice for an unknown keyword: Espalier's name for it, or why it has none; None for an unknown name."""
+def keyword(name: str, known: Collection[str], python: bool = True) -> str | None:
+    """The advice for an unknown keyword: Espalier's name for it, or why it has none; None for an unknown name.
+
+    python: False gives no advice to write Python, for a client of the server.
+    """
+    if name in _KINDS and {"kind", "spec"} <= set(known):
+        return f'use Grammar("{_KINDS[name]}", "...")'
     if name in _REASONS:
         return f"{_REASONS[name]}; leave it out"
+    if ARGUMENTS.get(name) in known:
+        return f"use {ARGUMENTS[name]}"
     # Or the name is Espalier's, but of another class.
     ours = _OURS.get(name) or next((each for each in TABLE if each.partition(".")[2] == name), None)
     if ours is None:
@@ -87,8 +104,11 @@ def keyword(name: str, known: Collection[str]) -> str | None:
     owner, _, setting = ours.partition(".")
     if owner == "serve":
         return f"use espalier serve --{setting.replace('_', '-')}"
-    if setting.partition("=")[0] in known:
+    ours = setting.partition("=")[0]
+    if ours in known:
         return f"use {setting}"
+    if not python:
+        return None
     return f"use {owner}({setting if '=' in setting else f'{setting}=...'})"
 
 

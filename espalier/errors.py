@@ -4,18 +4,22 @@ Its message is one line with the value, the supported values and what to do.
 """
 
 import difflib
+import inspect
 import math
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from espalier import counterparts
 
 T = TypeVar("T")
+P = ParamSpec("P")
 MAX_SHOWN = 160
+# A name less similar than this is another setting: presence_penalty is not length_penalty.
+MIN_SIMILARITY = 0.8
 
 
 class EspalierError(ValueError):
@@ -74,15 +78,19 @@ def one_line(error: Exception) -> str:
     return (text if len(text) <= 200 else f"{text[:196]} ...") or type(error).__name__
 
 
-def unknown_name(what: str, name: str, known: Collection[str], listed: str | None = None) -> EspalierError:
+def unknown_name(
+    what: str, name: str, known: Collection[str], listed: str | None = None, python: bool = True
+) -> EspalierError:
     """The error for a name that is not in `known`.
 
     It gives Espalier's name for another engine's setting, else the most similar name, else all names, or `listed`:
-    where they are.
+    where they are.  python: whether the advice may be Python.
     """
-    near = difflib.get_close_matches(name, known, n=1)
-    nearest = f"did you mean {near[0]!r}?" if near else listed or f"use one of {', '.join(known)}"
-    return EspalierError(f"{what} has no {name!r}; {counterparts.keyword(name, known) or nearest}")
+    near = difflib.get_close_matches(name, known, n=1, cutoff=MIN_SIMILARITY)
+    nearest = (
+        f"did you mean {near[0]!r}?" if near else listed or f"use {'one of ' * (len(known) > 1)}{', '.join(known)}"
+    )
+    return EspalierError(f"{what} has no {name!r}; {counterparts.keyword(name, known, python) or nearest}")
 
 
 def require_number(
@@ -129,3 +137,27 @@ def refuses_unknown(cls: type[T]) -> type[T]:
 
     setattr(cls, "__init__", checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)
     return cls
+
+
+def refuses_unknown_keywords(what: str, options: type) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator for the method `what`: an unknown keyword raises EspalierError with the most similar one.
+
+    options: the dataclass whose fields are none of the method's keywords, but of an argument.
+    """
+
+    def decorated(method: Callable[P, T]) -> Callable[P, T]:
+        known = list(inspect.signature(method).parameters)
+        inner = {f.name for f in fields(options)}
+
+        @wraps(method)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            for name in kwargs:
+                if name in inner:
+                    raise EspalierError(f"{what} has no {name!r}; put it into {options.__name__}")
+                if name not in known:
+                    raise unknown_name(what, name, known[1:])
+            return method(*args, **kwargs)
+
+        return checked
+
+    return decorated

@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
-from espalier.errors import EspalierError, frames_cleared, shown
+from espalier.errors import EspalierError, frames_cleared, refuses_unknown_keywords, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
@@ -80,6 +80,7 @@ class LLM:
         self._warned = False
         self._closed = False
 
+    @refuses_unknown_keywords("LLM.generate", SamplingParams)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -104,12 +105,15 @@ class LLM:
                         on_chunk(chunk)
         return [_with_choices([_output(r, "".join(texts[r.id])) for r in group]) for group in groups]
 
+    @refuses_unknown_keywords("LLM.stream", SamplingParams)
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[OutputChunk]:
         """Yield the output of one prompt as it is generated.  With n > 1, OutputChunk.index is the sample's.
 
         Raises EspalierError for a bad prompt before the first chunk.  Leaving the loop early aborts the request.
         """
         _require_prompt("the prompt", prompt)
+        if not isinstance(prompt, str) and any(isinstance(part, str | list) for part in prompt):
+            raise EspalierError("LLM.stream takes one prompt; for several use LLM.generate, or a stream for each")
         with self._turn.postponing(), self._turn.lock:
             [group] = self._requests([prompt], params)
         return self._run(group)
@@ -136,7 +140,7 @@ class LLM:
             return self.inputs.chat(messages, **options)
 
     def close(self) -> None:
-        """Free the engine's memory.  A second call does nothing."""
+        """Free the engine's memory, after what other threads generate.  A second call does nothing."""
         with self._turn.postponing(), self._turn.lock:
             if not self._closed:
                 self._closed = True

@@ -97,6 +97,22 @@ def test_a_prompt_is_text_or_tokens_one_or_several(llm, prompts):
     assert output.token_ids == llm.generate(["abc"], GREEDY)[0].token_ids
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("sampling_params", "use params"),
+        ("temperature", "put it into SamplingParams"),
+        ("max_new_tokens", r"use SamplingParams\(max_tokens=...\)"),
+        ("use_tqdm", "use on_chunk; leave it out"),
+        ("parms", "did you mean 'params'"),
+    ],
+)
+def test_an_unknown_keyword_of_a_call_is_refused_with_the_right_one(llm, name, advice):
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(EspalierError, match=f"LLM.{call.__name__} has no '{name}'; .*{advice}"):
+            call("abc", **{name: 1})
+
+
 def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([], GREEDY) == []
 
@@ -344,6 +360,12 @@ def test_what_is_no_prompt_is_one_line(llm, prompt):
         with pytest.raises(EspalierError, match="use text") as refused:
             call(prompt, GREEDY)
         assert "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1], [2]]])
+def test_a_stream_takes_one_prompt(llm, prompts):
+    with pytest.raises(EspalierError, match=r"takes one prompt; for several use LLM.generate"):
+        llm.stream(prompts, GREEDY)
 
 
 def test_an_end_token_outside_the_vocabulary_is_left_out_with_one_warning(paths, tmp_path, caplog):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
+from espalier.grammar.spec import Grammar
 from espalier.limits import MAX_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS
 from espalier.request import (
     GENERATION_CONFIG_NAMES,
@@ -180,11 +181,18 @@ def test_a_default_of_the_model_that_no_request_may_have_is_refused_with_its_fil
         generation_config(tmp_path)
 
 
+def test_a_schema_as_a_value_is_refused_with_what_makes_it_text():
+    with pytest.raises(EspalierError, match=r"use a string \(JSON text: json\.dumps\)"):
+        Grammar("json_schema", {"type": "object"})
+
+
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(EspalierError, match="'temprature'; did you mean 'temperature'"):
         SamplingParams(temprature=1)
     with pytest.raises(EspalierError, match="SamplingParams has no 'max_new_tokens'; use max_tokens"):
         SamplingParams(max_new_tokens=1)
+    with pytest.raises(EspalierError, match=r"Grammar has no 'regex'; use Grammar\(\"regex\", "):
+        Grammar(regex="a")
     for theirs in ("structured_outputs", "guided_json", "regex"):
         with pytest.raises(EspalierError, match=rf"'{theirs}'; use grammar=espalier.Grammar\(...\)"):
             SamplingParams(**{theirs: "[ab]"})

@@ -8,9 +8,10 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from espalier import counterparts
 from espalier.errors import ContextOverflow, EspalierError, unknown_name
 from espalier.server.logs import request_id
-from espalier.server.openai import Refused
+from espalier.server.openai import ChatRequest, CompletionRequest, Refused
 
 KINDS = {
     400: "invalid_request_error",
@@ -25,6 +26,7 @@ KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+ENDPOINTS: dict[str, type[BaseModel]] = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest}
 FAILED = "internal server error; the server's log has the details under this request_id"
 RETRY_AFTER_S = 1
 FIELD_FIRST = re.compile(r"^([a-z_]+)(?:\[|=| entry=| token=| (?:and|are|excludes|is|needs|with) )")
@@ -96,6 +98,9 @@ def refusal(error: EspalierError, field: str | None = None) -> ApiError:
 def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> ApiError:
     """The 400 response for a body that pydantic refused.  It reports one error, in one line."""
     first = errors[0]
+    if first["type"] == "missing":
+        # A field that this body does not have says more: the client meant another endpoint, or misspelt the name.
+        first = next((e for e in errors if e["type"] == "extra_forbidden" and len(_where(e)) == 1), first)
     where = _where(first)
     if first["type"] == "json_invalid":
         why = f"{first['ctx']['error']}: character {where[0]}"
@@ -106,8 +111,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
         return ApiError(400, f"the body is invalid: {_reason(first)}")
     if first["type"] == "extra_forbidden" and len(where) == 1:
         name = str(where[0])
-        fields = list(model.model_fields)
-        return ApiError(400, str(unknown_name("the body", name, fields, "/openapi.json lists its fields")), param=name)
+        return ApiError(400, _unknown_field(model, name), param=name)
     # A field with several types has an error for each type.  The client meant the one whose error is nested deepest.
     path = _place(model, where).path
     places = [(each, _place(model, _where(each))) for each in errors]
@@ -118,13 +122,32 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
     if refused is not None:
         why = f"{place.name} is not supported with this value: {refused.why}"
         return ApiError(400, why, param=place.name, code="unsupported")
+    if first["type"] == "extra_forbidden":
+        known = _fields_around(model, _where(first))
+        unknown = unknown_name(".".join(place.path[:-1]), place.path[-1], known, python=False)
+        return ApiError(400, str(unknown), param=str(where[0]))
     of_field = place.owner.model_fields.get(place.name)
-    if first["type"] == "extra_forbidden" and of_field is not None:
-        known = [name for inner in _models(of_field.annotation) for name in inner.model_fields]
-        return ApiError(400, str(unknown_name(".".join(place.path[:-1]), place.path[-1], known)), param=str(where[0]))
     takes = None if of_field is None else of_field.description
     what = f"{'.'.join(place.path)}: {_reason(first)}"
     return ApiError(400, f"{what} ({takes})" if takes else what, param=str(where[0]))
+
+
+def _unknown_field(model: type[BaseModel], name: str) -> str:
+    """The message for a field that the body does not have.  It may be one of the other endpoint."""
+    if model in ENDPOINTS.values() and counterparts.keyword(name, model.model_fields, python=False) is None:
+        for path, other in ENDPOINTS.items():
+            if name in other.model_fields and _refused(other, name) is None:
+                return f"the body has no {name!r}; send it to {path}"
+    return str(unknown_name("the body", name, model.model_fields, "/openapi.json lists its fields", python=False))
+
+
+def _fields_around(model: type[BaseModel], where: Sequence[Any]) -> list[str]:
+    """The fields, as a client writes them, of the object that has the unknown field `where`."""
+    place = _place(model, where[:-1])
+    inner = _models(place.owner.model_fields[place.name].annotation)
+    # pydantic names the type of the object, if the type chose the model.
+    typed = [m for m in inner if "type" in m.model_fields and where[-2] in get_args(m.model_fields["type"].annotation)]
+    return list(dict.fromkeys(f.alias or name for m in typed or inner for name, f in m.model_fields.items()))
 
 
 def _where(error: Mapping[str, Any]) -> list[Any]:
