@@ -254,7 +254,14 @@ def test_doctor_shows_machine_and_resolved_configuration_without_loading(tiny, c
     monkeypatch.setattr("espalier.startup.load.load_target", None)
     assert run("doctor", *tiny) == 0
     out = capsys.readouterr().out
-    for said in ("torch", "threads", "num_draft_tokens  8", "num_pages", "LlamaForCausalLM", "that fit at once: 8 of 8"):
+    for said in (
+        "torch",
+        "threads",
+        "num_draft_tokens  8",
+        "num_pages",
+        "LlamaForCausalLM",
+        "that fit at once: 8 of 8",
+    ):
         assert said in out
 
 
