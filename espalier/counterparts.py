@@ -104,8 +104,7 @@ def keyword(name: str, known: Collection[str], python: bool = True) -> str | Non
     owner, _, setting = ours.partition(".")
     if owner == "serve":
         return f"use espalier serve --{setting.replace('_', '-')}"
-    ours = setting.partition("=")[0]
-    if ours in known:
+    if setting.partition("=")[0] in known:
         return f"use {setting}"
     if not python:
         return None

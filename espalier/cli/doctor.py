@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
     kv = kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype)
     specs = cache_specs(layer_specs_of(target), checkpoint.spec.layers, kv)
     held = cache_size(specs, resolved.num_pages, resolved.page_size, getattr(torch, resolved.dtype))
-    longest = (resolved.num_pages - 1) // max(layout_of(resolved).table_width, 1)
+    longest = (resolved.num_pages - 1) // layout_of(resolved).table_width
     most = f"{min(longest, resolved.max_batch)} of {resolved.max_batch}"
     console.print(Text(f"  {held}; requests of max_context that fit at once: {most}"))
     console.print(Text("model", "bold"))

@@ -35,9 +35,8 @@ class Grammar:
         if self.kind not in KINDS:
             raise EspalierError(f"grammar kind {shown(self.kind)} is not supported; use one of {', '.join(KINDS)}")
         if not isinstance(self.spec, str):
-            raise EspalierError(
-                f"grammar spec {shown(self.spec)} is not supported; use a string (JSON text: json.dumps)"
-            )
+            text = " (JSON text: json.dumps)" if isinstance(self.spec, dict) else ""
+            raise EspalierError(f"grammar spec {shown(self.spec)} is not supported; use a string{text}")
         if len(self.spec) > MAX_SPEC_CHARS:
             raise EspalierError(
                 f"a grammar of {len(self.spec)} characters is not supported; use {MAX_SPEC_CHARS} at most"
