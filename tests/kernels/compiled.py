@@ -130,7 +130,8 @@ def compiled_hopper(
         "expected_shared": config.shared_bytes(size),
         "overlapping": list(overlapping(lines)),
         "fences": list(fences(lines)),
-        "by_tma_alone": kind == ALL and not fp8,
+        "fenced_by_writers": kind == ALL or fp8,
+        "converted": converted(lines),
         "contiguous": kind != NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
@@ -151,7 +152,7 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
         "expected_shared": config.shared_bytes,
         "overlapping": list(overlapping(lines)),
         "fences": latent_fences(lines),
-        "by_tma_alone": constants["CONTIGUOUS"] == ALL and not config.raw_stages,
+        "fenced_by_writers": constants["CONTIGUOUS"] == ALL or config.raw_stages > 0,
         "contiguous": constants["CONTIGUOUS"] != NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
@@ -305,11 +306,11 @@ def fences(lines: list[str]):
 
 
 def latent_fences(lines: list[str]) -> dict:
-    """The numbers of such fences, by what threads have written.
+    """The numbers of such fences, by what threads have written; `converted` as the function of this name.
 
     queries: from the wait for their copy to the first product (Triton puts a fence there too); rows: from the start of
     each loop over blocks to its first product; values: the same in the second warpgroup's loop, and how many of these
-    some blocks skip; weights: from each store to the arrival that hands them over; converted: the same of FP8 rows.
+    some blocks skip; weights: from each store to the arrival that hands them over.
     """
 
     def between(start: int, opcode: str) -> int:
@@ -323,14 +324,25 @@ def latent_fences(lines: list[str]) -> dict:
     value_loop = innermost_loop(lines, where(r"HGMMA\.64x256\S* R\d+, gdesc")[0])
     skips = [(at, to) for at, to in jumps(lines) if value_loop[0] <= at < to <= value_loop[1]]
     skipped = [i for i in where(FENCE, *value_loop) if any(at < i < to for at, to in skips)]
-    converted = [i for at in where(r"E4M3\.UNPACK")[:1] for i in where(r"\bSTS", *innermost_loop(lines, at))]
     return {
         "queries": [between(i, "HGMMA") for i in where(r" DEPBAR\.LE SB0, 0x0\b")],
         "rows": [between(start, "HGMMA") for start, _ in loops_over_blocks(lines)],
         "values": [between(value_loop[0], "HGMMA"), len(skipped)],
         "weights": [between(i, "SYNCS.ARRIVE") for i in where(r"\bSTSM")],
-        "converted": [between(i, "SYNCS.ARRIVE") for i in converted],
+        "converted": converted(lines),
     }
+
+
+def converted(lines: list[str]) -> list[list[int]]:
+    """For each store of converted FP8 rows, [the fences until the arrival that hands them over, barriers after it]."""
+    found = []
+    for unpack in [i for i, line in enumerate(lines) if "E4M3.UNPACK" in line][:1]:
+        start, end = innermost_loop(lines, unpack)
+        for store in [i for i in range(start, end) if re.search(r"\bSTS", lines[i])]:
+            inner = lines[store : next(i for i in range(store, end) if "SYNCS.ARRIVE" in lines[i])]
+            fences = [i for i, line in enumerate(inner) if FENCE in line]
+            found.append([len(fences), sum("BAR.SYNC" in line for line in inner[max(fences, default=0) :])])
+    return found
 
 
 def jumps(lines: list[str]) -> list[tuple[int, int]]:

@@ -150,8 +150,8 @@ def _add_sums(sum_weights, decay, sums, SCORES: gl.constexpr):
 def _score(q, stages, stage, zeros, FENCED: gl.constexpr):
     """Start the product of the queries and the keys of a stage, tile by tile.
 
-    FENCED: threads may have written rows or queries; the fence makes them visible to the tensor cores.  What TMA has
-    copied is visible.
+    FENCED: threads may have written rows or queries, and not fenced them; the fence makes them visible to the tensor
+    cores.  What TMA has copied is visible.
     """
     if FENCED:
         hopper.fence_async_shared()
@@ -244,8 +244,8 @@ def attend_work_item(
     sum_weights = _add_sums(sum_weights, decay, sums, SCORES)
     wait_until_full(stages, num_done + 1, extent.num_blocks > 1)
     masked = gl.maximum(extent.num_unmasked, 1)
-    # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  FP8 rows are converted by threads.
-    BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUOUS != 1 or CONSTANTS.RAW_STAGES > 0
+    # If CONTIGUOUS is 1, TMA copies all unmasked blocks.  The warps that convert FP8 rows have a fence of their own.
+    BY_THREADS: gl.constexpr = CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0
     if CONSTANTS.WINDOW == 0:
         # Most blocks need no mask: a loop that never tests for one is 2 % faster.
         num_done, num_sent, weights, out, max_score, sum_weights = _attend_blocks(

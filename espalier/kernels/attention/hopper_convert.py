@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 @gluon_kernel
 def convert_work_items(raw, stages, plan, positions, CONSTANTS: gl.constexpr):
     """Convert the blocks of all work items of a program, from the stages `raw`."""
-    # A warp converts 16 values a thread: of the narrowest tile, whole rows.
-    THREADS: gl.constexpr = CONSTANTS.WIDTHS[len(CONSTANTS.WIDTHS) - 1] // 16
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // THREADS, THREADS], [CONSTANTS.CONVERT_WARPS, 1], [1, 0])
+    # A warp converts 8 values a thread: of the narrowest tile, whole rows.  With 16 values the threads of a row would
+    # write every second 16 bytes, and so use half of the memory's banks.
+    THREADS: gl.constexpr = CONSTANTS.WIDTHS[len(CONSTANTS.WIDTHS) - 1] // 8
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // THREADS, THREADS], [CONSTANTS.CONVERT_WARPS, 1], [1, 0])
     num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
     backwards = 0
     num_done = 0

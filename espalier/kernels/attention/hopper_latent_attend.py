@@ -135,7 +135,7 @@ def value_work_items(stages, exchange, plan, unused, results, CONSTANTS: gl.cons
                 decay = decay_slots.index(slot).load(gl.SliceLayout(1, OUT))
                 out = out * gl.expand_dims(decay, 1)
                 # As in attend_work_item; the weights were fenced when they were sent.
-                if CONSTANTS.CONTIGUOUS != 1 or CONSTANTS.RAW_STAGES > 0 or t >= extent.num_unmasked:
+                if (CONSTANTS.CONTIGUOUS != 1 and CONSTANTS.RAW_STAGES == 0) or t >= extent.num_unmasked:
                     hopper.fence_async_shared()
                 values = stages.tiles[1].index(stage)
                 pending = hopper.warpgroup_mma(weight_slots.index(slot), values, out, is_async=True)
