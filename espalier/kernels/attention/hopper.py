@@ -8,7 +8,6 @@ of a 64-row tensor core tile.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +17,8 @@ from espalier.kernels.attention.hopper_convert import convert_work_items
 from espalier.kernels.attention.hopper_load import load_work_items
 from espalier.kernels.attention.hopper_work import Constants, Rows, make_stages
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE, Plan, wait_and_count_splits
-from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.runtime.launch import Chip, gluon_kernel, unspecialised
+from espalier.kernels.runtime.tma import tma_descriptor
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
@@ -192,27 +191,6 @@ def _hopper_attention_kernel(
         [ATTEND_REGISTERS, LOAD_REGISTERS, CONVERT_REGISTERS][2 - WARPGROUPS:3 if FP8 else 2],
     )
 # fmt: on
-
-
-def aligned_for_copies(tensor: torch.Tensor) -> bool:
-    """Whether the kernel can copy 16 bytes at a time: Triton must see an address and strides divisible by 16."""
-    return tensor.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in tensor.stride()[:-1])
-
-
-def tma_descriptor(rows: torch.Tensor, block_rows: int, size: int) -> Any:
-    """The TMA descriptor for blocks of `size` columns of rows [R, values]."""
-    descriptor_class, layout = _descriptor_class(rows.dtype, block_rows, size)
-    return descriptor_class.from_tensor(rows, [block_rows, size], layout)
-
-
-@cache
-def _descriptor_class(dtype: torch.dtype, block_rows: int, size: int) -> tuple[Any, Any]:
-    """Triton's descriptor class, and the shared-memory layout of a block."""
-    from triton.experimental.gluon import language
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    element = {torch.bfloat16: language.bfloat16, torch.float16: language.float16, FP8: language.float8e4nv}[dtype]
-    return TensorDescriptor, language.NVMMASharedLayout.get_default_for([block_rows, size], element)
 
 
 def needs_counting(page_size: int, window: int) -> bool:

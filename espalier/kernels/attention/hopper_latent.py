@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from espalier.kernels.attention.hopper import CAPABILITY, DTYPES, RESERVED, aligned_for_copies, tma_descriptor
+from espalier.kernels.attention.hopper import CAPABILITY, DTYPES, RESERVED
 from espalier.kernels.attention.hopper_convert import convert_work_items
 from espalier.kernels.attention.hopper_latent_attend import score_work_items, value_work_items
 from espalier.kernels.attention.hopper_load import load_work_items
@@ -19,6 +19,7 @@ from espalier.kernels.attention.hopper_work import Constants, Rows, Stages, make
 from espalier.kernels.attention.work_items import ALL, NONE, Plan, wait_and_count_splits
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.runtime.launch import Chip, gluon_kernel, unspecialised
+from espalier.kernels.runtime.tma import aligned_for_copies, tma_descriptor
 
 if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl

@@ -29,7 +29,6 @@ from espalier.kernels.attention.hopper import (
     WARPGROUP_QUERIES,
     HopperConfig,
     _hopper_attention_kernel,
-    aligned_for_copies,
     choose_hopper_config,
     copies_by_tma,
     hopper_constants,
@@ -51,6 +50,7 @@ from espalier.kernels.attention.work_items import (
     work_item_of,
 )
 from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, require, unspecialised
+from espalier.kernels.runtime.tma import aligned_for_copies
 from espalier.kernels.state.page_rows import page_rows
 from espalier.layout import next_bucket
 

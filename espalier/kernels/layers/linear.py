@@ -8,7 +8,8 @@ adds them with a second kernel; `linear_parts` returns them, and the next kernel
 Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several smaller calls to it are faster than one
 (`LibraryPlan`): a grid of 1.5 waves takes as long as a grid of 2.
 
-If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).
+If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  So
+does the kernel of hopper_gated.py, for many rows.
 
 `espalier doctor --tune` measures which plan is fastest; kernels/layers/linear_tuning.py reads the result.  This file
 lists the plans worth measuring (`candidates`), and has a rule for shapes that nobody measured (`rule`).
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.hopper_gated import linear_gated_many, takes_many
 from espalier.kernels.layers.silu import require_gated, silu_mul, silu_times
 from espalier.kernels.runtime.launch import Chip, chip, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait, prefetch
@@ -286,11 +288,14 @@ def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPla
     """silu(gate) · up [rows, out / 2], where gate and up are the halves of `linear`: the same bits as silu_mul(linear).
 
     The weight stacks gate over up.  A TritonPlan runs without split-K: the activation in the epilogue saves two
-    launches.  Raises EspalierError for an odd `out`.
+    launches.  Without a plan, many rows on Hopper have a kernel of their own (hopper_gated.py), whose bits do not
+    depend on rows.  Raises EspalierError for an odd `out`.
     """
     require_gated(weight.shape[0])
     if isinstance(plan, TritonPlan):
         return _launch(x, weight, bias, replace(plan, splits=1), gated=True)
+    if plan is None and x.is_cuda and takes_many(x, weight, bias, chip(x)):
+        return linear_gated_many(x, weight)
     return silu_mul(linear(x, weight, bias, plan))
 
 

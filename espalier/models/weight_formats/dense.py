@@ -38,6 +38,9 @@ class DenseWeight(Weight):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.tensor, bias)
 
+    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_gated(x, self.tensor, bias, None)
+
     def rows_from(self, first: int) -> Weight:
         return dense_weight(self.tensor[first:])
 
