@@ -39,7 +39,7 @@ from espalier.kernels.layers.quantised_candidates import candidates
 from espalier.kernels.layers.silu import silu_mul_triton
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.models.weight_formats.quantised import QuantisedWeight
-from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, inputs_of
+from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, in_blocks, inputs_of, rounding_launches
 
 H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
 # (rows, out, in): tiles that are full, ragged in every direction, and of two tiles of rows.
@@ -89,7 +89,7 @@ def test_a_step_of_two_sums_has_the_bits_of_two_steps(kernel_device, kind, num_i
     """Also where the second sum of the last step is past the columns."""
     matrix, x = drawn(kind, (), 80, num_in, kernel_device), x_of(5, num_in, kernel_device)
     if matrix.group < num_in:
-        matrix = replace(matrix, group=128, scales=matrix.scales[:, ::2].contiguous(), inputs=InputScales(128))
+        matrix = in_blocks(matrix)
     short, long = (TritonPlan(64, block_in, 1, 4, 2) for block_in in (128, 256))
     out = linear_quantised_triton(x, matrix, None, long)
     assert torch.equal(out, linear_quantised_triton(x, matrix, None, short))
@@ -137,6 +137,33 @@ def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
     assert torch.equal(
         weight.of_rounded(rounded, None, "gated"), silu_mul_triton(weight.of_rounded(rounded, None, "apply"))
     )
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 17])
+@pytest.mark.parametrize("num_in", [320, 640])
+def test_few_rows_are_rounded_in_the_product_with_the_same_bits(kernel_device, monkeypatch, rows, num_in):
+    """320: the last group is ragged; 640: a step of two groups is not full.  More rows have a launch that rounds."""
+    matrix = in_blocks(drawn("fp8-block-inputs", (), 2 * 40, num_in, kernel_device))
+    x = x_of(rows, num_in, kernel_device)
+    x[-1, 128:256], x[rows // 2, 7] = 0, torch.nan
+    rounded = RoundedRows(*quantise_rows_triton(x, matrix.inputs), x.dtype)
+    launches = rounding_launches(monkeypatch)
+    for block_in, splits in ((128, 1), (128, 3), (256, 1)):
+        plan = TritonPlan(64, block_in, splits, 4, 2)
+        for product in (linear_quantised_gated_triton, linear_quantised_triton):
+            ours = product(x, matrix, None, plan)
+            assert torch.equal(bits(ours), bits(product(rounded, matrix, None, plan)))
+    assert len(launches) == (6 if rows > 16 else 0)
+    # A step that is half a group, and scales that do not follow from the inputs.
+    linear_quantised_triton(x, matrix, None, TritonPlan(64, 64, 1, 4, 2))
+    static = InputScales(128, torch.ones(1, device=kernel_device))
+    linear_quantised_triton(x, replace(matrix, inputs=static), None, plan)
+    assert len(launches) == (8 if rows > 16 else 2)
+
+
+def bits(values):
+    """NaN equals NaN."""
+    return values.view(torch.int16)
 
 
 def product_of_each(gated, whole, matrix):
