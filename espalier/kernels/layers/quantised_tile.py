@@ -89,7 +89,7 @@ def _fp8_dot(
                 exact = x.to(tl.float32)
                 # FP8_MAX
                 x_scale = scale_of(tl.max(tl.abs(exact), 1), None, 448.0)
-                x = over_scale(exact, x_scale[:, None], 448.0).to(w.dtype)
+                x = over_scale(exact, x_scale[:, None], None, 448.0).to(w.dtype)
             part = tl.dot(from_fp8(w, x.dtype), tl.trans(x))
             if GROUP > 0:
                 part *= tl.load(scale_ptrs + first // GROUP).to(tl.float32)[:, None]
