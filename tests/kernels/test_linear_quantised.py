@@ -10,6 +10,7 @@ from espalier.kernels.layers import linear_quantised, quantise_rows
 from espalier.kernels.layers.linear import TritonPlan, sum_parts_reference
 from espalier.kernels.layers.linear_quantised import (
     _launch,
+    _stages,
     linear_quantised_gated_triton,
     linear_quantised_triton,
     lines_ahead,
@@ -312,6 +313,21 @@ def test_few_rounded_rows_have_long_steps_and_fill_the_chip():
         # More rows, scales of groups, inputs that are not rounded.
         for rows, grouped, input_bytes in ((17, False, 1), (16, True, 1), (16, False, 2)):
             assert rule(rows, *shape, "fp8", 256, grouped, H200, input_bytes).block_in == 128
+
+
+def test_a_product_that_rounds_has_fewer_stages_where_longer_inputs_need_it(monkeypatch):
+    """And else the plan of rows that are rounded already, so that a row has the same bits."""
+    monkeypatch.setattr(linear_quantised, "chip", lambda tensor: H200)
+    codes, scales = torch.empty(28672, 4096, dtype=FP8, device="meta"), torch.empty(224, 32, device="meta")
+    matrix = QuantisedMatrix("fp8", codes, scales, 128, 128, inputs=InputScales(128))
+    for rows, stages, of_rounded in ((16, 4, 5), (17, 4, 4)):
+        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
+        rounded = RoundedRows(x.to(FP8), torch.empty(rows, 32, device="meta"), x.dtype)
+        plan = plan_of(matrix, x)
+        assert (plan.stages, replace(plan, stages=of_rounded)) == (stages, plan_of(matrix, rounded))
+    # A table's plan for shorter inputs: 227 KiB hold 22 stages of 64 + 16 rows of FP8, and 18 of 64 + 2 · 16.
+    deep = TritonPlan(64, 128, 1, 4, 22)
+    assert [_stages(deep, 16, matrix, inputs, H200) for inputs in (x, rounded.values)] == [18, 22]
 
 
 @pytest.mark.parametrize(("code", "grouped"), [("fp8", False), ("fp8", True), ("int4", True), ("mxfp4", True)])
