@@ -1,7 +1,7 @@
 """Rounds the inputs of a product to FP8: each row, or each group of a row's columns, with a scale of its own.
 
 Grid: (rows, one or some of a row's groups, parts of a group).  Values and scales are divided exactly (IEEE), so they
-equal the reference's to the bit.
+equal the reference's to the bit.  Norms and products that round use the same functions.
 """
 
 from __future__ import annotations
@@ -38,20 +38,46 @@ def quantise_rows(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
 
 @kernel
 def scale_of(largest, static_ptr, MOST: tl.constexpr):
-    """The scale of float32 values, given their largest magnitude; static_ptr: to the scale of all rows, or None."""
+    """The scale of values of bfloat16 or float16, given their largest magnitude in float32.
+
+    static_ptr: to the scale of all rows, or None.
+    """
     if static_ptr is None:
-        scale = tl.where(largest == 0, 1.0, tl.div_rn(largest, tl.zeros_like(largest) + MOST))
+        scale = _quotient(-largest, tl.zeros_like(largest) + MOST)
+        scale = tl.where(largest == 0, 1.0, tl.where(largest == float("inf"), largest, scale))
     else:
         scale = tl.zeros_like(largest) + tl.load(static_ptr)
     return scale
 
 
 @kernel
-def over_scale(values, scale, MOST: tl.constexpr):
-    """float32 values over their scale, cut off where FP8 ends."""
-    value = tl.div_rn(values, tl.zeros_like(values) + scale)
-    # NaN stays NaN: both comparisons are false.
-    return tl.where(value > MOST, MOST, tl.where(value < -MOST, -MOST, value))
+def over_scale(values, scale, static_ptr, MOST: tl.constexpr):
+    """The values of `scale_of`, in float32, over their scale, cut off where FP8 ends."""
+    if static_ptr is None:
+        # A power of two, so that float32 holds the remainders of tiny values.  Beside an infinity, values are 0.
+        is_infinite = scale == float("inf")
+        power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
+        # The largest value is MOST, or rounds to it.
+        value = _quotient(values * -power, tl.where(is_infinite, 1.0, scale * power))
+    else:
+        value = tl.div_rn(values, tl.zeros_like(values) + scale)
+        # NaN stays NaN: both comparisons are false.
+        value = tl.where(value > MOST, MOST, tl.where(value < -MOST, -MOST, value))
+    return value
+
+
+@kernel
+def _quotient(negated, by):
+    """-negated / by, rounded once (IEEE), for numbers that are neither tiny nor huge.
+
+    tl.div_rn has a branch for others, so the divisions of a thread run one after another.  This is its usual way, for a
+    reciprocal that is wrong by up to 2 units in the last place: for every value of bfloat16 and of float16, over every
+    scale that it can have, it was compared with the quotient.
+    """
+    inverse = -1.0 / by
+    value = negated * inverse
+    # The signs are such that -0 stays -0.
+    return tl.fma(tl.fma(value, by, negated), inverse, value)
 
 
 @kernel
@@ -63,7 +89,7 @@ def store_rounded(
     group, column = tl.arange(0, BLOCK // GROUP), tl.arange(0, BLOCK)
     grouped = tl.reshape(x, (BLOCK // GROUP, GROUP))
     scale = scale_of(tl.max(tl.abs(grouped), 1), static_ptr, MOST)
-    value = tl.reshape(over_scale(grouped, scale[:, None], MOST), (BLOCK,))
+    value = tl.reshape(over_scale(grouped, scale[:, None], static_ptr, MOST), (BLOCK,))
     num_groups = tl.cdiv(SIZE, GROUP)
     tl.store(values_ptr + row * SIZE + column, value.to(values_ptr.dtype.element_ty), mask=column < SIZE)
     tl.store(scales_ptr + row * num_groups + group, scale, mask=group < num_groups)
@@ -107,7 +133,7 @@ def _quantise_rows_kernel(
         mask = (offset < GROUP) & (column < num_in)
         own = tl.load(x_ptr + row * x_stride + column, mask=mask, other=0.0).to(tl.float32)
     scale = scale_of(tl.max(tl.abs(x), 1), static_ptr, MOST)
-    value = over_scale(own, scale[:, None], MOST)
+    value = over_scale(own, scale[:, None], static_ptr, MOST)
     tl.store(out_ptr + row * num_in + column, value.to(out_ptr.dtype.element_ty), mask=mask)
     exists = (part == 0) & (group < tl.cdiv(num_in, GROUP))
     tl.store(scales_ptr + row * scale_row + group * scale_group, scale, mask=exists)
