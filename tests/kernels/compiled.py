@@ -1,5 +1,4 @@
-"""Compiles the attention kernels, and products that round their inputs, for Hopper, and prints, as JSON, how their
-loops are pipelined and their shared memory.
+"""Compiles the attention kernels for Hopper and prints, as JSON, how their loops are pipelined and their shared memory.
 
 It runs as its own process, because a process with TRITON_INTERPRET set does not compile.  Compiling needs no GPU.
 """
@@ -16,7 +15,6 @@ from tempfile import NamedTemporaryFile
 
 import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 from triton.experimental.gluon import language as gl
@@ -48,10 +46,6 @@ from espalier.kernels.attention.merge_splits import _merge_splits_kernel
 from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel
 from espalier.kernels.attention.triton_config import choose_config, choose_latent_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
-from espalier.kernels.layers.experts import _down_kernel
-from espalier.kernels.layers.linear import MIN_BLOCK_ROWS
-from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel
-from espalier.kernels.layers.quantised_tile import CODES
 from espalier.kernels.runtime.launch import Chip, Kernel
 
 CHIP = Chip(227 * 1024, 132, (9, 0))
@@ -62,7 +56,7 @@ FP8_ROWS = dict.fromkeys(ROWS, "*fp8e4nv")
 INT32 = ("table_ptr", "split_ptr", "start_ptr")
 INT64 = ("length_ptr", "position_ptr", "row_position_ptr", "bits_ptr")
 STRIDES = ("q_b", "q_q", "q_h", "k_row", "k_h", "v_row", "v_h", *(f"staged_{x}_{d}" for x in "kv" for d in "brh"))
-STRIDES += ("row_stride", "staged_b", "staged_r", "x_stride", "num_out", "num_in")
+STRIDES += ("row_stride", "staged_b", "staged_r")
 # The instruction that makes the writes of threads to shared memory visible to the tensor cores.
 FENCE = "FENCE.VIEW.ASYNC"
 
@@ -187,32 +181,6 @@ def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
         "weights": [sum(FENCE in line for line in between), sum("BAR.SYNC" in line for line in between)],
         "contiguous": constants["CONTIGUOUS"] != NONE,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
-    }
-
-
-def compiled_rounding(stages: int, is_down: bool) -> dict:
-    """A product that rounds its inputs: a linear layer's, or of an expert for each pair of a row and a choice."""
-    constants = {"CODE": CODES["fp8"], "GROUP": 128, "ROW_BLOCK": 128, "INPUT_GROUP": 128, "BLOCK_OUT": 64}
-    constants |= {"BLOCK_IN": 128, "EVEN_IN": True, "LINES_AHEAD": 1, "DEPENDENT": True}
-    constants |= dict.fromkeys(("x_scales_ptr", "zeros_ptr", "bias_ptr"))
-    kinds = {"x_ptr": "*bf16", "scales_ptr": "*fp32", "out_ptr": "*fp32"}
-    if is_down:
-        constants |= {"SHARED": 0, "SORTED": False, "LIVE": True, "ROWS": MIN_BLOCK_ROWS, "EXACT": tl.float32}
-        constants |= dict.fromkeys(("shared_ptr", "order_ptr", "ends_ptr", "tile_begins_ptr"))
-        kinds |= {"w_ptr": "*fp8e4nv", "weights_ptr": "*fp32", "tile_experts_ptr": "*i64", "live_ptr": "*i1"}
-    else:
-        constants |= {"BLOCK_ROWS": MIN_BLOCK_ROWS, "EVEN_OUT": True, "GATED": False}
-        kinds |= {"codes_ptr": "*fp8e4nv"}
-    kernel = _down_kernel if is_down else _linear_quantised_kernel
-    made = compile_for_hopper(kernel, ASTSource, constants, {"num_warps": 4, "num_stages": stages}, kinds)
-    lines = machine_code(made.asm["cubin"])
-    return {
-        "is_down": is_down,
-        "shared": made.metadata.shared,
-        "expected_shared": stages * (64 + 2 * MIN_BLOCK_ROWS) * 128,
-        "in_flight": list(in_flight(made.asm["ttgir"].splitlines())),
-        "spills_and_calls": sum(re.search(r"\b(LDL|STL|CALL)\b", line) is not None for line in lines),
-        "products": sum("QGMMA.64x16x32" in line for line in lines),
     }
 
 
@@ -454,7 +422,5 @@ if __name__ == "__main__":
     report["hopper_latent"] = [
         compiled_hopper_latent(HopperLatentConfig(*stages), *case) for stages, case in HOPPER_LATENT
     ]
-    # As the rule has it for o [2048, 4096], and for experts with rows of 768.
-    report["rounding"] = [compiled_rounding(6, False), compiled_rounding(4, True)]
     report["hopper_latent_few"] = [compiled_hopper_latent_few(*case) for case in HOPPER_LATENT_FEW]
     print(json.dumps(report))

@@ -1,13 +1,10 @@
 """Random quantised matrices for the kernels' tests."""
 
 import os
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers import quantised_operands
-from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import (
     FP8,
     InputScales,
@@ -61,20 +58,3 @@ def drawn(kind: str, lead: tuple[int, ...], num_out: int, num_in: int, device: t
 def inputs_of(matrix: QuantisedMatrix, x: Tensor) -> Tensor:
     """The inputs that the product has, in float64."""
     return x.double() if matrix.inputs is None else rounded_inputs(x, matrix.inputs).double()
-
-
-def in_blocks(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """A matrix of fp8-block-inputs with scales of 128 columns."""
-    return replace(matrix, group=128, scales=matrix.scales[..., ::2].contiguous(), inputs=InputScales(128))
-
-
-def rounding_launches(monkeypatch) -> list[int]:
-    """The rows of each launch before a product that rounds its inputs, from now on."""
-    launches: list[int] = []
-
-    def counted(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
-        launches.append(len(x))
-        return quantise_rows_triton(x, inputs)
-
-    monkeypatch.setattr(quantised_operands, "quantise_rows", counted)
-    return launches

@@ -18,7 +18,7 @@ from espalier.kernels.layers.linear import RESERVED_SHARED_MEMORY
 from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import RoundedRows, dequantise
 from espalier.kernels.runtime.launch import Chip, power_of_two
-from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, in_blocks, rounding_launches
+from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn
 
 # (rows, experts, choices, hidden size, intermediate size); a single row is not sorted.
 SHAPES = [(1, 4, 2, 64, 64), (9, 5, 2, 128, 64)]
@@ -91,20 +91,6 @@ def test_inputs_that_are_rounded_already_give_the_same_bits(kernel_device, kind)
     assert torch.equal(ours, grouped_experts_triton(x, gate_up, down, ids, weights, plan=plan))
 
 
-@pytest.mark.parametrize(("shape", "tile"), [((1, 4, 2, 256, 320), 1), ((9, 5, 2, 256, 320), 16)], ids=str)
-def test_few_rows_are_rounded_in_the_products_with_the_same_bits(kernel_device, monkeypatch, shape, tile):
-    x, gate_up, down, ids, weights = inputs("fp8-block-inputs", *shape, kernel_device)
-    product, live = ProductPlan(32, 128, 4, 2), torch.arange(shape[0], device=kernel_device) != 3
-    args = in_blocks(gate_up), in_blocks(down), ids, weights, live
-    launches = rounding_launches(monkeypatch)
-    ours = grouped_experts_triton(x, *args, plan=ExpertsPlan(tile, product, product))
-    assert launches == []
-    # Both products have a launch before them where a tile has more rows.
-    theirs = grouped_experts_triton(x, *args, plan=ExpertsPlan(32, product, product))
-    assert launches == [shape[0], 2 * shape[0]] and torch.equal(ours, theirs)
-    assert_close(ours, grouped_experts_reference(x, *args))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_padded_batch_takes_the_plan_of_its_rows_alone(kind):
     shape, chip = ExpertsShape(64, 2, 256, 256), replace(HOPPER, processors=10)
@@ -118,10 +104,10 @@ def test_a_padded_batch_takes_the_plan_of_its_rows_alone(kind):
 def test_stages_fit_the_chip(kind):
     for matrices, tile in ((2, 16), (1, 128)):
         matrix = drawn(kind, (2,), 512, 512, "cpu")
-        input_bytes = 2 if matrix.inputs is None else 1
-        options = launch_options(ProductPlan(64, 256, 4, 99), matrix, matrices, tile, input_bytes, HOPPER)
+        options = launch_options(ProductPlan(64, 256, 4, 99), matrix, matrices, tile, HOPPER)
         weights = matrices * 64 * (1 if matrix.code == "fp8" else 0.5)
-        of_stage = (weights + tile * input_bytes) * options["BLOCK_IN"]
+        inputs = tile * (2 if matrix.inputs is None else 1)
+        of_stage = (weights + inputs) * options["BLOCK_IN"]
         stages = options["num_stages"]
         assert stages * of_stage <= HOPPER.shared_memory - RESERVED_SHARED_MEMORY < (stages + 1) * of_stage * 1.1
 
@@ -130,7 +116,7 @@ def test_registers_let_as_many_programs_run_as_shared_memory_does():
     """4 of 128 threads in MXFP4 up to 16 rows: with more registers, fewer bytes would be on their way."""
     down = drawn("mxfp4", (2,), 2048, 2048, "cpu")
     for stages, registers in ((3, 128), (4, 168), (6, None)):
-        assert launch_options(ProductPlan(64, 256, 4, stages), down, 1, 16, 2, HOPPER)["maxnreg"] == registers
+        assert launch_options(ProductPlan(64, 256, 4, stages), down, 1, 16, HOPPER)["maxnreg"] == registers
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("mxfp4", 8), ("int4", 16), ("fp8-channel", 16)])

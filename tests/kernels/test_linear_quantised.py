@@ -10,7 +10,6 @@ from espalier.kernels.layers import linear_quantised, quantise_rows
 from espalier.kernels.layers.linear import TritonPlan, sum_parts_reference
 from espalier.kernels.layers.linear_quantised import (
     _launch,
-    _stages,
     linear_quantised_gated_triton,
     linear_quantised_triton,
     lines_ahead,
@@ -40,7 +39,7 @@ from espalier.kernels.layers.quantised_candidates import candidates
 from espalier.kernels.layers.silu import silu_mul_triton
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.models.weight_formats.quantised import QuantisedWeight
-from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, in_blocks, inputs_of, rounding_launches
+from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, inputs_of
 
 H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
 # (rows, out, in): tiles that are full, ragged in every direction, and of two tiles of rows.
@@ -90,7 +89,7 @@ def test_a_step_of_two_sums_has_the_bits_of_two_steps(kernel_device, kind, num_i
     """Also where the second sum of the last step is past the columns."""
     matrix, x = drawn(kind, (), 80, num_in, kernel_device), x_of(5, num_in, kernel_device)
     if matrix.group < num_in:
-        matrix = in_blocks(matrix)
+        matrix = replace(matrix, group=128, scales=matrix.scales[:, ::2].contiguous(), inputs=InputScales(128))
     short, long = (TritonPlan(64, block_in, 1, 4, 2) for block_in in (128, 256))
     out = linear_quantised_triton(x, matrix, None, long)
     assert torch.equal(out, linear_quantised_triton(x, matrix, None, short))
@@ -138,33 +137,6 @@ def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
     assert torch.equal(
         weight.of_rounded(rounded, None, "gated"), silu_mul_triton(weight.of_rounded(rounded, None, "apply"))
     )
-
-
-@pytest.mark.parametrize("rows", [1, 5, 16, 17])
-@pytest.mark.parametrize("num_in", [320, 640])
-def test_few_rows_are_rounded_in_the_product_with_the_same_bits(kernel_device, monkeypatch, rows, num_in):
-    """320: the last group is ragged; 640: a step of two groups is not full.  More rows have a launch that rounds."""
-    matrix = in_blocks(drawn("fp8-block-inputs", (), 2 * 40, num_in, kernel_device))
-    x = x_of(rows, num_in, kernel_device)
-    x[-1, 128:256], x[rows // 2, 7] = 0, torch.nan
-    rounded = RoundedRows(*quantise_rows_triton(x, matrix.inputs), x.dtype)
-    launches = rounding_launches(monkeypatch)
-    for block_in, splits in ((128, 1), (128, 3), (256, 1)):
-        plan = TritonPlan(64, block_in, splits, 4, 2)
-        for product in (linear_quantised_gated_triton, linear_quantised_triton):
-            ours = product(x, matrix, None, plan)
-            assert torch.equal(bits(ours), bits(product(rounded, matrix, None, plan)))
-    assert len(launches) == (6 if rows > 16 else 0)
-    # A step that is half a group, and scales that do not follow from the inputs.
-    linear_quantised_triton(x, matrix, None, TritonPlan(64, 64, 1, 4, 2))
-    static = InputScales(128, torch.ones(1, device=kernel_device))
-    linear_quantised_triton(x, replace(matrix, inputs=static), None, plan)
-    assert len(launches) == (8 if rows > 16 else 2)
-
-
-def bits(values):
-    """NaN equals NaN."""
-    return values.view(torch.int16)
 
 
 def product_of_each(gated, whole, matrix):
@@ -313,21 +285,6 @@ def test_few_rounded_rows_have_long_steps_and_fill_the_chip():
         # More rows, scales of groups, inputs that are not rounded.
         for rows, grouped, input_bytes in ((17, False, 1), (16, True, 1), (16, False, 2)):
             assert rule(rows, *shape, "fp8", 256, grouped, H200, input_bytes).block_in == 128
-
-
-def test_a_product_that_rounds_has_fewer_stages_where_longer_inputs_need_it(monkeypatch):
-    """And else the plan of rows that are rounded already, so that a row has the same bits."""
-    monkeypatch.setattr(linear_quantised, "chip", lambda tensor: H200)
-    codes, scales = torch.empty(28672, 4096, dtype=FP8, device="meta"), torch.empty(224, 32, device="meta")
-    matrix = QuantisedMatrix("fp8", codes, scales, 128, 128, inputs=InputScales(128))
-    for rows, stages, of_rounded in ((16, 4, 5), (17, 4, 4)):
-        x = torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta")
-        rounded = RoundedRows(x.to(FP8), torch.empty(rows, 32, device="meta"), x.dtype)
-        plan = plan_of(matrix, x)
-        assert (plan.stages, replace(plan, stages=of_rounded)) == (stages, plan_of(matrix, rounded))
-    # A table's plan for shorter inputs: 227 KiB hold 22 stages of 64 + 16 rows of FP8, and 18 of 64 + 2 · 16.
-    deep = TritonPlan(64, 128, 1, 4, 22)
-    assert [_stages(deep, 16, matrix, inputs, H200) for inputs in (x, rounded.values)] == [18, 22]
 
 
 @pytest.mark.parametrize(("code", "grouped"), [("fp8", False), ("fp8", True), ("int4", True), ("mxfp4", True)])

@@ -62,8 +62,7 @@ TREE = (5, 8, 64)
 class MetaWeights(Weights):
     """Every weight that a model asks for, without data.
 
-    fused: the shape of an EAGLE-3 head's fc; None: a target.  stored: "dense", "fp8" or "fp8-block"
-    (models/quantisers.py).
+    fused: the shape of an EAGLE-3 head's fc; None: a target.  stored: "dense", or "fp8" (models/quantisers.py).
     """
 
     def __init__(self, fused: tuple[int, int] | None = None, stored: str = DENSE) -> None:
@@ -85,7 +84,7 @@ class MetaWeights(Weights):
         if name == "d2t":  # the target's id of each id minus that id; not all the same, so that the map is kept
             return torch.arange(*shape)
         dtype, module = self.dtype, name.removesuffix(".weight")
-        if self.quantiser is not None and name.endswith((".weight_scale", ".weight_scale_inv")):
+        if self.quantiser is not None and name.endswith(".weight_scale"):
             dtype = torch.float32
         elif self.quantiser is not None and len(shape) == 2 and self.quantiser.takes(module, shape[1]):
             dtype = FP8
@@ -166,10 +165,7 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DEN
 
 @dataclass(frozen=True)
 class Simulation:
-    """shape: a name of synthetic/shapes.py, of which the first layers run; passes: of random form, that are served.
-
-    stored: as of MetaWeights.
-    """
+    """shape: a name of synthetic/shapes.py, of which the first layers run; passes: of random form, that are served."""
 
     shape: str
     layers: int
@@ -179,7 +175,6 @@ class Simulation:
     chunk_size: int = 8192
     page_size: int = 64
     chip: str = "hopper"
-    stored: str = DENSE
 
     @property
     def layout(self) -> RoundLayout:
@@ -191,7 +186,7 @@ class Simulation:
     def run(self) -> dict[str, Any]:
         layout = self.layout
         launch._chip = lambda device: CHIPS[self.chip]  # type: ignore[assignment]
-        runner, memory = runner_of(self.shape, self.layers, layout, self.stored), StageMemory(META)
+        runner, memory = runner_of(self.shape, self.layers, layout), StageMemory(META)
         vocab_size, results = runner.target.config.vocab_size, Results(layout, 3, META)
 
         arguments: dict[str, set[Arguments]] = {}

@@ -23,8 +23,6 @@ FEW = (
     {**LATENT, "layers": 1, "max_batch": 16, "chunk_size": 128, "passes": 4, "chip": "ampere"},
     # Passes with other numbers of splits.
     {**EXPERTS, "layers": 1, "max_batch": 5, "chunk_size": 700, "passes": 60},
-    # Products that round their inputs, and launches that do.
-    {**EXPERTS, "stored": "fp8-block", "layers": 1, "max_batch": 16, "chunk_size": 128, "passes": 8},
 )
 # What may differ from launch to launch and change the code: the start's passes have all its values.  Whatever else does
 # is a bound that @unspecialised should name, or an address that 16 does not divide.
@@ -33,9 +31,8 @@ SPECIALISED = {
     *("_chain_kernel.first", "_commit_kernel.layers", "_contiguous_blocks_kernel.first", "_down_kernel.num_rows"),
     *("_draw_filtered_kernel.above", "_draw_filtered_kernel.rows", "_gated_kernel.num_rows"),
     *("_head_product_kernel.num_rows", "_hopper_attention_kernel.first", "_hopper_latent_kernel.partial_ptr"),
-    *("_kv_splits_kernel.batch", "_linear_kernel.num_rows", "_linear_kernel.out_ptr"),
-    *("_linear_quantised_kernel.num_rows", "_merge_logprobs_kernel.width", "_select_beams_kernel.first"),
-    *("_sort_pairs_kernel.num_pairs", "_split_logprobs_kernel.width"),
+    *("_kv_splits_kernel.batch", "_linear_kernel.num_rows", "_linear_kernel.out_ptr", "_merge_logprobs_kernel.width"),
+    *("_select_beams_kernel.first", "_sort_pairs_kernel.num_pairs", "_split_logprobs_kernel.width"),
     *("_tree_attention_kernel.first", "_tree_attention_kernel.rows", "_write_latents_kernel.num_rows"),
 }
 MANY = [

@@ -11,21 +11,17 @@ pytest.importorskip("triton", reason="needs Triton")
 ATTENTION = {"_rms_norm_kernel": 1, "_rotate_kernel": 1, "_tree_attention_kernel": 1, "_merge_splits_kernel": 1}
 EXPERTS = {"_norm_router_kernel": 1, "_route_kernel": 1, "_gated_kernel": 1, "_down_kernel": 1}
 DENSE = {**ATTENTION, "_rms_norm_kernel": 2, "_linear_kernel": 4}
-# FP8 inputs of qkv and gate_up are rounded with the norm, those of o and of down in a launch each, or, if
-# blocks have scales, in their products.
-FP8_BLOCKS = {**ATTENTION, "_rms_norm_kernel": 2, "_linear_quantised_kernel": 4}
-FP8 = {**FP8_BLOCKS, "_quantise_rows_kernel": 2}
+# FP8 inputs of o and of down are rounded in a launch each, those of qkv and gate_up with the norm.
+FP8 = {**ATTENTION, "_rms_norm_kernel": 2, "_linear_quantised_kernel": 4, "_quantise_rows_kernel": 2}
 MIXTURE = {**ATTENTION, **EXPERTS, "_linear_kernel": 2}
-FP8_MIXTURE = {**ATTENTION, **EXPERTS, "_linear_quantised_kernel": 2}
+FP8_MIXTURE = {**ATTENTION, **EXPERTS, "_linear_quantised_kernel": 2, "_quantise_rows_kernel": 2}
 LATENT = {"_rms_norm_kernel": 1, "_write_latents_kernel": 1, "_merge_splits_kernel": 1}
 LATENT |= {"_hopper_latent_few_kernel": 1}
 LAYERS = (
     ({"shape": "llama-3.1-8b"}, DENSE),
     ({"shape": "llama-3.1-8b", "stored": "fp8"}, FP8),
-    ({"shape": "llama-3.1-8b", "stored": "fp8-block"}, FP8_BLOCKS),
     ({"shape": "qwen3-30b-a3b"}, MIXTURE),
-    ({"shape": "qwen3-30b-a3b", "stored": "fp8"}, {**FP8_MIXTURE, "_quantise_rows_kernel": 2}),
-    ({"shape": "qwen3-30b-a3b", "stored": "fp8-block"}, FP8_MIXTURE),
+    ({"shape": "qwen3-30b-a3b", "stored": "fp8"}, FP8_MIXTURE),
     # Its first layer has no experts.  Two projections are products of each head.
     ({"shape": "deepseek-v2-lite"}, {**LATENT, **EXPERTS, "_linear_kernel": 2, "_head_product_kernel": 1}),
     # The first layer of each window also computes the splits.

@@ -28,7 +28,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.activation import SILU, Activation, apply_activation, apply_activation_reference
 from espalier.kernels.layers.experts_dense import dense_gate_up, dense_product
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
-from espalier.kernels.layers.experts_quantised import block_in_of, launch_options
+from espalier.kernels.layers.experts_quantised import launch_options
 from espalier.kernels.layers.experts_shared import (
     PREFETCHED_STEPS,
     SharedExperts,
@@ -41,9 +41,14 @@ from espalier.kernels.layers.experts_tiles import Tiles, tiles_of
 from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.hopper_experts import is_hopper_experts, launch_down, launch_gated
 from espalier.kernels.layers.linear import block_rows, gate_and_up, weight_rows
-from espalier.kernels.layers.linear_quantised import FEWEST_LINES_AHEAD
+from espalier.kernels.layers.linear_quantised import (
+    FEWEST_LINES_AHEAD,
+    kernel_codes,
+    kernel_inputs,
+    stored,
+    tile_options,
+)
 from espalier.kernels.layers.quantised import QuantisedMatrix, RoundedRows, Rows, linear_quantised_reference
-from espalier.kernels.layers.quantised_operands import kernel_codes, kernel_inputs, stored, tile_options
 from espalier.kernels.layers.quantised_tile import prefetch_codes, quantised_dot
 from espalier.kernels.layers.silu import require_gated
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, require
@@ -276,7 +281,7 @@ def gated_triton(
     """The activation of each pair and piece, in order of place: [N·(K + S), I]."""
     num_rows, (num_experts, wide, hidden) = len(x), gate_up.shape
     inner = wide // 2
-    operands, constants = _operands(x, gate_up, tiles, plan)
+    operands, constants = _operands(x, gate_up)
     pieces = 0 if shared is None else shared.pieces(inner)
     out = torch.empty(num_rows * (top_k + pieces), inner, dtype=x.dtype, device=tiles.experts.device)
     grid = -(-inner // plan.block_out), pieces + len(tiles.experts)
@@ -292,7 +297,7 @@ def gated_triton(
         UP_OFFSET=activation.up_offset,
         LIMIT=activation.limit,
         AHEAD=PREFETCHED_STEPS * max(plan.block_in, 64),
-        **_options(operands[0], gate_up, tiles, plan, 2, pieces, grid),
+        **_options(x, gate_up, tiles, plan, 2, pieces, grid),
     )
     return out
 
@@ -312,7 +317,7 @@ def down_triton(
     num_rows, top_k = weights.shape
     pieces = 0 if shared is None else shared.pieces(inner)
     parts = weights.new_empty(top_k + pieces + extra, num_rows, hidden)
-    operands, constants = _operands(gated, down, tiles, plan)
+    operands, constants = _operands(gated, down)
     grid = -(-hidden // plan.block_out), pieces + len(tiles.experts)
     if isinstance(down, QuantisedMatrix) and is_hopper_experts(operands[0], down, tiles, plan, 1, chip(parts)):
         launch_down(operands[0], down, bias, weights.contiguous(), tiles, parts, grid, chip(parts))
@@ -322,29 +327,27 @@ def down_triton(
         *(parts, hidden, inner, num_rows, top_k, num_experts),
         **constants,
         LINES_AHEAD=FEWEST_LINES_AHEAD,
-        **_options(operands[0], down, tiles, plan, 1, pieces, grid),
+        **_options(gated, down, tiles, plan, 1, pieces, grid),
     )
     return parts
 
 
 def _operands(
-    x: Rows, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan
+    x: Rows, weight: ExpertMatrix
 ) -> tuple[tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
     """The kernels' first arguments (x, its scales, w, its scales and zeros), and the constants of quantised_dot."""
     if isinstance(weight, Tensor):
         assert isinstance(x, Tensor)
         x = x if x.stride(1) == 1 else x.contiguous()
         return (x, None, weight, None, None), {"CODE": None, "GROUP": 0, "ROW_BLOCK": 1, "INPUT_GROUP": 0}
-    inputs, scales = kernel_inputs(x, weight, block_rows(tiles.rows), block_in_of(plan, weight))
+    inputs, scales = kernel_inputs(x, weight)
     return (inputs, scales, kernel_codes(weight), weight.scales, weight.zeros), tile_options(weight)
 
 
 def _options(
-    x: Tensor, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
+    x: Rows, weight: ExpertMatrix, tiles: Tiles, plan: ProductPlan, matrices: int, pieces: int, grid: tuple[int, int]
 ) -> dict[str, Any]:
-    """Constants and launch options.  x: as the kernel takes it.  matrices: that a program reads: 2 for gate and up, 1
-    for down.
-    """
+    """Constants and launch options.  matrices: that a program reads: 2 for gate and up, 1 for down."""
     gpu = chip(tiles.experts)
     if isinstance(weight, Tensor):
         stages = plan.stages_on(gpu, matrices, tiles.rows, weight.itemsize)
@@ -352,7 +355,7 @@ def _options(
             stages = plan.stages_together(gpu, stages, matrices, tiles.rows, weight.itemsize, grid[0] * grid[1])
         own: dict[str, Any] = {"BLOCK_IN": plan.block_in, "num_stages": stages}
     else:
-        own = launch_options(plan, weight, matrices, tiles.rows, x.itemsize, gpu)
+        own = launch_options(plan, weight, matrices, tiles.rows, gpu)
     return own | {
         "SHARED": pieces,
         "SORTED": tiles.rows > 1,

@@ -10,17 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from espalier.kernels.layers.experts_plan import MIN_STAGES, ExpertsPlan, ExpertsShape, ProductPlan
-from espalier.kernels.layers.linear import TritonPlan, block_rows
+from espalier.kernels.layers.linear import RESERVED_SHARED_MEMORY, TritonPlan, block_rows
 from espalier.kernels.layers.linear_quantised import (
     STREAMED_ROWS,
-    fitting_stages,
     fp8_rule,
     max_block_in,
     nibble_rule,
     stage_bytes,
 )
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.layers.quantised_operands import input_bytes_of
 from espalier.kernels.layers.quantised_tile import SUM_COLUMNS
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
@@ -56,8 +54,7 @@ def quantised_rule(
 def _product(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: int, gpu: Chip) -> ProductPlan:
     _, num_out, num_in = weight.shape
     if weight.code == "fp8":
-        # A norm rounds the inputs of gate and up.
-        grouped, input_bytes = weight.group < num_in, input_bytes_of(weight, tile, max_block_in(weight), matrices == 2)
+        grouped, input_bytes = weight.group < num_in, 2 if weight.inputs is None else 1
         # Longer steps gain nothing: rows of experts are short (docs/log.md).
         sizes = num_out, num_in, min(max_block_in(weight), SUM_COLUMNS)
         plan = fp8_rule(tile, num_tiles, tile <= STREAMED_ROWS, *sizes, grouped, 1, gpu, input_bytes)
@@ -68,23 +65,16 @@ def _product(weight: QuantisedMatrix, tile: int, num_tiles: int, matrices: int, 
     return ProductPlan(plan.block_out // matrices, plan.block_in, plan.warps, stages)
 
 
-def block_in_of(plan: ProductPlan, weight: QuantisedMatrix) -> int:
-    """The columns of a step.  A tile does not span two groups of columns."""
-    return min(plan.block_in, max_block_in(weight))
-
-
-def launch_options(
-    plan: ProductPlan, weight: QuantisedMatrix, matrices: int, rows: int, input_bytes: int, gpu: Chip
-) -> dict[str, Any]:
+def launch_options(plan: ProductPlan, weight: QuantisedMatrix, matrices: int, rows: int, gpu: Chip) -> dict[str, Any]:
     """BLOCK_IN, num_stages and maxnreg of a plan.  matrices: 2 for gate and up, 1 for down; rows: of a tile.
 
-    Stages are no more than fit.  Registers are so few that as many programs share a multiprocessor as its shared memory
-    lets.
+    A tile does not span two groups of columns.  Stages are no more than fit.  Registers are so few that as many
+    programs share a multiprocessor as its shared memory lets.
     """
-    block_in, tile = block_in_of(plan, weight), block_rows(rows)
-    product = TritonPlan(matrices * plan.block_out, block_in, 1, plan.warps, plan.stages)
-    stages = fitting_stages(product, tile, weight, input_bytes, gpu)
-    sharing = max(gpu.programs_with(stages * stage_bytes(product, tile, weight, input_bytes)), 1)
+    block_in = min(plan.block_in, max_block_in(weight))
+    of_stage = stage_bytes(TritonPlan(matrices * plan.block_out, block_in, 1, plan.warps, 1), block_rows(rows), weight)
+    stages = max(min(plan.stages, (gpu.shared_memory - RESERVED_SHARED_MEMORY) // of_stage), 1)
+    sharing = max(gpu.programs_with(stages * of_stage), 1)
     registers = max(REGISTERS // (WARP * plan.warps * sharing) // UNIT * UNIT, MIN_REGISTERS)
     return {
         "BLOCK_IN": block_in,

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
 
-# Fewer rows fill too little of the last wave of tiles: the library, which also has smaller ones, is faster.
-MIN_ROWS = 1024
+# With fewer rows, or where the last wave of tiles leaves more of the chip idle, the library's smaller tiles are faster.
+MIN_ROWS, MIN_FILL = 257, 0.9
 BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
 # With the results of a tile they fill the shared memory.
 STAGES = 4
@@ -41,8 +41,15 @@ def takes_many(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Chip) -> boo
     """Whether the kernel takes a layer of x [rows, in] and weight [2·out, in], gate over up, and is faster."""
     if gpu.capability != HOPPER or x.dtype != torch.bfloat16 or bias is not None or len(x) < MIN_ROWS:
         return False
+    tiles = num_tiles(len(x), weight.shape[0] // 2)
+    if tiles < MIN_FILL * gpu.processors * -(-tiles // gpu.processors):
+        return False
     # A row of results is copied like a row of x: in multiples of 16 bytes.
     return weight.shape[0] % 16 == 0 and all(t.stride(1) == 1 and aligned_for_copies(t) for t in (x, weight))
+
+
+def num_tiles(rows: int, num_out: int) -> int:
+    return -(-rows // BLOCK_ROWS) * -(-num_out // BLOCK_OUT)
 
 
 class Sizes(NamedTuple):
@@ -195,8 +202,7 @@ def linear_gated_many(x: Tensor, weight: Tensor) -> Tensor:
     (rows, num_in), num_out = x.shape, weight.shape[0] // 2
     require("gated linear: weight", weight, (2 * num_out, num_in), torch.bfloat16, x)
     out = x.new_empty(rows, num_out)
-    num_tiles = -(-rows // BLOCK_ROWS) * -(-num_out // BLOCK_OUT)
-    _hopper_gated_kernel[(min(num_tiles, chip(x).processors),)](
+    _hopper_gated_kernel[(min(num_tiles(rows, num_out), chip(x).processors),)](
         tma_descriptor(x, BLOCK_ROWS, BLOCK_IN),
         tma_descriptor(weight, BLOCK_OUT, BLOCK_IN),
         tma_descriptor(out, BLOCK_ROWS // 2, BLOCK_OUT),

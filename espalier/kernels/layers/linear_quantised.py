@@ -6,9 +6,8 @@ to 256 rows it also splits the columns, as there are fewer tiles than multiproce
 in memory.  quantised_tile.py has the inner loop.  For up to 16 rows and 4 bits, Hopper has a kernel of its own
 (hopper_products.py), with the same bits.
 
-Inputs that the format rounds to FP8 are rounded by the norm before (norm.py), by the product itself if it has few rows
-and scales of blocks (quantised_operands.py:rounds_in_product), or by a launch (quantise_rows.py), with the same bits.
-Many rows of such inputs are multiplied by the library (scaled_product.py).
+Inputs that the format rounds to FP8 are rounded by the norm before (norm.py) or by a launch (quantise_rows.py).  Many
+rows of such inputs are multiplied by the library (scaled_product.py).
 
 Tolerance: as linear.py, with the values of weight and inputs exact, and one rounding more for the scales of each group
 of columns: in · 2⁻²³ times the sum of the products' magnitudes.  For rounded inputs on a GPU it is 2⁻¹⁰ times that sum:
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +28,6 @@ from espalier.kernels.layers.hopper_products import is_hopper_product, launch_li
 from espalier.kernels.layers.linear import (
     DTYPES,
     MIN_BLOCK_ROWS,
-    RESERVED_SHARED_MEMORY,
     TritonPlan,
     block_rows,
     store_tile,
@@ -37,9 +35,9 @@ from espalier.kernels.layers.linear import (
     weight_rows,
 )
 from espalier.kernels.layers.linear_tuning import LinearPlans, measured_plans
+from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import (
     E8M0_BIAS,
-    FP8,
     INTERLEAVED,
     QuantisedMatrix,
     RoundedRows,
@@ -47,14 +45,7 @@ from espalier.kernels.layers.quantised import (
     linear_quantised_reference,
 )
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
-from espalier.kernels.layers.quantised_operands import (
-    input_bytes_of,
-    kernel_codes,
-    kernel_inputs,
-    stored,
-    tile_options,
-)
-from espalier.kernels.layers.quantised_tile import LINE_BYTES, SUM_COLUMNS, prefetch_codes, quantised_dot
+from espalier.kernels.layers.quantised_tile import CODES, LINE_BYTES, SUM_COLUMNS, prefetch_codes, quantised_dot
 from espalier.kernels.layers.scaled_product import is_scaled_product, scaled_product
 from espalier.kernels.layers.silu import require_gated, silu_mul
 from espalier.kernels.runtime.launch import Chip, chip, kernel, require
@@ -189,8 +180,8 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
     out = torch.empty(shape, dtype=dtype, device=weight.device)
     if out.numel() == 0:
         return out
+    inputs, input_scales = kernel_inputs(x, weight)
     tile = min(block_rows(rows), MAX_BLOCK_ROWS)
-    inputs, input_scales = kernel_inputs(x, weight, tile, plan.block_in)
     gpu = chip(inputs)
     if is_hopper_product(inputs, weight, rows, (plan.block_out, plan.block_in, plan.warps), gpu):
         grid = -(-num_out // block_written), plan.splits
@@ -208,16 +199,10 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
         GATED=gated,
         LINES_AHEAD=lines_ahead(x, weight.code, plan),
         num_warps=plan.warps,
-        num_stages=_stages(plan, tile, weight, inputs, gpu),
+        num_stages=plan.stages,
         **pdl_arguments(gpu),
     )
     return out
-
-
-def _stages(plan: TritonPlan, tile: int, weight: QuantisedMatrix, inputs: Tensor, gpu: Chip) -> int:
-    """The plan's.  A table's plan may count FP8 inputs; those that the product rounds are twice as long."""
-    is_counted = weight.inputs is None or inputs.dtype == FP8
-    return plan.stages if is_counted else fitting_stages(plan, tile, weight, inputs.itemsize, gpu)
 
 
 def lines_ahead(x: Rows, code: str, plan: TritonPlan) -> int:
@@ -226,6 +211,35 @@ def lines_ahead(x: Rows, code: str, plan: TritonPlan) -> int:
         return FEWEST_LINES_AHEAD
     step_bytes = plan.block_in if code == "fp8" else plan.block_in // 2
     return max(STEPS_AHEAD * step_bytes // LINE_BYTES, FEWEST_LINES_AHEAD)
+
+
+def kernel_inputs(x: Rows, weight: QuantisedMatrix) -> tuple[Tensor, Tensor | None]:
+    """(inputs, their scales or None) as quantised_dot takes them: in the order of the columns, maybe rounded."""
+    if isinstance(x, RoundedRows):
+        return x.values, x.scales
+    if weight.order is not None:
+        x = x.index_select(1, weight.order)
+    if weight.inputs is not None:
+        return quantise_rows(x, weight.inputs)
+    return (x if x.stride(1) == 1 else x.contiguous()), None
+
+
+def stored(x: Rows) -> Tensor:
+    """The values of x as they lie in memory."""
+    return x.values if isinstance(x, RoundedRows) else x
+
+
+def kernel_codes(weight: QuantisedMatrix) -> Tensor:
+    """The codes as quantised_dot takes them: FP8, or int32 words of 8 nibbles."""
+    return weight.codes if weight.code == "fp8" else weight.codes.view(torch.int32)
+
+
+def tile_options(weight: QuantisedMatrix) -> dict[str, Any]:
+    """The constants of quantised_dot that follow from the matrix."""
+    num_in, inputs = weight.shape[-1], weight.inputs
+    input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
+    group = 0 if weight.group >= num_in and weight.code != "mxfp4" else weight.group
+    return {"CODE": CODES[weight.code], "GROUP": group, "ROW_BLOCK": weight.row_block, "INPUT_GROUP": input_group}
 
 
 def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
@@ -238,8 +252,7 @@ def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
 def rule_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
     """The plan of `rule`."""
     (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
-    tile, gpu = min(block_rows(len(x)), MAX_BLOCK_ROWS), chip(weight.codes)
-    input_bytes = input_bytes_of(weight, tile, max_block_in(weight), isinstance(x, RoundedRows))
+    input_bytes, gpu = 1 if weight.inputs is not None else x.dtype.itemsize, chip(weight.codes)
     plan = rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
     if plan.splits > 1 and takes_format(weight, x.dtype, len(x), gpu):
         return replace(plan, splits=splits_of(num_out, num_in, gpu))
@@ -347,18 +360,9 @@ def nibble_rule(
     return replace(plan, stages=max(min((shared + codes) // (codes + inputs), MAX_STAGES), 2))
 
 
-def stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix, input_bytes: int) -> int:
-    """Bytes of shared memory of a pipeline stage, with `tile` rows of inputs.
-
-    The compiler gives inputs that the product rounds one stage less: room enough for a step of them in FP8.
-    """
-    return codes_bytes(plan, weight.code) + tile * plan.block_in * input_bytes
-
-
-def fitting_stages(plan: TritonPlan, tile: int, weight: QuantisedMatrix, input_bytes: int, gpu: Chip) -> int:
-    """The plan's stages, or as many as fit the chip."""
-    fitting = (gpu.shared_memory - RESERVED_SHARED_MEMORY) // stage_bytes(plan, tile, weight, input_bytes)
-    return max(min(plan.stages, fitting), 1)
+def stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix) -> int:
+    """Bytes of shared memory of a pipeline stage, with `tile` rows of inputs."""
+    return codes_bytes(plan, weight.code) + tile * plan.block_in * (1 if weight.inputs is not None else 2)
 
 
 def codes_bytes(plan: TritonPlan, code: str) -> int:

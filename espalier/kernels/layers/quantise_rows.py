@@ -1,7 +1,7 @@
 """Rounds the inputs of a product to FP8: each row, or each group of a row's columns, with a scale of its own.
 
 Grid: (rows, one or some of a row's groups, parts of a group).  Values and scales are divided exactly (IEEE), so they
-equal the reference's to the bit.  Norms and products that round use the same functions.
+equal the reference's to the bit.  Norms that round use the same functions.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from espalier.kernels.layers.linear_quantised import (
 )
 from espalier.kernels.layers.linear_tuning import MIN_BLOCK_IN
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.layers.quantised_operands import input_bytes_of
 from espalier.kernels.runtime.launch import Chip
 
 # Where weights are streamed, and where rows are many: (block_out, warps), stages, split-K.
@@ -63,21 +62,16 @@ def candidates(rows: int, weight: QuantisedMatrix, gpu: Chip) -> list[TritonPlan
 
 def _fits(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> bool:
     programs = -(-weight.shape[0] // plan.block_out) * plan.splits
-    return _stage_bytes(plan, tile, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
+    return stage_bytes(plan, tile, weight) * plan.stages + RESERVED_SHARED_MEMORY <= gpu.shared_memory and (
         plan.splits == 1 or FEWEST_PROGRAMS * gpu.processors <= programs <= MOST_PROGRAMS * gpu.processors
     )
-
-
-def _stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix) -> int:
-    """Of inputs that no norm has rounded: the longer ones."""
-    return stage_bytes(plan, tile, weight, input_bytes_of(weight, tile, plan.block_in, is_rounded=False))
 
 
 def _streaming_us(plan: TritonPlan, tile: int, weight: QuantisedMatrix, gpu: Chip) -> float:
     """Microseconds by a model of memory alone.  Wrong by far, but the best plans come first."""
     num_out, num_in = weight.shape
     programs = -(-num_out // plan.block_out) * plan.splits
-    sharing = min(gpu.programs_with(_stage_bytes(plan, tile, weight) * plan.stages), WARPS // plan.warps)
+    sharing = min(gpu.programs_with(stage_bytes(plan, tile, weight) * plan.stages), WARPS // plan.warps)
     step = codes_bytes(plan, weight.code)
     bytes_of_one = step * num_in / plan.block_in / plan.splits
     waves, rest = divmod(programs, sharing * gpu.processors)

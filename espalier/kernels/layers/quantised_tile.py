@@ -6,15 +6,13 @@ bfloat16, so only the float32 sums round.  The other scales multiply the sum of 
 what is for 4 bits.
 
 Inputs that were rounded to FP8 are multiplied with FP8 weights as they are, on the chip's FP8 units.  Those add with
-fewer bits than float32, so a new sum starts after SUM_COLUMNS columns at most, and float32 adds the sums.  Inputs whose
-groups have SUM_COLUMNS columns can also be rounded here, where they are loaded, as quantise_rows.py rounds them.
+fewer bits than float32, so a new sum starts after SUM_COLUMNS columns at most, and float32 adds the sums.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from espalier.kernels.layers.quantise_rows import over_scale, scale_of
 from espalier.kernels.layers.quantised_nibbles import nibble_dot
 from espalier.kernels.runtime.convert import from_fp8
 from espalier.kernels.runtime.launch import kernel
@@ -42,7 +40,7 @@ def quantised_dot(
     codes: [rows, in] FP8 or int32 [rows, in / 8] of nibbles; scales: [rows / ROW_BLOCK, groups]; zeros: [rows, groups]
     or None.
     w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; inside: [ROWS], which exist.
-    x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs, which INPUT_GROUP > 0 rounds here.
+    x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs.
     GROUP, INPUT_GROUP: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, SUM_COLUMNS); 0: all columns do.
     k_begin and k_end are multiples of BLOCK_IN.  EVEN_IN: BLOCK_IN divides num_in.
     """
@@ -68,8 +66,6 @@ def _fp8_dot(
     """quantised_dot for FP8 codes.  A step that is longer than a sum reads longer pieces of rows, which is faster."""
     # SUM_COLUMNS
     STEP: tl.constexpr = BLOCK_IN if BLOCK_IN < 128 else 128
-    # Then INPUT_GROUP is STEP: what is loaded is a whole group.
-    ROUNDS: tl.constexpr = INPUT_GROUP > 0 and x_scale_ptrs is None
     ks = k_begin + tl.arange(0, STEP)
     w_ptrs = codes_ptr + w_rows[:, None] * num_in + ks[None, :]
     num_groups = tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
@@ -85,17 +81,10 @@ def _fp8_dot(
             else:
                 w = tl.load(w_ptrs, mask=ks[None, :] < num_in, other=0.0)
                 x = tl.load(x_ptrs[:, None] + ks[None, :], mask=inside[:, None] & (ks[None, :] < num_in), other=0.0)
-            if ROUNDS:
-                exact = x.to(tl.float32)
-                # FP8_MAX
-                x_scale = scale_of(tl.max(tl.abs(exact), 1), None, 448.0)
-                x = over_scale(exact, x_scale[:, None], None, 448.0).to(w.dtype)
             part = tl.dot(from_fp8(w, x.dtype), tl.trans(x))
             if GROUP > 0:
                 part *= tl.load(scale_ptrs + first // GROUP).to(tl.float32)[:, None]
-            if ROUNDS:
-                part *= x_scale[None, :]
-            elif INPUT_GROUP > 0:
+            if INPUT_GROUP > 0:
                 part *= tl.load(x_scale_ptrs + first // INPUT_GROUP, mask=inside, other=0.0)[None, :]
             acc += part
             w_ptrs += STEP
