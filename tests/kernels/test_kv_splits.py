@@ -7,6 +7,7 @@ import torch
 
 from espalier.kernels.attention.hopper import choose_hopper_config
 from espalier.kernels.attention.kv_splits import (
+    MAX_MANY_TILES_SPLIT_ROWS,
     MAX_PARTIAL_VALUES,
     MAX_SPLIT_ROWS,
     MAX_SPLITS,
@@ -112,13 +113,23 @@ def test_small_batches_make_many_splits():
         "a long request is split, whatever the batch"
     )
     assert of(64, 64) == KVSplitPolicy(1, 4)
-    assert of(1, 2048) == KVSplitPolicy(1, 1)
+    assert of(1, 2048) == KVSplitPolicy(1, 1, MAX_MANY_TILES_SPLIT_ROWS)
     assert KVSplitPolicy.of(64, 1, 8, 4, max_rows=MAX_SPLIT_ROWS, v_size=128).max_splits == 1, "none is ever split"
     for batch in range(1, 65):
         for queries in (1, 2, 8, 16, 64, 129, 5000):
             policy = of(batch, queries)
             assert 1 <= policy.num_splits <= policy.max_splits <= MAX_SPLITS
             assert policy.max_splits == 1 or batch * queries * policy.max_splits * 32 * 128 <= MAX_PARTIAL_VALUES
+
+
+def test_pieces_of_prompts_have_long_splits():
+    """Eight heads with eight tiles of queries each: a request alone keeps half of a GPU busy, so a prompt of 8k is not
+    split, and a long one is."""
+    of = partial(KVSplitPolicy.of, 8, kv_heads=8, group=4, v_size=128)
+    assert of(256, max_rows=8192).max_splits == 1
+    long = of(256, max_rows=32768)
+    assert (long.num_splits, long.max_splits) == (1, 2) and [long.width(rows) for rows in (8192, 8256)] == [8192, 4160]
+    assert of(224, max_rows=8192).max_splits == 2 and of(224, max_rows=32768).width(8192) == 4096
 
 
 def test_few_queries_have_shorter_splits():

@@ -31,6 +31,9 @@ MAX_SPLIT_ROWS = 2048
 # multiprocessor.  With a large query tile (packed queries), one program keeps a multiprocessor's tensor cores busy.
 PROGRAMS = 256
 LARGE_TILE, LARGE_TILE_PROGRAMS = 128, 128
+# Rows of the longest split where one request alone has tiles for half of these programs, as a piece of a prompt has.
+# Its partial results would be large, and merging them took 2.5% of a prompt of 8k (docs/log.md).
+MAX_MANY_TILES_SPLIT_ROWS = 8192
 # For kernels of wide latent rows, whose tiles have 64 packed queries: one program fills a multiprocessor.  A partial
 # result has up to 512 values, so merging is expensive, and fewer, longer splits pay.
 LATENT_TILE, MAX_LATENT_SPLIT_ROWS = 64, 4096
@@ -89,6 +92,8 @@ class KVSplitPolicy:
             most_splits = -(-max_rows // MIN_LARGE_TILE_SPLIT_ROWS)
             if 4 * batch * kv_heads * num_tiles * most_splits < 3 * programs:
                 min_split_rows = MIN_LARGE_TILE_SPLIT_ROWS
+            if 2 * kv_heads * num_tiles >= programs:
+                max_split_rows = MAX_MANY_TILES_SPLIT_ROWS
         elif packed_queries <= SMALL_TILE:
             min_split_rows = MIN_SHORT_SPLIT_ROWS
         wanted = programs // (batch * kv_heads * num_tiles)
