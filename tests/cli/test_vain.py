@@ -92,7 +92,7 @@ EARLY = [
     (["serve", "--max-file-bytes", "9"], "--max-file-bytes is for --batch-dir"),
     (["serve", "--max-context", "1"], "max_context=1 is not supported"),
     (["bench", "generate", "--prompts", "99x9"], "99 prompts at once are above max_batch=8; give --max-batch 99"),
-    (["bench", "generate", "--tokens", "9000"], "above max_context=2048; give --max-context 9128"),
+    (["bench", "generate", "--tokens", "900", "--max-context", "900"], "max_context=900; give --max-context 1028"),
     (["bench", "throughput", "--requests", "0"], "--requests=0 is not supported"),
     (["bench", "latency", "--rate", "0"], "--rate=0.0 is not supported"),
     (["bench", "serve", "--concurrency", "x"], "--concurrency=x is not supported"),
@@ -156,6 +156,25 @@ def test_a_reader_who_has_left_is_left_to_main(monkeypatch):
             stdout().print("x")
         # Nothing is left to be written when it is closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)
+
+
+TOO_LONG = [
+    (["generate", "--tokens", "9000"], "9128 tokens a request", "--prompts or --tokens"),
+    (["generate", "--prompts", "1x999999"], "1000255 tokens a request", "--prompts or --tokens"),
+    (["round", "--context", "99999"], "100095 tokens a request", "--context or --tokens"),
+    (["round", "--context", "99999", "--choose"], "100095 tokens a request", "--context or --tokens"),
+    (["serve", "--context", "9999", "--tokens", "1"], "10000 tokens a request", "--context or --tokens"),
+    (["latency", "--output", "9000,9000", "--input", "9,9"], "9009 tokens a request", "--input or --output"),
+    (["throughput", "--output", "9000,9000", "--input", "9,9"], "9009 tokens a request", "--input or --output"),
+    (["prefill", "--prompts", "1x9999"], "10000 tokens a request", "--prompts"),
+]
+
+
+@pytest.mark.parametrize(("command", "said", "flags"), TOO_LONG, ids=[" ".join(command) for command, *_ in TOO_LONG])
+def test_no_larger_max_context_is_advised_than_the_model_has_positions(command, said, flags, nothing_loads, capsys):
+    line = refused(capsys, "bench", *command)
+    assert line.startswith(f"espalier: {said} are too many")
+    assert line.endswith(f"the model takes at most 2048 positions; use shorter {flags}\n")
 
 
 ROOM = [
