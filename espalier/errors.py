@@ -55,8 +55,8 @@ class ContextOverflow(EspalierError):
 def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
     """The error for a prompt of `size`.  langchain and litellm recognize it by "maximum context length is"."""
     return ContextOverflow(
-        f"the prompt is too long: it has {size}; this model's maximum context length is {max_context} tokens for "
-        f"prompt and output; shorten the prompt to {max_context - 1} tokens, or raise max_context"
+        f"the prompt is too long: it has {size}; {_limit(max_context)}; shorten the prompt to {max_context - 1} "
+        "tokens, or raise max_context"
     )
 
 
@@ -66,10 +66,15 @@ def too_little_room(name: str, value: int, prompt_tokens: int, max_context: int)
     Clients recognize it by the words of `prompt_too_long`.
     """
     return ContextOverflow(
-        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; this model's maximum "
-        f"context length is {max_context} tokens for prompt and output; use at most {max_context - prompt_tokens}, "
-        "or leave it out"
+        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; {_limit(max_context)}; use at "
+        f"most {max_context - prompt_tokens}, leave it out, or raise max_context"
     )
+
+
+def _limit(max_context: int) -> str:
+    """The words that clients look for, although it is the engine's limit."""
+    length = f"this model's maximum context length is {max_context} tokens for prompt and output"
+    return f"{length} (the engine's max_context)"
 
 
 def one_line(error: Exception) -> str:

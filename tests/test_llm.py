@@ -339,7 +339,9 @@ def test_bad_parameters_are_refused_before_anything_starts(llm):
     with pytest.raises(EspalierError, match=f"stop_token_ids entry={VOCAB}"):
         llm.generate("abc", SamplingParams(stop_token_ids=[VOCAB]))
     with pytest.raises(
-        EspalierError, match=r"prompt 1 of 2: max_tokens=62 is more than fits .* use at most 61, or leave"
+        EspalierError,
+        match=r"prompt 1 of 2: max_tokens=62 is more than fits .* maximum context length is 64 tokens for prompt and "
+        r"output \(the engine's max_context\); use at most 61, leave it out, or raise max_context$",
     ):
         llm.generate([[1, 2], [1, 2, 3]], SamplingParams(max_tokens=62))
     assert not llm.engine.has_work

@@ -206,6 +206,11 @@ def test_prompts_that_cannot_start_are_refused(prompt, named):
         check_prompt(prompt, VOCAB, max_context=8)
 
 
+def test_a_prompt_that_is_too_long_says_whose_limit_it_exceeds():
+    with pytest.raises(EspalierError, match=r"length is 8 tokens .* \(the engine's max_context\); shorten .* or raise"):
+        check_prompt([0] * 8, VOCAB, max_context=8)
+
+
 def test_a_prompt_may_leave_room_for_one_token():
     check_prompt([0] * 7, VOCAB, max_context=8)
 
