@@ -11,7 +11,7 @@ import torch
 from espalier.bench import drive
 from espalier.errors import EspalierError
 from espalier.terminal.console import require_writable, stdout
-from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
+from tests.cli.test_cli import instead, run, tiny, tiny_heldout  # noqa: F401  (fixtures)
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 
@@ -217,7 +217,7 @@ def test_a_size_below_what_is_measured_is_refused(command, said, nothing_loads, 
 def test_room_is_just_enough_or_left_open(model, capsys):
     sizes = ["--context", "8", "--tokens", "9", "--repeats", "1", "--batch", "3"]
     for room in (["--max-context", "17"], ["--max-context", "auto"]):
-        assert run("bench", "round", *sizes, *model, "--max-batch", "auto", *room) == 0
+        assert run("bench", "round", *sizes, *instead(model, "--max-batch", "auto", *room)) == 0
         assert "3/3" in capsys.readouterr().out
 
 
@@ -236,7 +236,7 @@ LOADED = [
 
 @pytest.mark.parametrize(("command", "said"), LOADED, ids=[said for _, said in LOADED])
 def test_what_a_model_has_no_room_for_is_refused_in_one_line(command, said, model, capsys):
-    assert said in refused(capsys, "bench", command[0], *model, *command[1:])
+    assert said in refused(capsys, "bench", command[0], *instead(model, *command[1:]))
 
 
 def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(monkeypatch):

@@ -28,7 +28,7 @@ from espalier.server.stored import Store
 from tests import warm
 from tests.batch.sample import line, outcomes, write
 from tests.batch.valve import valve
-from tests.server.serving import FLAGS, ROOT, Served, serving
+from tests.server.serving import ENGINE, ROOT, TREE, Served, flags_of, serving
 
 HI = [{"role": "user", "content": "hi"}]
 TEXT = {"model": "bundled", "temperature": 0, "prompt": "x", "max_tokens": 2}
@@ -377,7 +377,7 @@ def test_two_thousand_lines_killed_three_times(tmp_path, capsys):
     ]
     given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     chance, seen, log = random.Random(), [], tmp_path / "log"
-    arguments = [str(given), str(out), *FLAGS, "--max-batch", "16", "--num-pages", "800"]
+    arguments = [str(given), str(out), *flags_of(ENGINE | TREE | {"max_batch": 16, "num_pages": 800})]
     began = time.monotonic()
     for _ in range(3):
         process = started(log, *arguments)
