@@ -7,6 +7,7 @@ import difflib
 import inspect
 import math
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -75,6 +76,15 @@ def _limit(max_context: int) -> str:
     """The words that clients look for, although it is the engine's limit."""
     length = f"this model's maximum context length is {max_context} tokens for prompt and output"
     return f"{length} (the engine's max_context)"
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json's object_pairs_hook, which would keep the last of two equal names: raises EspalierError for them."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise EspalierError(f"{shown(name)} comes twice in one object; leave one out")
+    return value
 
 
 def one_line(error: Exception) -> str:
