@@ -77,7 +77,9 @@ def test_a_killed_batch_goes_on_without_losing_or_repeating_a_line(served, tmp_p
             assert so_far < num_lines(out) < 24
         way.let(24)
         assert main(["batch", str(given), str(out), *flags]) == 1
-    assert "24 of 24 lines are answered, 3 with an error" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "24 of 24 lines are answered, 3 with an error" in said
+    assert said.endswith(f": {out}; delete it to ask all lines again\n")
     errors = {8: "invalid_json_line", 9: "invalid_url", 12: 400}
     assert outcomes(out) == dict.fromkeys(range(1, 25), 200) | errors
     # The answers are the server's own.
@@ -114,7 +116,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, capsys,
     assert main(["batch", str(given), str(given)]) == 2 and given.read_bytes()
 
 
-def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch):
+def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch, capsys):
     engine, given, out = (
         Engine(100),
         write(tmp_path / "in.jsonl", [line(i) for i in range(1, 21)]),
@@ -138,6 +140,7 @@ def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch):
     )
     assert api.max_body_bytes == MAX_LINE_BYTES and engine.peak == 2 * 3
     assert outcomes(out) == dict.fromkeys(range(1, 21), 200)
+    assert capsys.readouterr().err.endswith(f": {out}\n")
 
 
 def upload(client, lines):
