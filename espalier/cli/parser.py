@@ -70,6 +70,14 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {' '.join(message.split())}\n")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse does, but help and version that stdout does not take raise OSError."""
+        if file is None or file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        file.write(message)
+        file.flush()
+
     def parse(self, arguments: Sequence[str] | None) -> Namespace:
         """Parse the arguments.  On bad input, print one line on stderr and exit with status 2."""
         given = sys.argv[1:] if arguments is None else list(arguments)

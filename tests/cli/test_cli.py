@@ -226,6 +226,15 @@ def test_a_full_disk_is_one_line_and_status_1(say, capsys, monkeypatch):
     assert "No space left on device" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("asked", [["--help"], ["--version"], ["bench", "--help"], ["serve", "--help"]], ids=" ".join)
+def test_help_that_a_full_disk_does_not_take_is_one_line_and_status_1(asked, capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert run(*asked) == 1
+    err = capsys.readouterr().err
+    assert "No space left on device" in err and err.count("\n") == 1
+
+
 def test_line_breaks_of_unicode_are_part_of_a_prompt(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('"a\u2028b\x85c"\r\n"d"\n', encoding="utf-8", newline="")
