@@ -139,15 +139,19 @@ def require_int(
 
 
 def refuses_unknown(cls: type[T]) -> type[T]:
-    """Class decorator for dataclasses: an unknown keyword raises EspalierError with the most similar field."""
+    """Class decorator for dataclasses: an unknown keyword raises EspalierError with the most similar field.
+
+    A field with "hidden" in its metadata is named in no message.
+    """
     init: Any = cls.__init__
-    known = dict.fromkeys(f.name for f in fields(cls) if f.init)  # type: ignore[arg-type]
+    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    named = [name for name, f in known.items() if not f.metadata.get("hidden")]
 
     @wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in known:
-                raise unknown_name(cls.__name__, name, known)
+                raise unknown_name(cls.__name__, name, named)
         init(self, *args, **kwargs)
 
     setattr(cls, "__init__", checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)

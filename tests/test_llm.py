@@ -113,6 +113,12 @@ def test_an_unknown_keyword_of_a_call_is_refused_with_the_right_one(llm, name, a
             call("abc", **{name: 1})
 
 
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "n", "grammar"])
+def test_what_each_request_sets_is_no_setting_of_the_engine(name):
+    with pytest.raises(EspalierError, match=f"^LLM has no '{name}'; pass it in SamplingParams$"):
+        LLM(**{name: 1})
+
+
 def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([], GREEDY) == []
 
