@@ -7,6 +7,7 @@ import difflib
 import inspect
 import math
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -55,8 +56,8 @@ class ContextOverflow(EspalierError):
 def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
     """The error for a prompt of `size`.  langchain and litellm recognize it by "maximum context length is"."""
     return ContextOverflow(
-        f"the prompt is too long: it has {size}; this model's maximum context length is {max_context} tokens for "
-        f"prompt and output; shorten the prompt to {max_context - 1} tokens, or raise max_context"
+        f"the prompt is too long: it has {size}; {_limit(max_context)}; shorten the prompt to {max_context - 1} "
+        "tokens, or raise max_context"
     )
 
 
@@ -66,10 +67,24 @@ def too_little_room(name: str, value: int, prompt_tokens: int, max_context: int)
     Clients recognize it by the words of `prompt_too_long`.
     """
     return ContextOverflow(
-        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; this model's maximum "
-        f"context length is {max_context} tokens for prompt and output; use at most {max_context - prompt_tokens}, "
-        "or leave it out"
+        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; {_limit(max_context)}; use at "
+        f"most {max_context - prompt_tokens}, leave it out, or raise max_context"
     )
+
+
+def _limit(max_context: int) -> str:
+    """The words that clients look for, although it is the engine's limit."""
+    length = f"this model's maximum context length is {max_context} tokens for prompt and output"
+    return f"{length} (the engine's max_context)"
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json's object_pairs_hook, which would keep the last of two equal names: raises EspalierError for them."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise EspalierError(f"{shown(name)} comes twice in one object; leave one out")
+    return value
 
 
 def one_line(error: Exception) -> str:
@@ -124,15 +139,19 @@ def require_int(
 
 
 def refuses_unknown(cls: type[T]) -> type[T]:
-    """Class decorator for dataclasses: an unknown keyword raises EspalierError with the most similar field."""
+    """Class decorator for dataclasses: an unknown keyword raises EspalierError with the most similar field.
+
+    A field with "hidden" in its metadata is named in no message.
+    """
     init: Any = cls.__init__
-    known = dict.fromkeys(f.name for f in fields(cls) if f.init)  # type: ignore[arg-type]
+    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    named = [name for name, f in known.items() if not f.metadata.get("hidden")]
 
     @wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in known:
-                raise unknown_name(cls.__name__, name, known)
+                raise unknown_name(cls.__name__, name, named)
         init(self, *args, **kwargs)
 
     setattr(cls, "__init__", checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)

@@ -4,7 +4,7 @@ Derived sizes are computed only here.  Buffers are allocated from a RoundLayout,
 against it on the host, without reading from the device.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -126,6 +126,14 @@ class LaunchForm(NamedTuple):
     @property
     def name(self) -> str:
         return f"a prefill pass of {self.pass_rows} rows" if self.width else f"a round of batch {self.batch}"
+
+
+def captured_form(captured: Sequence[LaunchForm], width: int, pieces: int) -> LaunchForm | None:
+    """The form that a prefill pass is padded to: the first of these that holds it; None if none does.
+
+    captured: in the order of RoundLayout.captured_passes.
+    """
+    return next((form for form in captured if form.width == width and form.pieces >= pieces), None)
 
 
 def logit_rows(vocab_size: int) -> int:

@@ -100,7 +100,7 @@ def texts_of(stop: str | Sequence[str]) -> tuple[str, ...]:
 
 def stop_strings(name: str, stop: Any) -> None:
     if not isinstance(stop, str):
-        _require_list(name, stop)
+        _require_list(name, stop, "a string or a list of strings")
     texts = texts_of(stop)
     if len(texts) > MAX_STOP_STRINGS:
         raise EspalierError(f"{name} with {len(texts)} strings is not supported; use {MAX_STOP_STRINGS} at most")
@@ -109,7 +109,7 @@ def stop_strings(name: str, stop: Any) -> None:
 
 
 def stop_ids(name: str, tokens: Any) -> None:
-    _require_list(name, tokens)
+    _require_list(name, tokens, "a list of token ids")
     if len(tokens) > MAX_STOP_IDS:
         raise EspalierError(
             f"{len(tokens)} stop token ids (the model's own included) are not supported; use {MAX_STOP_IDS} at most"
@@ -133,6 +133,6 @@ def bias_values(name: str, bias: Any) -> None:
         )
 
 
-def _require_list(name: str, value: Any) -> None:
+def _require_list(name: str, value: Any, supported: str) -> None:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | set | frozenset):
-        raise EspalierError(f"{name}={shown(value)} is not supported; use a list")
+        raise EspalierError(f"{name}={shown(value)} is not supported; use {supported}")

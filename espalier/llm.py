@@ -3,10 +3,10 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +43,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "auto", **settings: Any):
+        _refuse_sampling(settings)
         self._load(prepare(EngineConfig(model=model, **settings)))
 
     @classmethod
@@ -333,6 +334,14 @@ def faults() -> ModuleType:
     from espalier.guard import faults
 
     return faults
+
+
+def _refuse_sampling(settings: Mapping[str, Any]) -> None:
+    """Raises EspalierError for a setting that is each request's."""
+    engine, sampling = ({f.name for f in fields(cls)} for cls in (EngineConfig, SamplingParams))
+    for name in settings:
+        if name in sampling - engine:
+            raise EspalierError(f"LLM has no {name!r}; pass it in SamplingParams")
 
 
 def _plant_fault(name: str | None) -> None:

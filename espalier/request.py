@@ -85,7 +85,7 @@ class SamplingParams:
     )
     max_tokens: int | None = _param(
         "tokens to generate at most, which must fit behind the prompt; unset: up to the context's end",
-        whole_number(0),
+        whole_number(0, remark="0 only with prompt_logprobs"),
         generation_config="max_new_tokens",
     )
     min_tokens: int | None = _param(

@@ -98,6 +98,12 @@ def test_bad_trees_are_refused_in_one_line(settings, named):
         SpeculationConfig(**settings)
 
 
+def test_a_field_for_tests_is_named_in_no_message():
+    with pytest.raises(EspalierError, match=r"has no 'foo'; use one of model, draft, .*, seed$"):
+        EngineConfig(foo=1)
+    assert EngineConfig(plant_fault="x").plant_fault == "x"
+
+
 def test_every_field_says_what_it_is():
     for config in (EngineConfig, SpeculationConfig):
         assert all(f.metadata["help"] for f in fields(config))

@@ -113,6 +113,12 @@ def test_an_unknown_keyword_of_a_call_is_refused_with_the_right_one(llm, name, a
             call("abc", **{name: 1})
 
 
+@pytest.mark.parametrize("name", ["temperature", "max_tokens", "n", "grammar"])
+def test_what_each_request_sets_is_no_setting_of_the_engine(name):
+    with pytest.raises(EspalierError, match=f"^LLM has no '{name}'; pass it in SamplingParams$"):
+        LLM(**{name: 1})
+
+
 def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([], GREEDY) == []
 
@@ -339,7 +345,9 @@ def test_bad_parameters_are_refused_before_anything_starts(llm):
     with pytest.raises(EspalierError, match=f"stop_token_ids entry={VOCAB}"):
         llm.generate("abc", SamplingParams(stop_token_ids=[VOCAB]))
     with pytest.raises(
-        EspalierError, match=r"prompt 1 of 2: max_tokens=62 is more than fits .* use at most 61, or leave"
+        EspalierError,
+        match=r"prompt 1 of 2: max_tokens=62 is more than fits .* maximum context length is 64 tokens for prompt and "
+        r"output \(the engine's max_context\); use at most 61, leave it out, or raise max_context$",
     ):
         llm.generate([[1, 2], [1, 2, 3]], SamplingParams(max_tokens=62))
     assert not llm.engine.has_work

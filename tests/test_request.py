@@ -84,13 +84,14 @@ REFUSED = [
     ({"logit_bias": dict.fromkeys(range(MAX_BIAS + 1), 1.0)}, f"{MAX_BIAS + 1} entries"),
     ({"seed": -1}, "seed=-1"),
     ({"max_tokens": 0}, "max_tokens=0"),
+    ({"max_tokens": -3}, "use a whole number, 0 to 2147483647 (0 only with prompt_logprobs)"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5"),
     ({"stop": ""}, "stop=['']"),
     ({"stop": [1]}, "stop=[1]"),
-    ({"stop": 1}, "stop=1"),
+    ({"stop": 1}, "stop=1 is not supported; use a string or a list of strings"),
     ({"stop": ["x"] * (MAX_STOP_STRINGS + 1)}, f"stop with {MAX_STOP_STRINGS + 1} strings"),
     ({"stop_token_ids": [VOCAB]}, f"stop_token_ids entry={VOCAB}"),
-    ({"stop_token_ids": "12"}, "stop_token_ids='12'"),
+    ({"stop_token_ids": "12"}, "stop_token_ids='12' is not supported; use a list of token ids"),
     ({"stop_token_ids": list(range(MAX_STOP_IDS + 1))}, f"{MAX_STOP_IDS + 1} stop token ids"),
     ({"logprobs": 21}, "logprobs=21"),
     ({"prompt_logprobs": 21, "max_tokens": 0}, "prompt_logprobs=21"),
@@ -204,6 +205,11 @@ def test_unknown_names_are_refused_with_the_nearest():
 def test_prompts_that_cannot_start_are_refused(prompt, named):
     with pytest.raises(EspalierError, match=named):
         check_prompt(prompt, VOCAB, max_context=8)
+
+
+def test_a_prompt_that_is_too_long_says_whose_limit_it_exceeds():
+    with pytest.raises(EspalierError, match=r"length is 8 tokens .* \(the engine's max_context\); shorten .* or raise"):
+        check_prompt([0] * 8, VOCAB, max_context=8)
 
 
 def test_a_prompt_may_leave_room_for_one_token():

@@ -5,6 +5,7 @@ Input: {"custom_id", "method", "url", "body"}.  Output: {"id", "custom_id", "res
 input file and line.
 """
 
+import json
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from espalier.errors import EspalierError, shown
+from espalier.errors import EspalierError, once_each, shown
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 FIELDS = ("custom_id", "method", "url", "body")
@@ -75,10 +76,19 @@ def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
     custom_id = value.get("custom_id")
     known_id = custom_id if isinstance(custom_id, str) else None
     try:
+        _require_once_each(data)
         _check(value, urls)
     except LineError as error:
         raise LineError(error.code, str(error), known_id) from None
     return Line(number, value["custom_id"], value["url"], value["body"])
+
+
+def _require_once_each(data: bytes) -> None:
+    """Refuse a name that comes twice in an object: msgspec keeps the last of them.  Raises LineError."""
+    try:
+        json.loads(data, object_pairs_hook=once_each)
+    except (ValueError, RecursionError) as error:  # json also refuses some of what msgspec reads
+        raise LineError("invalid_json_line", str(error)) from None
 
 
 def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:

@@ -117,6 +117,19 @@ def _message(data: bytes) -> str:
         return data[:200].decode(errors="replace") or "no message"
 
 
+async def require_reachable(address: Address) -> None:
+    """Raises EspalierError for a server to which there is no connection."""
+    try:
+        connection = await connect(address)
+    except (OSError, EspalierError) as error:
+        raise _unreachable(address, error) from None
+    connection.transport.abort()
+
+
+def _unreachable(address: Address, error: Exception) -> EspalierError:
+    return EspalierError(f"--url {address} cannot be reached ({one_line(error)}); start a server there, or correct it")
+
+
 async def first_model(address: Address, headers: Mapping[str, str]) -> str:
     """The first of the server's models.  Raises EspalierError."""
     lines = [f"GET {address.prefix}/v1/models HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
@@ -125,7 +138,7 @@ async def first_model(address: Address, headers: Mapping[str, str]) -> str:
         exchange = await connection.send("\r\n".join([*lines, "", ""]).encode())
         connection.transport.abort()
     except (OSError, EspalierError) as error:
-        raise EspalierError(f"--url {address} cannot be reached ({one_line(error)}); start a server there") from None
+        raise _unreachable(address, error) from None
     if exchange.status != OK:
         remedy = REMEDIES.get(exchange.status, "look at the server's log")
         raise EspalierError(f"--url {address}/v1/models answers {exchange.status}; {remedy}")

@@ -14,7 +14,7 @@ from typing import Any
 from rich.text import Text
 
 from espalier.bench.drive import drive, full_steps
-from espalier.bench.engines import BenchEngine, engines_with
+from espalier.bench.engines import BenchEngine, engines_with, require_positions
 from espalier.bench.experts_touched import experts_touched
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
@@ -67,7 +67,9 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     _refuse_unused(settings)
     context, longest = args.context[0], args.context[0] + args.tokens
     settings = without_table(with_minimum(settings, {"max_context": longest + 1}, max_context=longest))
-    with engines_with(args, settings).open() as bench:
+    made = engines_with(args, settings)
+    require_positions(made.positions, longest, "--context or --tokens")
+    with made.open() as bench:
         config, configured = bench.config, bench.engine.layout.tree
         if not configured.steps:
             raise EspalierError("--choose measures trees up to the configured one, which is plain decoding; set a tree")

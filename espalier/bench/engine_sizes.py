@@ -50,7 +50,7 @@ class UserSizes:
 
     def layout(self, cell: Cell, rounds: int) -> RoundLayout:
         layout = layout_of(self.config(cell))
-        require_sizes(layout, cell, rounds)
+        require_sizes(layout, self.recipe.shape.target.max_position, cell, rounds)
         return layout
 
     def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:

@@ -22,6 +22,7 @@ from espalier.llm import LLM, prepare
 from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters.registry import WITHOUT_FILES
+from espalier.startup.load import find
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, layout_of, resolve
 from espalier.startup.threads import thread_facts
 from espalier.startup.tree_cost import mixture_weights
@@ -68,9 +69,12 @@ class BenchEngine:
 
 
 class BenchEngines(Protocol):
-    """settings: of LLM."""
+    """settings: of LLM.  positions: of the model; the most tokens of a request."""
 
     settings: Mapping[str, Any]
+
+    @property
+    def positions(self) -> int: ...
 
     def config(self, way: Way = AS_SET) -> ResolvedConfig:
         """The configuration of `open(way)`, before anything is loaded.  num_pages is an estimate."""
@@ -89,6 +93,10 @@ class OfModel:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = settings
+
+    @property
+    def positions(self) -> int:
+        return find(EngineConfig(**self.settings)).target.max_position
 
     def config(self, way: Way = AS_SET) -> ResolvedConfig:
         return prepare(EngineConfig(**{**self.settings, **way})).resolved
@@ -118,6 +126,10 @@ class OfShape:
         ways: Iterable[Way] = WAYS,
     ) -> None:
         self.recipe, self.settings, self.device, self.ways = recipe, settings, device, tuple(ways)
+
+    @property
+    def positions(self) -> int:
+        return self.recipe.shape.target.max_position
 
     @cached_property
     def position_rows(self) -> int:
@@ -191,6 +203,18 @@ def compared_ways(made: BenchEngines) -> dict[str, Way]:
 def load_sizes(batch: int, context: int) -> dict[str, Any]:
     """Defaults of `engines_of` for a load: an engine for this batch and context, without a prefix cache."""
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}
+
+
+def require_positions(positions: int, needed: int, flags: str) -> None:
+    """Refuse a request of more tokens than the model has positions.  flags: those that ask for it.
+
+    Raises EspalierError.
+    """
+    if needed > positions:
+        raise EspalierError(
+            f"{needed} tokens a request are too many: the model takes at most {positions} positions; "
+            f"use shorter {flags}"
+        )
 
 
 def engines_of(args: Namespace, defaults: Mapping[str, Any], ways: Iterable[Way] = WAYS, **least: int) -> BenchEngines:

@@ -8,6 +8,7 @@ from time import perf_counter
 
 from espalier.bench.cells import COUNTED, WARM_UP, Cell
 from espalier.bench.drive import empty_prefix_cache, greedy_request, require_pages
+from espalier.bench.engines import require_positions
 from espalier.bench.experts_touched import experts_touched
 from espalier.bench.instrument import record_launches
 from espalier.bench.synthetic_models import SyntheticModels
@@ -43,9 +44,13 @@ class Rounds:
     experts_touched: float | None
 
 
-def require_sizes(layout: RoundLayout, cell: Cell, num_rounds: int) -> None:
-    """Check, before anything is loaded, that an engine of this layout runs the whole cell.  Raises EspalierError."""
+def require_sizes(layout: RoundLayout, positions: int, cell: Cell, num_rounds: int) -> None:
+    """Check, before anything is loaded, that an engine of this layout runs the whole cell.
+
+    positions: of the model.  Raises EspalierError.
+    """
     needed = cell.context + cell.max_tokens(layout, num_rounds)
+    require_positions(positions, needed, "--cells or --rounds")
     if cell.batch > layout.max_batch:
         raise EspalierError(f"cell {cell.name} is above max_batch={layout.max_batch}; give --max-batch {cell.batch}")
     if needed > layout.max_context:

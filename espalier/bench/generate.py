@@ -16,7 +16,16 @@ import torch
 from rich.text import Text
 
 from espalier.bench.drive import empty_prefix_cache, require_pages, require_success
-from espalier.bench.engines import BenchEngines, Way, about, compared_ways, engines_of, shape_of, way_with
+from espalier.bench.engines import (
+    BenchEngines,
+    Way,
+    about,
+    compared_ways,
+    engines_of,
+    require_positions,
+    shape_of,
+    way_with,
+)
 from espalier.bench.roofline import Roofline, kv_value_bytes
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
@@ -114,7 +123,7 @@ def run(args: Namespace) -> int:
         ways = _ways_with(args.tree)
         made = engines_of(args, {}, ways)
     for way in ways:
-        _require_sizes(made.config(way), args)
+        _require_sizes(made.config(way), made.positions, args)
     measured: list[list[Generated]] = []
     configs: list[ResolvedConfig] = []
     with progress("measuring", len(ways) * len(args.prompts)) as advance:
@@ -143,10 +152,11 @@ def _ways_with(trees: Sequence[TreeShape]) -> list[Way]:
     return [way_with(tree) for tree in named]
 
 
-def _require_sizes(config: ResolvedConfig, args: Namespace) -> None:
+def _require_sizes(config: ResolvedConfig, positions: int, args: Namespace) -> None:
     """Check, before anything is loaded, that the engine runs all that is asked.  Raises EspalierError."""
     batch, length = (max(sizes) for sizes in zip(*args.prompts, strict=True))
     context = length + args.tokens
+    require_positions(positions, context, "--prompts or --tokens")
     if batch > config.max_batch:
         raise EspalierError(f"{batch} prompts at once are above max_batch={config.max_batch}; give --max-batch {batch}")
     if context > config.max_context:

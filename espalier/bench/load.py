@@ -187,6 +187,7 @@ def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Serve
     load = mixed(args.requests or REQUESTS[named], args.input or INPUTS[named], args.output or OUTPUTS[named])
     batch = min(len(load.inputs), arrivals.concurrency or 64)
     made = engines.engines_of(args, engines.load_sizes(batch, load.longest + 2), max_context=load.longest)
+    engines.require_positions(made.positions, load.longest, "--input or --output")
     served, configs = {}, []
     for name, way in engines.compared_ways(made).items():
         with made.open(way) as bench:

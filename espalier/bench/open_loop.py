@@ -15,7 +15,7 @@ from time import perf_counter
 from types import MappingProxyType
 from typing import Any
 
-from espalier.bench.asking import Asked, Target, first_model
+from espalier.bench.asking import Asked, Target, first_model, require_reachable
 from espalier.bench.clients import address_of
 from espalier.bench.flags.open_loop import BURSTS, CHAT, FIXED, POISSON
 from espalier.bench.load import TIMES, Arrivals, Timeline, latency_of, title_of
@@ -146,6 +146,7 @@ async def _target(args: Namespace, url: str) -> Target:
     key = api_key(args)
     address = address_of(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
+    await require_reachable(address)
     model = getattr(args, "EngineConfig.model") or await first_model(address, headers)
     same = {"model": model, **(args.extra_body or {})}
     target = Target(address, headers, same, args.endpoint, args.timeout, args.think)

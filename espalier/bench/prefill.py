@@ -12,7 +12,7 @@ import torch
 from rich.text import Text
 
 from espalier.bench.drive import empty_prefix_cache, greedy_request
-from espalier.bench.engines import BenchEngine, about, engines_of, load_sizes, shape_of
+from espalier.bench.engines import BenchEngine, about, engines_of, load_sizes, require_positions, shape_of
 from espalier.bench.expert_product import ExpertProduct
 from espalier.bench.experts_touched import mixture_blocks
 from espalier.bench.full_rounds import enter, leave
@@ -95,6 +95,7 @@ def run(args: Namespace) -> int:
     max_batch = max(args.running + 1, *(batch for batch, _ in groups))
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
     made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
+    require_positions(made.positions, longest + 1, "--prompts")
     roofline = Roofline(shape_of(args)) if args.shape and torch.cuda.is_available() else None
     with made.open() as bench:
         # The pause comes first, because it may find that the engine is too small for it.

@@ -23,7 +23,7 @@ from typing import Any
 from espalier.bench import bad_host, engines, open_loop, soak
 from espalier.bench.clients import Exchange, exchange_all, request_of
 from espalier.bench.drive import require_success
-from espalier.bench.engines import BenchEngine, OfShape, engines_of, load_sizes, requested_pages
+from espalier.bench.engines import BenchEngine, OfShape, engines_of, load_sizes, requested_pages, require_positions
 from espalier.bench.server import NAME, Server, serving
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
@@ -73,6 +73,7 @@ def _run(args: Namespace) -> int:
     # The same prompts come at every turn, so the prefix cache is off for LLM and server.
     longest = args.context + args.tokens
     made = engines_of(args, load_sizes(max(sizes), longest + 1), max_context=longest)
+    require_positions(made.positions, longest, "--context or --tokens")
     flags: list[str] = []
     if isinstance(made, OfShape):
         made, flags = sharing_the_gpu(made), _shape_flags(args)

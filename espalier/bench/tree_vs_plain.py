@@ -14,6 +14,7 @@ import torch
 from rich.text import Text
 
 from espalier.bench.drive import Driven, ForwardTimer, contexts, drive, empty_prefix_cache, full_steps, timed_engine
+from espalier.bench.engines import OfModel, require_positions
 from espalier.bench.plot import Bars, plot
 from espalier.engine.engine import Engine
 from espalier.layout import TreeShape
@@ -155,6 +156,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     settings = with_minimum(
         settings, {"max_batch": most, "max_context": longest + 1}, max_batch=most, max_context=longest
     )
+    require_positions(OfModel(settings).positions, longest, "--context or --tokens")
     cells: list[Cell] = []
     bench = RoundBench(settings, args.compare is not None)
     config = bench.tree.config

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from espalier.config import EngineConfig
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, once_each
 from espalier.inputs import InputProcessor
 from espalier.request import Output, OutputChunk, SamplingParams
 from espalier.terminal.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
@@ -122,9 +122,11 @@ def _read_file(path: Path) -> list[Any]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = json.loads(line, object_pairs_hook=once_each)
             prompt = value if isinstance(value, str) else value["prompt"]
-        except (ValueError, TypeError, KeyError):
+        except EspalierError as error:
+            raise EspalierError(f"--file {path}, line {number}: {error}") from None
+        except (ValueError, TypeError, KeyError, RecursionError):
             prompt = None
         if not isinstance(prompt, str | list):  # a list is token ids, which are checked later
             raise EspalierError(

@@ -59,18 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     SIGTERM.
     """
     try:
-        args = parse(arguments)  # imports the module of the flags
-    except KeyboardInterrupt:
-        return interrupted()
-    logging.basicConfig(
-        level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
-    )
-    if isinstance(sys.stdout, TextIOWrapper):
-        # Generated text may contain characters that stdout's encoding does not have: escape them.
-        sys.stdout.reconfigure(errors="backslashreplace")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        status = args.run(args)
+        status = _run(parse(arguments))  # parse imports the module of the flags
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
@@ -87,6 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"espalier: {error}", file=sys.stderr)
         _leave_stdout()
         return FAILED
+
+
+def _run(args: Namespace) -> int:
+    logging.basicConfig(
+        level=logging.INFO if args.verbose else logging.WARNING, format="%(message)s", stream=sys.stderr
+    )
+    if isinstance(sys.stdout, TextIOWrapper):
+        # Generated text may contain characters that stdout's encoding does not have: escape them.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return args.run(args)
 
 
 def _leave_stdout() -> None:

@@ -2,7 +2,17 @@
 
 import difflib
 import sys
-from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
+from argparse import (
+    SUPPRESS,
+    Action,
+    ArgumentError,
+    ArgumentParser,
+    ArgumentTypeError,
+    BooleanOptionalAction,
+    Namespace,
+    _StoreAction,
+    _SubParsersAction,
+)
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
@@ -60,6 +70,14 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {' '.join(message.split())}\n")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse does, but help and version that stdout does not take raise OSError."""
+        if file is None or file is not sys.stdout:
+            super()._print_message(message, file)
+            return
+        file.write(message)
+        file.flush()
+
     def parse(self, arguments: Sequence[str] | None) -> Namespace:
         """Parse the arguments.  On bad input, print one line on stderr and exit with status 2."""
         given = sys.argv[1:] if arguments is None else list(arguments)
@@ -105,6 +123,19 @@ class Parser(ArgumentParser):
         if advice is None and near:
             advice = f"did you mean {near[0]}?"
         return f"unknown flag {flag}; {advice or f'see {parser.prog} --help'}"
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given: set[str] = set()
+        return super().parse_known_args(args, namespace)
+
+    def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
+        """Called once for each flag.  Refuse one that is given twice, where argparse would keep the last alone."""
+        if isinstance(action, _StoreAction | BooleanOptionalAction) and action.option_strings:
+            flag = action.option_strings[0]
+            if flag in self._given:
+                raise ArgumentError(None, f"{flag} is given twice; leave one out")
+            self._given.add(flag)
+        return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
         """As argparse does, with a message that says what to use."""

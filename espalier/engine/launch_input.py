@@ -7,7 +7,7 @@ import numpy as np
 
 from espalier.attention import CommittedLengths
 from espalier.engine.prefill_policy import PrefillPass
-from espalier.layout import LaunchForm
+from espalier.layout import LaunchForm, captured_form
 from espalier.request import Request
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
@@ -66,12 +66,10 @@ class LaunchInput:
 
     def form(self, captured: Sequence[LaunchForm] = ()) -> LaunchForm:
         """Its form: for a prefill pass the first of the `captured` ones that holds it, if there is one."""
-        if not self.is_eager_only:
-            num_pieces = len(self.pieces) or len(self.slots)
-            for form in captured:
-                if form.width == self.width and form.pieces >= num_pieces:
-                    return form
-        return LaunchForm(len(self.slots), self.width, len(self.pieces))
+        own = LaunchForm(len(self.slots), self.width, len(self.pieces))
+        if self.is_eager_only:
+            return own
+        return captured_form(captured, self.width, own.pieces or own.batch) or own
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ so a small width leaves little padding, and a large one makes few pieces.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from espalier.layout import LaunchForm, RoundLayout
+from espalier.layout import LaunchForm, RoundLayout, captured_form
 
 # The cost of a pass beside its rows, in rows: a GPU reads the weights once in the time of some 150 rows (its peak over
 # its bandwidth, in bfloat16), and a round may run before the next pass.
@@ -60,8 +60,8 @@ def next_pass(
 
 def _padded_rows(made: PrefillPass, captured: Sequence[LaunchForm]) -> int:
     """Rows of the captured form that the pass is padded to, or its own."""
-    forms = (form.pass_rows for form in captured if form.width == made.width and form.pass_rows >= made.rows)
-    return min(forms, default=made.rows)
+    form = captured_form(captured, made.width, made.rows // made.width)
+    return made.rows if form is None else form.pass_rows
 
 
 def _fastest(passes: Sequence[tuple[PrefillPass, int]]) -> tuple[PrefillPass, int]:

@@ -26,7 +26,7 @@ class Grammar:
     Raises EspalierError for a value that no model supports.
     """
 
-    kind: Kind
+    kind: Kind = ""  # type: ignore[assignment]  # refused below, with the kinds
     spec: str = ""
     strict: bool = True
     after: str | None = None

@@ -63,6 +63,8 @@ def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> 
     try:
         body = model.model_validate(value)
     except ValidationError as error:
+        if model is CompletionRequest:
+            _refuse_several_kinds(value.get("prompt"))
         raise of_validation(error.errors(include_url=False, include_input=False), model) from None
     if isinstance(body, CompletionRequest):
         _check_prompts(body, limits)
@@ -133,6 +135,14 @@ def _num_entries(value: Any, limit: int) -> int:
         count += len(inner)
         open_values += inner
     return count
+
+
+def _refuse_several_kinds(prompt: Any) -> None:
+    """Refuse a list whose entries differ: pydantic would say what one of them is not.  Raises ApiError."""
+    for i, entry in enumerate(prompt if isinstance(prompt, list) else ()):
+        if type(entry) is not type(prompt[0]):
+            allowed = "send a text, texts, token ids, or lists of token ids"
+            raise ApiError(400, f"prompt.{i} is of another kind than prompt.0; {allowed}", "prompt")
 
 
 def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:

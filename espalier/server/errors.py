@@ -157,6 +157,10 @@ def _where(error: Mapping[str, Any]) -> list[Any]:
 def _reason(error: Mapping[str, Any]) -> str:
     if error["type"] in ("model_attributes_type", "model_type", "dict_type"):
         return "Input should be an object"
+    if error["type"] == "union_tag_not_found":
+        return "type is missing; give one"
+    if error["type"] == "union_tag_invalid":
+        return f"type={error['ctx']['tag']!r} is not supported; use one of {error['ctx']['expected_tags']}"
     return str(error["msg"]).removeprefix("Value error, ")
 
 

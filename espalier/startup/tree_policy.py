@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, once_each
 from espalier.kernels.runtime.launch import Chip
 from espalier.layout import PLAIN, TREE_FIELDS, TreeShape
 from espalier.startup.tree_cost import ACCEPTED_BY, ChipFigures, MixtureWeights, trees_by_cost
@@ -235,15 +235,10 @@ def _parse_crossover(entry: dict[str, Any]) -> Crossover:
 
 
 def _read_object(path: Path, what: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a name occurs twice")
-        return dict(pairs)
-
     if not os.path.isfile(path):
         raise EspalierError(f"{path} is not a file; name a {what}")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=once_each)
     except (OSError, ValueError) as error:
         raise EspalierError(f"{path} cannot be read ({error}); name a {what}") from None
     if not isinstance(content, dict):

@@ -72,6 +72,14 @@ def test_a_line_that_asks_nothing_has_an_error_of_its_own(data, code):
     assert refused.value.custom_id == (custom_id if isinstance(custom_id, str) else None)
 
 
+@pytest.mark.parametrize("name", ["method", "prompt"])
+def test_a_name_that_comes_twice_in_a_line_is_an_error_and_not_dropped(name):
+    text = json.dumps(line(1, body={"prompt": "x"})).replace(f'"{name}"', f'"{name}": 1, "{name}"')
+    with pytest.raises(LineError, match=f"'{name}' comes twice in one object; leave one out") as refused:
+        parse(1, text.encode())
+    assert (refused.value.code, refused.value.custom_id) == ("invalid_json_line", "r1")
+
+
 def test_wherever_an_output_is_cut_off_its_whole_lines_stay(tmp_path):
     """A kill at every byte of the last line, and a loss of power that leaves zeros there."""
     found = scan_input(write(tmp_path / "in.jsonl", [line(1), line(2), "{bad", line(4)]))

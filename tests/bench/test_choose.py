@@ -12,7 +12,7 @@ from espalier.cli.main import parse
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.startup import tree_policy as trees
-from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
+from tests.cli.test_cli import instead, run, tiny, tiny_heldout  # noqa: F401  (fixtures)
 from tests.synthetic.mixtures import mixture
 from tests.synthetic.test_checkpoint import tiny as dense
 from tests.test_llm import paths  # noqa: F401  (a fixture)
@@ -140,7 +140,7 @@ BAD = [
 @pytest.mark.parametrize(("flags", "said"), BAD, ids=[said for _, said in BAD])
 def test_bad_flags_are_one_line_and_status_2(tiny, tiny_heldout, flags, said, capsys):  # noqa: F811
     sizes = ["--context", "8", "--tokens", "12", "--repeats", "1"]
-    assert run("bench", "round", "--choose", *sizes, *flags, *tiny) == 2
+    assert run("bench", "round", "--choose", *instead(sizes, *flags), *tiny) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
 

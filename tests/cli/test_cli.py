@@ -35,6 +35,12 @@ def tiny(paths):  # noqa: F811
     return ["--model", str(target), "--draft", str(draft), "--dtype", "float64", "--max-context", "96", *tree]
 
 
+def instead(flags, *given):
+    """What is given, and the flags, each with one value, that it does not name: none may come twice."""
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    return [*(part for pair in pairs if pair[0] not in given for part in pair), *given]
+
+
 def run(*arguments):
     """Exit status of a command; argparse leaves by SystemExit."""
     try:
@@ -166,6 +172,9 @@ def test_generate_says_which_line_of_a_file_is_wrong(capsys, tmp_path):
     prompts.write_text('{"prompt": "de", "max_tokens": 1}')
     assert run("generate", "--file", prompts) == 2
     assert "line 1: 'max_tokens' has no effect there" in capsys.readouterr().err
+    prompts.write_text('{"prompt": "de", "prompt": "ab"}')
+    assert run("generate", "--file", prompts) == 2
+    assert "line 1: 'prompt' comes twice in one object; leave one out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("output", ["/dev/null", "-"])
@@ -213,6 +222,15 @@ def test_a_full_disk_is_one_line_and_status_1(say, capsys, monkeypatch):
         monkeypatch.setattr(generate, "_prompts", lambda _asked: say("text"))
         monkeypatch.setattr(generate, "sampling_params", lambda _asked: sys.stdout.flush())
         assert run("generate", "x") == 1
+    err = capsys.readouterr().err
+    assert "No space left on device" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("asked", [["--help"], ["--version"], ["bench", "--help"], ["serve", "--help"]], ids=" ".join)
+def test_help_that_a_full_disk_does_not_take_is_one_line_and_status_1(asked, capsys, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert run(*asked) == 1
     err = capsys.readouterr().err
     assert "No space left on device" in err and err.count("\n") == 1
 
@@ -277,7 +295,7 @@ CHOOSE = ["bench", "round", "--choose", "--context", "8", "--tokens", "12", "--r
 
 @pytest.mark.parametrize("command", [["demo", "--prompts", "1"], CHOOSE])
 def test_what_compares_trees_needs_one(command, tiny, tiny_heldout, capsys):
-    assert run(*command, *tiny, "--steps", "0", "--topk", "1", "--num-draft-tokens", "1") == 2
+    assert run(*command, *instead(tiny, "--steps", "0", "--topk", "1", "--num-draft-tokens", "1")) == 2
     assert "plain decoding" in capsys.readouterr().err
 
 
@@ -403,7 +421,8 @@ def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_pat
 
 def test_bench_memory_finds_no_excess(tiny, capsys, monkeypatch):
     monkeypatch.setattr("espalier.bench.memory.NUM_REQUESTS", 16)
-    assert run("bench", "round", "--memory", *tiny, "--steps", "5", "--topk", "8", "--num-draft-tokens", "64") == 0
+    tree = ["--steps", "5", "--topk", "8", "--num-draft-tokens", "64"]
+    assert run("bench", "round", "--memory", *instead(tiny, *tree)) == 0
     out = capsys.readouterr().out
     assert re.search(r"largest excess +0\n", out)
     assert re.search(r"per branch tokens +8192\n", out)

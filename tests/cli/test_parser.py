@@ -4,7 +4,7 @@ import pytest
 
 from espalier import counterparts
 from espalier.cli import parser
-from espalier.cli.main import COMMANDS
+from espalier.cli.main import COMMANDS, parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.request import SamplingParams
 from espalier.terminal.flags import flag_of
@@ -22,6 +22,10 @@ SAID = [
     ("serve --temperature 1", "unknown flag --temperature; it is a flag of espalier generate"),
     ("generate x --served-model-name y", "it is a flag of espalier serve"),
     ("serve a b", "espalier serve: unknown argument 'b'"),
+    ("generate --file a --file b", "espalier generate: --file is given twice; leave one out"),
+    ("generate x --file=a --file=a", "espalier generate: --file is given twice; leave one out"),
+    ("generate --file a --overlap --no-overlap", "espalier generate: --overlap is given twice; leave one out"),
+    ("bench round --cells 1x8:plain --shape x --cells 2x8:plain", "espalier bench round: --cells is given twice"),
     ("serve --max-model-len 4096", "unknown flag --max-model-len; use --max-context"),
     ("serve --max-model-len=4096", "unknown flag --max-model-len; use --max-context"),
     ("serve --context-length 4096", "use --max-context"),
@@ -52,6 +56,11 @@ def test_the_right_name_is_said(line, said, capsys):
     assert run(*line.split()) == 2
     out, err = capsys.readouterr()
     assert said in err and err.count("\n") == 1 and out == ""
+
+
+def test_a_list_grows_and_a_switch_may_come_twice():
+    args = parse(["generate", "x", "--stop", "a", "--stop", "b", "--json", "--json"])
+    assert getattr(args, "SamplingParams.stop") == ["a", "b"] and args.json
 
 
 @pytest.mark.parametrize("ours", counterparts.TABLE)

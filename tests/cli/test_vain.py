@@ -11,7 +11,7 @@ import torch
 from espalier.bench import drive
 from espalier.errors import EspalierError
 from espalier.terminal.console import require_writable, stdout
-from tests.cli.test_cli import run, tiny, tiny_heldout  # noqa: F401  (fixtures)
+from tests.cli.test_cli import instead, run, tiny, tiny_heldout  # noqa: F401  (fixtures)
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 
@@ -92,7 +92,7 @@ EARLY = [
     (["serve", "--max-file-bytes", "9"], "--max-file-bytes is for --batch-dir"),
     (["serve", "--max-context", "1"], "max_context=1 is not supported"),
     (["bench", "generate", "--prompts", "99x9"], "99 prompts at once are above max_batch=8; give --max-batch 99"),
-    (["bench", "generate", "--tokens", "9000"], "above max_context=2048; give --max-context 9128"),
+    (["bench", "generate", "--tokens", "900", "--max-context", "900"], "max_context=900; give --max-context 1028"),
     (["bench", "throughput", "--requests", "0"], "--requests=0 is not supported"),
     (["bench", "latency", "--rate", "0"], "--rate=0.0 is not supported"),
     (["bench", "serve", "--concurrency", "x"], "--concurrency=x is not supported"),
@@ -158,6 +158,25 @@ def test_a_reader_who_has_left_is_left_to_main(monkeypatch):
         os.dup2(os.open(os.devnull, os.O_WRONLY), write)
 
 
+TOO_LONG = [
+    (["generate", "--tokens", "9000"], "9128 tokens a request", "--prompts or --tokens"),
+    (["generate", "--prompts", "1x999999"], "1000255 tokens a request", "--prompts or --tokens"),
+    (["round", "--context", "99999"], "100095 tokens a request", "--context or --tokens"),
+    (["round", "--context", "99999", "--choose"], "100095 tokens a request", "--context or --tokens"),
+    (["serve", "--context", "9999", "--tokens", "1"], "10000 tokens a request", "--context or --tokens"),
+    (["latency", "--output", "9000,9000", "--input", "9,9"], "9009 tokens a request", "--input or --output"),
+    (["throughput", "--output", "9000,9000", "--input", "9,9"], "9009 tokens a request", "--input or --output"),
+    (["prefill", "--prompts", "1x9999"], "10000 tokens a request", "--prompts"),
+]
+
+
+@pytest.mark.parametrize(("command", "said", "flags"), TOO_LONG, ids=[" ".join(command) for command, *_ in TOO_LONG])
+def test_no_larger_max_context_is_advised_than_the_model_has_positions(command, said, flags, nothing_loads, capsys):
+    line = refused(capsys, "bench", *command)
+    assert line.startswith(f"espalier: {said} are too many")
+    assert line.endswith(f"the model takes at most 2048 positions; use shorter {flags}\n")
+
+
 ROOM = [
     (["round", "--batch", "1,4", "--max-batch", "2"], "--max-batch=2 is too small for this measurement; use 4 or more"),
     (
@@ -198,7 +217,7 @@ def test_a_size_below_what_is_measured_is_refused(command, said, nothing_loads, 
 def test_room_is_just_enough_or_left_open(model, capsys):
     sizes = ["--context", "8", "--tokens", "9", "--repeats", "1", "--batch", "3"]
     for room in (["--max-context", "17"], ["--max-context", "auto"]):
-        assert run("bench", "round", *sizes, *model, "--max-batch", "auto", *room) == 0
+        assert run("bench", "round", *sizes, *instead(model, "--max-batch", "auto", *room)) == 0
         assert "3/3" in capsys.readouterr().out
 
 
@@ -217,7 +236,7 @@ LOADED = [
 
 @pytest.mark.parametrize(("command", "said"), LOADED, ids=[said for _, said in LOADED])
 def test_what_a_model_has_no_room_for_is_refused_in_one_line(command, said, model, capsys):
-    assert said in refused(capsys, "bench", command[0], *model, *command[1:])
+    assert said in refused(capsys, "bench", command[0], *instead(model, *command[1:]))
 
 
 def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(monkeypatch):

@@ -183,6 +183,7 @@ def test_what_does_not_go_together_is_refused(llm, params, says):
     ("fields", "says"),
     [
         ({"kind": "xml"}, "kind"),
+        ({}, "kind '' is not supported; use one of json_object, json_schema, regex"),
         ({"kind": "regex", "spec": 3}, "spec"),
         ({"kind": "regex", "spec": "a" * 100_000}, "characters"),
         ({"kind": "regex", "spec": "a", "strict": 1}, "strict"),

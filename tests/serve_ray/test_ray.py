@@ -17,7 +17,8 @@ START_S = 180
 
 
 def command(*flags):
-    return [sys.executable, "-m", "espalier", "serve", "bundled", "--device", "cpu", *flags]
+    device = () if "--device" in flags else ("--device", "cpu")
+    return [sys.executable, "-m", "espalier", "serve", "bundled", *device, *flags]
 
 
 def environment():

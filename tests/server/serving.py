@@ -28,7 +28,13 @@ LONG = {"model": "bundled", "prompt": "def f(x):\n", "max_tokens": 400, "ignore_
 # The bundled tokenizer's token of 29 spaces.
 SPACES = 5386
 HEAD = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-FLAGS = [part for name, value in (ENGINE | TREE).items() for part in ("--" + name.replace("_", "-"), str(value))]
+
+
+def flags_of(settings: Mapping[str, object]) -> list[str]:
+    return [part for name, value in settings.items() for part in ("--" + name.replace("_", "-"), str(value))]
+
+
+FLAGS = flags_of(ENGINE | TREE)
 
 
 class Served:

@@ -28,7 +28,7 @@ from espalier.server.stored import Store
 from tests import warm
 from tests.batch.sample import line, outcomes, write
 from tests.batch.valve import valve
-from tests.server.serving import FLAGS, ROOT, Served, serving
+from tests.server.serving import ENGINE, ROOT, TREE, Served, flags_of, serving
 
 HI = [{"role": "user", "content": "hi"}]
 TEXT = {"model": "bundled", "temperature": 0, "prompt": "x", "max_tokens": 2}
@@ -77,7 +77,9 @@ def test_a_killed_batch_goes_on_without_losing_or_repeating_a_line(served, tmp_p
             assert so_far < num_lines(out) < 24
         way.let(24)
         assert main(["batch", str(given), str(out), *flags]) == 1
-    assert "24 of 24 lines are answered, 3 with an error" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "24 of 24 lines are answered, 3 with an error" in said
+    assert said.endswith(f": {out}; delete it to ask all lines again\n")
     errors = {8: "invalid_json_line", 9: "invalid_url", 12: 400}
     assert outcomes(out) == dict.fromkeys(range(1, 25), 200) | errors
     # The answers are the server's own.
@@ -114,7 +116,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, capsys,
     assert main(["batch", str(given), str(given)]) == 2 and given.read_bytes()
 
 
-def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch):
+def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch, capsys):
     engine, given, out = (
         Engine(100),
         write(tmp_path / "in.jsonl", [line(i) for i in range(1, 21)]),
@@ -138,6 +140,7 @@ def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch):
     )
     assert api.max_body_bytes == MAX_LINE_BYTES and engine.peak == 2 * 3
     assert outcomes(out) == dict.fromkeys(range(1, 21), 200)
+    assert capsys.readouterr().err.endswith(f": {out}\n")
 
 
 def upload(client, lines):
@@ -377,7 +380,7 @@ def test_two_thousand_lines_killed_three_times(tmp_path, capsys):
     ]
     given, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     chance, seen, log = random.Random(), [], tmp_path / "log"
-    arguments = [str(given), str(out), *FLAGS, "--max-batch", "16", "--num-pages", "800"]
+    arguments = [str(given), str(out), *flags_of(ENGINE | TREE | {"max_batch": 16, "num_pages": 800})]
     began = time.monotonic()
     for _ in range(3):
         process = started(log, *arguments)

@@ -179,7 +179,19 @@ def test_neutral_values_of_refused_fields_are_served(served):
         ),
         ("/v1/completions", {"prompt": "x"}, "model: Field required (a name from /v1/models)"),
         ("/v1/completions", {**TEXT, "prompt": None}, "prompt: Input should be a valid string (text or token ids, one"),
-        ("/v1/completions", {**TEXT, "prompt": [1, "x"]}, "prompt.1: Input should be a valid integer (text or token"),
+        ("/v1/completions", {**TEXT, "prompt": [1, None]}, "prompt.1 is of another kind than prompt.0; send a text,"),
+        ("/v1/completions", {**TEXT, "prompt": ["a", [1]]}, "texts, token ids, or lists of token ids"),
+        ("/v1/completions", {**TEXT, "prompt": [True]}, "prompt.0: Input should be a valid integer (text or token"),
+        (
+            "/v1/completions",
+            {**TEXT, "response_format": {}},
+            "response_format: type is missing; give one (text, json_",
+        ),
+        (
+            "/v1/completions",
+            {**TEXT, "response_format": {"type": "xml"}},
+            "response_format: type='xml' is not supported; use one of 'text', 'json_object', 'json_schema', 'str",
+        ),
         ("/v1/completions", {**TEXT, "prompt": [[1], [True]]}, "prompt.1.0: Input should be a valid integer"),
         ("/v1/completions", {**TEXT, "stop": ["x", 1]}, "stop.1: Input should be a valid string (text that ends the"),
         (
