@@ -17,6 +17,7 @@ from espalier.bench.expert_product import ExpertProduct
 from espalier.bench.experts_touched import mixture_blocks
 from espalier.bench.full_rounds import enter, leave
 from espalier.bench.instrument import record_launches
+from espalier.bench.linears import ModelShape
 from espalier.bench.roofline import Roofline
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_tuning import DENSE
@@ -129,29 +130,31 @@ def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
 def prefill(bench: BenchEngine, batch: int, length: int, roofline: Roofline | None) -> Prefill:
     """Measure `batch` prompts of `length` tokens, after one turn to warm up.  roofline: of the same shape."""
     prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
-    times = []
+    times, peaks = [], []
     for _ in range(1 + TURNS):
         empty_prefix_cache(bench.engine)
         launches.reset()
         times.append(_enter(bench, prompts))
+        if roofline is not None:
+            # In turns with the prompts: the clocks of a hot GPU are not those of a cool one.
+            peaks.append(roofline.stopwatch.peak(roofline.device))
     seconds = median(times[1:])
     passes, num_rounds = launches.prefills, len(launches.rounds)
     linear_ms = None if roofline is None else _linear_ms(bench, passes, roofline)
     expert_ms = None if roofline is None else _expert_ms(bench, passes, roofline)
     drafts = bench.config.algorithm not in WITHOUT_FILES
-    bound = None if roofline is None else bound_ms(roofline, batch, length, drafts)
+    bound = None if roofline is None else bound_ms(roofline.shape, batch, length, drafts, median(peaks[1:]))
     rate = batch * length / seconds
     return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
 
 
-def bound_ms(roofline: Roofline, batch: int, length: int, drafts: bool) -> float | None:
-    """FLOPs of all linear layers / measured bf16 peak + FLOPs of attention / ATTENTION_PEAK, in ms.
+def bound_ms(shape: ModelShape, batch: int, length: int, drafts: bool, peak: float) -> float | None:
+    """FLOPs of all linear layers / `peak`, the measured FLOP/s of bf16, + FLOPs of attention / ATTENTION_PEAK, in ms.
 
     No limit: it counts every row of the prompts in every layer, though the engine leaves out rows of the last layer
     that nobody reads, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None with experts,
     quantised weights or MTP modules.
     """
-    shape = roofline.shape
     formats = {shape.weights, shape.draft_sizes.weights if drafts else DENSE}
     if shape.experts is not None or shape.mtp is not None or formats != {DENSE}:
         return None
@@ -160,7 +163,6 @@ def bound_ms(roofline: Roofline, batch: int, length: int, drafts: bool) -> float
     # A block draft only projects a prompt's tokens to K and V.
     attending = (shape, shape.draft_sizes) if drafts and shape.block is None else (shape,)
     attention = batch * sum(each.prompt_attention_flops(length) for each in attending)
-    peak = roofline.stopwatch.peak(roofline.device)
     return 1e3 * (linear / peak + attention / ATTENTION_PEAK)
 
 

@@ -1,7 +1,6 @@
 """`bench prefill`, `throughput` and `latency`: what is counted, on tiny synthetic models, and what is refused."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,23 +92,21 @@ def test_mixed_lengths_lie_between_their_bounds():
 
 
 def test_the_bound_of_prompts_counts_each_product_and_each_pair_of_query_and_row():
-    shape = shape_named("llama-3.1-8b")
-    roofline = SimpleNamespace(shape=shape, device=None, stopwatch=SimpleNamespace(peak=lambda device: 1e15))
+    shape, peak = shape_named("llama-3.1-8b"), 1e15
     layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
     # Two requests of 2,048 tokens; the head computes one row of each.
     linear = 2 * (4096 * 32 * layer + 2 * 4096 * 128256)
     attention = 2 * 4 * 4096 * 32 * 2048 * 2049 // 2
-    found = bound_ms(roofline, 2, 2048, drafts=False)
-    assert found == pytest.approx(1e3 * (linear / 1e15 + attention / ATTENTION_PEAK))
-    assert found < bound_ms(roofline, 2, 2048, drafts=True)
-    roofline.shape = block = shape_named("llama-3.1-8b", block_size=16)
+    found = bound_ms(shape, 2, 2048, False, peak)
+    assert found == pytest.approx(1e3 * (linear / peak + attention / ATTENTION_PEAK))
+    assert found < bound_ms(shape, 2, 2048, True, peak)
+    block = shape_named("llama-3.1-8b", block_size=16)
     context = sum(run.flops for run in block.extend_passes(4096))
-    of_draft = bound_ms(roofline, 2, 2048, drafts=True) - found
-    assert of_draft == pytest.approx(1e3 * context / 1e15), "it attends to no prompt"
-    roofline.shape = shape_named("qwen3-30b-a3b")
-    assert bound_ms(roofline, 2, 2048, drafts=False) is None
-    roofline.shape = shape_named("llama-3.1-8b", draft_weights="fp8")
-    assert bound_ms(roofline, 2, 2048, drafts=True) is None and bound_ms(roofline, 2, 2048, drafts=False) == found
+    of_draft = bound_ms(block, 2, 2048, True, peak) - found
+    assert of_draft == pytest.approx(1e3 * context / peak), "it attends to no prompt"
+    assert bound_ms(shape_named("qwen3-30b-a3b"), 2, 2048, False, peak) is None
+    quantised = shape_named("llama-3.1-8b", draft_weights="fp8")
+    assert bound_ms(quantised, 2, 2048, True, peak) is None and bound_ms(quantised, 2, 2048, False, peak) == found
 
 
 def test_prefill_counts_its_passes_and_who_waits(engines):

@@ -46,6 +46,7 @@ from espalier.kernels.attention.merge_splits import _merge_splits_kernel
 from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel
 from espalier.kernels.attention.triton_config import choose_config, choose_latent_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
+from espalier.kernels.layers import hopper_gated
 from espalier.kernels.runtime.launch import Chip, Kernel
 
 CHIP = Chip(227 * 1024, 132, (9, 0))
@@ -180,6 +181,41 @@ def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
         "products": sum("HGMMA.64x16" in line for line in lines),
         "weights": [sum(FENCE in line for line in between), sum("BAR.SYNC" in line for line in between)],
         "contiguous": constants["CONTIGUOUS"] != NONE,
+        "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
+    }
+
+
+def compiled_hopper_gated() -> dict:
+    gated = hopper_gated
+    block = gated.BLOCK_ROWS, gated.BLOCK_OUT, gated.BLOCK_IN
+    constants = dict(zip(("BLOCK_ROWS", "BLOCK_OUT", "BLOCK_IN"), block, strict=True))
+    constants |= {"STAGES": gated.STAGES, "TOGETHER": gated.BLOCKS_TOGETHER, "DEPENDENT": True}
+    constants |= {"MULTIPLY_REGISTERS": gated.MULTIPLY_REGISTERS, "LOAD_REGISTERS": gated.LOAD_REGISTERS}
+    blocks = {"x": (block[0], block[2]), "weight": (block[1], block[2]), "out": (block[0] // 2, block[1])}
+    kinds = {
+        f"{name}_descriptor": f"tensordesc<bf16[{rows}, {columns}],"
+        f"{gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)!r}>"
+        for name, (rows, columns) in blocks.items()
+    }
+    options = {"num_warps": 4, "maxnreg": gated.LAUNCH_REGISTERS}
+    made = compile_for_hopper(gated._hopper_gated_kernel, GluonASTSource, constants, options, kinds)
+    lines = machine_code(made.asm["cubin"])
+    products = [i for i, line in enumerate(lines) if "HGMMA.64x256x16" in line]
+    loops = {innermost_loop(lines, i) for i in products}
+    return {
+        "shared": made.metadata.shared,
+        "spills": sum(re.search(r"\b(LDL|STL)\b", line) is not None for line in lines),
+        "products": len(products),
+        # The products that may be in flight at each wait inside a loop.
+        "in_flight": [
+            int(wait[1], 16)
+            for start, end in loops
+            for line in lines[start:end]
+            if (wait := re.search(r"WARPGROUP.DEPBAR.LE gsb0, (0x\d+)", line))
+        ],
+        # Rounding one value at a time takes an eighth of the rate.
+        "slow_conversions": sum(re.search(r"\bF2F\b", line) is not None for line in lines),
+        "contiguous": True,
         "tma_loop_barriers": list(tma_loop_barriers(made.asm["ptx"])),
     }
 
@@ -364,9 +400,9 @@ def loops_over_blocks(lines: list[str]) -> list[tuple[int, int]]:
 
 
 def tma_loop_barriers(ptx: str):
-    """For each loop that copies by TMA, the number of barriers of all loading warps."""
+    """For each loop that loads by TMA, the number of barriers of all loading warps."""
     for piece in re.split(r"^\$L__BB\d+_\d+:", ptx, flags=re.MULTILINE):
-        if "cp.async.bulk.tensor" in piece:
+        if re.search(r"cp\.async\.bulk\.tensor\.\dd\.shared", piece):
             yield len(re.findall(r"\bbar\.sync\b", piece))
 
 
@@ -423,4 +459,5 @@ if __name__ == "__main__":
         compiled_hopper_latent(HopperLatentConfig(*stages), *case) for stages, case in HOPPER_LATENT
     ]
     report["hopper_latent_few"] = [compiled_hopper_latent_few(*case) for case in HOPPER_LATENT_FEW]
+    report["hopper_gated"] = compiled_hopper_gated()
     print(json.dumps(report))

@@ -97,9 +97,17 @@ def test_few_latent_queries_are_columns_of_the_products(compiled):
         assert fences == 1 and barriers >= 1, case
 
 
+def test_gated_products_follow_each_other(compiled):
+    """Each warpgroup has four products of 16 columns a block, and starts the next block's while they run."""
+    case = compiled["hopper_gated"]
+    assert case["shared"] <= 227 * 1024 and case["spills"] == case["slow_conversions"] == 0, case
+    assert case["products"] == 2 * 4 and case["in_flight"] == [1, 1], case
+
+
 def test_loading_warps_stay_together_where_one_thread_arrives_for_all(compiled):
     """A warp that falls a whole turn of the stages behind would wait forever.  Barriers that the compiler inserts
     prevent it."""
-    for case in compiled["hopper"] + compiled["hopper_latent"] + compiled["hopper_latent_few"]:
+    cases = compiled["hopper"] + compiled["hopper_latent"] + compiled["hopper_latent_few"]
+    for case in [*cases, compiled["hopper_gated"]]:
         assert len(case["tma_loop_barriers"]) == case["contiguous"] and all(case["tma_loop_barriers"]), case
     assert any(case["contiguous"] for case in compiled["hopper"])
