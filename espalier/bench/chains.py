@@ -21,14 +21,14 @@ from espalier.kernels.layers.linear_quantised import linear_quantised
 from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
-from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS
+from espalier.kernels.layers.scaled_product import kernel_rows
 from espalier.models.layers.experts import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
 
 # The size of the largest L2 cache that we measure on.
 L2_BYTES = 60 * 10**6
 
-# The ends of the names of layers that read a norm, which rounds for them in its own launch up to MAX_KERNEL_ROWS.  The
+# The ends of the names of layers that read a norm, which rounds for them in its own launch up to `kernel_rows`.  The
 # qkv of an EAGLE head reads two norms in one launch, which does not round: the floor leaves out its rounding.
 BEHIND_A_NORM = ("qkv", "q and kv", "gate_up")
 
@@ -165,7 +165,7 @@ def _product(run: Run, x: Tensor, weight: Matrix, multiply: Multiply) -> Product
     if isinstance(weight, Tensor):
         return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
     rounding = rounding_in_norm(weight, x)
-    if rounding is not None and run.name.endswith(BEHIND_A_NORM) and len(x) <= MAX_KERNEL_ROWS:
+    if rounding is not None and run.name.endswith(BEHIND_A_NORM) and len(x) <= kernel_rows(rounding):
         return partial(multiply, RoundedRows(*quantise_rows(x, rounding), x.dtype), weight)
     return partial(multiply, x, weight)
 

@@ -5,10 +5,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from espalier.kernels.layers import scaled_product as of_library
 from espalier.kernels.layers.linear_quantised import linear_quantised, linear_quantised_gated
-from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix, rounded_inputs
+from espalier.kernels.layers.quantise_rows import quantise_rows
+from espalier.kernels.layers.quantised import (
+    FP8,
+    InputScales,
+    QuantisedMatrix,
+    RoundedRows,
+    quantise_inputs,
+    rounded_inputs,
+)
 from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, is_scaled_product, scaled_product
 from espalier.kernels.layers.silu import silu_mul
+from espalier.kernels.runtime.launch import Chip
 
 ROWS = MAX_KERNEL_ROWS + 3
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -93,3 +103,28 @@ def test_other_matrices_stay_with_our_kernel():
         "part of a block of rows": (inputs_for(512, "cpu"), drawn(192, 512, "cpu", block=128)),
     }
     assert [name for name, case in others.items() if is_scaled_product(*case)] == []
+
+
+def test_fewer_rows_where_one_tile_of_them_fills_the_chip(monkeypatch):
+    """And fewer still where blocks have scales.  Those rows must not be rounded yet: the library orders scales anew."""
+    monkeypatch.setattr(of_library, "chip", lambda tensor: Chip(232448, 132, (9, 0)))
+
+    def takes(rows, num_out, block=None, is_rounded=False):
+        matrix, x = drawn(128, 512, "cpu", block), inputs_for(512, "cpu")[:rows]
+        repeats = num_out // 128
+        scales = matrix.scales.repeat(repeats if len(matrix.scales) > 1 else 1, 1)
+        matrix = replace(matrix, codes=matrix.codes.repeat(repeats, 1), scales=scales)
+        return is_scaled_product(RoundedRows(*quantise_inputs(x, matrix.inputs), x.dtype) if is_rounded else x, matrix)
+
+    wide, narrow = 132 * 128, 131 * 128
+    assert takes(129, wide) and takes(129, wide, is_rounded=True) and takes(257, narrow, is_rounded=True)
+    assert not takes(128, wide) and not takes(129, narrow) and not takes(256, narrow)
+    assert takes(65, 128, block=128) and not takes(64, 128, block=128)
+    assert not takes(259, 128, block=128, is_rounded=True)
+
+
+@pytest.mark.gpu
+def test_rows_that_a_norm_has_rounded_give_the_same_bits():
+    matrix, x = drawn(64, 128, "cuda"), inputs_for(128, "cuda")
+    rounded = RoundedRows(*quantise_rows(x, matrix.inputs), x.dtype)
+    assert torch.equal(linear_quantised(rounded, matrix, None), linear_quantised(x, matrix, None))

@@ -111,10 +111,8 @@ def linear_quantised_gated(x: Rows, weight: QuantisedMatrix, bias: Tensor | None
 
 def _product_of_others(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
     """The product by the reference on a CPU, and by the library where it takes it; None: by this file's kernel."""
-    if isinstance(x, RoundedRows):
-        return None
-    if not x.is_cuda:
-        return linear_quantised_reference(x, weight, bias)
+    if not weight.codes.is_cuda:
+        return None if isinstance(x, RoundedRows) else linear_quantised_reference(x, weight, bias)
     return scaled_product(x, weight, bias) if is_scaled_product(x, weight) else None
 
 

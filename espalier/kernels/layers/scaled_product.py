@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
 from espalier.kernels.layers.quantise_rows import quantise_rows, quantise_rows_triton
-from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.runtime.launch import chip
 
-# Up to this many rows the kernel of linear_quantised.py multiplies.
-MAX_KERNEL_ROWS = 256
+# Up to this many rows the kernel of linear_quantised.py multiplies; the second number is for scales of blocks.
+MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
+# Rows and outputs of the kernel's largest tile.  Where one tile of rows has as many blocks as the chip has
+# multiprocessors, two take twice as long; the library's do not.
+KERNEL_TILE = 128
 # The library needs rows and columns of the matrix in multiples of 16 bytes.
 UNIT = 16
 # Sizes of the scaled blocks of the second product.  It reads the scales of four blocks at once.
@@ -23,16 +26,24 @@ BLOCKS_READ = 4
 HOPPER = 9
 
 
-def is_scaled_product(x: Tensor, weight: QuantisedMatrix) -> bool:
-    """Whether `scaled_product` multiplies x [rows, in] with this matrix."""
-    return (
-        len(x) > MAX_KERNEL_ROWS
-        and x.dtype == torch.bfloat16
-        and (_has_row_scales(weight) or (_has_block_scales(weight) and chip(x).capability[0] == HOPPER))
-    )
+def kernel_rows(inputs: InputScales) -> int:
+    """Up to how many rows the kernel multiplies with matrices of any size.  Then the norm before may round them."""
+    return MAX_KERNEL_ROWS_IN_BLOCKS if inputs.group == BLOCK else MAX_KERNEL_ROWS
 
 
-def scaled_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
+def is_scaled_product(x: Rows, weight: QuantisedMatrix) -> bool:
+    """Whether `scaled_product` multiplies x [rows, in] with this matrix.  Rows in blocks must not be rounded yet."""
+    if weight.inputs is None or x.dtype != torch.bfloat16:
+        return False
+    if _has_row_scales(weight):
+        fills_the_chip = weight.shape[0] >= KERNEL_TILE * chip(weight.codes).processors
+        return len(x) > (KERNEL_TILE if fills_the_chip else MAX_KERNEL_ROWS)
+    if isinstance(x, RoundedRows) or not _has_block_scales(weight):
+        return False
+    return len(x) > MAX_KERNEL_ROWS_IN_BLOCKS and chip(weight.codes).capability[0] == HOPPER
+
+
+def scaled_product(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
     """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out], for inputs that `is_scaled_product` takes.
 
     Tolerance: that of linear_quantised.py for rounded inputs on a GPU.
@@ -40,13 +51,15 @@ def scaled_product(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> T
     assert weight.inputs is not None
     num_out, scales = weight.shape[0], weight.scales.float()
     if _has_row_scales(weight):
-        inputs, input_scales = quantise_rows(x, weight.inputs)
+        rounded = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_rows(x, weight.inputs)
         scales = scales.expand(num_out, 1).reshape(1, num_out).contiguous()
         kinds = ScalingType.RowWise, ScalingType.RowWise
     else:
-        inputs, input_scales = quantise_rows_triton(x, weight.inputs, for_library=True)
+        assert isinstance(x, Tensor)
+        rounded = quantise_rows_triton(x, weight.inputs, for_library=True)
         scales = scales.t()
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+    inputs, input_scales = rounded
     product = scaled_mm(
         inputs, weight.codes.t(), input_scales, kinds[0], scales, kinds[1], bias=bias, output_dtype=x.dtype
     )

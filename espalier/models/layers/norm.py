@@ -14,7 +14,7 @@ from espalier.kernels.layers.norm import (
     rounds_norm,
 )
 from espalier.kernels.layers.quantised import InputScales, Rows
-from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS
+from espalier.kernels.layers.scaled_product import kernel_rows
 
 
 class RMSNorm:
@@ -43,7 +43,7 @@ class RMSNorm:
         """As `after`, for one reader of the norm that rounds it so (Linear.rounding): it may be rounded already."""
         if rounding is None:
             return self.after(delta, residual)
-        few = residual.is_cuda and len(residual) <= MAX_KERNEL_ROWS
+        few = residual.is_cuda and len(residual) <= kernel_rows(rounding)
         if not few or not rounds_norm(residual.shape[1], rounding):
             return self.after(delta, residual)
         return rounded_norm_triton(delta, residual, self.weight, self.eps, rounding)
