@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from espalier.kernels.layers.hopper_gated import linear_gated_many, takes_many
+from espalier.errors import EspalierError
+from espalier.kernels.layers.hopper_gated import fills_chip, hopper_gated, takes_gated
 from espalier.kernels.layers.linear import linear_gated
 from espalier.kernels.layers.silu import silu_mul_triton
 from espalier.kernels.runtime.launch import Chip
@@ -18,22 +19,35 @@ H200 = Chip(shared_memory=232448, processors=132, capability=HOPPER)
 
 def test_which_layers_it_takes():
     x, weight = torch.zeros(2048, 128, dtype=torch.bfloat16), torch.zeros(2 * 1024, 128, dtype=torch.bfloat16)
-    assert takes_many(x, weight, None, H200)
-    assert not takes_many(x, weight, weight[:, 0], H200)
-    assert not takes_many(x, weight, None, replace(H200, capability=(10, 0)))
-    assert not takes_many(x.half(), weight.half(), None, H200)
+    assert takes_gated(x, weight, None, H200)
+    assert not takes_gated(x, weight, weight[:, 0], H200)
+    assert not takes_gated(x, weight, None, replace(H200, capability=(10, 0)))
+    assert not takes_gated(x.half(), weight.half(), None, H200)
     # TMA copies 16 bytes at a time.
-    assert not takes_many(x[:, 1:113], weight[:, 1:113], None, H200)
-    assert not takes_many(x[:, ::2], weight[:, ::2], None, H200)
-    assert not takes_many(x, weight[: 2 * 1020], None, H200)
+    assert not takes_gated(x[:, 1:113], weight[:, 1:113], None, H200)
+    assert not takes_gated(x[:, ::2], weight[:, ::2], None, H200)
+    assert not takes_gated(x, weight[: 2 * 1020], None, H200)
 
 
-def test_it_takes_what_fills_the_chip():
+def test_what_fills_the_chip():
     """128 tiles for 132 multiprocessors; 136 would need a second wave."""
-    weight = torch.zeros(2 * 16384, 128, dtype=torch.bfloat16, device="meta")
-    for rows, size, taken in ((256, 8192, False), (257, 5632, True), (512, 4096, True), (512, 4352, False)):
-        x = torch.zeros(rows, 128, dtype=torch.bfloat16, device="meta")
-        assert takes_many(x, weight[: 2 * size], None, H200) == taken, (rows, size)
+    for rows, num_out, filled in ((257, 5632, True), (512, 4096, True), (512, 4352, False), (2048, 14336, True)):
+        assert fills_chip(rows, num_out, H200) == filled, (rows, num_out)
+    assert not takes_gated(*(torch.zeros(256, 128, dtype=torch.bfloat16),) * 2, None, H200)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "said"),
+    [
+        (torch.zeros(300, 64), torch.zeros(64, 64).bfloat16(), "x"),
+        (torch.zeros(300, 64).bfloat16(), torch.zeros(64, 64), "weight"),
+        (torch.zeros(300, 128).bfloat16()[:, ::2], torch.zeros(64, 64).bfloat16(), "contiguous"),
+        (torch.zeros(300, 64).bfloat16(), torch.zeros(24, 64).bfloat16(), "multiples of 16 bytes"),
+    ],
+)
+def test_what_the_launcher_refuses(x, weight, said):
+    with pytest.raises(EspalierError, match=f"gated linear: .*{said}"):
+        hopper_gated(x, weight)
 
 
 @pytest.mark.gpu
@@ -42,7 +56,7 @@ def test_it_takes_what_fills_the_chip():
 def test_the_bits_of_product_and_silu(rows, size, num_in):
     """All sums are exact.  Rows, outputs and columns may end inside a block."""
     x, weight, _ = drawn_exact(rows, 2 * size, num_in, "cuda")
-    assert torch.equal(linear_gated_many(x, weight), silu_mul_triton(F.linear(x, weight)))
+    assert torch.equal(hopper_gated(x, weight), silu_mul_triton(F.linear(x, weight)))
 
 
 @pytest.mark.gpu
@@ -50,7 +64,7 @@ def test_bits_do_not_depend_on_the_number_of_rows():
     x, weight, _ = random_inputs(2048, 2 * 1024, 1024, "cuda")
     whole = linear_gated(x, weight, None, None)
     for rows in (1, 300, 1500):
-        assert torch.equal(linear_gated_many(x[:rows], weight), whole[:rows])
+        assert torch.equal(hopper_gated(x[:rows], weight), whole[:rows])
     # A NaN stays in its row.
     x[7] = torch.nan
     again = linear_gated(x, weight, None, None)

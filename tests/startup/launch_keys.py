@@ -146,10 +146,15 @@ def pretend_gpu() -> None:
     Support.require = lambda *args, **kwargs: None  # type: ignore[method-assign]
 
 
-def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DENSE) -> ModelRunner:
-    """The first layers of a shape; with an EAGLE-3 head, if the layout has steps.  stored: as of MetaWeights."""
+def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DENSE, inner: int = 0) -> ModelRunner:
+    """The first layers of a shape; with an EAGLE-3 head, if the layout has steps.
+
+    stored: as of MetaWeights; inner: the width of the MLP, 0: that of the shape.
+    """
     shape = find_shape(name)
     fields = {**shape.fields, "num_hidden_layers": num_layers}
+    if inner:
+        fields["intermediate_size"] = inner
     if "layer_types" in fields:
         fields["layer_types"] = fields["layer_types"][:num_layers]
     shape = replace(shape, fields=fields)
@@ -165,7 +170,10 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DEN
 
 @dataclass(frozen=True)
 class Simulation:
-    """shape: a name of synthetic/shapes.py, of which the first layers run; passes: of random form, that are served."""
+    """shape: a name of synthetic/shapes.py, of which the first layers run; passes: of random form, that are served.
+
+    inner: as of runner_of.
+    """
 
     shape: str
     layers: int
@@ -175,6 +183,7 @@ class Simulation:
     chunk_size: int = 8192
     page_size: int = 64
     chip: str = "hopper"
+    inner: int = 0
 
     @property
     def layout(self) -> RoundLayout:
@@ -186,7 +195,7 @@ class Simulation:
     def run(self) -> dict[str, Any]:
         layout = self.layout
         launch._chip = lambda device: CHIPS[self.chip]  # type: ignore[assignment]
-        runner, memory = runner_of(self.shape, self.layers, layout), StageMemory(META)
+        runner, memory = runner_of(self.shape, self.layers, layout, inner=self.inner), StageMemory(META)
         vocab_size, results = runner.target.config.vocab_size, Results(layout, 3, META)
 
         arguments: dict[str, set[Arguments]] = {}

@@ -6,8 +6,8 @@ Grid: as many programs as multiprocessors.  A program computes tiles of [BLOCK_R
 another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA, up to STAGES blocks ahead, across
 tiles.  Two multiplying warpgroups have half of a tile's rows each, with their rows of gate and of up as one product.
 
-Each result is the sum of its columns in order, whatever the number of rows, so its bits do not depend on it.  The
-library's sums have the same order on an H100, and so the same bits.  Tolerance: as linear.py.
+The kernel adds the columns of each result in order, whatever the number of rows, so its bits do not depend on rows.
+Tolerance: as linear.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.kernels.layers.silu import silu_times
 from espalier.kernels.runtime.launch import Chip, chip, gluon_kernel, require, unspecialised
 from espalier.kernels.runtime.pdl import HOPPER, pdl_arguments, pdl_trigger_and_wait
@@ -26,26 +27,30 @@ if TYPE_CHECKING:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia import hopper
 
-# With fewer rows, or where the last wave of tiles leaves more of the chip idle, the library's smaller tiles are faster.
+# The fewest rows, and the least share of all waves' places that tiles fill.  Below them the library is faster: it has
+# smaller tiles.
 MIN_ROWS, MIN_FILL = 257, 0.9
 BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
 # With the results of a tile they fill the shared memory.
 STAGES = 4
 # Blocks of rows that are computed with the same weights before the next weights are read: more would not fit the L2.
 BLOCKS_TOGETHER = 8
-# The loading warps keep 40 registers a thread of the 168 at launch, and the multiplying warps get the others.
+# Registers of a thread: at launch, and then of the multiplying and of the loading warps.
 LAUNCH_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS = 168, 232, 40
 
 
-def takes_many(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Chip) -> bool:
-    """Whether the kernel takes a layer of x [rows, in] and weight [2·out, in], gate over up, and is faster."""
+def takes_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Chip) -> bool:
+    """Whether the kernel takes a layer of x [rows, in] and weight [2·out, in], gate over up."""
     if gpu.capability != HOPPER or x.dtype != torch.bfloat16 or bias is not None or len(x) < MIN_ROWS:
-        return False
-    tiles = num_tiles(len(x), weight.shape[0] // 2)
-    if tiles < MIN_FILL * gpu.processors * -(-tiles // gpu.processors):
         return False
     # A row of results is copied like a row of x: in multiples of 16 bytes.
     return weight.shape[0] % 16 == 0 and all(t.stride(1) == 1 and aligned_for_copies(t) for t in (x, weight))
+
+
+def fills_chip(rows: int, num_out: int, gpu: Chip) -> bool:
+    """Whether the last wave of tiles leaves little of the chip idle, so that the kernel is faster than the library."""
+    tiles = num_tiles(rows, num_out)
+    return tiles >= MIN_FILL * gpu.processors * -(-tiles // gpu.processors)
 
 
 def num_tiles(rows: int, num_out: int) -> int:
@@ -194,13 +199,20 @@ def _hopper_gated_kernel(
 # fmt: on
 
 
-def linear_gated_many(x: Tensor, weight: Tensor) -> Tensor:
+def hopper_gated(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x · gateᵀ) · (x · upᵀ): x [rows, in], weight [2·out, in], gate over up -> a new tensor [rows, out].
 
-    Only where `takes_many` says so.  Raises EspalierError on other shapes.
+    bfloat16, on Hopper; rows contiguous and aligned to 16 bytes.  The reference is silu_mul of `linear`.
+    Raises EspalierError on other shapes, dtypes and layouts.
     """
     (rows, num_in), num_out = x.shape, weight.shape[0] // 2
+    require("gated linear: x", x, (rows, num_in), torch.bfloat16, x)
     require("gated linear: weight", weight, (2 * num_out, num_in), torch.bfloat16, x)
+    if num_out % 8 or not all(t.stride(1) == 1 and aligned_for_copies(t) for t in (x, weight)):
+        raise EspalierError(
+            f"gated linear: rows must be contiguous, and their addresses multiples of 16 bytes, but x has strides "
+            f"{x.stride()} and weight, for {num_out} outputs, {weight.stride()}: use linear_gated"
+        )
     out = x.new_empty(rows, num_out)
     _hopper_gated_kernel[(min(num_tiles(rows, num_out), chip(x).processors),)](
         tma_descriptor(x, BLOCK_ROWS, BLOCK_IN),

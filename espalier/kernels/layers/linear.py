@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.hopper_gated import linear_gated_many, takes_many
+from espalier.kernels.layers.hopper_gated import fills_chip, hopper_gated, takes_gated
 from espalier.kernels.layers.silu import require_gated, silu_mul, silu_times
-from espalier.kernels.runtime.launch import Chip, chip, kernel, power_of_two, require
+from espalier.kernels.runtime.launch import Chip, chip, kernel, only_compiles, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait, prefetch
 
 if TYPE_CHECKING:
@@ -288,14 +288,17 @@ def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPla
     """silu(gate) · up [rows, out / 2], where gate and up are the halves of `linear`: the same bits as silu_mul(linear).
 
     The weight stacks gate over up.  A TritonPlan runs without split-K: the activation in the epilogue saves two
-    launches.  Without a plan, many rows on Hopper have a kernel of their own (hopper_gated.py), whose bits do not
-    depend on rows.  Raises EspalierError for an odd `out`.
+    launches.  Without a plan, many rows on Hopper have a kernel of their own (hopper_gated.py).  Raises EspalierError
+    for an odd `out`.
     """
     require_gated(weight.shape[0])
     if isinstance(plan, TritonPlan):
         return _launch(x, weight, bias, replace(plan, splits=1), gated=True)
-    if plan is None and x.is_cuda and takes_many(x, weight, bias, chip(x)):
-        return linear_gated_many(x, weight)
+    if plan is None and x.is_cuda and takes_gated(x, weight, bias, chip(x)):
+        if fills_chip(len(x), weight.shape[0] // 2, chip(x)):
+            return hopper_gated(x, weight)
+        if only_compiles():
+            hopper_gated(x, weight)
     return silu_mul(linear(x, weight, bias, plan))
 
 

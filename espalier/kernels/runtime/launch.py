@@ -97,6 +97,11 @@ class GluonKernel(Kernel):
         return gluon.jit, {"gl": language, "hopper": hopper}
 
 
+def only_compiles() -> bool:
+    """Whether this thread's launches only compile.  A launcher then asks for each kernel that other rows may need."""
+    return launch_hook.get() is not None
+
+
 def kernel(function: Callable[..., Any]) -> Kernel:
     return Kernel(function)
 
