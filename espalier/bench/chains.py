@@ -22,6 +22,7 @@ from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
+from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.experts import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
 
@@ -165,7 +166,7 @@ def _product(run: Run, x: Tensor, weight: Matrix, multiply: Multiply) -> Product
     if isinstance(weight, Tensor):
         return partial(torch.bmm, x, weight.transpose(1, 2)) if weight.ndim == 3 else partial(multiply, x, weight)
     rounding = rounding_in_norm(weight, x)
-    if rounding is not None and run.name.endswith(BEHIND_A_NORM) and len(x) <= kernel_rows(rounding):
+    if rounding is not None and run.name.endswith(BEHIND_A_NORM) and len(x) <= kernel_rows(rounding, chip(x)):
         return partial(multiply, RoundedRows(*quantise_rows(x, rounding), x.dtype), weight)
     return partial(multiply, x, weight)
 

@@ -11,13 +11,13 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from espalier.kernels.layers.quantise_rows import quantise_rows, quantise_rows_triton
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
-from espalier.kernels.runtime.launch import chip
+from espalier.kernels.runtime.launch import Chip, chip
 
 # Up to this many rows the kernel of linear_quantised.py multiplies; the second number is for scales of blocks.
 MAX_KERNEL_ROWS, MAX_KERNEL_ROWS_IN_BLOCKS = 256, 64
-# Rows and outputs of the kernel's largest tile.  Where one tile of rows has as many blocks as the chip has
-# multiprocessors, two take twice as long; the library's do not.
-KERNEL_TILE = 128
+# Rows and outputs of the kernel's largest tile.  Where the outputs alone have a tile for each multiprocessor, a second
+# tile of rows doubles the kernel's time, and not the library's.
+TILE_ROWS, TILE_OUTPUTS = 128, 128
 # The library needs rows and columns of the matrix in multiples of 16 bytes.
 UNIT = 16
 # Sizes of the scaled blocks of the second product.  It reads the scales of four blocks at once.
@@ -26,9 +26,9 @@ BLOCKS_READ = 4
 HOPPER = 9
 
 
-def kernel_rows(inputs: InputScales) -> int:
-    """Up to how many rows the kernel multiplies with matrices of any size.  Then the norm before may round them."""
-    return MAX_KERNEL_ROWS_IN_BLOCKS if inputs.group == BLOCK else MAX_KERNEL_ROWS
+def kernel_rows(inputs: InputScales, gpu: Chip) -> int:
+    """Up to how many rows the norm before may round them: more of them the library takes unrounded, if it takes any."""
+    return MAX_KERNEL_ROWS_IN_BLOCKS if inputs.group == BLOCK and gpu.capability[0] == HOPPER else MAX_KERNEL_ROWS
 
 
 def is_scaled_product(x: Rows, weight: QuantisedMatrix) -> bool:
@@ -36,8 +36,8 @@ def is_scaled_product(x: Rows, weight: QuantisedMatrix) -> bool:
     if weight.inputs is None or x.dtype != torch.bfloat16:
         return False
     if _has_row_scales(weight):
-        fills_the_chip = weight.shape[0] >= KERNEL_TILE * chip(weight.codes).processors
-        return len(x) > (KERNEL_TILE if fills_the_chip else MAX_KERNEL_ROWS)
+        fills_the_chip = weight.shape[0] >= TILE_OUTPUTS * chip(weight.codes).processors
+        return len(x) > (TILE_ROWS if fills_the_chip else MAX_KERNEL_ROWS)
     if isinstance(x, RoundedRows) or not _has_block_scales(weight):
         return False
     return len(x) > MAX_KERNEL_ROWS_IN_BLOCKS and chip(weight.codes).capability[0] == HOPPER

@@ -15,6 +15,7 @@ from espalier.kernels.layers.norm import (
 )
 from espalier.kernels.layers.quantised import InputScales, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
+from espalier.kernels.runtime.launch import chip
 
 
 class RMSNorm:
@@ -43,7 +44,7 @@ class RMSNorm:
         """As `after`, for one reader of the norm that rounds it so (Linear.rounding): it may be rounded already."""
         if rounding is None:
             return self.after(delta, residual)
-        few = residual.is_cuda and len(residual) <= kernel_rows(rounding)
+        few = residual.is_cuda and len(residual) <= kernel_rows(rounding, chip(residual))
         if not few or not rounds_norm(residual.shape[1], rounding):
             return self.after(delta, residual)
         return rounded_norm_triton(delta, residual, self.weight, self.eps, rounding)
