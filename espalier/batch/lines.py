@@ -70,7 +70,7 @@ def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise LineError("invalid_json_line", f"the line is not JSON ({error}); write a JSON object") from None
+        raise _no_json(error) from None
     if not isinstance(value, dict):
         raise LineError("invalid_json_line", "the line is not a JSON object; write one with " + ", ".join(FIELDS))
     custom_id = value.get("custom_id")
@@ -83,12 +83,18 @@ def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
     return Line(number, value["custom_id"], value["url"], value["body"])
 
 
+def _no_json(error: Exception) -> LineError:
+    return LineError("invalid_json_line", f"the line is not JSON ({error}); write a JSON object")
+
+
 def _require_once_each(data: bytes) -> None:
     """Refuse a name that comes twice in an object: msgspec keeps the last of them.  Raises LineError."""
     try:
         json.loads(data, object_pairs_hook=once_each)
-    except (ValueError, RecursionError) as error:  # json also refuses some of what msgspec reads
+    except EspalierError as error:
         raise LineError("invalid_json_line", str(error)) from None
+    except (ValueError, RecursionError) as error:  # json also refuses some of what msgspec reads
+        raise _no_json(error) from None
 
 
 def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 
 from espalier.batch.lines import Line, LineError, Response
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError, one_line, shown
 
 # A request's connection may be silent for this long: some answers take many minutes.
 ANSWER_S = 3600.0
@@ -107,13 +107,14 @@ class Sender:
 def _require_answer(got: httpx.Response, body: Any) -> None:
     """Raises NotAnswered for a status that says nothing about the line itself."""
     body = body if isinstance(body, dict) else {}
-    error = body["error"] if isinstance(body.get("error"), dict) else {}
+    error = body.get("error") or {}
+    error = error if isinstance(error, dict) else {"message": str(error)}
     why = f"status {got.status_code}: {error.get('message') or 'no message'}"
     if got.status_code in (401, 403):
         raise NotAnswered(f"the server refuses the API key ({why}); give the right one with --api-key", final=True)
     # Some servers put an error's fields beside each other, without "error".
     if got.status_code == NOT_FOUND and not error and "message" not in body:
-        here = f"{got.request.url} answers {NOT_FOUND} without an error of OpenAI's form"
+        here = f"{got.request.url} answers {NOT_FOUND} without an error of OpenAI's form, {shown(got.text)}"
         raise NotAnswered(f"{here}: nothing is served there; correct --url, or url in the lines", final=True)
     if got.status_code in RETRIED_STATUSES:
         after = got.headers.get("retry-after", "")
