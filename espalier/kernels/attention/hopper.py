@@ -32,7 +32,7 @@ BLOCK_N = 64
 # An attending warpgroup holds one stage and waits for the next two.
 MIN_STAGES = 3
 MAX_STAGES = 6
-# Of FP8 rows: converted, and as they are stored.  The former hide the time of a conversion, the latter that of memory.
+# Of FP8 rows: converted ones, which hide the time of a conversion, and those as stored, which hide that of memory.
 FP8_STAGES, FP8_RAW_STAGES = 4, 4
 # Shared memory, in bytes, for barriers and for the arguments that Triton passes to the warps.
 RESERVED = 1024

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 # Values that a warp loads: where programs are many, and where each has a multiprocessor to itself.  There the divisions
-# of a thread, one after another, would be most of the time.  So up to MAX_PARTS programs load the same group and find
-# its largest value, and each divides a part of it.  A short group has up to FEW_WARPS that load the smaller number,
-# however many programs there are.
+# of a thread would be most of the time, so up to MAX_PARTS programs load the same group and find its largest value, and
+# each divides a part of it.  (Measured with one division after another, as static scales still have them.)  A short
+# group has up to FEW_WARPS that load the smaller number, however many programs there are.
 VALUES_PER_WARP, VALUES_PER_WARP_ALONE = 1024, 256
 VALUES_PER_PART, MAX_PARTS = 1024, 8
 FEW_WARPS, MAX_WARPS, MAX_WARPS_ALONE = 4, 16, 32
@@ -43,7 +43,7 @@ def scale_of(largest, static_ptr, MOST: tl.constexpr):
     static_ptr: to the scale of all rows, or None.
     """
     if static_ptr is None:
-        scale = _quotient(-largest, tl.zeros_like(largest) + MOST)
+        scale = _negated_over(-largest, tl.zeros_like(largest) + MOST)
         scale = tl.where(largest == 0, 1.0, tl.where(largest == float("inf"), largest, scale))
     else:
         scale = tl.zeros_like(largest) + tl.load(static_ptr)
@@ -58,7 +58,7 @@ def over_scale(values, scale, static_ptr, MOST: tl.constexpr):
         is_infinite = scale == float("inf")
         power = tl.where(scale < 2.0**-64, 2.0**64, tl.where(is_infinite, 0.0, 1.0))
         # The largest value is MOST, or rounds to it.
-        value = _quotient(values * -power, tl.where(is_infinite, 1.0, scale * power))
+        value = _negated_over(values * -power, tl.where(is_infinite, 1.0, scale * power))
     else:
         value = tl.div_rn(values, tl.zeros_like(values) + scale)
         # NaN stays NaN: both comparisons are false.
@@ -67,12 +67,12 @@ def over_scale(values, scale, static_ptr, MOST: tl.constexpr):
 
 
 @kernel
-def _quotient(negated, by):
-    """-negated / by, rounded once (IEEE), for numbers that are neither tiny nor huge.
+def _negated_over(negated, by):
+    """-negated / by, rounded once (IEEE).  `over_scale` makes tiny numbers larger first.
 
-    tl.div_rn has a branch for others, so the divisions of a thread run one after another.  This is its usual way, for a
-    reciprocal that is wrong by up to 2 units in the last place: for every value of bfloat16 and of float16, over every
-    scale that it can have, it was compared with the quotient.
+    tl.div_rn has a branch for tiny and huge numbers, so the divisions of a thread run one after another.  These are its
+    steps without the branch: a reciprocal, which may be wrong by 2 units in the last place, and one correction.  The
+    results were compared for every value of bfloat16 and of float16 over every scale that it can have.
     """
     inverse = -1.0 / by
     value = negated * inverse
