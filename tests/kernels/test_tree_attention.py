@@ -12,9 +12,9 @@ from espalier.kernels.attention.rows import Committed, Inputs
 from espalier.kernels.attention.tree_attention import _choose
 from espalier.kernels.attention.triton_config import TritonConfig, choose_config
 from espalier.kernels.runtime.launch import Chip
-from tests.kernels.attending import Case, check, draw, run
+from tests.kernels.attending import Case, check, draw, expected, run
 
-# No bfloat16: Triton's interpreter multiplies its bits as integers.
+# bfloat16 only beside FP8 rows, with which it becomes float16: Triton's interpreter multiplies its bits as integers.
 SMALL = [
     Case((5,)),
     Case((0,)),
@@ -31,6 +31,7 @@ SMALL = [
     Case((260,), queries=1, k_size=16, v_size=32, max_splits=1),
     Case((0, 17, 1, 300), queries=2, rows=6, page_size=3, first=1, heads=6, kv_heads=2, fp8=True),
     Case((130, 256), queries=5, page_size=16, dtype=torch.float16, fp8=True),
+    Case((130, 0, 256), queries=5, rows=6, page_size=16, dtype=torch.bfloat16, fp8=True),
     Case((700, 40, 0, 6), queries=3, rows=6, heads=6, k_size=5, v_size=7, window=300, sink=True, fp8=True),
 ]
 
@@ -57,6 +58,26 @@ def test_a_wide_chunk_starts_with_its_longest_tiles(kernel_device):
 
 def test_tiles_can_divide_the_heads_of_a_query(kernel_device):
     check(Case((40, 3), queries=3, rows=5, heads=24, kv_heads=1), kernel_device)
+
+
+@pytest.mark.parametrize("max_splits", [1, 4])
+@pytest.mark.parametrize(("dtype", "fp8"), [(torch.float16, False), (torch.bfloat16, True), (torch.float32, False)])
+def test_many_rows_of_little_weight_count(kernel_device, dtype, fp8, max_splits):
+    """Each row but one has less weight than float16 can say, if the largest weight is one."""
+    inputs = draw(Case((600,), page_size=16, dtype=dtype, fp8=fp8), kernel_device)
+    c = inputs.committed
+    position = torch.arange(600, device=kernel_device)
+    row = c.page_table[0, position // 16] * 16 + position % 16
+    c.k[row], c.v[row] = torch.tensor(0.0).to(c.k), torch.tensor(112.0).to(c.v)
+    # The other scores are lower by 18, and e^-18 is less than 2^-25.
+    c.k[row[0]], c.v[row[0]] = torch.tensor(4.0).to(c.k), torch.tensor(0.0).to(c.v)
+    scales = c.scales and replace(c.scales, k=torch.ones_like(c.scales.k))
+    inputs = replace(inputs, q=torch.full_like(inputs.q, 0.5625), committed=replace(c, scales=scales), scale=1.0)
+    out, lse = run(inputs, max_splits, staged=False)
+    exact_out, exact_lse = expected(inputs, staged=False)
+    assert 1e-4 < exact_out.min() <= exact_out.max() < 2e-3
+    torch.testing.assert_close(out.double(), exact_out, rtol=1e-2, atol=0)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("case", [SMALL[3], SMALL[4], SMALL[6], SMALL[-3]], ids=str)

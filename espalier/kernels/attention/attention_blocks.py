@@ -76,11 +76,31 @@ def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: 
     new_max = tl.maximum(max_score, tl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
     scaled_max = tl.where(new_max == float("-inf"), 0.0, new_max * scale)
-    weights = tl.exp2(tl.fma(scores, scale, -scaled_max[:, None]))
+    weights = tl.exp2(tl.fma(scores, scale, -_shifted(scaled_max, v.dtype)[:, None]))
     decay = tl.exp2(tl.fma(max_score, scale, -scaled_max))
     sum_weights = tl.fma(sum_weights, decay, tl.sum(weights, 1))
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
     return new_max, sum_weights, acc
+
+
+@kernel
+def _shifted(exponent, dtype: tl.constexpr):
+    """An exponent of two without that of the unit of weights in dtype: 2^15 in float16, else 1.
+
+    A weight is at most 1, and float16 ends at 2^-24.  Many rows may have less weight than that each, and yet count
+    together.
+    """
+    if dtype == tl.float16:
+        exponent = exponent - 15.0
+    return exponent
+
+
+@kernel
+def _lse(max_score, sum_weights, scale, dtype: tl.constexpr):
+    """The log-sum-exp of scores in base 2, from the sum of weights in dtype."""
+    divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
+    lse = tl.fma(max_score, scale, _shifted(tl.log2(divisor), dtype))
+    return tl.where(sum_weights == 0.0, float("-inf"), lse)
 
 
 @kernel
@@ -279,14 +299,17 @@ def _write(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, 
 def _write_work_item(
     results, split, request, request_splits, queries, query, query_exists, head, v_scale_ptr, kv_head,
     scale, max_score, sum_weights, acc,
-    HEADS: tl.constexpr, SINK: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
+    dtype: tl.constexpr, HEADS: tl.constexpr, SINK: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """Write the result of a request's only split, or the partial result of one of several.  scale: factor of scores."""
+    """Write the result of a request's only split, or the partial result of one of several.
+
+    scale: factor of scores; dtype: of the weights.
+    """
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division a query, not one a value.
     out = _times_scale(acc * (1.0 / divisor)[:, None], v_scale_ptr, kv_head)
-    lse = tl.where(sum_weights == 0.0, float("-inf"), tl.fma(max_score, scale, tl.log2(divisor)))
+    lse = _lse(max_score, sum_weights, scale, dtype)
     if request_splits == 1:
         out = _with_sink(out, lse, sink_ptr, head, SINK)
         row = (request * queries + query) * HEADS + head

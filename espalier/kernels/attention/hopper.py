@@ -145,6 +145,8 @@ def _hopper_attention_kernel(
     """RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows."""
     FP8: gl.constexpr = RAW_STAGES > 0
     dtype: gl.constexpr = q_ptr.dtype.element_ty
+    # As kernels/attention/tree_attention.py:_queries.
+    attended: gl.constexpr = gl.float16 if FP8 else dtype
     CONSTANTS: gl.constexpr = Constants(
         KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
         WIDTHS=(SIZE, SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * SIZE, OUT_SIZE=SIZE, BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N,
@@ -152,7 +154,7 @@ def _hopper_attention_kernel(
     )
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SIZE], dtype)
     q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, SIZE], q_layout)
-    stages = make_stages(dtype, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
+    stages = make_stages(attended, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
     # FP8 rows are loaded into stages of their own.
     loaded = stages
     num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)

@@ -123,8 +123,24 @@ def _mask(scores, t, queries, extent, CONSTANTS: gl.constexpr, SCORES: gl.conste
 
 
 @gluon_kernel
-def _weigh(scores, scale, max_score):
-    """One step of an online softmax in base 2 (Milakov and Gimelshein 2018).
+def shifted(exponent, dtype: gl.constexpr):
+    """As kernels/attention/attention_blocks.py:_shifted."""
+    if dtype == gl.float16:
+        exponent = exponent - 15.0
+    return exponent
+
+
+@gluon_kernel
+def lse_of(max_score, sum_weights, scale, dtype: gl.constexpr):
+    """As kernels/attention/attention_blocks.py:_lse."""
+    divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
+    lse = gl.fma(max_score, scale, shifted(gl.log2(divisor), dtype))
+    return gl.where(sum_weights == 0.0, float("-inf"), lse)
+
+
+@gluon_kernel
+def _weigh(scores, scale, max_score, dtype: gl.constexpr):
+    """One step of an online softmax in base 2 (Milakov and Gimelshein 2018), for weights in dtype.
 
     Returns (weights, sums, max_score, decay).  sums: of the weights, [64, 4] by thread; decay: the factor for the
     results so far.
@@ -132,7 +148,7 @@ def _weigh(scores, scale, max_score):
     new_max = gl.maximum(max_score, gl.max(scores, 1))
     # All scores are -inf until the first visible row; -inf - -inf would be NaN.
     scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
-    weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-scaled_max, 1)))
+    weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-shifted(scaled_max, dtype), 1)))
     decay = gl.exp2(gl.fma(max_score, scale, -scaled_max))
     # Column 8 i + 2 j + k belongs to thread j of the four threads that share a row.
     by_thread = weights.reshape([64, weights.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
@@ -193,7 +209,7 @@ def _attend_blocks(
         scores = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[next_scores])
         if MASKED:
             scores = _mask(scores, t, queries, extent, CONSTANTS, SCORES)
-        weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score)
+        weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score, values.dtype)
         rounded = weights_float32.to(values.dtype)
         if exchange is not None:
             _send(exchange, num_sent, rounded, decay)
@@ -235,7 +251,7 @@ def attend_work_item(
     scores = _score(q, stages, stage_of(stages, num_done), zeros, True)
     scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
     scores = _mask(scores, 0, queries, extent, CONSTANTS, SCORES)
-    weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score)
+    weights_float32, sums, max_score, decay = _weigh(scores, scale, max_score, values.dtype)
     rounded = weights_float32.to(values.dtype)
     if exchange is not None:
         _send(exchange, num_sent, rounded, decay)
@@ -298,9 +314,9 @@ def _with_sink(
 @gluon_kernel
 def _write_work_item(
     results, v_scale_ptr, scale, out, max_score, sum_weights, plan, item, first_packed,
-    SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    dtype: gl.constexpr, SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """Write the result of a request's only split, or the partial result of one of several.  scale: factor of scores."""
+    """As kernels/attention/attention_blocks.py:_write_work_item."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     KV_HEADS: gl.constexpr = CONSTANTS.KV_HEADS
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE
@@ -311,7 +327,7 @@ def _write_work_item(
     out = out * gl.expand_dims(gl.convert_layout(1.0 / divisor, gl.SliceLayout(1, OUT)), 1)
     if CONSTANTS.RAW_STAGES > 0:
         out = out * gl.load(v_scale_ptr + head)
-    lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
+    lse = lse_of(max_score, sum_weights, scale, dtype)
     if item.request_splits == 1:
         at = item.request
         out = _with_sink(out, lse, sink_ptr, first_packed, head, GROUP_SIZE, SINK, SCORES, OUT)
@@ -373,7 +389,7 @@ def attend_work_items(
                 _copy_queries(q_tile, q_rows, plan, work_item, WARPGROUP, SIZE, CONSTANTS)
             hopper.async_copy.wait_group(0)
             # Into registers: K and V need the bandwidth of shared memory.
-            q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
+            q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)).to(stages.tiles[0].dtype)
             packed = packed_queries(plan, item, first_packed, positions, CONSTANTS, SCORES)
             extent = extent_of(plan, item, positions, gl.SliceLayout(1, SCORES), CONSTANTS)
             queries = queries_of(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS)
@@ -391,6 +407,6 @@ def attend_work_items(
                 _copy_queries(q_tile, q_rows, plan, next_item, WARPGROUP, SIZE, CONSTANTS)
             _write_work_item(
                 results, v_scale_ptr, score_scale, out, max_score, sum_weights, plan, item, first_packed,
-                SINK, CONSTANTS, SCORES, OUT,
+                stages.tiles[1].dtype, SINK, CONSTANTS, SCORES, OUT,
             )
 # fmt: on

@@ -1,8 +1,8 @@
 """The converting warps of the Hopper kernels, for FP8 rows.
 
-Hopper's tensor cores multiply bfloat16 queries with bfloat16 rows only, which they read from shared memory.  So the
+Hopper's tensor cores multiply two-byte queries with two-byte rows only, which they read from shared memory.  So the
 loading warps copy FP8 rows to stages of their own ("raw"), and these warps write them to the stages that are attended,
-in the queries' dtype.
+in the dtype of those.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ def convert_work_items(raw, stages, plan, positions, CONSTANTS: gl.constexpr):
                 raw_stage, stage = stage_of(raw, num_done), stage_of(stages, num_done)
                 for i in gl.static_range(len(stages.tiles)):
                     values = raw.tiles[i].index(raw_stage).load(LAYOUT)
-                    # By way of float32, as in kernels/runtime/convert.py:from_fp8.
-                    stages.tiles[i].index(stage).store(values.to(gl.float32).to(stages.tiles[i].dtype))
+                    if stages.tiles[i].dtype == gl.bfloat16:
+                        # As in kernels/runtime/convert.py:from_fp8.
+                        values = values.to(gl.float32)
+                    stages.tiles[i].index(stage).store(values.to(stages.tiles[i].dtype))
                 # Makes the rows visible to the tensor cores.
                 hopper.fence_async_shared()
                 hopper.mbarrier.arrive(raw.empty.index(raw_stage), count=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from espalier.kernels.attention.hopper_attend import attend_work_item, packed_queries, queries_of
+from espalier.kernels.attention.hopper_attend import attend_work_item, lse_of, packed_queries, queries_of
 from espalier.kernels.attention.hopper_work import extent_of, stage_of, wait_until_empty, wait_until_full
 from espalier.kernels.attention.work_items import let_merge_start, load_work_item, work_item_of
 from espalier.kernels.runtime.launch import gluon_kernel
@@ -101,7 +101,7 @@ def score_work_items(
             exchange.tiles[1].index(slot).store(factor)
             hopper.mbarrier.arrive(exchange.full.index(slot), count=1)
             num_sent += 1
-            lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
+            lse = lse_of(max_score, sum_weights, scale, stages.tiles[0].dtype)
             _write_half(results, plan, item, out, factor, 0, CONSTANTS, OUT)
             index = first_packed + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
             rows = plan.queries * HEADS

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from espalier.kernels.attention.hopper import CAPABILITY, RESERVED
+from espalier.kernels.attention.hopper_attend import lse_of, shifted
 from espalier.kernels.attention.hopper_latent import ROPE_SIZE, V_SIZE, block_arguments
 from espalier.kernels.attention.hopper_latent_attend import copy_queries
 from espalier.kernels.attention.hopper_load import load_work_items
@@ -126,7 +127,7 @@ def _attend_work_item(
         new_max = gl.maximum(max_score, gl.max(scores, 0))
         # All scores are -inf until the first visible row; -inf - -inf would be NaN.
         scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
-        weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-scaled_max, 0)))
+        weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-shifted(scaled_max, weight_shared.dtype), 0)))
         decay = gl.expand_dims(gl.exp2(gl.fma(max_score, scale, -scaled_max)), 0)
         max_score = new_max
         sums = sums * decay + weights
@@ -171,7 +172,7 @@ def _attend_work_items(
             let_merge_start(base, plan.num_splits, CONSTANTS.DEPENDENT)
             divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
             factor = gl.expand_dims(1.0 / divisor, 0)
-            lse = gl.where(sum_weights == 0.0, float("-inf"), gl.fma(max_score, scale, gl.log2(divisor)))
+            lse = lse_of(max_score, sum_weights, scale, weight_shared.dtype)
             head = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES))
             column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES)), 1)
             exists = gl.expand_dims(head < HEADS, 0)

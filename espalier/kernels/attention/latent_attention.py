@@ -127,7 +127,8 @@ def _latent_attention_kernel(
             # There are no sinks.
             _write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, None), split, request, request_splits, queries, query,
-                query_exists, head, row_scale_ptr, 0, scale, max_score, sum_weights, out, HEADS, False, V_SIZE, BLOCK_V,
+                query_exists, head, row_scale_ptr, 0, scale, max_score, sum_weights, out,
+                q.dtype, HEADS, False, V_SIZE, BLOCK_V,
             )
 # fmt: on
 

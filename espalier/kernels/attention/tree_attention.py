@@ -61,6 +61,18 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_SIZE = 256
 
 
+@kernel
+def _queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load queries [M, BLOCK] at offsets [M].  bfloat16 ones become float16 where rows are FP8.
+
+    To float16 one instruction converts two FP8 values, to bfloat16 it takes four (docs/design.md).
+    """
+    q = _rows(q_ptr, offsets, exists, True, SIZE, BLOCK)
+    if FP8 and q.dtype == tl.bfloat16:
+        q = q.to(tl.float16)
+    return q
+
+
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
 @unspecialised("batch")
@@ -101,7 +113,7 @@ def _tree_attention_kernel(
             query_exists = query < queries
             q_head = head * GROUP_SIZE + packed % GROUP_SIZE
             q_offset = request * q_b + query.to(tl.int64) * q_q + q_head * q_h
-            q = _rows(q_ptr, q_offset, query_exists, True, K_SIZE, BLOCK_K)
+            q = _queries(q_ptr, q_offset, query_exists, k_scale_ptr is not None, K_SIZE, BLOCK_K)
             position = query
             if WINDOW > 0:
                 at_query = position_ptr + request * position_b + query.to(tl.int64) * position_q
@@ -131,7 +143,7 @@ def _tree_attention_kernel(
             _write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr), split, request, count, queries, query,
                 query_exists, q_head, v_scale_ptr, head, score_scale, max_score, sum_weights, out,
-                KV_HEADS * GROUP_SIZE, SINK, V_SIZE, BLOCK_V,
+                q.dtype, KV_HEADS * GROUP_SIZE, SINK, V_SIZE, BLOCK_V,
             )
 # fmt: on
 

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 
 
 @kernel
-def from_fp8(values, TYPE: tl.constexpr):
-    """FP8 values in TYPE, exactly; values of TYPE as they are.
+def from_fp8(values, dtype: tl.constexpr):
+    """FP8 values in dtype, exactly; values of dtype as they are.
 
-    By way of float32.  From FP8 to bfloat16 Triton takes one F2F instruction for each value, which runs at an eighth of
-    the rate of others: on an H200 that is less than memory delivers (docs/log.md).
+    To bfloat16 by way of float32.  Triton's own conversion takes one F2F instruction for each value, which runs at an
+    eighth of the rate of others: on an H200 that is less than memory delivers (docs/log.md).  To float16 one
+    instruction converts two values.
     """
-    if values.dtype != TYPE:
+    if values.dtype != dtype and dtype == tl.bfloat16:
         values = values.to(tl.float32)
-    return values.to(TYPE)
+    return values.to(dtype)
