@@ -26,7 +26,7 @@ from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.terminal.console import print_table, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
 
-TURNS = 3
+TURNS = 7
 # Rounds of the running batch before the long prompt arrives, and after it has entered.
 BEFORE = 30
 AFTER = 3
