@@ -213,6 +213,18 @@ def test_memory_that_holds_no_context_is_refused():
     assert resolved(replace(FACTS, free_bytes=2**26), num_pages=4).num_pages == 4
 
 
+def test_weights_that_do_not_fit_are_named():
+    """A smaller max_context would not help."""
+    facts = replace(FACTS, free_bytes=16 * 2**30, weights=WeightCount(num_cast=8 * 10**9))
+    with pytest.raises(
+        EspalierError, match=r"weights in float32 \(29.8 GiB\) .* free memory \(16.0 GiB\); use a smaller dtype"
+    ):
+        resolved(facts, dtype="float32")
+    with pytest.raises(EspalierError, match="do not fit"):
+        resolved(facts, dtype="float32", num_pages=4)
+    assert resolved(facts, dtype="bfloat16", max_batch=1).num_pages > 1
+
+
 @pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99"])
 def test_devices_that_are_not_there_are_refused(device):
     with pytest.raises(EspalierError, match=device):

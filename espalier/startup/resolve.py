@@ -348,14 +348,22 @@ def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device
 def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: torch.dtype, memory_share: float) -> int:
     """The user's num_pages, else the pages that fit into a share of the free memory, the dummy page included.
 
-    At most the pages of a full batch of full contexts.  Raises EspalierError if the user's pages do not fit, or if not
-    even one full context fits.
+    At most the pages of a full batch of full contexts.  Raises EspalierError if the weights or the user's pages do not
+    fit, or if not even one full context fits.
     """
     page_bytes = layout.tokens_in(bytes_per_token(facts.layer_specs, dtype))
     buffers = bytes_beside_pages(
         layout, facts.layer_specs[: facts.num_layers], facts.layer_specs[facts.num_layers :], dtype
     )
-    available = facts.free_bytes - facts.weights.nbytes(dtype) - buffers
+    weights = facts.weights.nbytes(dtype)
+    available = facts.free_bytes - weights - buffers
+    if available < 0:
+        raise EspalierError(
+            f"the weights in {str(dtype).removeprefix('torch.')} ({weights / 2**30:.1f} GiB) and the buffers of "
+            f"max_batch={layout.max_batch} ({buffers / 2**30:.1f} GiB) do not fit into the free memory "
+            f"({facts.free_bytes / 2**30:.1f} GiB); use a smaller dtype, a smaller or quantised model, or a lower "
+            "max_batch"
+        )
     free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
     if isinstance(config.num_pages, int):
         if config.num_pages * page_bytes > available:
