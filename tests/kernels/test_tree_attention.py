@@ -80,6 +80,18 @@ def test_many_rows_of_little_weight_count(kernel_device, dtype, fp8, max_splits)
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("value", [65280.0, 65536.0, -torch.inf])
+def test_a_query_beyond_float16_fails_alone(kernel_device, value):
+    """All keys make its scores negative: infinite ones would look like rows that are not seen, and give zeros."""
+    inputs = draw(Case((40, 9), page_size=16, dtype=torch.bfloat16, fp8=True), kernel_device)
+    c, q = inputs.committed, inputs.q.clone()
+    c.k[:] = torch.tensor(-1.0 if value > 0 else 1.0).to(c.k)
+    q[0, 0, 1, 0] = value
+    out, _ = run(replace(inputs, q=q), 4, staged=False)
+    assert (out[0, 0].isnan().any(1) == torch.tensor([False, value != 65280.0, False, False], device=out.device)).all()
+    assert out[1].isfinite().all()
+
+
 @pytest.mark.parametrize("case", [SMALL[3], SMALL[4], SMALL[6], SMALL[-3]], ids=str)
 def test_bits_do_not_depend_on_the_batch(kernel_device, case):
     """A request's bits are the same alone, in any batch, at any index, and on a second run."""

@@ -389,7 +389,11 @@ def attend_work_items(
                 _copy_queries(q_tile, q_rows, plan, work_item, WARPGROUP, SIZE, CONSTANTS)
             hopper.async_copy.wait_group(0)
             # Into registers: K and V need the bandwidth of shared memory.
-            q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2)).to(stages.tiles[0].dtype)
+            q = q_tile.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
+            if q.dtype != stages.tiles[0].dtype:
+                # As kernels/attention/tree_attention.py:_queries.
+                values = q.to(gl.float32)
+                q = gl.where(gl.abs(values) <= 65504.0, values, float("nan")).to(stages.tiles[0].dtype)
             packed = packed_queries(plan, item, first_packed, positions, CONSTANTS, SCORES)
             extent = extent_of(plan, item, positions, gl.SliceLayout(1, SCORES), CONSTANTS)
             queries = queries_of(plan, item, extent, first_packed, packed, row_positions, ancestor_bits, CONSTANTS)

@@ -65,11 +65,13 @@ MAX_HEAD_SIZE = 256
 def _queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load queries [M, BLOCK] at offsets [M].  bfloat16 ones become float16 where rows are FP8.
 
-    To float16 one instruction converts two FP8 values, to bfloat16 it takes four (docs/design.md).
+    To float16 one instruction converts two FP8 values, to bfloat16 it takes four (docs/design.md).  What float16 cannot
+    hold becomes NaN, so that the request fails: infinite scores below zero would look like rows that are not seen.
     """
     q = _rows(q_ptr, offsets, exists, True, SIZE, BLOCK)
     if FP8 and q.dtype == tl.bfloat16:
-        q = q.to(tl.float16)
+        values = q.to(tl.float32)
+        q = tl.where(tl.abs(values) <= 65504.0, values, float("nan")).to(tl.float16)
     return q
 
 
