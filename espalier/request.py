@@ -394,8 +394,8 @@ class OutputChunk:
     """The output of one engine step for one request.
 
     text may lag behind token_ids, because the last characters can still change.  A request's last chunk has its
-    finish_reason, stop_reason and error.  prompt_logprobs: complete, in the chunk of the first token, or in the last
-    chunk if there is no token.
+    finish_reason, stop_reason and error.  prompt_logprobs: of the whole prompt, in the chunk of the first token.  If
+    the request ends without a token, its last chunk has those that were read.
     """
 
     request_id: str
