@@ -40,6 +40,10 @@ PLACE_IN_SOURCE = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is fals
 Key = tuple[str, str, bool]
 
 
+class CompilerBusy(EspalierError):
+    """A grammar cannot be compiled now, and may be later."""
+
+
 class CompiledGrammar:
     """A grammar of one tokenizer.  form: what xgrammar compiled; num_bytes: what it holds."""
 
@@ -72,7 +76,10 @@ class GrammarCompiler:
         self._compilers: dict[bool, xgrammar.GrammarCompiler] = {}
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Start to compile, or take what was compiled before.  The future raises EspalierError with the reason."""
+        """Start to compile, or take what was compiled before.
+
+        The future raises EspalierError with the reason; CompilerBusy if a retry may succeed.
+        """
         key = (grammar.kind, grammar.spec, grammar.strict)
         with self._lock:
             if (known := self._kept.get(key)) is not None:
@@ -206,8 +213,8 @@ def _num_bytes(future: "Future[CompiledGrammar]") -> int:
     return 0 if future.exception() is not None else future.result().num_bytes
 
 
-def _busy() -> EspalierError:
-    return EspalierError("the server still compiles earlier grammars; retry later")
+def _busy() -> CompilerBusy:
+    return CompilerBusy("the server still compiles earlier grammars; retry later")
 
 
 def _reason(error: Exception) -> str:
