@@ -393,9 +393,10 @@ class Request:
 class OutputChunk:
     """The output of one engine step for one request.
 
-    text may lag behind token_ids, because the last characters can still change.  A request's last chunk has its
-    finish_reason, stop_reason and error.  prompt_logprobs: complete, in the chunk of the first token, or in the last
-    chunk if there is no token.
+    index: which of n samples.  text may lag behind token_ids, because the last characters can still change.
+    from_draft: for each token, whether the draft had proposed it.  A request's last chunk has its finish_reason,
+    stop_reason and error.  prompt_logprobs: of the whole prompt, in the chunk of the first token.  If the request ends
+    without a token, its last chunk has those that were read.
     """
 
     request_id: str
@@ -414,10 +415,12 @@ class OutputChunk:
 class Output:
     """A finished continuation.
 
+    token_ids: all that were generated, the end token included.  from_draft: for each of them, whether the draft had
+    proposed it.  logprobs: one entry for each of them, None if they were not asked for.
     finish_reason: "stop" (an end token or a stop string), "length" (max_tokens or the context's end) or "abort" (error
     says why, unless the user aborted it).  stop_reason: the stop string or the id of stop_token_ids that ended it; None
     for the model's own end tokens.  prompt_logprobs: only in the first of n outputs; an aborted output has those that
-    were read.  choices: when n > 1, all n outputs, this one first.
+    were read.  choices: when n > 1, all n outputs, this one first.  speculation: counts over the rounds of this output.
     """
 
     text: str

@@ -210,7 +210,7 @@ def _eagle3_weights(fields: dict[str, Any], target_layers: int, generator: torch
     captured = len(
         fields.get("eagle_aux_hidden_state_layer_ids") or nested or (2, target_layers // 2, target_layers - 3)
     )
-    attention = {
+    attention: dict[str, tuple[int, ...]] = {
         "q_proj.weight": (q_rows, 2 * hidden),
         "k_proj.weight": (kv_rows, 2 * hidden),
         "v_proj.weight": (kv_rows, 2 * hidden),
@@ -218,7 +218,7 @@ def _eagle3_weights(fields: dict[str, Any], target_layers: int, generator: torch
     }
     if fields.get("kv_lora_rank"):
         attention = _latent_shapes(fields)
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "embed_tokens.weight": (fields["vocab_size"], hidden),
         "fc.weight": (hidden, captured * target_hidden),
         **{f"midlayer.self_attn.{name}": shape for name, shape in attention.items()},
@@ -246,7 +246,7 @@ def _latent_shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     q_rank, kv_rank, rope = (fields[name] for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim"))
     nope, v_size = fields["qk_nope_head_dim"], fields["v_head_dim"]
     q_rows = heads * (nope + rope)
-    queries = {"q_proj.weight": (q_rows, 2 * hidden)}
+    queries: dict[str, tuple[int, ...]] = {"q_proj.weight": (q_rows, 2 * hidden)}
     if q_rank is not None:
         queries = {
             "q_a_proj.weight": (q_rank, 2 * hidden),

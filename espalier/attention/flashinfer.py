@@ -31,8 +31,8 @@ from espalier.errors import EspalierError
 FA3_QUERIES = 256
 # Scratch memory that the library asks for, and the most that partial results of splits may take.
 WORKSPACE_BYTES, MAX_WORKSPACE_BYTES = 2**27, 2**29
-# Plans of eager passes that are kept.  A prefill pass needs two for the target and one for a draft: for all rows, and
-# for the last layers, which attend with one query of each piece.
+# Plans of eager passes that are kept.  A prefill pass needs two for the target: one for all rows, and one for its last
+# layer, which attends with one query of each piece.  A draft needs one or two more.
 KEPT_PLANS = 12
 
 

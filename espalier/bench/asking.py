@@ -73,7 +73,7 @@ class Target:
 
 def take(exchange: Exchange, asked: Asked) -> None:
     """Read a response.  A chunk counts as one token, and the last one as those of `usage` that are left."""
-    if exchange.status != 200:
+    if exchange.status != OK:
         asked.error = f"status {exchange.status}: {_message(exchange.body())}"
         return
     texts, is_ended = [], False

@@ -84,8 +84,9 @@ AskRows = Callable[[Tensor, Tensor], BeamRows]
 class MaskBuilder:
     """Asks the requests' maskers (TokenMasker), several at once.
 
-    steps: levels of the largest tree.  tells_forced, tells_mask: what the draft is told; tells_deeper: whether also
-    below its first tokens.  False exists to measure what each brings.
+    steps: levels of the largest tree.
+    tells_forced, tells_mask: whether the draft is told which tokens are forced, and which are allowed; tells_deeper:
+    whether it may ask the same at deeper levels (of_beams).  False exists to measure what each brings.
     """
 
     def __init__(self, vocab_size: int, steps: int):
@@ -136,7 +137,7 @@ class MaskBuilder:
                 masks[place], levels[place] = known.mask, len(known.forced) + 1
         return GuideRows(rows, forced, masks, levels)
 
-    def of_beams(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> "BeamRows":
+    def of_beams(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
         """What may follow the beams of a level.  tokens, ancestor_bits: as in sampling.mask.AskHost, on the host."""
         rows, beams = _masked(maskers), ancestor_bits.shape[1]
         found = BeamRows(
@@ -153,7 +154,7 @@ class MaskBuilder:
                     self._tell(found, place, beam, masker.mask_after(path))
         return found
 
-    def _tell(self, found: "BeamRows", place: int, beam: int, mask: np.ndarray | None) -> None:
+    def _tell(self, found: BeamRows, place: int, beam: int, mask: np.ndarray | None) -> None:
         if mask is None:
             return
         if self.tells_mask:

@@ -375,17 +375,17 @@ class Scheduler:
 
     def _drop_aborted(self) -> None:
         """Finish aborted requests that hold no slot.  If nothing is in flight, finish those that hold one too."""
-        postponed = []
-        for request in self._aborted:
+        # Replaced before it is read: an abort that interrupts this goes to the new list, and is not lost.
+        aborted, self._aborted = self._aborted, []
+        for request in aborted:
             if request.done:
                 continue
             if request.slot is None:
                 self.waiting.remove(request)
             elif self._in_flight:
-                postponed.append(request)
+                self._aborted.append(request)
                 continue
             self._finish(request, "abort")
-        self._aborted = postponed
 
     def _finish(self, request: Request, reason: str, error: str | None = None) -> None:
         request.error = error

@@ -176,7 +176,7 @@ class _Walk:
             rules = {"type": self._inferred(rules, place), **rules} if rules else {}
         if not rules:
             return {}
-        types = self._types(rules.pop("type") if isinstance(rules, dict) else None, place)
+        types = self._types(rules.pop("type"), place)
         for name in rules:
             if not any(name in KEYWORDS[each] for each in types):
                 raise _refused(place, f"{name!r} is not supported with type {shown(types)}", "leave it out")

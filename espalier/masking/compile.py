@@ -1,8 +1,8 @@
 """Compiles grammars with xgrammar, in threads, and keeps what was compiled.
 
 A compilation that takes too long is given up: its request is refused.  Its thread cannot be ended.  It runs on, and
-later requests with the same grammar get its result.  While too many such threads run, new grammars are refused.
-Compiling releases the GIL, so other requests go on.
+later requests with the same grammar get its result.  While MAX_RUNNING such threads run, no compilation can begin, so
+grammars that wait and new ones are refused.  Compiling releases the GIL, so other requests go on.
 """
 
 import copy
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     import xgrammar
 
 COMPILE_S = 10.0
-# Compilations at once, and given up but still running.
+# Compilations at once, those that were given up included.
 MAX_RUNNING = 4
-MAX_GIVEN_UP = 4
 MAX_THREADS = 8
 # Memory limits: of one grammar, and of all that are kept.
 MAX_GRAMMAR_BYTES = 256 * 2**20
@@ -39,6 +38,10 @@ MAX_KEPT = 1024
 PLACE_IN_SOURCE = re.compile(r"^\[?[\d:]*\]? ?/\S+: (?:Check failed: \S+ is false: )?")
 
 Key = tuple[str, str, bool]
+
+
+class CompilerBusy(EspalierError):
+    """A grammar cannot be compiled now, and may be later."""
 
 
 class CompiledGrammar:
@@ -73,15 +76,18 @@ class GrammarCompiler:
         self._compilers: dict[bool, xgrammar.GrammarCompiler] = {}
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
-        """Start to compile, or take what was compiled before.  The future raises EspalierError with the reason."""
+        """Start to compile, or take what was compiled before.
+
+        The future raises EspalierError with the reason; CompilerBusy if a retry may succeed.
+        """
         key = (grammar.kind, grammar.spec, grammar.strict)
         with self._lock:
             if (known := self._kept.get(key)) is not None:
                 self._kept.move_to_end(key)
                 return known
             made: Future[CompiledGrammar] = Future()
-            if self.num_given_up >= MAX_GIVEN_UP:
-                made.set_exception(EspalierError("the server still compiles earlier grammars; retry later"))
+            if self.num_given_up == MAX_RUNNING:
+                made.set_exception(_busy())
                 return made
             self._kept[key] = made
         threading.Thread(target=self._run, args=(key, grammar, made), name="espalier-grammar", daemon=True).start()
@@ -93,6 +99,8 @@ class GrammarCompiler:
 
     def _run(self, key: Key, grammar: Grammar, made: "Future[CompiledGrammar]") -> None:
         with self._running:
+            if made.done():  # refused while it waited
+                return
             timer = threading.Timer(self.time_limit_s, self._give_up, (made,))
             timer.daemon = True
             timer.start()
@@ -123,6 +131,14 @@ class GrammarCompiler:
                     f"the grammar takes more than {self.time_limit_s:g} s to compile; use a simpler one, or retry later"
                 )
             )
+            if self.num_given_up == MAX_RUNNING:
+                self._refuse_waiting()
+
+    def _refuse_waiting(self) -> None:
+        """Refuse the grammars whose compilation has not begun: until a thread ends, which may never be, none begins."""
+        for key, waiting in [(key, future) for key, future in self._kept.items() if not future.done()]:
+            waiting.set_exception(_busy())
+            del self._kept[key]
 
     def _drop_oldest(self) -> None:
         sizes = {key: _num_bytes(future) for key, future in self._kept.items() if future.done()}
@@ -195,6 +211,10 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> l
 
 def _num_bytes(future: "Future[CompiledGrammar]") -> int:
     return 0 if future.exception() is not None else future.result().num_bytes
+
+
+def _busy() -> CompilerBusy:
+    return CompilerBusy("the server still compiles earlier grammars; retry later")
 
 
 def _reason(error: Exception) -> str:

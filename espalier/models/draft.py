@@ -19,6 +19,8 @@ from espalier.layout import MIN_CHUNK_WIDTH
 from espalier.models.base import Attend
 from espalier.models.config import ModelConfig, read_json
 
+# DraftSpec.form.
+Form = Literal["chain", "target"]
 # A piece of a prompt holds the tokens that the modules of the next piece look back to.
 MAX_MODULES = MIN_CHUNK_WIDTH
 
@@ -59,7 +61,7 @@ class DraftSpec:
     first_proposing: int = 0
     causal: tuple[bool, ...] = ()
     windows_from_root: bool = True
-    form: Literal["chain", "target"] = "chain"
+    form: Form = "chain"
     reads: Literal["captured", "hidden"] | None = None
     capture: tuple[int, ...] = ()
     hidden_size: int = 0

@@ -36,8 +36,8 @@ FAMILIES: dict[str, Family] = {
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Parse config.json of a target directory, and the eos ids of its generation_config.json.
 
-    Raises EspalierError for an unknown architecture or override, quantised weights, recurrent state, and any field that
-    changes the computation in a way that is not supported.
+    Raises EspalierError for an unknown architecture or override, a weight format that is not supported, recurrent
+    state, and any other field that changes the computation in a way that is not supported.
     """
     path = Path(path)
     raw = read_raw(path)

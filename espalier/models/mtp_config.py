@@ -7,13 +7,13 @@ it, the form is that of DeepSeek-V3's paper, "chain".
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, get_args
 
 import torch
 
 from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, parse
-from espalier.models.draft import MAX_MODULES, DraftSpec, count_of, refuse_sizes
+from espalier.models.draft import MAX_MODULES, DraftSpec, Form, count_of, refuse_sizes
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.weight_formats import QUANTISATION_FIELDS, quantisation_of
@@ -24,7 +24,7 @@ OWN = tuple(family.architecture for family in FAMILIES.values() if family.mtp is
 HEADS = ("MTPDraftModel",)
 ARCHITECTURES = (*HEADS, *OWN)
 COUNT, FORM = "num_nextn_predict_layers", "mtp_form"
-FORMS = ("chain", "target")
+FORMS: tuple[Form, ...] = get_args(Form)
 # Per-layer fields of a config, which the MTP layers continue.
 BY_LAYER = ("layer_types", "mlp_layer_types")
 
@@ -77,7 +77,7 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
         algorithm="mtp",
         layers=layer_specs_of(layer)[num_layers:],
         modules=modules,
-        form=cast(Literal["chain", "target"], form),
+        form=form,
         reads="hidden" if mtp.reads_normed else "captured",
         capture=() if mtp.reads_normed else (num_layers,),
         hidden_size=layer.hidden_size,

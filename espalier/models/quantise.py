@@ -30,7 +30,7 @@ To = Literal["fp8", "int4"]
 
 @dataclass
 class QuantiseReport:
-    """What was written.  dense: matrices that stay as they are and could have been quantised, by name."""
+    """What was written.  dense: names of matrices that stay as they are because of the number of their columns."""
 
     num_matrices: int = 0
     read_bytes: int = 0

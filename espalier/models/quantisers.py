@@ -67,7 +67,7 @@ class Quantiser:
         return replace(self, kept=_pattern(KEPT_IN_DRAFTS)) if is_draft else self
 
     def config(self, dense: Sequence[str]) -> Mapping[str, Any]:
-        """quantization_config.  dense: matrices that stay dense for another reason than their names."""
+        """quantization_config.  dense: names of matrices that stay dense because of the number of their columns."""
         return self.config_of(self.kept, dense)
 
     def keeps(self, name: str) -> bool:

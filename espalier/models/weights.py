@@ -48,7 +48,7 @@ PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Weights:
-    """The stored tensors of one directory, by name.  Each is taken once; `finish` refuses tensors that were not taken.
+    """The stored tensors of one directory, by name.  `finish` refuses tensors that nothing has taken.
 
     formats: the storage format of each matrix; all other weights are plain tensors.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.

@@ -20,7 +20,7 @@ from espalier.request import ResolvedParams
 from espalier.serve_ray.replica import ReplicaFigures
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.engines import EngineGone, Figures, Generation
+from espalier.server.engines import EngineGone, Figures, Generation, error_of
 from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Submit
 
 log = logging.getLogger("espalier.server")
@@ -185,7 +185,7 @@ class EnginePool:
                 if isinstance(sent, Failed):
                     return sent.error
                 if isinstance(sent, Refused):
-                    raise EspalierError(sent.error)
+                    raise error_of(sent)
                 assert isinstance(sent, Harvest)
                 prompt.take(sent.parts)
                 if prompt.is_done:

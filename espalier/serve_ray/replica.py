@@ -17,7 +17,7 @@ import msgspec
 from espalier.errors import EspalierError
 from espalier.server import logs, protocol
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.engines import EngineGone
+from espalier.server.engines import EngineBusy, EngineGone
 from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
 
 log = logging.getLogger("espalier.server")
@@ -90,7 +90,7 @@ class EngineReplica:
         except EngineGone as error:
             yield protocol.encode(Failed(str(error), refused=False))
         except EspalierError as error:
-            yield protocol.encode(Refused(submit.name, str(error)))
+            yield protocol.encode(Refused(submit.name, str(error), isinstance(error, EngineBusy)))
         finally:
             generation.close()
 

@@ -38,12 +38,15 @@ async def _received(http: Request) -> bytes:
 
 
 class BodyReader:
-    """Starts the body process with the first large body.  num_aside: bodies that a body process has read so far."""
+    """Starts the body process with the first large body.
+
+    num_aside: bodies that a body process has read so far; _num_open: large bodies that wait or are being read.
+    """
 
     def __init__(self, limits: BodyLimits):
         self.limits = limits
         self.num_aside = 0
-        self._num_waiting = 0
+        self._num_open = 0
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
@@ -54,14 +57,14 @@ class BodyReader:
             raise ApiError(400, f"content-encoding {encoding} is not supported; send the body as plain JSON")
         if len(data) <= SMALL_BYTES:
             return read_body(model.__name__, content_type, data, self.limits)
-        if self._num_waiting >= MAX_WAITING:
+        if self._num_open > MAX_WAITING:
             raise full(f"{MAX_WAITING} large bodies are already waiting to be read")
-        self._num_waiting += 1
+        self._num_open += 1
         try:
             async with self._turn:
                 body, refused = await self._exchange(framed((model.__name__, content_type, data)))
         finally:
-            self._num_waiting -= 1
+            self._num_open -= 1
         if refused is not None:
             raise ApiError(*refused)
         return body

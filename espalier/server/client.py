@@ -26,7 +26,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
 from espalier.server import logs, protocol
-from espalier.server.engines import EngineGone, Figures, Generation
+from espalier.server.engines import EngineGone, Figures, Generation, error_of
 from espalier.server.outbox import Outbox
 from espalier.server.protocol import (
     Abort,
@@ -296,7 +296,7 @@ class EngineClient:
                 for part in message.parts:
                     self._hand_out(part)
             elif isinstance(message, Refused):
-                self._end(message.name, EspalierError(message.error))
+                self._end(message.name, error_of(message))
             elif isinstance(message, Failed):
                 return f"the engine stopped: {message.error}"
 

@@ -10,13 +10,22 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
-from espalier.server.protocol import Part, Report
+from espalier.server.protocol import Part, Refused, Report
 
 
 class EngineGone(Exception):
     """There is no engine process.  Raised to requests in flight and to new ones."""
+
+
+class EngineBusy(EspalierError):
+    """An engine does not take a prompt now.  It may take the same prompt later."""
+
+
+def error_of(refused: Refused) -> EspalierError:
+    return EngineBusy(refused.error) if refused.busy else EspalierError(refused.error)
 
 
 @dataclass
@@ -106,7 +115,8 @@ class Generation:
     async def parts(self, deadline: float | None) -> AsyncIterator[list[Part]]:
         """Yield the new parts, until all samples have ended.
 
-        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses.
+        deadline: on the event loop's clock.  Raises TimeoutError, EngineGone, or EspalierError if the engine refuses
+        (EngineBusy if a retry may succeed).
         """
         # One timer for all waits: asyncio.timeout_at at each wait costs more than the rest of the loop.
         timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)

@@ -23,7 +23,7 @@ from espalier.request import ResolvedParams, SamplingParams
 from espalier.server.answers import Answer, makes_text_there
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
-from espalier.server.engines import EngineGone, Engines, Generation
+from espalier.server.engines import EngineBusy, EngineGone, Engines, Generation
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError, full, refusal
 from espalier.server.http1 import Connection, connection_of
 from espalier.server.lanes import Lanes
@@ -321,6 +321,9 @@ class Run:
             raise ApiError(504, message, retry=False) from None
         except EngineGone as error:
             raise ApiError(503, f"{error}; retry the request", code="engine_gone") from None
+        except EngineBusy as error:
+            code = "rate_limit_exceeded"
+            raise ApiError(429, str(error), code=code, retry_after_s=RETRY_AFTER_S) from None
         except EspalierError as error:
             raise refusal(error) from None
 

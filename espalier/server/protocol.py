@@ -66,10 +66,11 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """A submitted name that can never run, and why."""
+    """A submitted name that does not run, and why.  busy: it may run if it is submitted again later."""
 
     name: str
     error: str
+    busy: bool = False
 
 
 class Part(msgspec.Struct, array_like=True):

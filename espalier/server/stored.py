@@ -9,6 +9,8 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -18,6 +20,8 @@ from espalier.errors import EspalierError
 from espalier.server.batch_objects import Batch, StoredFile
 
 T = TypeVar("T", StoredFile, Batch)
+# The end of the name of a file that is being written.
+UNFINISHED = ".new"
 
 
 def new_id(kind: str) -> str:
@@ -35,6 +39,8 @@ class Store:
                 (folder / inner).mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for unfinished in folder.glob(f"*/*{UNFINISHED}"):
+                unfinished.unlink()
         except BlockingIOError:
             raise EspalierError(f"--batch-dir {folder} is used by another server; name another directory") from None
         except OSError as error:
@@ -61,12 +67,13 @@ class Store:
         return self.folder / "batches" / f"{id}.jsonl"
 
     def add(self, source: BinaryIO, filename: str, purpose: str, id: str | None = None) -> StoredFile:
-        """Copy a file into the store.  id: None for a new one.  May run beside the event loop, in a thread."""
+        """Copy a file into the store, whole or not at all.  May run beside the event loop, in a thread.
+
+        id: None for a new one; of a file that is there, it replaces that one.  Raises OSError.
+        """
         id = id or new_id("file-")
-        with self.content(id).open("wb") as copy:
+        with _whole_file(self.content(id)) as copy:
             shutil.copyfileobj(source, copy)
-            copy.flush()
-            os.fsync(copy.fileno())
             size = copy.tell()
         file = StoredFile(id, size, int(time.time()), filename, purpose)
         _write(self.folder / "files" / f"{id}.json", msgspec.json.encode(file))
@@ -88,13 +95,23 @@ class Store:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all."""
-    whole = path.with_suffix(".new")
-    with whole.open("wb") as file:
+    with _whole_file(path) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(whole, path)
+
+
+@contextmanager
+def _whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that becomes `path` at the end of the block.  If the block fails, `path` stays as it was."""
+    unfinished = path.with_name(path.name + UNFINISHED)
+    try:
+        with unfinished.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def split(answers: Path, folder: Path) -> list[tuple[Path, int]]:

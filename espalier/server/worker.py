@@ -24,7 +24,7 @@ from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import bucket_of
 from espalier.llm import LLM, low_acceptance
-from espalier.masking.compile import CompiledGrammar
+from espalier.masking.compile import CompiledGrammar, CompilerBusy
 from espalier.request import OutputChunk, Request
 from espalier.server import logs, protocol
 from espalier.server.protocol import Abort, Failed, Harvest, Part, Ready, Refused, Report, Start, Submit, Submits
@@ -121,7 +121,7 @@ class Worker:
             try:
                 grammar = compiling.result()
             except EspalierError as error:
-                self.socket.send(protocol.encode(Refused(name, str(error))))
+                self.socket.send(protocol.encode(Refused(name, str(error), isinstance(error, CompilerBusy))))
             else:
                 self._start(submit, grammar)
 

@@ -26,7 +26,7 @@ from espalier.startup.tree_policy import Machine, choose_trees
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
-# Of a block draft, whose one pass proposes every depth: more depth is free, and more candidates cost almost nothing.
+# Of a draft whose one pass proposes every depth: more depth is free, and more candidates cost almost nothing.
 BLOCK_STEPS, BLOCK_TOPK = 15, 8
 LAYOUT_FIELDS = (
     *TREE_FIELDS,
@@ -317,7 +317,7 @@ def _tree(speculation: SpeculationConfig, spec: DraftSpec) -> TreeShape:
     steps, topk = _value_or(speculation.steps, default_steps), _value_or(speculation.topk, default_topk)
     if spec.max_steps is not None and steps > spec.max_steps:
         raise EspalierError(
-            f"steps={steps} is above the {spec.max_steps} tokens that one pass of this block draft proposes; lower it"
+            f"steps={steps} is above the {spec.max_steps} tokens that this draft proposes in a round; lower it"
         )
     if not steps:
         _refuse_tree(speculation, "steps=0")

@@ -19,13 +19,12 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.models.config import find_family, parse
 from espalier.models.loading import FAMILIES
+from espalier.models.mtp_config import FORMS
 from espalier.synthetic.chain import BURY, FAVOUR, NUM_NUDGES, NUM_SUCCESSORS
 from espalier.synthetic.draft import DraftTensors
 from espalier.synthetic.layer_tensors import layer_shapes
 from espalier.synthetic.shapes import LLAMA, Shape
 from espalier.synthetic.target import DISTURBANCE, GATED, NAT, TargetTensors
-
-FORMS = ("chain", "target")
 
 
 class MtpTensors(DraftTensors):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from espalier.errors import EspalierError, one_line
 
-# Bytes at the begin, the middle and the end of each file of weights, by which two targets are told apart.
+# Bytes at the start, the middle and the end of each file of weights, by which two targets are told apart.
 SAMPLED_BYTES = 2**20
 DIGEST_CHARS = 16
 # Kept as digests, which say nothing to a user.

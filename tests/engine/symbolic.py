@@ -107,6 +107,9 @@ class SymbolicDevice:
     class Done:
         rows: list[RequestResult]
 
+        def wait(self) -> None:
+            pass
+
         def result(self) -> list[RequestResult]:
             return self.rows
 

@@ -1,8 +1,16 @@
 """What cannot run is refused before anything is lost: one line, the value, the remedy; and who runs goes on."""
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from types import FrameType
+
 import pytest
 
 from espalier.engine.engine import Engine
+from espalier.engine.scheduler import Scheduler
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 from tests.engine.test_disturbance import all_undisturbed
@@ -111,3 +119,47 @@ def test_an_id_that_is_running_is_refused() -> None:
         engine.step()
     assert first.done and not again.done
     engine.add(later)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+def test_an_abort_at_any_line_that_drops_aborted_requests_is_not_lost(overlap: bool) -> None:
+    """A step may be interrupted by an abort: the request ends in that step or in the next, before it has a slot."""
+    for line in count():
+        engine = Setup(max_context=CONTEXT, max_batch=1, overlap=overlap).engine()
+        running, first, second = (
+            request(i, p, SamplingParams(temperature=0.0, max_tokens=30)) for i, p in enumerate(prompts(44, (6, 9, 7)))
+        )
+        for r in (running, first, second):
+            engine.add(r)
+        engine.step()
+        engine.abort(first.id)
+        with calling_at(Scheduler._drop_aborted, line, partial(engine.abort, second.id)) as called:
+            engine.step()
+        engine.step()
+        engine.close()
+        if not called:
+            break
+        assert (first.finish_reason, second.finish_reason, running.done) == ("abort", "abort", False), line
+    assert line > 3
+
+
+@contextmanager
+def calling_at(function: Callable[..., object], line: int, action: Callable[[], object]) -> Iterator[list[int]]:
+    """Call `action` before a line of `function` runs.  line: from 0, in the order in which lines run."""
+    left, called = iter(range(line, -1, -1)), []
+
+    def at_line(frame: FrameType, event: str, _: object) -> Callable[..., object]:
+        if event == "line" and next(left, None) == 0:
+            called.append(frame.f_lineno)
+            action()
+        return at_line
+
+    def at_call(frame: FrameType, event: str, _: object) -> Callable[..., object] | None:
+        return at_line if frame.f_code is function.__code__ else None
+
+    before = sys.gettrace()
+    sys.settrace(at_call)
+    try:
+        yield called
+    finally:
+        sys.settrace(before)

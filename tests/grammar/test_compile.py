@@ -97,10 +97,13 @@ def test_one_that_takes_too_long_is_given_up_and_hangs_nothing(compiler, monkeyp
     monkeypatch.setattr(of_compile, "compile_form", slow)
     compiler.compile(Grammar("regex", "a"))
     compiler.time_limit_s = 0.2
-    given_up = [compiler.submit(Grammar("regex", f"slow{i}")) for i in range(of_compile.MAX_GIVEN_UP)]
+    given_up = [compiler.submit(Grammar("regex", f"slow{i}")) for i in range(of_compile.MAX_RUNNING)]
+    waiting = compiler.submit(Grammar("regex", "slowest"))
     for future in given_up:
         with pytest.raises(EspalierError, match=r"0\.2 s"):
             future.result(timeout=60)
+    with pytest.raises(EspalierError, match="retry later"):
+        waiting.result(timeout=10)
     with pytest.raises(EspalierError, match="retry later"):
         compiler.compile(Grammar("regex", "other"))
     assert compiler.compile(Grammar("regex", "a")), "what was compiled before is still served"
@@ -111,6 +114,7 @@ def test_one_that_takes_too_long_is_given_up_and_hangs_nothing(compiler, monkeyp
     compiler.time_limit_s = 60
     assert compiler.num_given_up == 0 and compiler.compile(Grammar("regex", "other"))
     assert compiler.compile(Grammar("regex", "slow0")), "it was slow once, and is known now"
+    assert compiler.compile(Grammar("regex", "slowest")), "it was refused while it waited, and compiles now"
 
 
 def test_a_grammar_that_holds_too_much_is_refused(compiler, monkeypatch):

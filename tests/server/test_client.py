@@ -18,10 +18,10 @@ from espalier.server.body_reader import BodyReader
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.engines import EngineGone, Generation
 from espalier.server.errors import ApiError
-from espalier.server.front import ClientLeft, Front
+from espalier.server.front import ClientLeft, Front, Run
 from espalier.server.gate import Gate
 from espalier.server.metrics import Metrics
-from espalier.server.protocol import Abort, Part
+from espalier.server.protocol import Abort, Part, Refused
 from tests.folders import new_folder
 
 
@@ -81,6 +81,25 @@ def test_what_cannot_be_read_ends_the_engine_and_tells_everyone():
         assert "an unreadable message" in await told(generation)
         await client._supervisor
         assert (client.state, client.process.returncode) == ("gone", -9)
+        await client.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("busy", "status"), [(True, 429), (False, 400)])
+def test_a_refusal_that_a_retry_may_change_says_so(busy, status):
+    """Clients of OpenAI's API send 429 again by themselves, and 400 never."""
+
+    async def run():
+        client = ready(False, protocol.encode(Refused("x-0", "the grammar waits", busy)))
+        generation = client.submit("x", [[1]], ResolvedParams(), 0, False)
+        reading = asyncio.create_task(client._read())
+        with pytest.raises(ApiError, match="the grammar waits") as caught, Run._errors(SimpleNamespace()):
+            async for _ in generation.parts(asyncio.get_running_loop().time() + 5):
+                pass
+        assert (caught.value.status_code, "retry-after" in caught.value.headers) == (status, busy)
+        reading.cancel()
+        client.process.kill()
         await client.close()
 
     asyncio.run(run())

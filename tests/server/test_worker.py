@@ -1,6 +1,7 @@
 """The engine process's loop, without the process: what it is told, what it says."""
 
 import os
+from concurrent.futures import Future
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import zmq
 
 from espalier import LLM, SamplingParams, SpeculationConfig
 from espalier.errors import EspalierError
+from espalier.masking.compile import CompilerBusy
 from espalier.request import ResolvedParams
 from espalier.server import protocol
 from espalier.server.protocol import Abort, Harvest, Refused, Shutdown, Start, Submit, Submits
@@ -108,6 +110,18 @@ def test_a_prompt_whose_requests_cannot_be_made_is_refused_alone(engine, monkeyp
     messages = run(worker, front)
     assert [message.error for message in messages if isinstance(message, Refused)] == ["never"]
     assert {part.name for part in parts(messages)} == {"good"}
+
+
+@pytest.mark.parametrize("error", [CompilerBusy("later"), EspalierError("never")])
+def test_a_refusal_says_whether_a_retry_may_succeed(engine, monkeypatch, error):
+    worker, front = engine
+    compiling = Future()
+    compiling.set_exception(error)
+    monkeypatch.setattr(worker.llm, "compiling", lambda grammar: compiling)
+    submit(front, "a")
+    worker._take_in()
+    [refused] = [message for message in run(worker, front) if isinstance(message, Refused)]
+    assert (refused.error, refused.busy) == (str(error), isinstance(error, CompilerBusy))
 
 
 def test_rounds_of_a_captured_bucket_are_graphs_with_log_probabilities_too(engine):

@@ -18,7 +18,7 @@ from espalier.models.weight_formats.base import (
     WeightFormat,
 )
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
-from espalier.models.weight_formats.dense import DenseFormat, dense_weight
+from espalier.models.weight_formats.dense import DENSE_FORMAT, dense_weight
 from espalier.models.weight_formats.fp8 import read_fp8
 from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weight_formats.kv_cache import kv_scheme
@@ -43,7 +43,6 @@ __all__ = [
 
 # The fields of config.json that describe quantised weights.
 QUANTISATION_FIELDS = ("quantization_config", "compression_config")
-DENSE_FORMAT = DenseFormat()
 
 
 def all_dense(name: str) -> WeightFormat:

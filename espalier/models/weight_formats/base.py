@@ -22,7 +22,7 @@ from espalier.kernels.layers.silu import silu_mul
 class Weight(ABC):
     """A matrix [out, in].  nbytes: bytes of its tensors in memory.
 
-    A format implements `apply`.  It overrides the other products if it has faster kernels for them.
+    A subclass implements `apply`.  It overrides the other products if it has faster kernels for them.
     """
 
     __slots__ = ("shape", "nbytes")

@@ -14,9 +14,9 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix, unpack_nibbles
 from espalier.models.weight_formats.base import FormatOf, Shard, StoredTensor, WeightFormat
+from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.fp8 import Fp8Format, read_block
 from espalier.models.weight_formats.quantised import (
-    DENSE_FORMAT,
     NIBBLES_OF_INT32,
     SCALE_DTYPES,
     QuantisedFormat,

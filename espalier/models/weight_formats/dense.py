@@ -108,6 +108,10 @@ class DenseFormat(WeightFormat):
         return tensors[".weight"]
 
 
+# The only one: formats are compared, to know which matrices may be stacked.
+DENSE_FORMAT = DenseFormat()
+
+
 def dense_weight(tensor: Tensor) -> Weight:
     """The weight of a tensor [out, in].  It shares the tensor's memory, unless it is packed."""
     if can_pack(tensor):

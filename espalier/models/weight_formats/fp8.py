@@ -70,7 +70,7 @@ class Fp8Format(QuantisedFormat):
             return scales.repeat_interleave(lengths, 0).contiguous(), 1
         if len(rows) == 1 or not any(count % row_block for count in rows):
             return scales, row_block
-        # A matrix begins inside a block of 128 rows of the stack: every row gets its own scale.
+        # A matrix of the stack begins inside a block of rows, so every row gets a scale of its own.
         starts = [-(-count // row_block) for count in rows]
         own = (
             part.repeat_interleave(row_block, 0)[:count] for part, count in zip(scales.split(starts), rows, strict=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
 from espalier.models.weight_formats.base import FormatOf, StoredTensor
+from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.quantised import (
-    DENSE_FORMAT,
     QuantisedFormat,
     matches,
     module_names,

@@ -18,14 +18,13 @@ from espalier.kernels.layers.linear_quantised import (
 )
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, pack_nibbles
 from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
-from espalier.models.weight_formats.dense import DenseFormat
+from espalier.models.weight_formats.dense import DENSE_FORMAT
 
 # Dtypes of scales.  Loading keeps the stored one.
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Layers that no quantiser touches unless it says so: the head, and the projection and head of MTP layers.
 ALWAYS_DENSE = re.compile(r"(^|\.)(lm_head|eh_proj|shared_head\.head)$")
 NIBBLES_OF_INT32 = 8
-DENSE_FORMAT = DenseFormat()
 
 
 class QuantisedWeight(Weight):

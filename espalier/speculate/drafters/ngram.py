@@ -29,7 +29,7 @@ class NgramDrafter(NoDrafter):
         if self.layout.num_draft_tokens == 1:
             return self.root_trees(slots.root)
         topk = self.layout.topk
-        if sampler.guide is not None and self.layout.steps:
+        if sampler.guide is not None:
             return self._propose_guided(slots, sampler.guide)
         length, ends = find_matches(slots.table.history, slots.index, slots.prefix_len, topk)
         logp = log_probability(length)
