@@ -26,7 +26,7 @@ from espalier.bench.engines import (
     shape_of,
     way_with,
 )
-from espalier.bench.roofline import Roofline, kv_value_bytes
+from espalier.bench.floor import Floors, kv_value_bytes
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
@@ -98,7 +98,7 @@ class Generated:
     first_token_ms: from the call until every request has its first token.  round_ms: of rounds that run every request,
     without prefill.  accept_length: the mean over all requests and rounds.  tokens_per_second: of a round of round_ms
     in which each request accepts that many tokens.  floor_ms: the least time of such a round, weight_bytes_ms: of its
-    weights' bytes (roofline.py); None without a named shape or a GPU.
+    weights' bytes (floor.py); None without a named shape or a GPU.
     """
 
     batch: int
@@ -182,14 +182,14 @@ def _measure_all(
 def _add_floors(measured: list[list[Generated]], configs: list[ResolvedConfig], args: Namespace) -> None:
     """Set floor_ms and weight_bytes_ms of each, at a context of the prompt and half of the new tokens."""
     value_bytes = kv_value_bytes(configs[0].kv_dtype, configs[0].draft_kv_dtype)
-    roofline = Roofline(shape_of(args), value_bytes=value_bytes)
-    ceilings = roofline.ceilings()
+    floors = Floors(shape_of(args), value_bytes=value_bytes)
+    ceilings = floors.ceilings()
     for figures, config in zip(measured, configs, strict=True):
         drafts = config.algorithm not in WITHOUT_FILES
         for i, one in enumerate(figures):
             tree, context = one.tree, one.context + args.tokens / 2
             sizes = (tree.steps, tree.topk, tree.num_draft_tokens)
-            floor = roofline.round(one.batch, context, *sizes, ceilings, drafts)
+            floor = floors.round(one.batch, context, *sizes, ceilings, drafts)
             figures[i] = replace(one, floor_ms=floor.ms, weight_bytes_ms=floor.weight_bytes_ms)
 
 

@@ -1,4 +1,4 @@
-"""Plots: bars of rounds beside the roofline and plain decoding, and lines of servers under load."""
+"""Plots: bars of rounds beside the floor and plain decoding, and lines of servers under load."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 @dataclass(frozen=True)
 class Bars:
-    """One cell.  roofline_ms: None if it was not measured; plain: tokens/s of plain decoding."""
+    """One cell.  floor_ms: None if it was not measured; plain: tokens/s of plain decoding."""
 
     name: str
     round_ms: float
-    roofline_ms: float | None
+    floor_ms: float | None
     tokens_per_second: float
     plain: float | None
 
@@ -45,7 +45,7 @@ def plot(bars: Sequence[Bars], title: str, path: Path | None) -> None:
 
     figure = Figure(figsize=(max(6.0, 1.2 + 0.9 * len(bars)), 8.0), layout="constrained")
     times, rates = figure.subplots(2, 1, sharex=True)
-    _pairs(times, [(each.round_ms, each.roofline_ms) for each in bars], "ms a round", ("measured", "floor"))
+    _pairs(times, [(each.round_ms, each.floor_ms) for each in bars], "ms a round", ("measured", "floor"))
     _pairs(rates, [(each.tokens_per_second, each.plain) for each in bars], "tokens/s", ("this layout", "plain"))
     rates.set_xticks(range(len(bars)), [each.name for each in bars], rotation=60, ha="right")
     figure.suptitle(title)

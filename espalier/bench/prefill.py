@@ -15,10 +15,10 @@ from espalier.bench.drive import empty_prefix_cache, greedy_request
 from espalier.bench.engines import BenchEngine, about, engines_of, load_sizes, require_positions, shape_of
 from espalier.bench.expert_product import ExpertProduct
 from espalier.bench.experts_touched import mixture_blocks
+from espalier.bench.floor import Floors
 from espalier.bench.full_rounds import enter, leave
 from espalier.bench.instrument import record_launches
 from espalier.bench.linears import ModelShape
-from espalier.bench.roofline import Roofline
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.request import Request
@@ -97,11 +97,11 @@ def run(args: Namespace) -> int:
     least = {"max_batch": args.running + 1, "max_context": longest + 1}
     made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
     require_positions(made.positions, longest + 1, "--prompts")
-    roofline = Roofline(shape_of(args)) if args.shape and torch.cuda.is_available() else None
+    floors = Floors(shape_of(args)) if args.shape and torch.cuda.is_available() else None
     with made.open() as bench:
         # The pause comes first, because it may find that the engine is too small for it.
         paused = pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
-        prefills = [prefill(bench, batch, length, roofline) for batch, length in groups]
+        prefills = [prefill(bench, batch, length, floors) for batch, length in groups]
     figures = {"prefill": [each.as_dict() for each in prefills], "pause": asdict(paused)}
     write_json(args.json, {**about(args, bench.config), **figures})
     _print(prefills, paused)
@@ -127,23 +127,23 @@ def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
     stdout().print(Text(f"{who} wait {before}, {during}"))
 
 
-def prefill(bench: BenchEngine, batch: int, length: int, roofline: Roofline | None) -> Prefill:
-    """Measure `batch` prompts of `length` tokens, after one turn to warm up.  roofline: of the same shape."""
+def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) -> Prefill:
+    """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: of the same shape."""
     prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
     times, peaks = [], []
     for _ in range(1 + TURNS):
         empty_prefix_cache(bench.engine)
         launches.reset()
         times.append(_enter(bench, prompts))
-        if roofline is not None:
+        if floors is not None:
             # In turns with the prompts: the clocks of a hot GPU are not those of a cool one.
-            peaks.append(roofline.stopwatch.peak(roofline.device))
+            peaks.append(floors.stopwatch.peak(floors.device))
     seconds = median(times[1:])
     passes, num_rounds = launches.prefills, len(launches.rounds)
-    linear_ms = None if roofline is None else _linear_ms(bench, passes, roofline)
-    expert_ms = None if roofline is None else _expert_ms(bench, passes, roofline)
+    linear_ms = None if floors is None else _linear_ms(bench, passes, floors)
+    expert_ms = None if floors is None else _expert_ms(bench, passes, floors)
     drafts = bench.config.algorithm not in WITHOUT_FILES
-    bound = None if roofline is None else bound_ms(roofline.shape, batch, length, drafts, median(peaks[1:]))
+    bound = None if floors is None else bound_ms(floors.shape, batch, length, drafts, median(peaks[1:]))
     rate = batch * length / seconds
     return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
 
@@ -177,26 +177,26 @@ def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
     return seconds
 
 
-def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: Roofline) -> float:
+def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Floors) -> float:
     """ms of the linear layers of all passes.  A pass runs batch x width rows."""
     drafts = bench.config.algorithm not in WITHOUT_FILES
     ms_of_pass: dict[tuple[int, int], float] = {}
     for batch, width in set(passes):
         rows = batch * width
-        runs = roofline.shape.prefill_pass(rows, batch, drafts)
-        ms_of_pass[batch, width] = roofline.linears(runs, rows).fastest_ms
+        runs = floors.shape.prefill_pass(rows, batch, drafts)
+        ms_of_pass[batch, width] = floors.linears(runs, rows).fastest_ms
     return sum(ms_of_pass[each] for each in passes)
 
 
-def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], roofline: Roofline) -> float | None:
+def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Floors) -> float | None:
     """ms of the target's product with experts in all passes, by the engine's kernels; None for a dense model.
 
     Without that of the last layer if it computes only the rows that are read.
     """
-    sizes, mixed = roofline.shape.experts, mixture_blocks(bench.engine)
+    sizes, mixed = floors.shape.experts, mixture_blocks(bench.engine)
     if sizes is None:
         return None
-    layer = ExpertProduct(sizes.shape, mixed[0].gate_up, mixed[0].down, roofline.weights.dtype, roofline.stopwatch)
+    layer = ExpertProduct(sizes.shape, mixed[0].gate_up, mixed[0].down, floors.weights.dtype, floors.stopwatch)
     us_of_rows = {rows: layer.us(rows, TURNS)[0] for rows in {batch * width for batch, width in passes}}
     layers = len(mixed) - (bench.engine.executor.runner.drafter.spec.reads != "hidden")
     return layers * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3

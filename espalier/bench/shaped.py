@@ -1,4 +1,4 @@
-"""`espalier bench round --shape`: rounds of a named shape, compared with their roofline and with plain decoding.
+"""`espalier bench round --shape`: rounds of a named shape, compared with their floor and with plain decoding.
 
 The cells of one tree and page size run in one engine, with the sizes that LLM gives a user; the weights are made once.
 With --own-size each cell has an engine as large as the cell.  full_rounds.py measures a cell.
@@ -18,10 +18,10 @@ from rich.text import Text
 from espalier.bench.cells import Cell, parse_cells, with_plain
 from espalier.bench.engine_sizes import EngineFigures, EngineSizes, OwnSize, UserSizes
 from espalier.bench.engines import DECIDED, dtype_on
+from espalier.bench.floor import Floors, RoundFloor, kv_value_bytes
 from espalier.bench.full_rounds import Rounds, full_rounds
 from espalier.bench.linears import recipe_sizes
 from espalier.bench.plot import Bars, plot
-from espalier.bench.roofline import Roofline, RoundRoofline, kv_value_bytes
 from espalier.bench.synthetic_models import SyntheticModels, recipe_of
 from espalier.bench.timing import Ceilings
 from espalier.config import SpeculationConfig
@@ -40,19 +40,19 @@ DEFAULT_CELLS = ["1x1024:5,8,64"]
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell.  engine: the one that it ran in; roofline: None without a GPU, or if the engine failed in a later cell;
+    """A cell.  engine: the one that it ran in; floor: None without a GPU, or if the engine failed in a later cell;
     ceilings: None without a GPU; seconds: taken to measure the cell, without the engine's start."""
 
     cell: Cell
     rounds: Rounds
     engine: EngineFigures
-    roofline: RoundRoofline | None
+    floor: RoundFloor | None
     ceilings: Ceilings | None
     seconds: float
 
     @property
-    def over_roofline(self) -> float | None:
-        return self.rounds.round_ms / self.roofline.ms if self.roofline else None
+    def over_floor(self) -> float | None:
+        return self.rounds.round_ms / self.floor.ms if self.floor else None
 
     def as_dict(self, plain: "Measured | None") -> dict[str, Any]:
         """For --json.  plain: plain decoding of the same batch and context, None if it was not measured."""
@@ -69,8 +69,8 @@ class Measured:
             "num_draft_tokens": nodes,
             "page_size": self.cell.page_size,
             "rounds": asdict(self.rounds),
-            "floor": asdict(self.roofline) if self.roofline else None,
-            "round_over_floor": self.over_roofline,
+            "floor": asdict(self.floor) if self.floor else None,
+            "round_over_floor": self.over_floor,
             "plain_tokens_per_second": rate,
             "tree_over_plain": self.rounds.tokens_per_second / rate if rate and self.cell.drafts else None,
             "seconds": self.seconds,
@@ -90,12 +90,12 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
     models = SyntheticModels(recipe, dtype_on(device), device, rows)
     stdout().print(Text(models.title, QUIET))
-    roofline = None
+    floors = None
     if device.type == "cuda":
         value_bytes = kv_value_bytes(settings.get("kv_dtype", "auto"), settings.get("draft_kv_dtype", "auto"))
-        roofline = Roofline(recipe_sizes(recipe), value_bytes=value_bytes)
+        floors = Floors(recipe_sizes(recipe), value_bytes=value_bytes)
     about = {"settings": {**settings, "rounds": rounds, "own_size": args.own_size}}
-    figures = _measure_and_print(models, measure(models, cells, sizes, rounds, roofline), len(cells), about, args.json)
+    figures = _measure_and_print(models, measure(models, cells, sizes, rounds, floors), len(cells), about, args.json)
     plot([_bars(figure) for figure in figures["cells"]], models.title, args.plot)
 
 
@@ -158,10 +158,10 @@ def draw(figures: Path, picture: Path | None) -> None:
 
 
 def measure(
-    models: SyntheticModels, cells: Sequence[Cell], sizes: EngineSizes, num_rounds: int, roofline: Roofline | None
+    models: SyntheticModels, cells: Sequence[Cell], sizes: EngineSizes, num_rounds: int, floors: Floors | None
 ) -> Iterator[Measured]:
-    """Measure the cells, engine after engine.  roofline: of the same shape; None without a GPU."""
-    ceilings = roofline.ceilings() if roofline else None
+    """Measure the cells, engine after engine.  floors: of the same shape; None without a GPU."""
+    ceilings = floors.ceilings() if floors else None
     names = list(dict.fromkeys(map(sizes.name, cells)))
     for name in names:
         group = [cell for cell in cells if sizes.name(cell) == name]
@@ -174,12 +174,12 @@ def measure(
             failure = error
         for cell, rounds, engine, seconds in ran:
             of_cell = None
-            if roofline is not None and ceilings is not None and failure is None:
+            if floors is not None and ceilings is not None and failure is None:
                 # Now that the engine has closed.  Before it runs, nobody knows how many experts its passes touch; while
                 # it runs, it has all memory, and the products need some.
                 touched = rounds.experts_touched
                 try:
-                    of_cell = roofline.round(cell.batch, rounds.context, *cell.tree, ceilings, cell.drafts, touched)
+                    of_cell = floors.round(cell.batch, rounds.context, *cell.tree, ceilings, cell.drafts, touched)
                 except BaseException as error:
                     failure = error
             yield Measured(cell, rounds, engine, of_cell, ceilings, seconds)
@@ -237,7 +237,7 @@ def table(measured: Sequence[Measured]) -> list[list[str]]:
     """One row a cell.  experts: touched in a layer by the target's pass."""
     rows = [list(HEADS)]
     for each, figures in zip(measured, as_dicts(measured), strict=True):
-        timed, roofline = each.rounds, each.roofline
+        timed, floor = each.rounds, each.floor
         rows.append(
             [
                 each.cell.name,
@@ -246,9 +246,9 @@ def table(measured: Sequence[Measured]) -> list[list[str]]:
                 _or_nothing(timed.gpu_ms, "{:.2f}"),
                 _or_nothing(timed.idle_share, "{:.1%}"),
                 f"{timed.host_ms:.2f}",
-                _or_nothing(roofline.ms if roofline else None, "{:.2f}"),
-                _or_nothing(each.over_roofline, "{:.2f}"),
-                _or_nothing(roofline.weight_bytes_ms if roofline else None, "{:.2f}"),
+                _or_nothing(floor.ms if floor else None, "{:.2f}"),
+                _or_nothing(each.over_floor, "{:.2f}"),
+                _or_nothing(floor.weight_bytes_ms if floor else None, "{:.2f}"),
                 f"{timed.accept_length:.2f}",
                 f"{timed.tokens_per_second:.0f}",
                 _or_nothing(figures["tree_over_plain"], "{:.2f}"),

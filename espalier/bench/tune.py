@@ -24,8 +24,8 @@ from torch import Tensor
 from espalier.bench import tune_experts
 from espalier.bench.chains import Matrix, Multiply, Weights
 from espalier.bench.flags.tune import EXPERTS
+from espalier.bench.floor import as_engine
 from espalier.bench.linears import ModelShape, Run, Shape, model_sizes, shape_named, with_draft
-from espalier.bench.roofline import as_engine
 from espalier.bench.timing import Stopwatch
 from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open

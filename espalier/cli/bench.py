@@ -49,7 +49,7 @@ COMMANDS = MappingProxyType(
         "floor": Command(
             "the least time of the linear layers of a pass on this GPU",
             flags="espalier.bench.flags.floor",
-            work="espalier.bench.roofline",
+            work="espalier.bench.floor",
         ),
         "foundry": Command(
             "write a synthetic checkpoint: target and draft with known text",

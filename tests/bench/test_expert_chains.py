@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.bench import chains, roofline
+from espalier.bench import chains
+from espalier.bench import floor as floor_module
 from espalier.bench.chains import ExpertCalls, Weights, num_copies, plain, steps_of
 from espalier.bench.expert_product import LayerExperts, random_ids
+from espalier.bench.floor import Floors, round_runs
 from espalier.bench.linears import Run, recipe_sizes, shape_named
-from espalier.bench.roofline import Roofline, round_runs
 from espalier.bench.timing import Ceilings
 from espalier.cli.main import main
 from espalier.kernels.layers.experts import grouped_experts_reference
@@ -215,11 +216,11 @@ class Counting:
 
 @pytest.fixture
 def told(monkeypatch):
-    """A roofline on a CPU."""
-    monkeypatch.setattr(roofline, "require_gpu", lambda what: CPU)
-    monkeypatch.setattr(roofline, "as_engine", plain)
+    """Floors on a CPU."""
+    monkeypatch.setattr(floor_module, "require_gpu", lambda what: CPU)
+    monkeypatch.setattr(floor_module, "as_engine", plain)
     monkeypatch.setattr(chains, "grouped_experts", recorder := Recorder())
-    found = Roofline(recipe_sizes(Recipe(mixture("qwen3-moe", hot=512))), torch.float32)
+    found = Floors(recipe_sizes(Recipe(mixture("qwen3-moe", hot=512))), torch.float32)
     found.stopwatch = Counting(recorder)
     return found
 
@@ -228,7 +229,7 @@ def test_the_floor_of_a_mixture_is_one_chain_of_linear_layers_and_experts(told):
     layers, sizes = told.shape.experts.layers, told.shape.experts.shape
     floor = told.round(2, 100.0, 3, 2, 6, CEILINGS, touched=9.2)
     assert (floor.linear_ms, floor.expert_ms) == (1, 0.25 * layers)
-    attention = roofline.round_attention(told.shape, 2, 100.0, 3, 2, 6).ms(CEILINGS)
+    attention = floor_module.round_attention(told.shape, 2, 100.0, 3, 2, 6).ms(CEILINGS)
     assert floor.ms == 1 + 0.25 * layers + attention
     runs = [run for of_model in round_runs(told.shape, 2, 3, 2, 6) for run in of_model]
     num_bytes = sum(run.weight_bytes for run in runs) + layers * 9.2 * sizes.expert_bytes
@@ -252,8 +253,8 @@ def test_products_are_timed_once_for_each_number_of_touched_experts(told):
 
 
 def test_the_command_prints_what_experts_add(told, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(roofline, "shape_named", lambda name: told.shape)
-    monkeypatch.setattr(roofline, "Roofline", lambda shape: told)
+    monkeypatch.setattr(floor_module, "shape_named", lambda name: told.shape)
+    monkeypatch.setattr(floor_module, "Floors", lambda shape: told)
     monkeypatch.setattr(told, "ceilings", lambda: CEILINGS, raising=False)
     file = tmp_path / "floor.json"
     assert main(["bench", "floor", "--shape", "any", "--rows", "1,4", "--json", str(file)]) == 0
@@ -268,7 +269,7 @@ def test_the_command_prints_what_experts_add(told, monkeypatch, capsys, tmp_path
 @pytest.mark.parametrize(("name", "weights"), [*DENSE, *QUANTISED, ("gpt-oss", "mxfp4")])
 def test_on_a_gpu_experts_are_in_the_floor(name, weights):
     recipe = Recipe(wide(name), weights=weights)
-    floor = Roofline(recipe_sizes(recipe)).round(2, 100.0, 3, 2, 6, CEILINGS, touched=7.0)
+    floor = Floors(recipe_sizes(recipe)).round(2, 100.0, 3, 2, 6, CEILINGS, touched=7.0)
     assert floor.expert_ms > 0 and floor.ms > floor.linear_ms + floor.expert_ms > floor.weight_bytes_ms
 
 

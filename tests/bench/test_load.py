@@ -138,7 +138,7 @@ def test_without_a_tree_plain_decoding_is_measured_alone(monkeypatch, capsys):
 def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("espalier.bench.engines.require_gpu", lambda what: CPU)
-    monkeypatch.setattr("espalier.bench.prefill.Roofline", lambda shape: None)
+    monkeypatch.setattr("espalier.bench.prefill.Floors", lambda shape: None)
     file = tmp_path / "figures.json"
     sizes = ["--requests", "3", "--input", "4,9", "--output", "3,6"]
     more = ["--prompts", "1x40", "2x9", "--running", "2"] if command == "prefill" else sizes

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from espalier.bench import tune
+from espalier.bench.floor import round_runs
 from espalier.bench.linears import shape_named
-from espalier.bench.roofline import round_runs
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.models.quantise import quantise

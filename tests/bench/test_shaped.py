@@ -11,10 +11,10 @@ import torch
 from espalier.bench import shaped
 from espalier.bench.cells import Cell, parse_cells, with_plain
 from espalier.bench.engine_sizes import OwnSize, UserSizes
+from espalier.bench.floor import Floors
 from espalier.bench.instrument import LaunchRecord
 from espalier.bench.linears import recipe_sizes
 from espalier.bench.plot import Bars, plot
-from espalier.bench.roofline import Roofline
 from espalier.bench.shaped import Measured, measure, plain_beside
 from espalier.bench.synthetic_models import SyntheticModels
 from espalier.cli.main import main
@@ -73,7 +73,7 @@ def test_rounds_are_of_the_full_batch_and_follow_the_chain(found):
         assert each.rounds.follows == 2
         assert each.rounds.round_ms > 0 and each.rounds.host_ms >= 0
         start = each.engine.start
-        assert start.pages_bytes > 0 and start.kernels is None and each.roofline is None
+        assert start.pages_bytes > 0 and start.kernels is None and each.floor is None
         assert (each.engine.name, each.engine.max_batch) == (each.cell.name, 2)
     tree, other, plain = (each.rounds for each in found)
     assert plain.accept_length == 1.0 and tree.accept_length > 2
@@ -142,8 +142,8 @@ def test_a_cell_larger_than_its_engine_is_refused_before_models_are_made(setting
         UserSizes(Recipe(SHAPE), SETTINGS | settings, CPU).layout(cell, 6)
 
 
-class Floors:
-    """A roofline that notes what it was asked for, and that no engine held the memory then."""
+class NotingFloors:
+    """Floors that note what they are asked for, and that no engine held the memory then."""
 
     def __init__(self, engines):
         self.engines, self.asked = engines, []
@@ -168,7 +168,7 @@ def floors(monkeypatch):
         return full_rounds(engine, models, cell, num_rounds)
 
     monkeypatch.setattr(shaped, "full_rounds", noting)
-    return Floors(engines)
+    return NotingFloors(engines)
 
 
 def test_floors_are_timed_when_the_engine_has_closed_and_for_the_experts_that_it_touched(floors):
@@ -176,7 +176,7 @@ def test_floors_are_timed_when_the_engine_has_closed_and_for_the_experts_that_it
     models = SyntheticModels(recipe, torch.float32, CPU, 512)
     cells = parse_cells(["1x20:2,2,4", "2x20:2,2,4"], [16])
     one, two = measure(models, cells, UserSizes(recipe, SETTINGS, CPU), 2, floors)
-    assert (one.roofline, two.roofline) == ("floor of 1", "floor of 2") and one.engine is two.engine
+    assert (one.floor, two.floor) == ("floor of 1", "floor of 2") and one.engine is two.engine
     touched = [each.rounds.experts_touched for each in (one, two)]
     assert floors.asked == [(n, 2, 2, 4, "ceilings", True, each) for n, each in zip((1, 2), touched, strict=True)]
     assert 4 <= touched[0] <= touched[1] <= 16
@@ -189,7 +189,7 @@ def test_cells_before_one_that_fails_are_kept_without_a_floor(floors):
         SyntheticModels(recipe, torch.float32, CPU, 512), cells, UserSizes(recipe, SETTINGS, CPU), 2, floors
     )
     one = next(measuring)
-    assert one.cell.batch == 1 and one.rounds.follows == 1 and one.roofline is None
+    assert one.cell.batch == 1 and one.rounds.follows == 1 and one.floor is None
     with pytest.raises(EspalierError, match="the third cell fails"):
         next(measuring)
     assert not floors.asked
@@ -207,7 +207,7 @@ def test_cells_are_kept_without_a_floor_where_one_cannot_be_timed(floors, monkey
         SyntheticModels(recipe, torch.float32, CPU, 512), cells, UserSizes(recipe, SETTINGS, CPU), 2, floors
     )
     kept = [next(measuring), next(measuring)]
-    assert [(one.cell.batch, one.roofline) for one in kept] == [(1, None), (2, None)]
+    assert [(one.cell.batch, one.floor) for one in kept] == [(1, None), (2, None)]
     with pytest.raises(error):
         next(measuring)
 
@@ -247,7 +247,7 @@ def test_the_command_prints_a_line_a_cell_and_writes_all(monkeypatch, capsys, tm
     monkeypatch.setattr("espalier.bench.round.require_plot", lambda path: None)
     assert main(["bench", "round", "--figures", str(file), "--plot", "cells.svg"]) == 0
     assert [bars.name for bars in drawn] == ["1x20:4,4,16@16", "1x20:plain@16"]
-    assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].roofline_ms is None
+    assert drawn[0].plain == figures["cells"][1]["rounds"]["tokens_per_second"] and drawn[0].floor_ms is None
 
 
 HEADS = [
@@ -424,9 +424,9 @@ def test_on_a_gpu_a_mixture_stands_beside_its_floor(name, weights):
     models = SyntheticModels(recipe, torch.bfloat16, torch.device("cuda"), 512)
     cells = with_plain(parse_cells(["2x24:4,4,16"], [16]))
     sizes = OwnSize(recipe.draft_config.spec, chunk_size=16)
-    for each in measure(models, cells, sizes, 6, Roofline(recipe_sizes(recipe))):
-        assert each.rounds.experts_touched >= 4 and each.roofline.expert_ms > 0
-        assert each.roofline.weight_bytes_ms < each.roofline.ms
+    for each in measure(models, cells, sizes, 6, Floors(recipe_sizes(recipe))):
+        assert each.rounds.experts_touched >= 4 and each.floor.expert_ms > 0
+        assert each.floor.weight_bytes_ms < each.floor.ms
 
 
 def require_graphs(tree, plain):

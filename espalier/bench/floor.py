@@ -1,7 +1,7 @@
-"""The roofline of a round: the least time that its products and its attention can take on this GPU.
+"""The floor of a round: the least time that its products and its attention can take on this GPU.
 
-    roofline = fastest linear layers and products with experts found for those rows, as one CUDA graph
-               + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
+    floor = fastest linear layers and products with experts found for those rows, as one CUDA graph
+            + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
 
 Linear layers are multiplied by the library and as the engine does, experts as the engine does alone: no library has
 that product.  A call touches as many experts (those that have rows) as were measured for the target, or as uniform
@@ -56,7 +56,7 @@ class ExpertTimes:
 
 
 @dataclass(frozen=True)
-class RoundRoofline:
+class RoundFloor:
     """ms: of a whole round; linear_ms: of its linear layers alone; expert_ms: that its experts add to them.
 
     weight_bytes_ms: of reading the weights at the measured bandwidth, including only the touched experts.
@@ -166,7 +166,7 @@ def round_attention(
     return Cost(num_bytes, sum(queries * model.attention_flops * rows for model, queries, _, rows in reads))
 
 
-class Roofline:
+class Floors:
     """Holds one set of weights of a shape, the target's and the draft's, and measures passes over them."""
 
     def __init__(
@@ -223,8 +223,8 @@ class Roofline:
         ceilings: Ceilings,
         drafts: bool = True,
         touched: float | None = None,
-    ) -> RoundRoofline:
-        """The roofline of a round of this layout.
+    ) -> RoundFloor:
+        """The floor of a round of this layout.
 
         The first call for its products needs memory for their weights, and an engine takes all that is free: call it
         when none runs.
@@ -238,7 +238,7 @@ class Roofline:
         expert_ms, expert_bytes = (experts.ms, experts.num_bytes) if experts else (0.0, 0.0)
         bytes_ms = 1e3 * (linears.weight_bytes + expert_bytes) / ceilings.bandwidth
         whole_ms = linears.fastest_ms + expert_ms + attention_ms
-        return RoundRoofline(whole_ms, linears.fastest_ms, expert_ms, bytes_ms)
+        return RoundFloor(whole_ms, linears.fastest_ms, expert_ms, bytes_ms)
 
 
 def as_engine(x: Rows, weight: Matrix) -> Tensor:
@@ -254,10 +254,10 @@ def run(args: Namespace) -> int:
     """`espalier bench floor`."""
     rows = positive_numbers("--rows", args.rows, "1,16,64")
     require_writable("--json", args.json)
-    roofline = Roofline(shape_named(args.shape))
+    floors = Floors(shape_named(args.shape))
     print_header()
-    ceilings = roofline.ceilings()
-    times = [roofline.products(roofline.shape.target_pass(count), count) for count in rows]
+    ceilings = floors.ceilings()
+    times = [floors.products(floors.shape.target_pass(count), count) for count in rows]
     passes = [{**asdict(linears), "experts": experts and asdict(experts)} for linears, experts in times]
     write_json(args.json, {"shape": args.shape, "ceilings": asdict(ceilings), "passes": passes})
     stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))

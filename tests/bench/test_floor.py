@@ -1,4 +1,4 @@
-"""The roofline: which layers a round runs, with how many rows, and what is added to their time."""
+"""The floor: which layers a round runs, with how many rows, and what is added to their time."""
 
 from dataclasses import replace
 
@@ -8,8 +8,7 @@ from safetensors.torch import load_file
 
 from espalier.bench.chains import Weights, plain
 from espalier.bench.drive import drive
-from espalier.bench.linears import Run, model_sizes, recipe_sizes, shape_named, with_draft
-from espalier.bench.roofline import (
+from espalier.bench.floor import (
     Cost,
     ExpertTimes,
     LinearTimes,
@@ -19,6 +18,7 @@ from espalier.bench.roofline import (
     round_runs,
     table,
 )
+from espalier.bench.linears import Run, model_sizes, recipe_sizes, shape_named, with_draft
 from espalier.bench.timing import Ceilings
 from espalier.cli.main import main
 from espalier.errors import EspalierError
