@@ -66,7 +66,7 @@ def _of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
     if not args.texts:
         return None
     settings = settings | ({} if args.draft is None else {"draft": args.draft})
-    prepare(EngineConfig(model=args.model, **settings))
+    _require_engine(EngineConfig(model=args.model, **settings))
 
     def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], Rows]:
         accuracy = quantised.compare(args.model, str(args.out), settings, args.texts, GENERATED, advance)
@@ -88,7 +88,7 @@ def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparis
             "--texts 0 to compare nothing"
         )
     find_target(target, "target")
-    prepare(EngineConfig(model=target, draft=str(path), **settings))
+    _require_engine(EngineConfig(model=target, draft=str(path), **settings))
 
     def compare(advance: Callable[[], None]) -> tuple[dict[str, Any], Rows]:
         drafts = str(path), str(args.out)
@@ -96,6 +96,14 @@ def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparis
         return {"accuracy": {"accept_length": lengths}}, [_row_of_lengths(lengths)]
 
     return compare
+
+
+def _require_engine(config: EngineConfig) -> None:
+    """Check, without weights, that the comparison has an engine.  Raises EspalierError."""
+    try:
+        prepare(config)
+    except EspalierError as error:
+        raise EspalierError(f"no comparison with the original: {error}; --texts 0 leaves it out") from None
 
 
 def _rows_of(written: QuantiseReport, seconds: float) -> Rows:

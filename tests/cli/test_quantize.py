@@ -1,6 +1,7 @@
 """`espalier quantize`: a copy that runs, and a report that tells how far it is from the original."""
 
 import json
+import re
 import shutil
 from math import log
 
@@ -53,6 +54,15 @@ def test_a_copy_of_the_bundled_model(tmp_path, capsys):
         params = [SamplingParams(**style, max_tokens=24, speculation=on) for on in (True, False) for style in both]
         tokens = [output.token_ids for output in llm.generate(["def main():\n"] * 4, params)]
     assert tokens[:2] == tokens[2:]
+
+
+def test_a_machine_too_small_for_the_comparison_is_told_before_the_copy(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("espalier.startup.load.free_memory", lambda device: 2**20)
+    flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert main(["quantize", "bundled", *flags]) == 2
+    assert re.search(r"no comparison .* weights .* do not fit .*; --texts 0 leaves it out", capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+    assert main(["quantize", "bundled", *flags, "--texts", "0"]) == 0
 
 
 def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsys, monkeypatch):
