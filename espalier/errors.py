@@ -53,29 +53,42 @@ class ContextOverflow(EspalierError):
     """A prompt that leaves no token of max_context for the output, or fewer than max_tokens."""
 
 
-def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
-    """The error for a prompt of `size`.  langchain and litellm recognize it by "maximum context length is"."""
+def prompt_too_long(size: str, max_context: int, max_position: int | None = None) -> ContextOverflow:
+    """The error for a prompt of `size`.  langchain and litellm recognize it by "maximum context length is".
+
+    max_position: the model's positions, above which max_context cannot be; None if the caller does not know them.
+    """
+    limit, or_raise = _limit(max_context, max_position)
     return ContextOverflow(
-        f"the prompt is too long: it has {size}; {_limit(max_context)}; shorten the prompt to {max_context - 1} "
-        "tokens, or raise max_context"
+        f"the prompt is too long: it has {size}; {limit}; shorten the prompt to {max_context - 1} tokens{or_raise}"
     )
 
 
-def too_little_room(name: str, value: int, prompt_tokens: int, max_context: int) -> ContextOverflow:
+def too_little_room(
+    name: str, value: int, prompt_tokens: int, max_context: int, max_position: int | None = None
+) -> ContextOverflow:
     """The error for a limit of the output, called `name`, that does not fit behind the prompt.
 
-    Clients recognize it by the words of `prompt_too_long`.
+    Clients recognize it by the words of `prompt_too_long`; max_position as there.
     """
+    limit, or_raise = _limit(max_context, max_position)
     return ContextOverflow(
-        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; {_limit(max_context)}; use at "
-        f"most {max_context - prompt_tokens}, leave it out, or raise max_context"
+        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; {limit}; use at most "
+        f"{max_context - prompt_tokens}, or leave it out{or_raise}"
     )
 
 
-def _limit(max_context: int) -> str:
-    """The words that clients look for, although it is the engine's limit."""
+def _limit(max_context: int, max_position: int | None) -> tuple[str, str]:
+    """(the limit, the advice to raise it).
+
+    The limit is in the words that clients look for, even if it is the engine's.  The advice is empty if the model has
+    no more positions.
+    """
     length = f"this model's maximum context length is {max_context} tokens for prompt and output"
-    return f"{length} (the engine's max_context)"
+    if max_context == max_position:
+        return f"{length} (it has no more positions)", ""
+    positions = "" if max_position is None else f" (the model has {max_position} positions)"
+    return f"{length} (the engine's max_context)", f", or raise max_context{positions}"
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

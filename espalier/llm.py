@@ -318,6 +318,7 @@ def prepare(config: EngineConfig) -> Prepared:
         max_context=resolved.max_context,
         eos_token_ids=end_tokens(path, target),
         generation_config=generation_config(path),
+        max_position=target.max_position,
     )
     return Prepared(config, checkpoint, resolved, InputProcessor(facts, load_tokenizer(path, target.vocab_size)))
 

@@ -190,8 +190,8 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
 
 def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
     """An LLM of synthetic models.  Its prompts are token ids, because there is no tokenizer."""
-    vocab_size = engine.executor.runner.target.config.vocab_size
-    facts = ModelFacts(config.model, vocab_size, config.max_context)
+    target = engine.executor.runner.target.config
+    facts = ModelFacts(config.model, target.vocab_size, config.max_context, max_position=target.max_position)
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 
