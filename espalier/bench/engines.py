@@ -205,15 +205,15 @@ def load_sizes(batch: int, context: int) -> dict[str, Any]:
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
-def require_positions(positions: int, needed: int, flags: str) -> None:
-    """Refuse a request of more tokens than the model has positions.  flags: those that ask for it.
+def require_positions(positions: int, needed: int, *asked: str) -> None:
+    """Refuse a request of more tokens than the model has positions.  asked: the flags with their values, as given.
 
     Raises EspalierError.
     """
     if needed > positions:
         raise EspalierError(
-            f"{needed} tokens a request are too many: the model takes at most {positions} positions; "
-            f"use shorter {flags}"
+            f"{' and '.join(asked)} need {needed} tokens a request, and the model takes at most {positions}; "
+            "ask for less"
         )
 
 
