@@ -8,7 +8,7 @@ import inspect
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
@@ -151,20 +151,27 @@ def require_int(
         raise EspalierError(f"{name}={shown(value)} is not supported; use {allowed}{remedy}")
 
 
-def refuses_unknown(cls: type[T]) -> type[T]:
-    """Class decorator for dataclasses: an unknown keyword raises EspalierError with the most similar field.
+def require_fields(what: str, cls: type, names: Iterable[str]) -> None:
+    """Refuse a name that is no field of a dataclass's constructor.  Raises EspalierError.
 
-    A field with "hidden" in its metadata is named in no message.
+    what: whatever takes the fields as keywords.  A field with "hidden" in its metadata is named in no message.
     """
+    known = {f.name: f for f in fields(cls) if f.init}
+    for name in names:
+        if name not in known:
+            named = [each for each, f in known.items() if not f.metadata.get("hidden")]
+            raise unknown_name(what, name, named)
+
+
+def refuses_unknown(cls: type[T]) -> type[T]:
+    """Class decorator for dataclasses: an unknown keyword raises EspalierError (require_fields)."""
     init: Any = cls.__init__
-    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
-    named = [name for name, f in known.items() if not f.metadata.get("hidden")]
+    known = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
 
     @wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in known:
-                raise unknown_name(cls.__name__, name, named)
+        if not kwargs.keys() <= known:  # each request has SamplingParams, so the usual case is fast
+            require_fields(cls.__name__, cls, kwargs)
         init(self, *args, **kwargs)
 
     setattr(cls, "__init__", checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)

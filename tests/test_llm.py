@@ -121,6 +121,19 @@ def test_what_each_request_sets_is_no_setting_of_the_engine(name):
         LLM(**{name: 1})
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_contxt", "did you mean 'max_context'"),
+        ("max_model_len", "use max_context"),
+        ("foo", "use one of model, draft, .*, seed$"),
+    ],
+)
+def test_an_unknown_setting_is_one_of_what_was_called(name, advice):
+    with pytest.raises(EspalierError, match=f"^LLM has no '{name}'; {advice}"):
+        LLM(**{name: 1})
+
+
 def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([], GREEDY) == []
 
