@@ -8,7 +8,7 @@ import inspect
 import math
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import wraps
@@ -53,29 +53,42 @@ class ContextOverflow(EspalierError):
     """A prompt that leaves no token of max_context for the output, or fewer than max_tokens."""
 
 
-def prompt_too_long(size: str, max_context: int) -> ContextOverflow:
-    """The error for a prompt of `size`.  langchain and litellm recognize it by "maximum context length is"."""
+def prompt_too_long(size: str, max_context: int, max_position: int | None = None) -> ContextOverflow:
+    """The error for a prompt of `size`.  langchain and litellm recognize it by "maximum context length is".
+
+    max_position: the model's positions, above which max_context cannot be; None if the caller does not know them.
+    """
+    limit, or_raise = _limit(max_context, max_position)
     return ContextOverflow(
-        f"the prompt is too long: it has {size}; {_limit(max_context)}; shorten the prompt to {max_context - 1} "
-        "tokens, or raise max_context"
+        f"the prompt is too long: it has {size}; {limit}; shorten the prompt to {max_context - 1} tokens{or_raise}"
     )
 
 
-def too_little_room(name: str, value: int, prompt_tokens: int, max_context: int) -> ContextOverflow:
+def too_little_room(
+    name: str, value: int, prompt_tokens: int, max_context: int, max_position: int | None = None
+) -> ContextOverflow:
     """The error for a limit of the output, called `name`, that does not fit behind the prompt.
 
-    Clients recognize it by the words of `prompt_too_long`.
+    Clients recognize it by the words of `prompt_too_long`; max_position as there.
     """
+    limit, or_raise = _limit(max_context, max_position)
     return ContextOverflow(
-        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; {_limit(max_context)}; use at "
-        f"most {max_context - prompt_tokens}, leave it out, or raise max_context"
+        f"{name}={value} is more than fits behind the prompt of {prompt_tokens} tokens; {limit}; use at most "
+        f"{max_context - prompt_tokens}, or leave it out{or_raise}"
     )
 
 
-def _limit(max_context: int) -> str:
-    """The words that clients look for, although it is the engine's limit."""
+def _limit(max_context: int, max_position: int | None) -> tuple[str, str]:
+    """(the limit, the advice to raise it).
+
+    The limit is in the words that clients look for, even if it is the engine's.  The advice is empty if the model has
+    no more positions.
+    """
     length = f"this model's maximum context length is {max_context} tokens for prompt and output"
-    return f"{length} (the engine's max_context)"
+    if max_context == max_position:
+        return f"{length} (it has no more positions)", ""
+    positions = "" if max_position is None else f" (the model has {max_position} positions)"
+    return f"{length} (the engine's max_context)", f", or raise max_context{positions}"
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -138,20 +151,27 @@ def require_int(
         raise EspalierError(f"{name}={shown(value)} is not supported; use {allowed}{remedy}")
 
 
-def refuses_unknown(cls: type[T]) -> type[T]:
-    """Class decorator for dataclasses: an unknown keyword raises EspalierError with the most similar field.
+def require_fields(what: str, cls: type, names: Iterable[str]) -> None:
+    """Refuse a name that is no field of a dataclass's constructor.  Raises EspalierError.
 
-    A field with "hidden" in its metadata is named in no message.
+    what: whatever takes the fields as keywords.  A field with "hidden" in its metadata is named in no message.
     """
+    known = {f.name: f for f in fields(cls) if f.init}
+    for name in names:
+        if name not in known:
+            named = [each for each, f in known.items() if not f.metadata.get("hidden")]
+            raise unknown_name(what, name, named)
+
+
+def refuses_unknown(cls: type[T]) -> type[T]:
+    """Class decorator for dataclasses: an unknown keyword raises EspalierError (require_fields)."""
     init: Any = cls.__init__
-    known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]
-    named = [name for name, f in known.items() if not f.metadata.get("hidden")]
+    known = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
 
     @wraps(init)
     def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in known:
-                raise unknown_name(cls.__name__, name, named)
+        if not kwargs.keys() <= known:  # each request has SamplingParams, so the usual case is fast
+            require_fields(cls.__name__, cls, kwargs)
         init(self, *args, **kwargs)
 
     setattr(cls, "__init__", checked)  # noqa: B010  (with a plain assignment type checkers lose the signature)

@@ -40,7 +40,7 @@ class ModelFacts:
     """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
 
     model: its directory; max_context: tokens of one request, prompt and output; generation_config: the content of the
-    model's generation_config.json, {} without one.
+    model's generation_config.json, {} without one; max_position: the positions that the model has, None if unknown.
     """
 
     model: str
@@ -48,6 +48,7 @@ class ModelFacts:
     max_context: int
     eos_token_ids: tuple[int, ...] = ()
     generation_config: dict[str, Any] = field(default_factory=dict)
+    max_position: int | None = None
 
 
 class InputProcessor:
@@ -83,13 +84,13 @@ class InputProcessor:
         else:
             tokens = list(prompt)
         tokens = tokens if keep_last is None else tokens[-keep_last:]
-        check_prompt(tokens, self.facts.vocab_size, self.facts.max_context)
+        check_prompt(tokens, self.facts.vocab_size, self.facts.max_context, self.facts.max_position)
         return tokens
 
     def require_fit(self, text: str) -> None:
         """Refuse a text that certainly has more tokens than fit max_context.  Raises EspalierError."""
         if self.bound.exceeds(text, self.facts.max_context - 1):
-            raise prompt_too_long(f"{len(text)} characters", self.facts.max_context)
+            raise prompt_too_long(f"{len(text)} characters", self.facts.max_context, self.facts.max_position)
 
     def chat(
         self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
@@ -128,7 +129,7 @@ class InputProcessor:
         """
         limit = None if params is None or isinstance(params, ResolvedParams) else params.max_tokens
         if limit is not None and len(prompt) + limit > self.facts.max_context:
-            raise too_little_room(name, limit, len(prompt), self.facts.max_context)
+            raise too_little_room(name, limit, len(prompt), self.facts.max_context, self.facts.max_position)
 
     def planned(self, plan: ChatPlan, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
         """The parameters with the plan's grammar and shown tokens, checked.  Raises EspalierError."""

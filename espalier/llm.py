@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
-from espalier.errors import EspalierError, frames_cleared, refuses_unknown_keywords, shown
+from espalier.errors import EspalierError, frames_cleared, refuses_unknown_keywords, require_fields, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
@@ -43,7 +43,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "auto", **settings: Any):
-        _refuse_sampling(settings)
+        _require_settings(settings)
         self._load(prepare(EngineConfig(model=model, **settings)))
 
     @classmethod
@@ -318,6 +318,7 @@ def prepare(config: EngineConfig) -> Prepared:
         max_context=resolved.max_context,
         eos_token_ids=end_tokens(path, target),
         generation_config=generation_config(path),
+        max_position=target.max_position,
     )
     return Prepared(config, checkpoint, resolved, InputProcessor(facts, load_tokenizer(path, target.vocab_size)))
 
@@ -336,12 +337,13 @@ def faults() -> ModuleType:
     return faults
 
 
-def _refuse_sampling(settings: Mapping[str, Any]) -> None:
-    """Raises EspalierError for a setting that is each request's."""
+def _require_settings(settings: Mapping[str, Any]) -> None:
+    """Raises EspalierError for an unknown setting, and for one that is each request's."""
     engine, sampling = ({f.name for f in fields(cls)} for cls in (EngineConfig, SamplingParams))
     for name in settings:
         if name in sampling - engine:
             raise EspalierError(f"LLM has no {name!r}; pass it in SamplingParams")
+    require_fields("LLM", EngineConfig, settings)
 
 
 def _plant_fault(name: str | None) -> None:

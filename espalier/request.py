@@ -242,12 +242,15 @@ class ResolvedParams(SamplingParams):
 SLOT_PARAMS: tuple[Field, ...] = tuple(f for f in fields(ResolvedParams) if "in_slot" in f.metadata)
 
 
-def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int) -> None:
-    """Refuse a prompt that is empty, too long or has tokens outside the vocabulary.  Raises EspalierError."""
+def check_prompt(prompt: Sequence[int], vocab_size: int, max_context: int, max_position: int | None = None) -> None:
+    """Refuse a prompt that is empty, too long or has tokens outside the vocabulary.  Raises EspalierError.
+
+    max_position: of the model, for the message (errors.prompt_too_long).
+    """
     if len(prompt) == 0:
         raise EspalierError("the prompt is empty; give it at least one token (the bos token, if the model has one)")
     if len(prompt) >= max_context:
-        raise prompt_too_long(f"{len(prompt)} tokens", max_context)
+        raise prompt_too_long(f"{len(prompt)} tokens", max_context, max_position)
     # A prompt may have a million tokens.  They are checked one by one only where one of them is wrong.
     if {*map(type, prompt)} == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return

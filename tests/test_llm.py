@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from espalier import LLM, EspalierError, Grammar, SamplingParams, SpeculationConfig
+from espalier.config import EngineConfig
+from espalier.llm import prepare
 from espalier.request import Output
 from espalier.speculate.drafters.registry import what_to_check
 from espalier.startup import load
@@ -116,6 +118,19 @@ def test_an_unknown_keyword_of_a_call_is_refused_with_the_right_one(llm, name, a
 @pytest.mark.parametrize("name", ["temperature", "max_tokens", "n", "grammar"])
 def test_what_each_request_sets_is_no_setting_of_the_engine(name):
     with pytest.raises(EspalierError, match=f"^LLM has no '{name}'; pass it in SamplingParams$"):
+        LLM(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("max_contxt", "did you mean 'max_context'"),
+        ("max_model_len", "use max_context"),
+        ("foo", "use one of model, draft, .*, seed$"),
+    ],
+)
+def test_an_unknown_setting_is_one_of_what_was_called(name, advice):
+    with pytest.raises(EspalierError, match=f"^LLM has no '{name}'; {advice}"):
         LLM(**{name: 1})
 
 
@@ -347,10 +362,22 @@ def test_bad_parameters_are_refused_before_anything_starts(llm):
     with pytest.raises(
         EspalierError,
         match=r"prompt 1 of 2: max_tokens=62 is more than fits .* maximum context length is 64 tokens for prompt and "
-        r"output \(the engine's max_context\); use at most 61, leave it out, or raise max_context$",
+        r"output \(the engine's max_context\); use at most 61, or leave it out, or raise max_context "
+        r"\(the model has 4096 positions\)$",
     ):
         llm.generate([[1, 2], [1, 2, 3]], SamplingParams(max_tokens=62))
     assert not llm.engine.has_work
+
+
+def test_a_larger_max_context_is_advised_only_where_the_model_has_more_positions(paths):
+    inputs = prepare(EngineConfig(model=paths[0], max_context=4096)).inputs
+    whose = r"is 4096 tokens for prompt and output \(it has no more positions\)"
+    with pytest.raises(EspalierError, match=rf"{whose}; shorten the prompt to 4095 tokens$"):
+        inputs.tokens([1] * 4096)
+    with pytest.raises(EspalierError, match=rf"{whose}; shorten the prompt to 4095 tokens$"):
+        inputs.tokens("a" * 4096)
+    with pytest.raises(EspalierError, match=rf"{whose}; use at most 4094, or leave it out$"):
+        inputs.require_room([1, 2], SamplingParams(max_tokens=4095))
 
 
 def test_a_limit_that_the_model_sets_is_cut_to_the_context(llm, monkeypatch):

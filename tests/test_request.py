@@ -208,7 +208,9 @@ def test_prompts_that_cannot_start_are_refused(prompt, named):
 
 
 def test_a_prompt_that_is_too_long_says_whose_limit_it_exceeds():
-    with pytest.raises(EspalierError, match=r"length is 8 tokens .* \(the engine's max_context\); shorten .* or raise"):
+    with pytest.raises(
+        EspalierError, match=r"length is 8 tokens .* \(the engine's max_context\); shorten .* or raise max_context$"
+    ):
         check_prompt([0] * 8, VOCAB, max_context=8)
 
 

@@ -75,26 +75,43 @@ def parse(number: int, data: bytes, urls: Collection[str] = URLS) -> Line:
         raise LineError("invalid_json_line", "the line is not a JSON object; write one with " + ", ".join(FIELDS))
     custom_id = value.get("custom_id")
     known_id = custom_id if isinstance(custom_id, str) else None
+    _require_once_each(data, known_id)
     try:
-        _require_once_each(data)
         _check(value, urls)
     except LineError as error:
         raise LineError(error.code, str(error), known_id) from None
     return Line(number, value["custom_id"], value["url"], value["body"])
 
 
-def _no_json(error: Exception) -> LineError:
-    return LineError("invalid_json_line", f"the line is not JSON ({error}); write a JSON object")
+def _no_json(error: Exception, custom_id: str | None = None) -> LineError:
+    return LineError("invalid_json_line", f"the line is not JSON ({error}); write a JSON object", custom_id)
 
 
-def _require_once_each(data: bytes) -> None:
-    """Refuse a name that comes twice in an object: msgspec keeps the last of them.  Raises LineError."""
+def _require_once_each(data: bytes, custom_id: str | None) -> None:
+    """Refuse a name that comes twice in an object: msgspec keeps the last of them.
+
+    custom_id: as msgspec reads it.  Raises LineError, which has it unless the line has two: either may be meant.
+    """
+    errors: list[EspalierError] = []
+    custom_ids: list[Any] = []
+
+    def read(pairs: list[tuple[str, Any]]) -> None:
+        custom_ids[:] = (value for name, value in pairs if name == "custom_id")  # the line's own object comes last
+        try:
+            once_each(pairs)
+        except EspalierError as error:
+            errors.append(error)
+
     try:
-        json.loads(data, object_pairs_hook=once_each)
-    except EspalierError as error:
-        raise LineError("invalid_json_line", str(error)) from None
+        json.loads(data, object_pairs_hook=read)
     except (ValueError, RecursionError) as error:  # json also refuses some of what msgspec reads
-        raise _no_json(error) from None
+        raise _no_json(error, custom_id) from None
+    if len(custom_ids) > 1:
+        raise LineError(
+            "invalid_json_line", f"the line has {' and '.join(map(shown, custom_ids))} as custom_id; leave one out"
+        )
+    if errors:
+        raise LineError("invalid_json_line", str(errors[0]), custom_id)
 
 
 def _check(value: Mapping[str, Any], urls: Collection[str]) -> None:

@@ -68,7 +68,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     context, longest = args.context[0], args.context[0] + args.tokens
     settings = without_table(with_minimum(settings, {"max_context": longest + 1}, max_context=longest))
     made = engines_with(args, settings)
-    require_positions(made.positions, longest, "--context or --tokens")
+    require_positions(made.positions, longest, f"--context {context}", f"--tokens {args.tokens}")
     with made.open() as bench:
         config, configured = bench.config, bench.engine.layout.tree
         if not configured.steps:

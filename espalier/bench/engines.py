@@ -190,8 +190,8 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
 
 def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
     """An LLM of synthetic models.  Its prompts are token ids, because there is no tokenizer."""
-    vocab_size = engine.executor.runner.target.config.vocab_size
-    facts = ModelFacts(config.model, vocab_size, config.max_context)
+    target = engine.executor.runner.target.config
+    facts = ModelFacts(config.model, target.vocab_size, config.max_context, max_position=target.max_position)
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 
@@ -205,15 +205,15 @@ def load_sizes(batch: int, context: int) -> dict[str, Any]:
     return {"max_batch": batch, "max_context": context, "prefix_cache": False}
 
 
-def require_positions(positions: int, needed: int, flags: str) -> None:
-    """Refuse a request of more tokens than the model has positions.  flags: those that ask for it.
+def require_positions(positions: int, needed: int, *asked: str) -> None:
+    """Refuse a request of more tokens than the model has positions.  asked: the flags with their values, as given.
 
     Raises EspalierError.
     """
     if needed > positions:
         raise EspalierError(
-            f"{needed} tokens a request are too many: the model takes at most {positions} positions; "
-            f"use shorter {flags}"
+            f"{' and '.join(asked)} need {needed} tokens a request, and the model takes at most {positions}; "
+            "ask for less"
         )
 
 

@@ -50,7 +50,7 @@ def require_sizes(layout: RoundLayout, positions: int, cell: Cell, num_rounds: i
     positions: of the model.  Raises EspalierError.
     """
     needed = cell.context + cell.max_tokens(layout, num_rounds)
-    require_positions(positions, needed, "--cells or --rounds")
+    require_positions(positions, needed, f"cell {cell.name}", f"--rounds {num_rounds}")
     if cell.batch > layout.max_batch:
         raise EspalierError(f"cell {cell.name} is above max_batch={layout.max_batch}; give --max-batch {cell.batch}")
     if needed > layout.max_context:

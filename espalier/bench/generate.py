@@ -156,7 +156,8 @@ def _require_sizes(config: ResolvedConfig, positions: int, args: Namespace) -> N
     """Check, before anything is loaded, that the engine runs all that is asked.  Raises EspalierError."""
     batch, length = (max(sizes) for sizes in zip(*args.prompts, strict=True))
     context = length + args.tokens
-    require_positions(positions, context, "--prompts or --tokens")
+    longest = next(f"{count}x{each}" for count, each in args.prompts if each == length)
+    require_positions(positions, context, f"--prompts {longest}", f"--tokens {args.tokens}")
     if batch > config.max_batch:
         raise EspalierError(f"{batch} prompts at once are above max_batch={config.max_batch}; give --max-batch {batch}")
     if context > config.max_context:

@@ -184,10 +184,12 @@ def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Serve
     """The load of the flags, served in each of compared_ways, after a warm-up.  The config is that of the first way."""
     require_at_least_one(args, "requests")
     named = args.shape is not None
-    load = mixed(args.requests or REQUESTS[named], args.input or INPUTS[named], args.output or OUTPUTS[named])
+    inputs, outputs = args.input or INPUTS[named], args.output or OUTPUTS[named]
+    load = mixed(args.requests or REQUESTS[named], inputs, outputs)
     batch = min(len(load.inputs), arrivals.concurrency or 64)
     made = engines.engines_of(args, engines.load_sizes(batch, load.longest + 2), max_context=load.longest)
-    engines.require_positions(made.positions, load.longest, "--input or --output")
+    asked = ("--input {},{}".format(*inputs), "--output {},{}".format(*outputs))
+    engines.require_positions(made.positions, load.longest, *asked)
     served, configs = {}, []
     for name, way in engines.compared_ways(made).items():
         with made.open(way) as bench:

@@ -73,7 +73,7 @@ def _run(args: Namespace) -> int:
     # The same prompts come at every turn, so the prefix cache is off for LLM and server.
     longest = args.context + args.tokens
     made = engines_of(args, load_sizes(max(sizes), longest + 1), max_context=longest)
-    require_positions(made.positions, longest, "--context or --tokens")
+    require_positions(made.positions, longest, f"--context {args.context}", f"--tokens {args.tokens}")
     flags: list[str] = []
     if isinstance(made, OfShape):
         made, flags = sharing_the_gpu(made), _shape_flags(args)

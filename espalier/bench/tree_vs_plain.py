@@ -156,7 +156,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     settings = with_minimum(
         settings, {"max_batch": most, "max_context": longest + 1}, max_batch=most, max_context=longest
     )
-    require_positions(OfModel(settings).positions, longest, "--context or --tokens")
+    require_positions(OfModel(settings).positions, longest, f"--context {max(args.context)}", f"--tokens {args.tokens}")
     cells: list[Cell] = []
     bench = RoundBench(settings, args.compare is not None)
     config = bench.tree.config

@@ -125,17 +125,23 @@ class Parser(ArgumentParser):
         return f"unknown flag {flag}; {advice or f'see {parser.prog} --help'}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        self._given: set[str] = set()
+        self._arguments: Sequence[str] = args or ()
+        self._given: set[Action] = set()
         return super().parse_known_args(args, namespace)
 
     def _get_values(self, action: Action, arg_strings: list[str]) -> Any:
         """Called once for each flag.  Refuse one that is given twice, where argparse would keep the last alone."""
         if isinstance(action, _StoreAction | BooleanOptionalAction) and action.option_strings:
-            flag = action.option_strings[0]
-            if flag in self._given:
-                raise ArgumentError(None, f"{flag} is given twice; leave one out")
-            self._given.add(flag)
+            if action in self._given:
+                raise ArgumentError(None, f"{self._named(action)}; leave one out")
+            self._given.add(action)
         return super()._get_values(action, arg_strings)
+
+    def _named(self, action: Action) -> str:
+        """How a flag that was given twice was written: --x and --no-x are one flag."""
+        arguments = (each.partition("=")[0] for each in self._arguments)
+        written = list(dict.fromkeys(flag for flag in arguments if flag in action.option_strings))
+        return f"{' and '.join(written)} are both given" if len(written) > 1 else f"{written[0]} is given twice"
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
         """As argparse does, with a message that says what to use."""

@@ -44,13 +44,15 @@ MAX_ENTRIES = 65536
 class BodyLimits(msgspec.Struct, frozen=True):
     """The limits that a body is checked against.  Plain values, because they are sent to the body process.
 
-    prompts: most prompts in one request; tokens: most token ids for /detokenize.
+    prompts: most prompts in one request; tokens: most token ids for /detokenize; max_position: of the model, for a
+    message (errors.prompt_too_long).
     """
 
     vocab_size: int
     max_context: int
     prompts: int
     tokens: int
+    max_position: int | None = None
 
 
 def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> Any:
@@ -151,6 +153,7 @@ def _check_prompts(body: CompletionRequest, limits: BodyLimits) -> None:
         keep = body.truncate_prompt_tokens
         for prompt in body.prompts():
             if not isinstance(prompt, str):
-                check_prompt(prompt if keep is None else prompt[-keep:], limits.vocab_size, limits.max_context)
+                kept = prompt if keep is None else prompt[-keep:]
+                check_prompt(kept, limits.vocab_size, limits.max_context, limits.max_position)
     except EspalierError as error:
         raise refusal(error, "prompt") from None

@@ -105,7 +105,8 @@ class Front:
         log.info("format of tool calls: %s; format of reasoning: %s", *names)
         self.lanes = Lanes(self.inputs)
         capacity = engines.max_slots + options.max_queue
-        self.bodies = BodyReader(BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized))
+        limits = BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized, facts.max_position)
+        self.bodies = BodyReader(limits)
         self._num_entering = 0
         self._logged_fields: set[str] = set()
         self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}

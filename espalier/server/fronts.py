@@ -31,6 +31,7 @@ class Fronts:
                 max(each.max_context for each in limits),
                 max(each.prompts for each in limits),
                 max(each.tokens for each in limits),
+                max(limits, key=lambda each: each.max_context).max_position,
             )
         )
 

@@ -80,6 +80,38 @@ def test_a_name_that_comes_twice_in_a_line_is_an_error_and_not_dropped(name):
     assert (refused.value.code, refused.value.custom_id) == ("invalid_json_line", "r1")
 
 
+@pytest.mark.parametrize("inner", ["", '"prompt": 1, '], ids=["", "a name of the body too"])
+def test_a_line_with_two_custom_ids_is_filed_under_neither(inner):
+    text = json.dumps(line(1, body={"prompt": "x"})).replace('"custom_id"', '"custom_id": "r9", "custom_id"')
+    with pytest.raises(LineError, match="the line has 'r9' and 'r1' as custom_id; leave one out") as refused:
+        parse(1, text.replace('"prompt"', f'{inner}"prompt"').encode())
+    assert (refused.value.code, refused.value.custom_id) == ("invalid_json_line", None)
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["[" * 100_000 + "]" * 100_000, '"\\ud800"', b'"\xff"', "1e999", "1" * 5000, "NaN", '"\0"', '"'],
+    ids=["deep", "surrogate", "no UTF-8", "large", "long", "NaN", "control character", "torn"],
+)
+def test_what_msgspec_does_not_read_is_an_error_of_the_line(value):
+    data = value if isinstance(value, bytes) else value.encode()
+    with pytest.raises(LineError, match=r"^the line is not JSON \(.*\); write a JSON object$") as refused:
+        parse(1, b'{"custom_id": "r1", "body": ' + data + b"}")
+    assert (refused.value.code, refused.value.custom_id) == ("invalid_json_line", None)
+
+
+def test_a_line_that_one_parser_reads_and_the_other_does_not_is_an_error_of_the_line():
+    """Two parsers read a line, and the depth at which each gives up depends on Python."""
+    codes = []
+    for depth in (*range(2, 3000), 100_000):
+        text = json.dumps(line(1)).replace('"def f1("', "[" * depth + "]" * depth)
+        try:
+            parse(1, text.encode())
+        except LineError as refused:
+            codes.append((refused.code, refused.custom_id))
+    assert codes and set(codes) <= {("invalid_json_line", None), ("invalid_json_line", "r1")}
+
+
 def test_wherever_an_output_is_cut_off_its_whole_lines_stay(tmp_path):
     """A kill at every byte of the last line, and a loss of power that leaves zeros there."""
     found = scan_input(write(tmp_path / "in.jsonl", [line(1), line(2), "{bad", line(4)]))

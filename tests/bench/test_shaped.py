@@ -133,7 +133,7 @@ def test_cells_of_a_tree_share_an_engine_of_a_users_size(monkeypatch):
     [
         ({"max_batch": 2}, "3x24:4,4,16", r"above max_batch=2; give --max-batch 3"),
         ({"max_context": 40}, "1x24:plain", r"max_context=40; give --max-context 4"),
-        ({}, "1x99999:plain", r"the model takes at most \d+ positions; use shorter --cells or --rounds"),
+        ({}, "1x99999:plain", r"cell 1x99999:plain@\d+ and --rounds \d+ need \d+ tokens a request, and"),
     ],
 )
 def test_a_cell_larger_than_its_engine_is_refused_before_models_are_made(settings, text, says):

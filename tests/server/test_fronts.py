@@ -5,6 +5,7 @@ from starlette.testclient import TestClient
 
 from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions, make_app
+from espalier.server.bodies import BodyLimits
 from espalier.server.front import Front, FrontOptions
 from espalier.server.fronts import Fronts
 from espalier.server.metrics import Metrics
@@ -46,6 +47,12 @@ def test_each_model_has_its_front(fronts):
     finally:
         fronts[1].engines.state, fronts[1].engines.why = "ready", ""
     assert (health.status_code, health.json()) == (503, {"status": "gone", "why": "it is dead"})
+
+
+def test_a_body_is_held_to_the_longest_context_and_its_model_has_those_positions(fronts, monkeypatch):
+    monkeypatch.setattr(fronts[0].bodies, "limits", BodyLimits(9, 64, 1, 1, 64))
+    monkeypatch.setattr(fronts[1].bodies, "limits", BodyLimits(8, 32, 2, 2, 128))
+    assert Fronts(fronts, fronts[0].metrics).bodies.limits == BodyLimits(9, 64, 2, 2, 64)
 
 
 def test_a_defect_of_an_endpoint_is_an_error_of_openais_form(fronts, monkeypatch, caplog):

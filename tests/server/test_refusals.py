@@ -235,6 +235,23 @@ def test_bad_values_are_refused_in_one_line(served, path, body, words):
     assert error["param"] == begin or isinstance(body, bytes) or begin not in body
 
 
+@pytest.mark.parametrize(
+    ("positions", "said"),
+    [(64, "shorten the prompt to 63 tokens"), (128, "or raise max_context (the model has 128 positions)")],
+)
+def test_a_larger_max_context_is_advised_only_where_the_model_has_more_positions(positions, said):
+    data = json.dumps({"model": "m", "prompt": [1] * 64}).encode()
+    with pytest.raises(ApiError) as refused:
+        read_body("CompletionRequest", "application/json", data, BodyLimits(16, 64, 1, 64, positions))
+    assert refused.value.detail.endswith(said)
+
+
+def test_a_server_knows_the_positions_of_its_model(served):
+    for prompt in ("x " * 4000, [1] * 4000):
+        error = error_of(served.request("/v1/completions", {**TEXT, "prompt": prompt}))
+        assert error["message"].endswith("or raise max_context (the model has 4096 positions)")
+
+
 def test_a_prompt_that_is_too_long_is_refused_and_not_warned_of(served):
     error = error_of(served.request("/v1/completions", {**TEXT, "prompt": "x " * 4000}))
     assert "the prompt is too long: it has" in error["message"]
