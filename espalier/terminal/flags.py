@@ -60,10 +60,18 @@ def api_key(args: Namespace) -> str | None:
     """The key of the flag or of the environment.
 
     Raises EspalierError for an empty flag: `--api-key "$KEY"` with KEY unset must not start a server without a key.
+    And for a key that no client can send, as one read from a file with its end of line.
     """
     if args.api_key == "":
         raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
-    return args.api_key or os.environ.get(KEY_VARIABLE) or None
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    if key is not None and (key != key.strip() or not key.isprintable()):
+        source = "--api-key" if args.api_key else KEY_VARIABLE
+        raise EspalierError(
+            f"{source} begins or ends with a space, or has an end of line or another character that no HTTP header "
+            "has; correct it"
+        )
+    return key
 
 
 def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:

@@ -20,10 +20,11 @@ from espalier.cli.draw import round_tree
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.launch_input import DraftTree, RoundTrace
+from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SPELLED_ALIKE, Output, SamplingParams
 from espalier.terminal.console import ASCII, aligned, has_colour, stdout, waiting
-from espalier.terminal.flags import engine_settings, sampling_params
+from espalier.terminal.flags import api_key, engine_settings, sampling_params
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 
@@ -60,6 +61,7 @@ BAD = [
     (["generate", "x", "--topk", "257"], "topk=257 is not supported; use a whole number, 1 to 256"),
     (["serve", "--port", "http"], "argument --port: 'http' is not supported; use a whole number"),
     (["serve", "--api-key", ""], "--api-key is empty"),
+    (["batch", __file__, "out", "--url", "http://x:port"], "use an address such as http://127.0.0.1:8000\n"),
     (["serve", "--host", ""], "--host is empty"),
     (["serve", "--served-model-name", ""], "--served-model-name is empty"),
     (["serve", "--cors-origin", "page.example"], "--cors-origin='page.example' is no origin of a page"),
@@ -84,6 +86,23 @@ def test_bad_input_is_one_line_and_status_2(arguments, said, capsys):
     assert said in err
     assert err.count("\n") == 1
     assert out == ""
+
+
+@pytest.mark.parametrize("key", ["secret\n", " secret", "sec\x7fret", "sec\udcffret"])
+def test_a_key_that_no_client_can_send_is_refused_and_not_shown(key, monkeypatch):
+    with pytest.raises(EspalierError, match=r"^--api-key begins or ends with a space, or has an end of line") as flag:
+        api_key(parse(["serve", "--api-key", key]))
+    monkeypatch.setenv("ESPALIER_API_KEY", key)
+    with pytest.raises(EspalierError, match=r"^ESPALIER_API_KEY begins or ends with") as variable:
+        api_key(parse(["serve"]))
+    assert "secret" not in f"{flag.value}{variable.value}"
+    assert api_key(parse(["serve", "--api-key", "s\u00e9c ret"])) == "s\u00e9c ret"
+
+
+def test_a_wrong_key_leaves_no_output_of_a_batch(tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert run("batch", __file__, str(out), "--url", "http://127.0.0.1:1", "--api-key", "\udcff") == 2
+    assert "--api-key begins or ends with" in capsys.readouterr().err and not out.exists()
 
 
 def test_version_and_the_package_runs_as_a_module(capsys, monkeypatch):
