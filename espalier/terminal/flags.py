@@ -211,7 +211,12 @@ def require_at_least_one(asked: Namespace, *names: str) -> None:
     for name in names:
         value = getattr(asked, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < 1:
-            raise EspalierError(f"{flag_of(name)}={value} is not supported; use 1 or more")
+            raise EspalierError(f"{flag_of(name)}={written(value)} is not supported; use 1 or more")
+
+
+def written(value: Any) -> str:
+    """The value of a flag as it is written on the command line: N,N for a list."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def flag_of(name: str) -> str:
