@@ -263,14 +263,22 @@ def test_line_breaks_of_unicode_are_part_of_a_prompt(tmp_path):
     assert generate._read_file(prompts) == ["a\u2028b\x85c", "d"]
 
 
-def test_bytes_that_are_no_text_are_refused(capsys, monkeypatch):
-    for errors in ("strict", "surrogateescape"):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8", errors=errors))
-        assert run("generate", "-") == 2
-        err = capsys.readouterr().err
-        assert "stdin" in err and err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("encoding", "errors", "remedy"),
+    [
+        ("utf-8", "strict", "use text in utf-8"),
+        ("utf-8", "surrogateescape", "the text from stdin is not valid utf-8; write it in UTF-8"),
+        ("ascii", "surrogateescape", "the text from stdin is not valid ascii; set a UTF-8 locale, LANG=C.UTF-8"),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused(encoding, errors, remedy, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding=encoding, errors=errors))
+    assert run("generate", "-") == 2
+    err = capsys.readouterr().err
+    assert "stdin" in err and err.endswith(f"{remedy}\n") and err.count("\n") == 1
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: encoding)
     assert run("generate", "\udcff") == 2
-    assert "a prompt is not valid" in capsys.readouterr().err
+    assert f"a prompt is not valid {encoding}; " in capsys.readouterr().err
 
 
 def test_text_that_the_encoding_has_no_character_for_is_escaped(tiny, monkeypatch):
