@@ -8,7 +8,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import cycle
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 import msgspec
@@ -126,16 +126,22 @@ def _require_answer(got: httpx.Response, body: Any) -> None:
         )
 
 
-def require_url(url: str) -> None:
-    """Raises EspalierError for a URL that is not a server's address."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+def split_url(url: str) -> SplitResult:
+    """The parts of a server's address.  Raises EspalierError for another URL."""
+    try:
+        parts = urlsplit(url)
+        # httpx refuses further hosts.
+        known = parts.scheme in ("http", "https") and httpx.URL(url).host and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
+        known = False
+    if not known or parts.query or parts.fragment:
         raise EspalierError(f"--url={url} is not supported; use an address such as http://127.0.0.1:8000")
+    return parts
 
 
 def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
     """A client of a server.  url: with or without /v1.  Raises EspalierError."""
-    require_url(url)
+    split_url(url)
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     base = url.rstrip("/").removesuffix("/v1")
     timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
@@ -148,8 +154,9 @@ def app_client(app: App, api_key: str | None = None) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://batch", headers=_headers(api_key), timeout=None)
 
 
-def _headers(api_key: str | None) -> dict[str, str]:
-    return {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+def _headers(api_key: str | None) -> dict[bytes, bytes]:
+    # As bytes: httpx takes ASCII texts alone, and the server compares UTF-8.
+    return {} if api_key is None else {b"authorization": f"Bearer {api_key}".encode()}
 
 
 async def require_reachable(clients: Sequence[httpx.AsyncClient]) -> None:

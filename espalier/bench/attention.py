@@ -20,6 +20,7 @@ from espalier.bench.timing import Stopwatch
 from espalier.errors import EspalierError
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
+from espalier.terminal.flags import written
 from espalier.terminal.machine import require_gpu
 
 SIZES = ((1, 64, 4096), (1, 64, 32768), (8, 32, 4096), (32, 16, 4096), (64, 8, 4096), (1, 8, 65536))
@@ -52,7 +53,7 @@ class Cell:
 
 def run(args: Namespace) -> int:
     if not all(1 <= size <= MAX_PAGE_SIZE for size in args.page_size):
-        raise EspalierError(f"--page-size={args.page_size} is not supported; use 1 to {MAX_PAGE_SIZE}")
+        raise EspalierError(f"--page-size={written(args.page_size)} is not supported; use 1 to {MAX_PAGE_SIZE}")
     names = [name.strip() for name in args.backends.split(",") if name.strip()] or installed()
     unknown = [name for name in names if name not in BACKENDS]
     if unknown:

@@ -28,7 +28,7 @@ from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import with_minimum
+from espalier.terminal.flags import with_minimum, written
 
 CANDIDATES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
 # Of a block draft, whose one pass costs the same at any depth: only nodes cost, so its trees keep the configured depth.
@@ -63,7 +63,7 @@ class TreeTime:
 def run(args: Namespace, settings: dict[str, Any]) -> None:
     """Measure, print and write the table.  Raises EspalierError."""
     if len(args.context) > 1:
-        raise EspalierError(f"--context={args.context} is not supported with --choose; use one")
+        raise EspalierError(f"--context={written(args.context)} is not supported with --choose; use one")
     _refuse_unused(settings)
     context, longest = args.context[0], args.context[0] + args.tokens
     settings = without_table(with_minimum(settings, {"max_context": longest + 1}, max_context=longest))

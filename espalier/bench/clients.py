@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
-from urllib.parse import urlsplit
 
+from espalier.batch.sender import split_url
 from espalier.bench.server import START_S
 from espalier.errors import EspalierError
 
@@ -36,15 +36,9 @@ class Address:
 
 def address_of(url: str) -> Address:
     """The address of a server.  url: with or without /v1.  Raises EspalierError."""
-    try:
-        parts = urlsplit(url)
-        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-        host = parts.hostname or ""
-    except (ValueError, KeyError):
-        host = ""
-    if not host:
-        raise EspalierError(f"--url={url} is not supported; use an address such as http://127.0.0.1:8000")
-    return Address(host, port, parts.scheme == "https", parts.path.rstrip("/").removesuffix("/v1"))
+    parts = split_url(url)
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    return Address(parts.hostname or "", port, parts.scheme == "https", parts.path.rstrip("/").removesuffix("/v1"))
 
 
 @dataclass

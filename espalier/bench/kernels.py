@@ -27,6 +27,7 @@ from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import FP8
 from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
+from espalier.terminal.flags import written
 from espalier.terminal.machine import require_gpu
 
 SPEC = LayerSpec(32, KVHeads(kv_heads=8, k_size=128, v_size=128))
@@ -130,7 +131,7 @@ class ExpertCell:
 
 def run(args: Namespace) -> int:
     if not all(1 <= size <= MAX_PAGE_SIZE for size in args.page_size):
-        raise EspalierError(f"--page-size={args.page_size} is not supported; use 1 to {MAX_PAGE_SIZE}")
+        raise EspalierError(f"--page-size={written(args.page_size)} is not supported; use 1 to {MAX_PAGE_SIZE}")
     require_writable("--json", args.json)
     device = require_gpu("bench kernels")
     print_header()

@@ -20,6 +20,7 @@ from espalier.terminal.flags import (
     flag_of,
     given_flags,
     require_at_least_one,
+    written,
 )
 
 # For the modes that load a model.  --shape has cells instead.
@@ -97,5 +98,7 @@ def _fill_in(args: Namespace, settings: dict[str, Any], mode: str | None) -> Non
         raise EspalierError(f"--tokens={args.tokens} is not supported: the first comes of no round; use 2 or more")
     if args.page_size is not None:
         if len(args.page_size) > 1:
-            raise EspalierError(f"--page-size={args.page_size}: a model is measured at one; several are for --shape")
+            raise EspalierError(
+                f"--page-size={written(args.page_size)}: a model is measured at one; several are for --shape"
+            )
         settings["page_size"] = args.page_size[0]

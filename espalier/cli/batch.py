@@ -117,10 +117,11 @@ def _check(args: Namespace) -> None:
     elif given := given_flags(args) + [name for name, unset in FOR_ENGINE.items() if getattr(args, name) != unset]:
         raise EspalierError(f"{flag_of(given[0])} is not for --url, where the server has its engine; leave one out")
     if args.url is not None:
-        from espalier.batch.sender import require_url
+        from espalier.batch.sender import split_url
 
         for url in args.url:
-            require_url(url)
+            split_url(url)
+        api_key(args)
     require_int("--concurrency", args.concurrency, 1, optional=True)
     require_number("--give-up-after", args.give_up_after, lambda s: s >= 0, "seconds, 0 or more")
     # A batch reads its output before it goes on.

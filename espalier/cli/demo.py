@@ -32,7 +32,7 @@ from espalier.terminal.console import (
     stdout,
     waiting,
 )
-from espalier.terminal.flags import engine_settings
+from espalier.terminal.flags import engine_settings, require_at_least_one
 from espalier.terminal.machine import header
 
 PROMPT_LINES = 6
@@ -65,6 +65,7 @@ def show(args: Namespace, console: Console) -> int:
     """Show the demo on a console.  Returns 1 if the two ways to decode gave different tokens.  Raises EspalierError."""
     # max_batch 1: two engines share the device, and each runs one request at a time.  float32: in bfloat16, rounding
     # sometimes changes the order of two tokens that are nearly tied.
+    require_at_least_one(args, "max_tokens")
     settings = {"max_batch": 1, "dtype": "float32", **engine_settings(args)}
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     prompts = [entry["prompt"] for entry in heldout()]

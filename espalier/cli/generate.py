@@ -3,6 +3,7 @@
 Generated text is streamed to stdout; everything else goes to stderr.
 """
 
+import codecs
 import json
 import sys
 from argparse import ArgumentParser, Namespace
@@ -79,7 +80,10 @@ def _checked(
 
 
 def _prompts(args: Namespace) -> list[Any]:
-    prompts: list[Any] = [_read_stdin() if prompt == "-" else _readable(prompt, "a prompt") for prompt in args.prompts]
+    prompts: list[Any] = [
+        _read_stdin() if prompt == "-" else _readable(prompt, "a prompt", sys.getfilesystemencoding())
+        for prompt in args.prompts
+    ]
     if args.file is not None:
         prompts += _read_file(args.file)
     if not prompts and sys.stdin is not None and not sys.stdin.isatty():
@@ -95,7 +99,7 @@ def _read_stdin() -> str:
     if sys.stdin is None:
         raise EspalierError("stdin is closed; write a prompt after the command, pipe one in, or use --file")
     try:
-        text = _readable(sys.stdin.read(), "the text from stdin")
+        text = _readable(sys.stdin.read(), "the text from stdin", sys.stdin.encoding)
     except UnicodeDecodeError as error:
         raise EspalierError(f"stdin cannot be read ({error}); use text in {sys.stdin.encoding}") from None
     if not text:
@@ -103,14 +107,14 @@ def _read_stdin() -> str:
     return text
 
 
-def _readable(text: str, what: str) -> str:
+def _readable(text: str, what: str, encoding: str) -> str:
     """Refuse lone surrogates: Python makes them from undecodable bytes, and no tokenizer accepts them."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise EspalierError(
-            f"{what} is not valid in the terminal's encoding; set a UTF-8 locale, LANG=C.UTF-8"
-        ) from None
+        is_utf8 = codecs.lookup(encoding).name == "utf-8"
+        remedy = "write it in UTF-8" if is_utf8 else "set a UTF-8 locale, LANG=C.UTF-8"
+        raise EspalierError(f"{what} is not valid {encoding}; {remedy}") from None
     return text
 
 

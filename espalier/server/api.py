@@ -392,9 +392,10 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
         served_paths = {getattr(route, "path", "") for route in http.app.routes}
         refused = ((prefix, why) for prefix, why in REFUSED_PATHS.items() if prefix not in served_paths)
         why = next((why for prefix, why in refused if path.startswith(prefix)), None)
+        batches = "/v1/files, /v1/batches, " if "/v1/batches" in served_paths else ""
         served = (
-            "use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, /tokenize, /detokenize, /health, "
-            "/metrics, /version or /openapi.json"
+            f"use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, {batches}/tokenize, /detokenize, "
+            "/health, /metrics, /version or /openapi.json"
         )
         # As by a base URL without /v1, or with it where the client adds it.
         near = [one for one in served_paths if one and (one == f"/v1{path}" or path.endswith(one))]

@@ -60,10 +60,18 @@ def api_key(args: Namespace) -> str | None:
     """The key of the flag or of the environment.
 
     Raises EspalierError for an empty flag: `--api-key "$KEY"` with KEY unset must not start a server without a key.
+    And for a key that no client can send, as one read from a file with its end of line.
     """
     if args.api_key == "":
         raise EspalierError(f"--api-key is empty; give the key, set {KEY_VARIABLE}, or leave the flag out")
-    return args.api_key or os.environ.get(KEY_VARIABLE) or None
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
+    if key is not None and (key != key.strip() or not key.isprintable()):
+        source = "--api-key" if args.api_key else KEY_VARIABLE
+        raise EspalierError(
+            f"{source} begins or ends with a space, or has an end of line or another character that no HTTP header "
+            "has; correct it"
+        )
+    return key
 
 
 def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:
@@ -203,7 +211,12 @@ def require_at_least_one(asked: Namespace, *names: str) -> None:
     for name in names:
         value = getattr(asked, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < 1:
-            raise EspalierError(f"{flag_of(name)}={value} is not supported; use 1 or more")
+            raise EspalierError(f"{flag_of(name)}={written(value)} is not supported; use 1 or more")
+
+
+def written(value: Any) -> str:
+    """The value of a flag as it is written on the command line: N,N for a list."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def flag_of(name: str) -> str:

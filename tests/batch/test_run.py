@@ -192,6 +192,15 @@ def test_a_path_without_a_server_is_refused_before_a_line_is_sent():
 
 
 def test_an_address_that_is_none_is_refused():
-    for url in ("localhost:8000", "ftp://x", "http://"):
+    ports, hosts = (
+        ("http://x:port", "http://x:0", "http://x:99999"),
+        ("http://[::1", "http://[v1.x]", "http://\u2603.x"),
+    )
+    for url in ("localhost:8000", "ftp://x", "http://", "http://x?y", "http://x/#y", "http://x\ny", *ports, *hosts):
         with pytest.raises(EspalierError, match="use an address such as"):
             http_client(url, None, 1)
+
+
+def test_a_key_is_sent_as_the_server_reads_it():
+    sent = http_client("http://x", "s\u00e9cret", 1).build_request("GET", "/v1/models").headers.raw
+    assert dict(sent)[b"authorization"] == "Bearer s\u00e9cret".encode()

@@ -127,7 +127,7 @@ BAD = [
     (["--candidates", "5,4"], "'5,4' is no tree"),
     (["--candidates", "2,1,9"], "'2,1,9' is no tree: num_draft_tokens=9"),
     (["--candidates", "4,2,8"], "a batch's tree with steps=4 is above the configured steps=3"),
-    (["--context", "8,9"], "--context=[8, 9]"),
+    (["--context", "8,9"], "--context=8,9"),
     (
         ["--num-pages", "14", "--context", "60", "--max-batch", "3", "--tokens", "30", "--candidates", "2,1,3"],
         "no round held 3 requests of 60",

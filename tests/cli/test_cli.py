@@ -20,10 +20,11 @@ from espalier.cli.draw import round_tree
 from espalier.cli.main import parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.engine.launch_input import DraftTree, RoundTrace
+from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SPELLED_ALIKE, Output, SamplingParams
 from espalier.terminal.console import ASCII, aligned, has_colour, stdout, waiting
-from espalier.terminal.flags import engine_settings, sampling_params
+from espalier.terminal.flags import api_key, engine_settings, sampling_params
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 
@@ -60,14 +61,18 @@ BAD = [
     (["generate", "x", "--topk", "257"], "topk=257 is not supported; use a whole number, 1 to 256"),
     (["serve", "--port", "http"], "argument --port: 'http' is not supported; use a whole number"),
     (["serve", "--api-key", ""], "--api-key is empty"),
+    (["batch", __file__, "out", "--url", "http://x:port"], "use an address such as http://127.0.0.1:8000\n"),
     (["serve", "--host", ""], "--host is empty"),
     (["serve", "--served-model-name", ""], "--served-model-name is empty"),
     (["serve", "--cors-origin", "page.example"], "--cors-origin='page.example' is no origin of a page"),
     (["batch", __file__, "out", "--url", "localhost"], "use an address such as http://127.0.0.1:8000\n"),
     (["generate", "--file", "/no/such/file"], "/no/such/file cannot be read"),
     (["demo", "--prompts", "0"], "--prompts=0"),
-    (["bench", "round", "--batch", "0"], "--batch=[0]"),
-    (["bench", "kernels", "--page-size", "0"], "--page-size=[0]"),
+    (["demo", "--max-tokens", "0"], "--max-tokens=0 is not supported; use 1 or more"),
+    (["bench", "round", "--batch", "4,0"], "--batch=4,0 is not supported; use 1 or more"),
+    (["bench", "round", "--page-size", "1,16"], "--page-size=1,16: a model is measured at one"),
+    (["bench", "kernels", "--page-size", "0,16"], "--page-size=0,16 is not supported"),
+    (["bench", "attention", "--page-size", "0,16"], "--page-size=0,16 is not supported"),
     (["bench", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
     (["bench", "grammar", "--suite", "/no/such"], "--suite=/no/such has no *.json files"),
     (["bench", "grammar", "--tokens", "1"], "--tokens=1 is not supported: the first comes of no round"),
@@ -84,6 +89,23 @@ def test_bad_input_is_one_line_and_status_2(arguments, said, capsys):
     assert said in err
     assert err.count("\n") == 1
     assert out == ""
+
+
+@pytest.mark.parametrize("key", ["secret\n", " secret", "sec\x7fret", "sec\udcffret"])
+def test_a_key_that_no_client_can_send_is_refused_and_not_shown(key, monkeypatch):
+    with pytest.raises(EspalierError, match=r"^--api-key begins or ends with a space, or has an end of line") as flag:
+        api_key(parse(["serve", "--api-key", key]))
+    monkeypatch.setenv("ESPALIER_API_KEY", key)
+    with pytest.raises(EspalierError, match=r"^ESPALIER_API_KEY begins or ends with") as variable:
+        api_key(parse(["serve"]))
+    assert "secret" not in f"{flag.value}{variable.value}"
+    assert api_key(parse(["serve", "--api-key", "s\u00e9c ret"])) == "s\u00e9c ret"
+
+
+def test_a_wrong_key_leaves_no_output_of_a_batch(tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert run("batch", __file__, str(out), "--url", "http://127.0.0.1:1", "--api-key", "\udcff") == 2
+    assert "--api-key begins or ends with" in capsys.readouterr().err and not out.exists()
 
 
 def test_version_and_the_package_runs_as_a_module(capsys, monkeypatch):
@@ -241,14 +263,22 @@ def test_line_breaks_of_unicode_are_part_of_a_prompt(tmp_path):
     assert generate._read_file(prompts) == ["a\u2028b\x85c", "d"]
 
 
-def test_bytes_that_are_no_text_are_refused(capsys, monkeypatch):
-    for errors in ("strict", "surrogateescape"):
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding="utf-8", errors=errors))
-        assert run("generate", "-") == 2
-        err = capsys.readouterr().err
-        assert "stdin" in err and err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("encoding", "errors", "remedy"),
+    [
+        ("utf-8", "strict", "use text in utf-8"),
+        ("utf-8", "surrogateescape", "the text from stdin is not valid utf-8; write it in UTF-8"),
+        ("ascii", "surrogateescape", "the text from stdin is not valid ascii; set a UTF-8 locale, LANG=C.UTF-8"),
+    ],
+)
+def test_bytes_that_are_no_text_are_refused(encoding, errors, remedy, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), encoding=encoding, errors=errors))
+    assert run("generate", "-") == 2
+    err = capsys.readouterr().err
+    assert "stdin" in err and err.endswith(f"{remedy}\n") and err.count("\n") == 1
+    monkeypatch.setattr("sys.getfilesystemencoding", lambda: encoding)
     assert run("generate", "\udcff") == 2
-    assert "a prompt is not valid" in capsys.readouterr().err
+    assert f"a prompt is not valid {encoding}; " in capsys.readouterr().err
 
 
 def test_text_that_the_encoding_has_no_character_for_is_escaped(tiny, monkeypatch):

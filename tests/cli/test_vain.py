@@ -82,7 +82,7 @@ EARLY = [
     (["generate", "x", "--stop-token-ids", "99"], "stop_token_ids entry=99 is not supported"),
     (["generate", "x", "--logit-bias", '{"99": 1}'], "logit_bias token=99 is not supported"),
     (["generate", "a", "a" * 200], "prompt 1 of 2: the prompt is too long: it has 200 tokens"),
-    (["demo", "--max-tokens", "0"], "max_tokens=0 is not supported"),
+    (["demo", "--max-tokens", "0"], "--max-tokens=0 is not supported"),
     (["demo", "--prompts", "3"], "--prompts=3 is not supported; use 1 to 2"),
     (["serve", "--chat-template", "/no/such/file"], "--chat-template /no/such/file cannot be read"),
     (["serve", "--chat-template", "/dev/null"], "--chat-template /dev/null is empty"),

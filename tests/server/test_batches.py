@@ -372,6 +372,14 @@ def test_a_server_without_a_place_for_batches_says_how_to_have_one(path):
     assert "--batch-dir" not in _of_routing(http, HTTPException(404)).detail
 
 
+def test_a_wrong_path_is_told_the_paths_of_batches_where_they_are_served():
+    app = SimpleNamespace(routes=[])
+    http = SimpleNamespace(url=SimpleNamespace(path="/nowhere"), method="GET", app=app)
+    assert "/v1/batches" not in _of_routing(http, HTTPException(404)).detail
+    app.routes = [SimpleNamespace(path="/v1/files"), SimpleNamespace(path="/v1/batches")]
+    assert "/v1/responses, /v1/files, /v1/batches, /tokenize" in _of_routing(http, HTTPException(404)).detail
+
+
 @pytest.mark.full
 def test_two_thousand_lines_killed_three_times(tmp_path, capsys):
     """One local engine each time, killed at random moments with everything that it started."""
