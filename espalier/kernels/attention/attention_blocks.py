@@ -85,7 +85,7 @@ def _attend_scores(scores, v, seen, scale, max_score, sum_weights, acc, MASKED: 
 
 @kernel
 def _shifted(exponent, dtype: tl.constexpr):
-    """An exponent of two without that of the unit of weights in dtype: 2^15 in float16, else 1.
+    """exponent, less 15 for weights in float16, which are kept times 2^15.
 
     A weight is at most 1, and float16 ends at 2^-24.  Many rows may have less weight than that each, and yet count
     together.
