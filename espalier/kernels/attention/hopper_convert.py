@@ -1,8 +1,8 @@
 """The converting warps of the Hopper kernels, for FP8 rows.
 
 Hopper's tensor cores multiply two-byte queries with two-byte rows only, which they read from shared memory.  So the
-loading warps copy FP8 rows to stages of their own ("raw"), and these warps write them to the stages that are attended,
-in the dtype of those.
+loading warps copy FP8 rows to stages of their own ("raw").  The converting warps read them there, and write two-byte
+rows to the stages that are attended.
 """
 
 from __future__ import annotations
