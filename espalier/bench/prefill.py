@@ -19,6 +19,7 @@ from espalier.bench.floor import Floors
 from espalier.bench.full_rounds import enter, leave
 from espalier.bench.instrument import record_launches
 from espalier.bench.linears import ModelShape
+from espalier.bench.timing import PeakMeter
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.request import Request
@@ -131,13 +132,14 @@ def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) 
     """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: of the same shape."""
     prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
     times, peaks = [], []
+    meter = None if floors is None else PeakMeter(floors.stopwatch, floors.device)
     for _ in range(1 + TURNS):
         empty_prefix_cache(bench.engine)
         launches.reset()
         times.append(_enter(bench, prompts))
-        if floors is not None:
-            # In turns with the prompts: the clocks of a hot GPU are not those of a cool one.
-            peaks.append(floors.stopwatch.peak(floors.device))
+        if meter is not None:
+            # In turns with the prompts, and right after them: the clocks of a hot GPU are not those of a cool one.
+            peaks.append(meter.measure())
     seconds = median(times[1:])
     passes, num_rounds = launches.prefills, len(launches.rounds)
     linear_ms = None if floors is None else _linear_ms(bench, passes, floors)

@@ -15,8 +15,9 @@ import torch
 # Several times the size of any L2 cache.
 BANDWIDTH_BYTES = 4 * 2**30
 PEAK_SIDE = 8192
-# Long enough for the GPU's clocks to settle under load.
-SECONDS = 0.3
+# Long enough for the GPU's clocks to settle under load: at its power limit a GPU slows down after 0.2 s, and recovers
+# after 0.4 s (docs/log.md).
+SECONDS = 1.0
 TURNS = 8
 # A shorter body is replayed several times between two events, so that the time of an event does not count.
 MIN_MS = 0.2
@@ -43,14 +44,7 @@ class Stopwatch:
         They run for `seconds`, and at least `turns` times.  Only the later half counts: a GPU at its power limit slows
         down within tenths of a second, and a server runs much longer than that.
         """
-        graphs = [self._capture(body) for body in bodies]
-        num_replays = [_num_replays(times[-1]) for times in _replayed(graphs, 2, [1] * len(graphs))]
-        times_of: list[list[float]] = [[] for _ in bodies]
-        begun = time.perf_counter()
-        while not times_of[0] or time.perf_counter() - begun < seconds:
-            for times, new in zip(times_of, _replayed(graphs, turns, num_replays), strict=True):
-                times += new
-        return [statistics.median(times[len(times) // 2 :]) for times in times_of]
+        return _timed([self.capture(body) for body in bodies], turns, seconds)
 
     def ceilings(self, device: torch.device) -> Ceilings:
         return Ceilings(self.bandwidth(device), self.peak(device))
@@ -63,11 +57,9 @@ class Stopwatch:
 
     def peak(self, device: torch.device) -> float:
         """FLOP/s of a bf16 matrix product."""
-        a, b = (torch.randn(PEAK_SIDE, PEAK_SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
-        (product,) = self.ms([lambda: a @ b], seconds=SECONDS)
-        return 2 * PEAK_SIDE**3 / product * 1e3
+        return PeakMeter(self, device).measure()
 
-    def _capture(self, body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    def capture(self, body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         # The first call of a body may set up libraries, which a capture does not allow.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -79,6 +71,31 @@ class Stopwatch:
             body()
         self._first = self._first or graph
         return graph
+
+
+class PeakMeter:
+    """Measures Stopwatch.peak again and again.  It is made once: while it is made, a hot GPU cools down."""
+
+    def __init__(self, stopwatch: Stopwatch, device: torch.device) -> None:
+        a, b = (torch.randn(PEAK_SIDE, PEAK_SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
+        # The graph reads them, and does not keep them.
+        self._inputs = (a, b)
+        self._graph = stopwatch.capture(lambda: a @ b)
+
+    def measure(self) -> float:
+        (ms,) = _timed([self._graph], TURNS, SECONDS)
+        return 2 * PEAK_SIDE**3 / ms * 1e3
+
+
+def _timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
+    """Median ms of each graph, as `Stopwatch.ms`."""
+    num_replays = [_num_replays(times[-1]) for times in _replayed(graphs, 2, [1] * len(graphs))]
+    times_of: list[list[float]] = [[] for _ in graphs]
+    begun = time.perf_counter()
+    while not times_of[0] or time.perf_counter() - begun < seconds:
+        for times, new in zip(times_of, _replayed(graphs, turns, num_replays), strict=True):
+            times += new
+    return [statistics.median(times[len(times) // 2 :]) for times in times_of]
 
 
 def _num_replays(ms: float) -> int:
