@@ -137,6 +137,7 @@ class Batches:
         batch.status = end
         setattr(batch, f"{end}_at", int(time.time()))
         self.store.save(batch)
+        self.store.answers(batch.id).unlink()  # its lines are in the files now, which the user may delete
         log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
 
     async def _run(self, batch: Batch, journal: Journal, earlier: Sequence[asyncio.Task[None]]) -> str:

@@ -333,6 +333,7 @@ def test_batches_outlive_the_server(tmp_path):
             batch = batches.store.batches[id]
             assert outcomes(batches.store.content(batch.output_file_id)) == dict.fromkeys(range(1, 31), 200)
             assert batch.error_file_id is None and batch.request_counts.completed == 30
+            assert not batches.store.answers(id).exists(), "its lines are in the output file"
         await batches.close()
 
     both = asyncio.run(asyncio.wait_for(first(), 60))
