@@ -67,7 +67,7 @@ def prompt_too_long(size: str, max_context: int, max_position: int | None = None
 def too_little_room(
     name: str, value: int, prompt_tokens: int, max_context: int, max_position: int | None = None
 ) -> ContextOverflow:
-    """The error for a limit of the output, called `name`, that does not fit behind the prompt.
+    """The error for max_tokens or min_tokens, called `name`, that does not fit behind the prompt.
 
     Clients recognize it by the words of `prompt_too_long`; max_position as there.
     """
