@@ -151,6 +151,17 @@ def require_int(
         raise EspalierError(f"{name}={shown(value)} is not supported; use {allowed}{remedy}")
 
 
+def require_text(what: str, text: str) -> None:
+    """Refuse a lone surrogate, which UTF-8 and so no token can have.  what: names the text.  Raises EspalierError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EspalierError(
+            f"{what} contains a lone surrogate ({text[error.start]!r} at character {error.start}), which is not "
+            "valid text; decode its bytes with errors='replace'"
+        ) from None
+
+
 def require_fields(what: str, cls: type, names: Iterable[str]) -> None:
     """Refuse a name that is no field of a dataclass's constructor.  Raises EspalierError.
 
