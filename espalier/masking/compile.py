@@ -1,9 +1,10 @@
 """Compiles grammars with xgrammar, in threads, and keeps what was compiled.
 
 A request waits WAIT_S for its grammar.  Then the compilation is given up: the request is refused with CompilerBusy,
-because load may be the cause.  The thread cannot be ended.  It runs on, and a retry gets its result.  After COMPILE_S the
-cause is the grammar: from then on it is refused for good.  While MAX_RUNNING given-up threads run, no compilation can
-begin, so grammars that wait and new ones are refused.  Compiling releases the GIL, so other requests go on.
+because load may be the cause.  The thread cannot be ended.  It runs on, and a retry gets its result.  A grammar that
+takes longer than COMPILE_S is refused for good, unless it is compiled after all.  While MAX_RUNNING threads that were
+given up run, no compilation can begin, so grammars that wait and new ones are refused with CompilerBusy.  Compiling
+releases the GIL, so other requests go on.
 """
 
 import copy
@@ -67,9 +68,7 @@ class GrammarCompiler:
     moment at which it begins.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = WAIT_S, time_limit_s: float = COMPILE_S
-    ):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = WAIT_S, time_limit_s: float = COMPILE_S):
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.wait_s = wait_s
@@ -132,8 +131,8 @@ class GrammarCompiler:
             self.num_given_up += 1
             made.set_exception(
                 CompilerBusy(
-                    f"the grammar is not compiled after {self.wait_s:g} s, and its compilation goes on; retry later, or "
-                    "use a simpler one"
+                    f"the grammar is not compiled after {self.wait_s:g} s, and its compilation goes on; retry later, "
+                    "or use a simpler one"
                 )
             )
             if self.num_given_up == MAX_RUNNING:

@@ -33,7 +33,7 @@ BAD = {
     "negative": ([3, -1, 2], 8, "-1", "0 to 15"),
     "not a token": ([3, 2.5, 2], 8, "2.5", "0 to 15"),
     "a bool": ([True], 8, "True", "0 to 15"),
-    "more least tokens than there is room": ([1] * 40, (30, 30), "min_tokens=30", "use at most 24, or leave it out, or raise max_context (the model has "),
+    "more least tokens than there is room": ([1] * 40, (30, 30), "min_tokens=30", "use at most 24, or leave it out"),
 }
 
 
