@@ -376,6 +376,14 @@ def test_a_body_nested_too_deep_is_refused():
         CompletionRequest.model_validate({**TEXT, "user": nested})
 
 
+@pytest.mark.parametrize("depth", [1, 300, 420, 600, 900])
+def test_template_variables_may_be_nested_as_deep_as_a_body(depth, served):
+    """At each depth they are refused as what they are: this template does not read them."""
+    nested = '{"a":' * depth + "1" + "}" * depth
+    body = f'{{"model": "bundled", "messages": [{{"role": "user", "content": "x"}}], "chat_template_kwargs": {nested}}}'
+    error_of(served.request("/v1/chat/completions", body.encode()))
+
+
 def test_a_stream_that_is_refused_has_the_status_of_its_error(served):
     assert error_of(served.request("/v1/completions", {**TEXT, "stream": True, "min_tokens": 600, "max_tokens": None}))
 
