@@ -9,6 +9,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,14 @@ class Journal:
 
     def append(self, number: int, custom_id: str | None, answer: Response | LineError) -> None:
         """Write the answer of a line.  Raises EspalierError if it cannot be written."""
-        data = answer_line(self.input.digest, number, custom_id, answer)
+        data = whole = answer_line(self.input.digest, number, custom_id, answer)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
+            # Other lines may still be appended, and only the last line may be torn.
+            with suppress(OSError):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - (len(whole) - len(data)))
             raise EspalierError(
                 f"{self.path} cannot be written ({error.strerror}); make room and run it again"
             ) from None

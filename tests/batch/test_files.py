@@ -188,6 +188,24 @@ def test_the_name_of_an_output_is_on_the_disk_before_its_first_line(tmp_path, mo
     journal.close()
 
 
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_part_of_itself(tmp_path, monkeypatch):
+    """Other lines, which wait for their answers at that moment, may still be appended."""
+    journal = Journal(tmp_path / "out.jsonl", scan_input(write(tmp_path / "in.jsonl", [line(1), line(2)])))
+    whole = os.write
+
+    def torn(file, data):
+        if len(data) < 10:
+            raise OSError(28, "No space left on device")
+        return whole(file, data[: len(data) - 9])
+
+    with monkeypatch.context() as patch, pytest.raises(EspalierError, match="No space left"):
+        patch.setattr(os, "write", torn)
+        journal.append(1, "r1", ANSWER)
+    journal.append(2, "r2", ANSWER)
+    journal.close()
+    assert outcomes(tmp_path / "out.jsonl") == {2: 200}
+
+
 def test_a_sync_in_a_thread_ends_before_the_output_is_closed(tmp_path, monkeypatch):
     """Else lines would be lost that the caller believes are on the disk."""
     journal = Journal(tmp_path / "out.jsonl", scan_input(write(tmp_path / "in.jsonl", [line(1)])))
