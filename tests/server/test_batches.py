@@ -28,7 +28,7 @@ from espalier.server.stored import Store
 from tests import warm
 from tests.batch.sample import line, outcomes, write
 from tests.batch.valve import valve
-from tests.server.serving import ENGINE, ROOT, TREE, Served, flags_of, serving
+from tests.server.serving import ENGINE, LONG, ROOT, TREE, Served, flags_of, serving
 
 HI = [{"role": "user", "content": "hi"}]
 TEXT = {"model": "bundled", "temperature": 0, "prompt": "x", "max_tokens": 2}
@@ -184,6 +184,15 @@ def test_openais_client_runs_batches(served, client):
         assert client.files.delete(id).deleted
         with pytest.raises(openai.NotFoundError, match="there is no file"):
             client.files.retrieve(id)
+
+
+def test_a_line_may_wait_longer_than_another_request(tmp_path):
+    with serving(tmp_path, "--request-timeout", "0.2", "--batch-dir", str(tmp_path / "kept"), copied=True) as served:
+        assert served.request(URLS[1], LONG)[0] == 504
+        client = openai.OpenAI(base_url=f"{served.base}/v1", api_key="none")
+        file, _ = upload(client, [line(1, body=LONG)])
+        done = ended(client, client.batches.create(input_file_id=file.id, endpoint=URLS[1], completion_window="24h"))
+        assert (done.status, done.request_counts.completed) == ("completed", 1)
 
 
 def test_a_cancelled_batch_answers_every_line(served, client):
