@@ -65,7 +65,7 @@ class GrammarCompiler:
     """Compiles grammars for one model.  Thread-safe.
 
     wait_s: how long a request waits for one compilation; time_limit_s: how long that may take.  Both count from the
-    moment at which it begins.
+    moment at which it begins.  num_given_up: compilations that were given up and still run.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = WAIT_S, time_limit_s: float = COMPILE_S):
@@ -234,7 +234,7 @@ def _num_bytes(future: "Future[CompiledGrammar]") -> int:
 
 
 def _busy() -> CompilerBusy:
-    return CompilerBusy("the server still compiles earlier grammars; retry later")
+    return CompilerBusy("earlier grammars still compile; retry later")
 
 
 def _reason(error: Exception) -> str:
