@@ -67,7 +67,7 @@ def prompt_too_long(size: str, max_context: int, max_position: int | None = None
 def too_little_room(
     name: str, value: int, prompt_tokens: int, max_context: int, max_position: int | None = None
 ) -> ContextOverflow:
-    """The error for a limit of the output, called `name`, that does not fit behind the prompt.
+    """The error for max_tokens or min_tokens, called `name`, that does not fit behind the prompt.
 
     Clients recognize it by the words of `prompt_too_long`; max_position as there.
     """
@@ -149,6 +149,17 @@ def require_int(
     if not (whole and value >= low and (high is None or value <= high)):
         allowed = f"a whole number, {low} or more" if high is None else f"a whole number, {low} to {high}"
         raise EspalierError(f"{name}={shown(value)} is not supported; use {allowed}{remedy}")
+
+
+def require_text(what: str, text: str) -> None:
+    """Refuse a lone surrogate, which UTF-8 and so no token can have.  what: names the text.  Raises EspalierError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EspalierError(
+            f"{what} contains a lone surrogate ({text[error.start]!r} at character {error.start}), which is not "
+            "valid text; decode its bytes with errors='replace'"
+        ) from None
 
 
 def require_fields(what: str, cls: type, names: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
-from espalier.errors import EspalierError, prompt_too_long, shown, too_little_room, unknown_name
+from espalier.errors import EspalierError, prompt_too_long, require_text, shown, too_little_room, unknown_name
 from espalier.grammar.check import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
@@ -76,7 +76,7 @@ class InputProcessor:
         number of tokens, from the prompt's end.  Raises EspalierError.
         """
         if isinstance(prompt, str):
-            check_text(prompt)
+            require_text("the prompt", prompt)
             tokenizer = self.text_of("a text prompt")
             if keep_last is None:
                 self.require_fit(prompt)
@@ -175,18 +175,7 @@ def _check_messages(messages: Any) -> None:
             raise EspalierError(f"message {index} has content={shown(content)}; give text, or a list of text parts")
         for value in message.values():
             if isinstance(value, str):
-                check_text(value)
-
-
-def check_text(text: str) -> None:
-    """Refuse a lone surrogate, which no tokenizer accepts.  Raises EspalierError."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise EspalierError(
-            f"the prompt contains a lone surrogate ({text[error.start]!r} at character {error.start}), which is not "
-            "valid text; decode its bytes with errors='replace'"
-        ) from None
+                require_text("the prompt", value)
 
 
 def text_sink(tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams) -> TextStream | None:

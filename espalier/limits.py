@@ -7,7 +7,7 @@ with the value, the range and the remedy.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from espalier.errors import EspalierError, require_int, require_number, shown
+from espalier.errors import EspalierError, require_int, require_number, require_text, shown
 
 # (name, value): refuses a value that no model supports.
 Check = Callable[[str, Any], None]
@@ -106,6 +106,8 @@ def stop_strings(name: str, stop: Any) -> None:
         raise EspalierError(f"{name} with {len(texts)} strings is not supported; use {MAX_STOP_STRINGS} at most")
     if not all(isinstance(text, str) and text for text in texts):
         raise EspalierError(f"{name}={shown(list(texts))} is not supported; use strings of one character or more")
+    for text in texts:
+        require_text(name, text)
 
 
 def stop_ids(name: str, tokens: Any) -> None:

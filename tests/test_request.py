@@ -88,6 +88,7 @@ REFUSED = [
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens=5"),
     ({"stop": ""}, "stop=['']"),
     ({"stop": [1]}, "stop=[1]"),
+    ({"stop": ["a", "b\udcff"]}, "stop contains a lone surrogate ('\\udcff' at character 1)"),
     ({"stop": 1}, "stop=1 is not supported; use a string or a list of strings"),
     ({"stop": ["x"] * (MAX_STOP_STRINGS + 1)}, f"stop with {MAX_STOP_STRINGS + 1} strings"),
     ({"stop_token_ids": [VOCAB]}, f"stop_token_ids entry={VOCAB}"),
@@ -111,7 +112,7 @@ def test_bad_values_are_refused_in_one_line_with_a_remedy(params, named):
         resolved(**params).validate(VOCAB)
     message = str(refused.value)
     assert named in message
-    assert "use" in message or "lower" in message
+    assert any(remedy in message for remedy in ("use", "lower", "decode"))
     assert "\n" not in message
 
 

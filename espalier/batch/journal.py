@@ -7,7 +7,9 @@ the torn line off.  A loss of power may also lose the lines since the last `sync
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,11 @@ class Journal:
         self._prefix = id_prefix(scan.digest)
         self._is_answered = bytearray(scan.last + 1)
         self._unsynced = False
+        # A sync may run in a thread while the journal is closed.
+        self._syncing = threading.Lock()
         self._file = open_alone(path, "batch", "name another file")
         try:
+            self._keep_name()
             self._recover()
         except BaseException:
             os.close(self._file)
@@ -57,11 +62,14 @@ class Journal:
 
     def append(self, number: int, custom_id: str | None, answer: Response | LineError) -> None:
         """Write the answer of a line.  Raises EspalierError if it cannot be written."""
-        data = answer_line(self.input.digest, number, custom_id, answer)
+        data = whole = answer_line(self.input.digest, number, custom_id, answer)
         try:
             while data:
                 data = data[os.write(self._file, data) :]
         except OSError as error:
+            # Other lines may still be appended, and only the last line may be torn.
+            with suppress(OSError):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - (len(whole) - len(data)))
             raise EspalierError(
                 f"{self.path} cannot be written ({error.strerror}); make room and run it again"
             ) from None
@@ -69,14 +77,29 @@ class Journal:
         self._count(number, isinstance(answer, LineError) or answer.status_code != OK)
 
     def sync(self) -> None:
-        """Wait until the lines are on the disk."""
-        if self._unsynced:
+        """Wait until the lines are on the disk.  May run in a thread.  Raises EspalierError if they cannot be kept."""
+        with self._syncing:
+            if not self._unsynced:
+                return
             self._unsynced = False
-            os.fsync(self._file)
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                raise EspalierError(
+                    f"{self.path} cannot be written ({error.strerror}); check the disk and run it again"
+                ) from None
 
     def close(self) -> None:
-        self.sync()
-        os.close(self._file)
+        try:
+            self.sync()
+        finally:
+            os.close(self._file)
+
+    def _keep_name(self) -> None:
+        try:
+            sync_folder(self.path.parent)
+        except OSError as error:
+            raise EspalierError(f"{self.path.parent} cannot be synced ({error.strerror}); use another disk") from None
 
     def _count(self, number: int, failed: bool) -> None:
         self._is_answered[number] = 1
@@ -135,3 +158,15 @@ def open_alone(path: Path, writer: str, remedy: str) -> int:
             raise EspalierError(f"{path} is being written by another {writer}; wait for it, or end it") from None
         raise EspalierError(f"{path} cannot be locked ({error.strerror}); use a local file system") from None
     return file
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk: a file's fsync does not cover its name.  Raises OSError."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot sync a folder
+            raise
+    finally:
+        os.close(handle)

@@ -26,15 +26,16 @@ async def run(
     the answers so far, and a later run continues from there.
     """
     lines = journal.unanswered()
-    syncing = asyncio.create_task(_sync(journal))
     try:
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, journal.num_left)):
-                group.create_task(_work(lines, journal, sender, answered, urls))
+            syncing = group.create_task(_sync(journal))
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(concurrency, journal.num_left)):
+                    workers.create_task(_work(lines, journal, sender, answered, urls))
+            syncing.cancel()
     except BaseExceptionGroup as errors:
         raise _first_error(errors) from None
     finally:
-        syncing.cancel()
         lines.close()
 
 

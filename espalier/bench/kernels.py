@@ -273,9 +273,9 @@ def inputs(shape: Shape, page_size: int, layers: int, device: torch.device, in_o
     specs = [shape.spec] * layers
     pages = PagedKV(layout, 1 + shape.batch * width, specs, layers, DTYPE, device)
     for stack in pages.target:
-        for plane in stack.planes:
-            for layer in plane:
-                layer.copy_(torch.randn(layer.shape, dtype=DTYPE, device=device))
+        for stacked in stack.stacked:
+            for plane in stacked:
+                plane.copy_(torch.randn(plane.shape, dtype=DTYPE, device=device))
     table = torch.zeros(shape.batch, layout.table_width, dtype=torch.int32, device=device)
     order = torch.arange if in_order else torch.randperm
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)

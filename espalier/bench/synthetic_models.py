@@ -217,4 +217,4 @@ def _start(engine: Engine, seconds: float) -> Start:
 
 
 def _bytes(stacks: Sequence[LayerStack]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for stack in stacks for tensor in stack.planes)
+    return sum(tensor.numel() * tensor.element_size() for stack in stacks for tensor in stack.stacked)

@@ -22,10 +22,13 @@ from espalier.layout import RoundLayout
 
 @dataclass
 class LayerStack:
-    """The planes [layers, rows, heads, size] of a group of layers that keep rows of the same form."""
+    """The planes of a group of layers that keep rows of the same form.
+
+    stacked: [layers, rows, heads, size], one tensor for each plane of a layer.
+    """
 
     layers: tuple[int, ...]
-    planes: tuple[Tensor, ...]
+    stacked: tuple[Tensor, ...]
 
 
 def stacks(
@@ -39,14 +42,14 @@ def stacks(
     for keeps, members in groups_of(specs, layers).items():
         shapes = [(len(members), rows, *shape) for shape in keeps.planes.values()]
         if shapes:
-            planes = tuple(torch.zeros(shape, dtype=keeps.dtype or dtype, device=device) for shape in shapes)
-            result.append(LayerStack(members, planes))
+            stacked = tuple(torch.zeros(shape, dtype=keeps.dtype or dtype, device=device) for shape in shapes)
+            result.append(LayerStack(members, stacked))
     return result
 
 
 def by_layer(stacks: list[LayerStack]) -> dict[int, tuple[Tensor, ...]]:
     """The planes [rows, heads, size] of each layer, as views."""
-    return {layer: tuple(plane[i] for plane in s.planes) for s in stacks for i, layer in enumerate(s.layers)}
+    return {layer: tuple(each[i] for each in s.stacked) for s in stacks for i, layer in enumerate(s.layers)}
 
 
 class StagedKV:
@@ -137,15 +140,15 @@ class PagedKV:
         if not pages:
             return
         index = torch.tensor(pages, device=self.device)
-        for plane in (plane for stack in (*self.target, *self.draft) for plane in stack.planes):
+        for stacked in (each for stack in (*self.target, *self.draft) for each in stack.stacked):
             # As bytes: PyTorch fills no FP8.
-            plane.view(torch.uint8).unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
+            stacked.view(torch.uint8).unflatten(1, (self.num_pages, self.page_size)).index_fill_(1, index, 0)
 
     def commit(self, staged: StagedKV, source: Tensor, rows: Tensor) -> None:
         """Copy staging rows `source` [N] to page rows `rows` [N], for every layer in `staged`."""
         pages = {stack.layers: stack for stack in (*self.target, *self.draft)}
         for stack in staged.stacks:
-            commit_rows(stack.planes, pages[stack.layers].planes, source, rows)
+            commit_rows(stack.stacked, pages[stack.layers].stacked, source, rows)
 
     def commit_layer(self, staged: StagedKV, layer: int, source: Tensor, rows: Tensor) -> None:
         """As `commit`, of one layer."""

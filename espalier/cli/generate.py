@@ -3,7 +3,6 @@
 Generated text is streamed to stdout; everything else goes to stderr.
 """
 
-import codecs
 import json
 import sys
 from argparse import ArgumentParser, Namespace
@@ -19,7 +18,14 @@ from espalier.errors import EspalierError, once_each
 from espalier.inputs import InputProcessor
 from espalier.request import Output, OutputChunk, SamplingParams
 from espalier.terminal.console import FROM_DRAFT, FROM_TARGET, QUIET, progress, read_text, stderr, stdout, waiting
-from espalier.terminal.flags import add_engine_flags, add_sampling_flags, engine_settings, flag_of, sampling_params
+from espalier.terminal.flags import (
+    add_engine_flags,
+    add_sampling_flags,
+    engine_settings,
+    flag_of,
+    readable,
+    sampling_params,
+)
 
 if TYPE_CHECKING:
     from espalier.llm import LLM
@@ -81,7 +87,7 @@ def _checked(
 
 def _prompts(args: Namespace) -> list[Any]:
     prompts: list[Any] = [
-        _read_stdin() if prompt == "-" else _readable(prompt, "a prompt", sys.getfilesystemencoding())
+        _read_stdin() if prompt == "-" else readable(prompt, "a prompt", sys.getfilesystemencoding())
         for prompt in args.prompts
     ]
     if args.file is not None:
@@ -99,22 +105,11 @@ def _read_stdin() -> str:
     if sys.stdin is None:
         raise EspalierError("stdin is closed; write a prompt after the command, pipe one in, or use --file")
     try:
-        text = _readable(sys.stdin.read(), "the text from stdin", sys.stdin.encoding)
+        text = readable(sys.stdin.read(), "the text from stdin", sys.stdin.encoding)
     except UnicodeDecodeError as error:
         raise EspalierError(f"stdin cannot be read ({error}); use text in {sys.stdin.encoding}") from None
     if not text:
         raise EspalierError("stdin is empty; write a prompt after the command, pipe one in, or use --file")
-    return text
-
-
-def _readable(text: str, what: str, encoding: str) -> str:
-    """Refuse lone surrogates: Python makes them from undecodable bytes, and no tokenizer accepts them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        is_utf8 = codecs.lookup(encoding).name == "utf-8"
-        remedy = "write it in UTF-8" if is_utf8 else "set a UTF-8 locale, LANG=C.UTF-8"
-        raise EspalierError(f"{what} is not valid {encoding}; {remedy}") from None
     return text
 
 

@@ -1,10 +1,9 @@
 """The GPU executor: one compute stream writes all device state, and rounds and most passes run as CUDA graphs.
 
 A launch copies its launch input from a pinned buffer and replays the CUDA graph of its form (LaunchForm): rounds are
-padded to batch buckets, prefill passes to the forms of RoundLayout.captured_passes.  Passes that no form suits, those
-that a grammar masks or that report log-probabilities of the prompt, and batches above `graph_batch` run the same code
-eagerly.
-Staged rounds have graphs of their own (cuda_stages.py).
+padded to batch buckets, prefill passes to the forms of RoundLayout.captured_passes.  Staged rounds have graphs of their
+own (cuda_stages.py).  The same code runs eagerly for batches above `graph_batch`, for passes that no form suits, and
+for passes that a grammar masks or that report log-probabilities of the prompt.
 The host waits only for results: a second stream copies the launch's entry of the results ring to the host.  The entry
 and its pinned buffers are used again only after the event of that copy.
 

@@ -18,7 +18,7 @@ from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver, StagedHandle
 from espalier.engine.masks import Maskers
 from espalier.engine.scheduler import Launch, Scheduler
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, too_little_room
 from espalier.request import OutputChunk, Request, check_prompt
 from espalier.stats import SpeculationStats
 
@@ -66,6 +66,7 @@ class Engine:
         runner = executor.runner
         self.layout = runner.layout
         self.vocab_size = runner.target.config.vocab_size
+        self.max_position = runner.target.config.max_position
         self.executor = executor
         self.pool = PagePool(runner.pages.num_pages)
         self.prefixes = PrefixTree(self.pool, self.layout.page_size) if prefix_cache else None
@@ -135,17 +136,14 @@ class Engine:
             raise EspalierError(self.stopped)
         if request.id in self.requests:
             raise EspalierError(f"request {request.id!r} is running already; use another id")
-        check_prompt(request.prompt, self.vocab_size, self.layout.max_context)
-        end = request.end(self.layout.max_context)
-        if len(request.prompt) + request.params.min_tokens > end:
-            raise EspalierError(
-                f"min_tokens={request.params.min_tokens} and the prompt ({len(request.prompt)} tokens) need more than "
-                f"the {end} tokens that max_context and max_tokens allow; lower it, or raise max_context or max_tokens"
-            )
+        max_context, least = self.layout.max_context, request.params.min_tokens
+        check_prompt(request.prompt, self.vocab_size, max_context, self.max_position)
+        if len(request.prompt) + least > max_context:
+            raise too_little_room("min_tokens", least, len(request.prompt), max_context, self.max_position)
         if not self.scheduler.fits(request):
             raise EspalierError(
-                f"a request of up to {end} tokens (prompt: {len(request.prompt)}) can never fit into "
-                f"{self.pool.num_pages - 1} pages of {self.layout.page_size} tokens; "
+                f"a request of up to {request.end(max_context)} tokens (prompt: {len(request.prompt)}) can never fit "
+                f"into {self.pool.num_pages - 1} pages of {self.layout.page_size} tokens; "
                 "lower max_tokens or raise num_pages"
             )
         self.scheduler.waiting.add(request)

@@ -1,10 +1,13 @@
 """The queue of waiting requests: by priority, then by arrival."""
 
 from collections.abc import Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from espalier.request import Request
+
+# Removed entries that may stay in any heap.
+FEW = 4
 
 
 class Entry(NamedTuple):
@@ -16,7 +19,7 @@ class Entry(NamedTuple):
 
 
 class WaitingQueue:
-    """A heap.  add and take cost O(log n), remove costs O(1)."""
+    """A heap.  add and take cost O(log n), remove costs O(1) on average."""
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []
@@ -49,11 +52,17 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         del self._numbers[request]
+        # Removed entries behind requests that never end would stay for good.
+        if len(self._heap) > 2 * len(self._numbers) + FEW:
+            self._heap = self._valid()
+            heapify(self._heap)
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[Request]:
         """Requests in queue order.  O(n log n)."""
-        entries = [entry for entry in self._heap if self._numbers.get(entry.request) == entry.number]
-        return (entry.request for entry in sorted(entries))
+        return (entry.request for entry in sorted(self._valid()))
+
+    def _valid(self) -> list[Entry]:
+        return [entry for entry in self._heap if self._numbers.get(entry.request) == entry.number]

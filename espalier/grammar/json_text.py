@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from espalier.errors import EspalierError, shown
+from espalier.errors import EspalierError, once_each, shown
 
 # Integers that xgrammar keeps whole.
 INTEGERS = range(-(2**63), 2**63)
@@ -16,7 +16,9 @@ def read_json(what: str, text: str) -> Any:
     what: names the text in the EspalierError that is raised for any other.
     """
     try:
-        value = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
+        value = json.loads(
+            text, parse_int=_whole, parse_float=_finite, parse_constant=_refuse, object_pairs_hook=once_each
+        )
         json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeEncodeError:

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from espalier.errors import EspalierError, refuses_unknown, shown
+from espalier.errors import EspalierError, refuses_unknown, require_text, shown
 
 Kind = Literal["json_object", "json_schema", "regex", "ebnf", "choice", "structural_tag"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -45,8 +45,8 @@ class Grammar:
             raise EspalierError(f"grammar strict={shown(self.strict)} is not supported; use True or False")
         if self.after is not None and not (isinstance(self.after, str) and self.after):
             raise EspalierError(f"grammar after={shown(self.after)} is not supported; use a text or None")
-        _check_text("spec", self.spec)
-        _check_text("after", self.after or "")
+        require_text("grammar spec", self.spec)
+        require_text("grammar after", self.after or "")
 
     @classmethod
     def of_json_schema(cls, schema: Any, *, strict: bool = True, after: str | None = None) -> "Grammar":
@@ -58,13 +58,6 @@ class Grammar:
     def of_choices(cls, choices: list[str], *, after: str | None = None) -> "Grammar":
         """The grammar that allows exactly these texts."""
         return cls("choice", json.dumps(choices), after=after)
-
-
-def _check_text(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise EspalierError(f"grammar {name} has half of a surrogate pair, which is no text; leave it out") from None
 
 
 def require_grammar(name: str, value: Any) -> None:

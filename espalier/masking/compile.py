@@ -1,15 +1,17 @@
 """Compiles grammars with xgrammar, in threads, and keeps what was compiled.
 
-A compilation that takes too long is given up: its request is refused.  Its thread cannot be ended.  It runs on, and
-later requests with the same grammar get its result.  While MAX_RUNNING such threads run, no compilation can begin, so
-grammars that wait and new ones are refused.  Compiling releases the GIL, so other requests go on.
+A request waits WAIT_S for its grammar.  Then the compilation is given up: the request is refused with CompilerBusy,
+because load may be the cause.  The thread cannot be ended.  It runs on, and a retry gets its result.  A grammar that
+takes longer than COMPILE_S is refused for good, unless it is compiled after all.  While MAX_RUNNING threads that were
+given up run, no compilation can begin, so grammars that wait and new ones are refused with CompilerBusy.  Compiling
+releases the GIL, so other requests go on.
 """
 
 import copy
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +28,8 @@ from espalier.text import Tokenizer
 if TYPE_CHECKING:
     import xgrammar
 
-COMPILE_S = 10.0
+WAIT_S = 10.0
+COMPILE_S = 60.0
 # Compilations at once, those that were given up included.
 MAX_RUNNING = 4
 MAX_THREADS = 8
@@ -61,12 +64,14 @@ class CompiledGrammar:
 class GrammarCompiler:
     """Compiles grammars for one model.  Thread-safe.
 
-    time_limit_s: of one compilation; a slower one is refused.
+    wait_s: how long a request waits for one compilation; time_limit_s: how long that may take.  Both count from the
+    moment at which it begins.  num_given_up: compilations that were given up and still run.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, time_limit_s: float = COMPILE_S):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, wait_s: float = WAIT_S, time_limit_s: float = COMPILE_S):
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
+        self.wait_s = wait_s
         self.time_limit_s = time_limit_s
         self.num_given_up = 0
         self._kept: OrderedDict[Key, Future[CompiledGrammar]] = OrderedDict()
@@ -101,9 +106,7 @@ class GrammarCompiler:
         with self._running:
             if made.done():  # refused while it waited
                 return
-            timer = threading.Timer(self.time_limit_s, self._give_up, (made,))
-            timer.daemon = True
-            timer.start()
+            timer = _after(self.wait_s, self._give_up, key, made)
             try:
                 compiled: CompiledGrammar | EspalierError = self._compiled(grammar)
             except EspalierError as error:
@@ -121,18 +124,28 @@ class GrammarCompiler:
                     made.set_result(compiled)
                 self._drop_oldest()
 
-    def _give_up(self, made: "Future[CompiledGrammar]") -> None:
+    def _give_up(self, key: Key, made: "Future[CompiledGrammar]") -> None:
         with self._lock:
             if made.done():
                 return
             self.num_given_up += 1
             made.set_exception(
-                EspalierError(
-                    f"the grammar takes more than {self.time_limit_s:g} s to compile; use a simpler one, or retry later"
+                CompilerBusy(
+                    f"the grammar is not compiled after {self.wait_s:g} s, and its compilation goes on; retry later, "
+                    "or use a simpler one"
                 )
             )
             if self.num_given_up == MAX_RUNNING:
                 self._refuse_waiting()
+        _after(self.time_limit_s - self.wait_s, self._refuse, key, made)
+
+    def _refuse(self, key: Key, given_up: "Future[CompiledGrammar]") -> None:
+        """Refuse a grammar for good, unless its compilation has ended since it was given up."""
+        with self._lock:
+            if self._kept.get(key) is given_up:
+                self._kept[key] = Future()
+                why = f"the grammar takes more than {self.time_limit_s:g} s to compile; use a simpler one"
+                self._kept[key].set_exception(EspalierError(why))
 
     def _refuse_waiting(self) -> None:
         """Refuse the grammars whose compilation has not begun: until a thread ends, which may never be, none begins."""
@@ -209,12 +222,19 @@ def token_bytes(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> l
     return vocabulary
 
 
+def _after(seconds: float, call: Callable[..., None], *arguments: Any) -> threading.Timer:
+    timer = threading.Timer(seconds, call, arguments)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 def _num_bytes(future: "Future[CompiledGrammar]") -> int:
     return 0 if future.exception() is not None else future.result().num_bytes
 
 
 def _busy() -> CompilerBusy:
-    return CompilerBusy("the server still compiles earlier grammars; retry later")
+    return CompilerBusy("earlier grammars still compile; retry later")
 
 
 def _reason(error: Exception) -> str:

@@ -208,13 +208,16 @@ class EnginePool:
             await self._poll_figures()
 
     async def _poll_figures(self) -> None:
-        """Read each replica's figures.  A replica that does not answer is left out."""
+        """Read each replica's figures.  A replica that does not answer, or not in this version's form, is left out."""
         found: list[Any] = []
         # Without a replica the call raises.
         with suppress(Exception):
             answers = self.handle.broadcast("figures")
             found = await answers.results_async(timeout_s=POLL_TIMEOUT_S, return_exceptions=True)
-        figures = [msgspec.msgpack.decode(each, type=ReplicaFigures) for each in found if isinstance(each, bytes)]
+        figures = []
+        for each in (each for each in found if isinstance(each, bytes)):
+            with suppress(msgspec.MsgspecError):
+                figures.append(msgspec.msgpack.decode(each, type=ReplicaFigures))
         self._figures = [
             Figures({"model": self.name, "replica": each.replica}, each.up, 0, each.report, each.abort_steps)
             for each in sorted(figures, key=lambda each: each.replica)

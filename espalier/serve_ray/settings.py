@@ -112,19 +112,19 @@ def service_of(args: Mapping[str, Any]) -> Service:
         raise EspalierError("models is not supported with this value; use a list of objects, each with its `model`")
     for name in (name for model in models for name in model if name in OF_SERVICE):
         raise EspalierError(f"{name} is the front's, and all models have one front; put it beside `models`")
-    level = args.get("log_level", "info")
+    level = _given(args, "log_level", "info")
     if level not in LEVELS:
         raise EspalierError(f"log_level={shown(level)} is not supported; use {', '.join(LEVELS)}")
     check_options(args)
     key = args.get("api_key")
     if key is not None and not (isinstance(key, str) and key):
         raise EspalierError("api_key is empty, or is no text; give the key, or leave it out")
-    logged = {"log_level": level, "log_json": args.get("log_json", False)}
+    logged = {"log_level": level, "log_json": _given(args, "log_json", False)}
     return Service(
         tuple(_model({**shared, **model}, logged) for model in models),
         ApiOptions(**_renamed(args, OF_API), cors_origins=tuple(_texts(args, "cors_origin"))),
-        args.get("fronts", 1),
-        args.get("drain_timeout", 60.0),
+        _given(args, "fronts", 1),
+        _given(args, "drain_timeout", 60.0),
         **logged,
     )
 
@@ -142,14 +142,14 @@ def _model(args: dict[str, Any], logged: dict[str, Any]) -> ServedModel:
     names = _texts(args, "served_model_name", *(() if settings["model"] == "auto" else (settings["model"],)))
     front = _renamed(args, OF_FRONT)
     find_formats("", front.get("tool_format", "auto"), front.get("reasoning_format", "auto"))
-    if "chat_template" in args:
+    if args.get("chat_template") is not None:
         front["chat_template"] = _template(args["chat_template"])
-    of_replicas = {name: args[name] for name in OF_REPLICAS if name in args}
+    of_replicas = {name: args[name] for name in OF_REPLICAS if args.get(name) is not None}
     return ServedModel(
         settings,
         FrontOptions(tuple(names), **front),
         ClientOptions(**_renamed(args, OF_CLIENT), **logged),
-        replicas_of(args.get("replicas", 1), **of_replicas),
+        replicas_of(_given(args, "replicas", 1), **of_replicas),
     )
 
 
@@ -161,6 +161,11 @@ def checked_settings(settings: Mapping[str, Any]) -> None:
         raise EspalierError(f"device={device} is not supported with replicas: Ray chooses each one's GPU; use cuda")
 
 
+def _given(args: Mapping[str, Any], name: str, default: Any) -> Any:
+    """An option.  null is not given."""
+    return default if args.get(name) is None else args[name]
+
+
 def _renamed(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """The given options by their fields.  null is not given, and a limit of 0 seconds is no limit."""
     given = {field: args[name] for name, field in names.items() if args.get(name) is not None}
@@ -169,7 +174,7 @@ def _renamed(args: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 
 def _texts(args: Mapping[str, Any], name: str, *default: str) -> list[str]:
     """A text or a list of texts, as a list.  Raises EspalierError."""
-    value = args.get(name, list(default))
+    value = _given(args, name, list(default))
     texts = [value] if isinstance(value, str) else value
     if not (isinstance(texts, list) and all(isinstance(each, str) for each in texts)):
         raise EspalierError(f"{name}={shown(value)} is not supported; use a text or a list of texts")

@@ -71,8 +71,8 @@ def _add_files(app: FastAPI, batches: Batches) -> None:
 
     @app.delete(FILES + "/{id}", include_in_schema=False)
     async def delete(id: str) -> Response:
-        if (user := batches.uses(found(id).id)) is not None:
-            raise ApiError(400, f"the file is the input of {user}, which has not ended; cancel it first", "file_id")
+        if (reader := batches.reader_of(found(id).id)) is not None:
+            raise ApiError(400, f"the file is the input of {reader}, which has not ended; cancel it first", "file_id")
         store.remove(id)
         return _json({"id": id, "object": "file", "deleted": True})
 

@@ -19,6 +19,7 @@ from espalier.batch.run import run
 from espalier.batch.sender import App, Sender, app_client
 from espalier.errors import EspalierError
 from espalier.server.batch_objects import ENDED, OUTPUT, WINDOW_S, Batch, BatchRequest, Counts, Fault, Faults
+from espalier.server.front import without_timeout
 from espalier.server.stored import Store, new_id, split
 
 log = logging.getLogger("espalier.server")
@@ -42,8 +43,11 @@ class Batches:
         self._journals: dict[str, Journal] = {}
 
     def start(self, app: App, api_key: str | None) -> None:
-        """Go on with the batches that have not ended.  app: answers their requests."""
-        self._client = app_client(app, api_key)
+        """Go on with the batches that have not ended.  app: answers their requests.
+
+        They may wait longer than others, whose requests go first: the window of the batch is their limit.
+        """
+        self._client = app_client(without_timeout(app), api_key)
         for batch in self.store.batches.values():
             if batch.status not in ENDED:
                 self._begin(batch)
@@ -72,8 +76,8 @@ class Batches:
             _count(batch, journal)
         return batch
 
-    def uses(self, file_id: str) -> str | None:
-        """The id of a batch that still reads this file."""
+    def reader_of(self, file_id: str) -> str | None:
+        """The id of a batch that has not ended and whose input is this file; None if there is none."""
         batches = self.store.batches.values()
         return next((each.id for each in batches if each.input_file_id == file_id and each.status not in ENDED), None)
 
@@ -137,6 +141,7 @@ class Batches:
         batch.status = end
         setattr(batch, f"{end}_at", int(time.time()))
         self.store.save(batch)
+        self.store.answers(batch.id).unlink()  # its lines are in the files now, which the user may delete
         log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
 
     async def _run(self, batch: Batch, journal: Journal, earlier: Sequence[asyncio.Task[None]]) -> str:

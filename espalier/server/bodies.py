@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from pydantic import BaseModel, ValidationError
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, once_each
 from espalier.request import check_prompt
 from espalier.server.batch_objects import BatchRequest
 from espalier.server.errors import ApiError, of_validation, refusal
@@ -82,17 +82,35 @@ def _parsed(content_type: str, data: bytes) -> Any:
     if not _is_json(content_type):
         why = f"content-type {content_type} is not supported" if content_type else "the body has no content-type"
         raise ApiError(400, f"{why}; send a JSON object with content-type application/json")
-    # msgspec takes a third of json's time.  json also reads NaN, lone surrogates and other encodings than UTF-8, and
-    # its errors name the place.
+    # msgspec takes a third of json's time, and keeps the last of two equal names.  Each name has a colon, so without
+    # further colons none comes twice.
     with suppress(ValueError, RecursionError):
-        return msgspec.json.decode(data)
+        value = msgspec.json.decode(data)
+        if data.count(b":") == _num_names(value):
+            return value
+    # json also reads NaN, lone surrogates and other encodings than UTF-8, and its errors name the place.
     try:
-        return json.loads(data)
+        return json.loads(data, object_pairs_hook=once_each)
     except json.JSONDecodeError as error:
         detail = {"type": "json_invalid", "loc": (error.pos,), "msg": "", "ctx": {"error": error.msg}}
         raise of_validation([detail], None) from None
+    except EspalierError as error:
+        raise refusal(error) from None
     except (ValueError, RecursionError):
         raise ApiError(400, UNREADABLE) from None
+
+
+def _num_names(value: Any) -> int:
+    """Names in all objects of a value, or fewer: a list that begins with a plain value is not searched."""
+    count, open_values = 0, [value]
+    while open_values:
+        inner = open_values.pop()
+        if isinstance(inner, dict):
+            count += len(inner)
+            open_values += inner.values()
+        elif isinstance(inner, list) and inner and isinstance(inner[0], dict | list):
+            open_values += inner
+    return count
 
 
 def _no_object() -> ApiError:

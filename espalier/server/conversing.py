@@ -89,13 +89,15 @@ def chat_tokens(
 
 def num_characters(value: Any) -> int:
     """The characters of all texts in a value that was read from a body."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, list):
-        return sum(map(num_characters, value))
-    if isinstance(value, dict):
-        return sum(len(name) + num_characters(each) for name, each in value.items())
-    if isinstance(value, bool | int | float | None):
-        return 0
-    # A record, of which most fields are not set.
-    return sum(num_characters(each) for each in vars(value).values() if each is not None)
+    count, open_values = 0, [value]
+    while open_values:
+        inner = open_values.pop()
+        if isinstance(inner, str):
+            count += len(inner)
+        elif isinstance(inner, list):
+            open_values += inner
+        elif isinstance(inner, dict):
+            open_values += [*inner, *inner.values()]
+        elif not isinstance(inner, bool | int | float | None):
+            open_values += vars(inner).values()  # a record
+    return count

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
@@ -67,6 +67,19 @@ class FrontOptions:
     def __post_init__(self) -> None:
         if not all(name.strip() for name in self.names):
             raise EspalierError("--served-model-name is empty; give a name, or leave the flag out")
+
+
+# In the state of a request's scope: it may take any time.
+UNLIMITED = "unlimited"
+
+
+def without_timeout(app: ASGIApp) -> ASGIApp:
+    """The app for callers whose requests have no --request-timeout."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "state": {UNLIMITED: True}}, receive, send)
+
+    return call
 
 
 class ClientLeft(Exception):
@@ -171,7 +184,7 @@ class Front:
         make_answer: called once the prompts have left.
         """
         loop = asyncio.get_running_loop()
-        limit = self.options.request_timeout_s
+        limit = None if UNLIMITED in http.scope["state"] else self.options.request_timeout_s
         generation = self._submit(body, prompts, params)
         run = Run(self, make_answer, generation, None if limit is None else loop.time() + limit)
         try:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 _SENDER = "describes the sender; the server does not use it"
 _CACHE = "the prefix cache always shares equal prompt prefixes"
-_ROUTING = "one engine serves all requests"
+_ROUTING = "the server chooses the engine"
 
 HINTS: Mapping[str, str] = {
     # OpenAI

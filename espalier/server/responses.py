@@ -179,7 +179,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
 def _kind_of(place: str, item: Mapping[str, Any]) -> str:
     """The type of an item whose fields are those of its type.  Raises EspalierError."""
     kind = item.get("type", "message" if "role" in item else None)
-    if kind not in ITEM_FIELDS:
+    if not isinstance(kind, str) or kind not in ITEM_FIELDS:
         raise EspalierError(f"{place}.type={shown(kind)} is not supported; use {', '.join(ITEM_FIELDS)}")
     needed, optional = ITEM_FIELDS[kind]
     for name in item:
@@ -193,7 +193,7 @@ def _kind_of(place: str, item: Mapping[str, Any]) -> str:
             raise EspalierError(f"{place}.{name}={shown(item[name])} is not supported; use text")
     if kind == "message" and item["role"] not in ROLES:
         raise EspalierError(f"{place}.role={shown(item['role'])} is not supported; use {', '.join(ROLES)}")
-    return str(kind)
+    return kind
 
 
 def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: Mapping[str, Any]) -> None:

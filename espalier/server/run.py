@@ -92,7 +92,8 @@ class Server(uvicorn.Server):
                 self.batches.stop()
         if again or at_once:
             self.should_exit = True
-            self.loop.create_task(self.front.engines.close())
+            # Kept: the event loop alone would not keep a task alive.
+            self.ending = self.loop.create_task(self.front.engines.close())
             return
         log.info("draining: %d requests are in progress", self.gate.num_open)
         self.ending = self.loop.create_task(self._drain())

@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
+from espalier.batch.journal import sync_folder
 from espalier.errors import EspalierError
 from espalier.server.batch_objects import Batch, StoredFile
 
@@ -37,6 +38,7 @@ class Store:
         try:
             for inner in ("files", "batches"):
                 (folder / inner).mkdir(parents=True, exist_ok=True)
+            sync_folder(folder)
             self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             for unfinished in folder.glob(f"*/*{UNFINISHED}"):
@@ -101,7 +103,10 @@ def _write(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that becomes `path` at the end of the block.  If the block fails, `path` stays as it was."""
+    """A file that becomes `path` at the end of the block, and is on the disk then.
+
+    If the block fails, `path` stays as it was.
+    """
     unfinished = path.with_name(path.name + UNFINISHED)
     try:
         with unfinished.open("wb") as file:
@@ -109,6 +114,7 @@ def _whole_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
+        sync_folder(path.parent)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise

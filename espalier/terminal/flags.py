@@ -1,7 +1,9 @@
 """Generates flags from the fields of EngineConfig, SpeculationConfig and SamplingParams."""
 
+import codecs
 import json
 import os
+import sys
 import types
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -186,8 +188,22 @@ def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **min
 
 
 def sampling_params(args: Namespace) -> SamplingParams:
-    """SamplingParams from the flags that were given."""
-    return SamplingParams(**_given(args, SamplingParams))
+    """SamplingParams from the flags that were given.  Raises EspalierError."""
+    given = _given(args, SamplingParams)
+    for text in given.get("stop", ()):
+        readable(text, "--stop", sys.getfilesystemencoding())
+    return SamplingParams(**given)
+
+
+def readable(text: str, what: str, encoding: str) -> str:
+    """The same text.  Raises EspalierError if it has lone surrogates, which Python makes from undecodable bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        is_utf8 = codecs.lookup(encoding).name == "utf-8"
+        remedy = "write it in UTF-8" if is_utf8 else "set a UTF-8 locale, LANG=C.UTF-8"
+        raise EspalierError(f"{what} is not valid {encoding}; {remedy}") from None
+    return text
 
 
 def whole_numbers(text: str) -> list[int]:

@@ -46,7 +46,7 @@ def pages_in(
     scales = {layer: scales_of(layer, spec.rows, device) for layer, spec in enumerate(specs)}
     pages = PagedKV(layout, 1 + 4 * layout.table_width, specs, len(specs), dtype, device, scales)
     generator = torch.Generator().manual_seed(0)
-    for plane in (plane for stack in pages.target for plane in stack.planes):
+    for plane in (each for stack in pages.target for each in stack.stacked):
         plane.copy_(torch.randn(plane.shape, generator=generator))
     table = 1 + torch.randperm(4 * layout.table_width, generator=generator).view(4, -1).int()
     return pages, table.to(device)
@@ -235,7 +235,7 @@ def test_a_replay_counts_contiguous_blocks_again(kernel_device):
     layer_specs = [LayerSpec(32, KVHeads(8, 128, 128))]
     layout = RoundLayout(4, 5, 8, 64, 16, 1000, 0, 256)
     pages = PagedKV(layout, 1 + 4 * layout.table_width, layer_specs, 1, torch.bfloat16, kernel_device)
-    for plane in pages.target[0].planes:
+    for plane in pages.target[0].stacked:
         plane.normal_()
     in_order = 1 + torch.arange(4 * layout.table_width, device=kernel_device, dtype=torch.int32).view(4, -1)
     table, length = in_order.clone(), torch.tensor([900, 1, 640, 63], device=kernel_device)

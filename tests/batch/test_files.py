@@ -1,7 +1,11 @@
 """The input and the output of a batch: what is refused before anything is sent, and what a killed run leaves behind."""
 
 import json
+import os
+import threading
+import time
 from codecs import BOM_UTF8
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -174,3 +178,53 @@ def test_two_batches_do_not_write_one_output(tmp_path):
         Journal(tmp_path / "out.jsonl", found)
     journal.close()
     Journal(tmp_path / "out.jsonl", found).close()
+
+
+def test_the_name_of_an_output_is_on_the_disk_before_its_first_line(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (fsync(file), synced.append(os.readlink(f"/proc/self/fd/{file}"))))
+    journal = Journal(tmp_path / "out.jsonl", scan_input(write(tmp_path / "in.jsonl", [line(1)])))
+    assert synced == [str(tmp_path)]
+    journal.close()
+
+
+def test_a_line_that_does_not_fit_on_the_disk_leaves_no_part_of_itself(tmp_path, monkeypatch):
+    """Other lines, which wait for their answers at that moment, may still be appended."""
+    journal = Journal(tmp_path / "out.jsonl", scan_input(write(tmp_path / "in.jsonl", [line(1), line(2)])))
+    whole = os.write
+
+    def torn(file, data):
+        if len(data) < 10:
+            raise OSError(28, "No space left on device")
+        return whole(file, data[: len(data) - 9])
+
+    with monkeypatch.context() as patch, pytest.raises(EspalierError, match="No space left"):
+        patch.setattr(os, "write", torn)
+        journal.append(1, "r1", ANSWER)
+    journal.append(2, "r2", ANSWER)
+    journal.close()
+    assert outcomes(tmp_path / "out.jsonl") == {2: 200}
+
+
+def test_a_sync_in_a_thread_ends_before_the_output_is_closed(tmp_path, monkeypatch):
+    """Else lines would be lost that the caller believes are on the disk."""
+    journal = Journal(tmp_path / "out.jsonl", scan_input(write(tmp_path / "in.jsonl", [line(1)])))
+    journal.append(1, "r1", ANSWER)
+    begun, go_on, fsync = threading.Event(), threading.Event(), os.fsync
+
+    def slow(file):
+        begun.set()
+        go_on.wait(60)
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    with ThreadPoolExecutor(2) as threads:
+        syncing = threads.submit(journal.sync)
+        begun.wait(60)
+        closing = threads.submit(journal.close)
+        time.sleep(0.05)
+        too_early = closing.done()
+        go_on.set()
+        closing.result(60)
+        syncing.result(60)
+    assert not too_early

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
 from collections import Counter
 
 import httpx
 import pytest
 
+from espalier.batch import run as run_module
 from espalier.batch import sender as sender_module
 from espalier.batch.input_scan import scan_input
 from espalier.batch.journal import Journal
@@ -162,6 +164,25 @@ def test_servers_take_turns_and_a_dead_one_costs_no_line(tmp_path):
 
     assert batch(tmp_path, [line(i) for i in range(1, 31)], answer, num_servers=3) == dict.fromkeys(range(1, 31), 200)
     assert served[0] and served[1] and served.total() == 30
+
+
+def test_a_disk_that_fails_ends_the_batch(tmp_path, monkeypatch):
+    """Its answers would not be kept, so no further line is sent."""
+
+    def fail(file):
+        raise OSError(5, "Input/output error")
+
+    async def answer(index, body):
+        asked.append(body)
+        monkeypatch.setattr(os, "fsync", fail)
+        await asyncio.sleep(0.02)
+        return ok(body)
+
+    asked: list = []
+    monkeypatch.setattr(run_module, "SYNC_S", 1e-3)
+    with pytest.raises(EspalierError, match=r"cannot be written \(Input/output error\)"):
+        batch(tmp_path, [line(i) for i in range(1, 101)], answer, concurrency=1)
+    assert len(asked) < 50
 
 
 def test_a_priority_is_added_where_the_line_has_none(tmp_path):

@@ -55,7 +55,7 @@ def test_layers_of_one_shape_share_a_stack():
 def test_bytes_of_a_token_are_summed_over_layers():
     assert bytes_per_token(GEOMETRY, torch.bfloat16) == 2 * (16 + 9 + 16 + 7)
     _, pages, _ = made(16)
-    held = sum(buffer.nbytes for stack in pages.target + pages.draft for buffer in stack.planes)
+    held = sum(buffer.nbytes for stack in pages.target + pages.draft for buffer in stack.stacked)
     assert held == bytes_per_token(GEOMETRY, torch.float64) * pages.num_pages * 16
 
 
@@ -96,7 +96,7 @@ def test_a_commit_copies_staged_rows_in_order_and_nothing_else(page_size):
             for place, (b, node) in zip(rows.flatten().tolist()[:4], [(0, 0), (0, 3), (0, 6), (1, 0)], strict=True):
                 expected[place] = value[b, node]
             assert torch.equal(buffer, expected)
-    assert not any(plane.any() for stack in pages.draft for plane in stack.planes)
+    assert not any(plane.any() for stack in pages.draft for plane in stack.stacked)
 
 
 def test_staging_hands_back_all_rows_so_far():

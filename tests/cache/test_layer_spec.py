@@ -44,12 +44,12 @@ def test_pools_and_staging_follow_from_what_layers_keep():
     staged = StagedKV(SPECS, range(len(SPECS)), LAYOUT.target_rows, torch.float32, CPU)
     for buffers, rows in ((pages.target, 5 * 4), (staged.stacks, LAYOUT.target_rows)):
         assert [stack.layers for stack in buffers] == [(0, 4), (2,)]
-        assert [[tuple(plane.shape) for plane in stack.planes] for stack in buffers] == [
+        assert [[tuple(plane.shape) for plane in stack.stacked] for stack in buffers] == [
             [(2, rows, 2, 8), (2, rows, 2, 6)],
             [(1, rows, 1, 24)],
         ]
     assert set(pages.layers) == {0, 2, 4}, "a recurrent layer has nothing in pages"
-    held = sum(plane.nbytes for stack in pages.target for plane in stack.planes)
+    held = sum(plane.nbytes for stack in pages.target for plane in stack.stacked)
     assert held == bytes_per_token(SPECS, torch.float32) * 5 * 4
 
 
@@ -88,7 +88,7 @@ def test_recurrent_states_stand_by_slot_and_are_counted():
         StagedKV(specs, range(len(specs)), rows, torch.float32, CPU)
         for specs, rows in ((SPECS, LAYOUT.target_rows), ((LATENT,), LAYOUT.draft_rows))
     ]
-    buffers = sum(plane.nbytes for each in staged for stack in each.stacks for plane in stack.planes)
+    buffers = sum(plane.nbytes for each in staged for stack in each.stacks for plane in stack.stacked)
     assert bytes_beside_pages(LAYOUT, SPECS, (LATENT,), torch.float32) == buffers + states
 
 

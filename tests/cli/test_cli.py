@@ -279,6 +279,8 @@ def test_bytes_that_are_no_text_are_refused(encoding, errors, remedy, capsys, mo
     monkeypatch.setattr("sys.getfilesystemencoding", lambda: encoding)
     assert run("generate", "\udcff") == 2
     assert f"a prompt is not valid {encoding}; " in capsys.readouterr().err
+    assert run("generate", "a", "--stop", "x", "--stop", "\udcff") == 2
+    assert f"--stop is not valid {encoding}; " in capsys.readouterr().err
 
 
 def test_text_that_the_encoding_has_no_character_for_is_escaped(tiny, monkeypatch):

@@ -244,7 +244,7 @@ def symbolic_engine(
     """The real engine over a device of symbols."""
     parts = SimpleNamespace(
         layout=layout,
-        target=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB)),
+        target=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB, max_position=layout.max_context)),
         pages=SimpleNamespace(num_pages=num_pages),
     )
     device = SymbolicDevice(layout, num_pages, overlap, random or Random(0), poison)

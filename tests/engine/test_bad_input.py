@@ -25,7 +25,7 @@ def engine_of(overlap: bool = True, **fields: object) -> Engine:
 
 BAD = {
     "longer than the context": ([1] * 65, None, "65 tokens", "shorten the prompt to 63"),
-    "no room for an answer": ([1] * 64, None, "64 tokens", "raise max_context"),
+    "no room for an answer": ([1] * 64, None, "64 tokens", "raise max_context (the model has "),
     "never fits the pages": ([1] * 40, 20, "60 tokens", "raise num_pages"),
     "never fits to the context's end": ([1] * 4, None, "64 tokens", "lower max_tokens"),
     "empty": ([], 8, "empty", "at least one token"),
@@ -33,7 +33,7 @@ BAD = {
     "negative": ([3, -1, 2], 8, "-1", "0 to 15"),
     "not a token": ([3, 2.5, 2], 8, "2.5", "0 to 15"),
     "a bool": ([True], 8, "True", "0 to 15"),
-    "more least tokens than there is room": ([1] * 40, (30, 30), "min_tokens=30", "lower it"),
+    "more least tokens than there is room": ([1] * 40, (30, 30), "min_tokens=30", "use at most 24, or leave it out"),
 }
 
 

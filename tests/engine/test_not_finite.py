@@ -110,7 +110,7 @@ def nothing_broken_is_cached(engine: Engine) -> None:
         for stacks, first in ((pages.target, 0), (pages.draft, int(begins))):
             # The draft's row of a sequence's first token does not exist: there the last owner's stands.
             rows = slice(page * pages.page_size + first, (page + 1) * pages.page_size)
-            for plane in (plane for stack in stacks for plane in stack.planes):
+            for plane in (each for stack in stacks for each in stack.stacked):
                 assert plane[:, rows].isfinite().all(), f"page {page} of the prefix tree holds NaN"
 
 
@@ -121,7 +121,7 @@ def nothing_broken_is_free(engine: Engine) -> None:
         engine.step()
     pages = engine.executor.runner.pages
     free = [page for page in range(1, pages.num_pages) if not engine.scheduler.pool.references(page)]
-    for plane in (plane for stack in (*pages.target, *pages.draft) for plane in stack.planes):
+    for plane in (each for stack in (*pages.target, *pages.draft) for each in stack.stacked):
         rows = plane.unflatten(1, (pages.num_pages, pages.page_size))[:, free]
         assert rows.isfinite().all()
 

@@ -166,7 +166,7 @@ class TestPrefixHits:
         pages = engine.executor.runner.pages
         for stack in (*pages.target, *pages.draft):
             # Whoever writes a shared row again takes this away.
-            for rows in stack.planes:
+            for rows in stack.stacked:
                 rows[:, 1:] *= 1 + 1e-13
         second, third = request(1, first.tokens, WISH), request(2, first.tokens, replace(WISH, prompt_logprobs=None))
         run_on(engine, second)

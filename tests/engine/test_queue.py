@@ -27,3 +27,15 @@ def test_requests_stand_by_priority_then_arrival_then_as_they_came(calls):
                 queue.put_back(entry)
         assert list(queue) == expected and len(queue) == len(expected)
         assert queue.first() is (expected[0] if expected else None)
+
+
+def test_removed_entries_do_not_stay_behind_a_request_that_waits():
+    """Of a client that disconnects and comes again, while requests of a better priority keep the queue full."""
+    queue, first = WaitingQueue(), request(0, [1])
+    queue.add(first)
+    for number in range(1, 500):
+        added = request(number, [1])
+        added.arrival = number
+        queue.add(added)
+        queue.remove(added)
+    assert len(queue._heap) < 10 and queue.first() is first

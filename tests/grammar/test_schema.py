@@ -246,6 +246,18 @@ def test_half_of_a_surrogate_pair_is_refused(fields):
         Grammar("regex", **fields)
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"type": "string", "type": "integer"}'),
+        ("structural_tag", '{"format": {"type": "json_schema", "json_schema": {"type": "string", "type": "null"}}}'),
+    ],
+)
+def test_a_keyword_that_comes_twice_is_refused(kind, text):
+    with pytest.raises(EspalierError, match="'type' comes twice in one object"):
+        check_grammar(Grammar(kind, text))
+
+
 def test_a_schema_that_is_not_strict_gets_the_named_properties_alone():
     schema = {"type": "object", "properties": {"a": INTEGER}, "additionalProperties": True}
     made = json.loads(enforceable(json.dumps(schema), strict=False))

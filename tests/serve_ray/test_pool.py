@@ -202,6 +202,28 @@ def test_closing_a_generation_cancels_its_calls():
     asyncio.run(run())
 
 
+def test_figures_of_another_version_do_not_end_the_reading(monkeypatch):
+    """While a cluster is upgraded, a front may meet replicas of the version before."""
+    monkeypatch.setattr(pools, "POLL_S", 0.01)
+
+    async def run():
+        other = Scripted("b")
+        pool = await started(Scripted("a"), other)
+
+        async def old_figures():
+            return msgspec.msgpack.encode({"name": "b"})
+
+        current, other.figures = other.figures, old_figures
+        await asyncio.sleep(0.05)
+        assert pool.num_replicas == 1
+        other.figures = current
+        await asyncio.sleep(0.05)
+        assert pool.num_replicas == 2
+        await pool.close()
+
+    asyncio.run(run())
+
+
 def test_the_replicas_are_known_by_their_figures(monkeypatch):
     monkeypatch.setattr(pools, "POLL_S", 0.01)
 

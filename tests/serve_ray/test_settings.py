@@ -8,7 +8,7 @@ import espalier.chat
 from espalier.errors import EspalierError
 from espalier.serve_ray.build import _deployment_name
 from espalier.serve_ray.policy import OpenTokens
-from espalier.serve_ray.settings import Replicas, replicas_of, service_of
+from espalier.serve_ray.settings import OF_MODEL, OF_SERVICE, Replicas, replicas_of, service_of
 
 
 def test_the_names_are_the_flags_of_the_server():
@@ -37,6 +37,12 @@ def test_the_names_are_the_flags_of_the_server():
     assert model.client.timeout_s == 9 and model.client.log_level == "debug"
     assert (service.api.api_key, service.api.cors_origins, service.api.body_timeout_s) == ("k", ("http://x",), 5)
     assert service.num_fronts == 2
+
+
+@pytest.mark.parametrize("name", [*OF_SERVICE, *OF_MODEL])
+def test_an_option_that_is_null_is_not_given(name):
+    args = {"model": "bundled"}
+    assert service_of({**args, name: None}) == service_of(args)
 
 
 def test_what_stands_beside_the_models_holds_for_each():

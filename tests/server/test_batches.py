@@ -28,7 +28,7 @@ from espalier.server.stored import Store
 from tests import warm
 from tests.batch.sample import line, outcomes, write
 from tests.batch.valve import valve
-from tests.server.serving import ENGINE, ROOT, TREE, Served, flags_of, serving
+from tests.server.serving import ENGINE, LONG, ROOT, TREE, Served, flags_of, serving
 
 HI = [{"role": "user", "content": "hi"}]
 TEXT = {"model": "bundled", "temperature": 0, "prompt": "x", "max_tokens": 2}
@@ -186,6 +186,15 @@ def test_openais_client_runs_batches(served, client):
             client.files.retrieve(id)
 
 
+def test_a_line_may_wait_longer_than_another_request(tmp_path):
+    with serving(tmp_path, "--request-timeout", "0.2", "--batch-dir", str(tmp_path / "kept"), copied=True) as served:
+        assert served.request(URLS[1], LONG)[0] == 504
+        client = openai.OpenAI(base_url=f"{served.base}/v1", api_key="none")
+        file, _ = upload(client, [line(1, body=LONG)])
+        done = ended(client, client.batches.create(input_file_id=file.id, endpoint=URLS[1], completion_window="24h"))
+        assert (done.status, done.request_counts.completed) == ("completed", 1)
+
+
 def test_a_cancelled_batch_answers_every_line(served, client):
     file, _ = upload(client, [line(i, body=TEXT | {"max_tokens": 200}) for i in range(200)])
     batch = client.batches.create(input_file_id=file.id, endpoint=URLS[1], completion_window="24h")
@@ -333,6 +342,7 @@ def test_batches_outlive_the_server(tmp_path):
             batch = batches.store.batches[id]
             assert outcomes(batches.store.content(batch.output_file_id)) == dict.fromkeys(range(1, 31), 200)
             assert batch.error_file_id is None and batch.request_counts.completed == 30
+            assert not batches.store.answers(id).exists(), "its lines are in the output file"
         await batches.close()
 
     both = asyncio.run(asyncio.wait_for(first(), 60))

@@ -266,7 +266,8 @@ def test_an_answer_is_made_once_the_prompts_have_left():
     front.engines = SimpleNamespace(require_up=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending)
     front.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
     front.draining, front._num_entering, front.metrics = False, 0, Metrics([])
-    asked = SimpleNamespace(receive=receive), SimpleNamespace(stream=True, priority=None), [[1]], ResolvedParams()
+    http = SimpleNamespace(receive=receive, scope={"state": {}})
+    asked = http, SimpleNamespace(stream=True, priority=None), [[1]], ResolvedParams()
     with pytest.raises(RuntimeError, match="enough"):
         asyncio.run(front.respond(*asked, make_answer))
     assert order == ["submitted", "sent", "answer", "forgotten"]

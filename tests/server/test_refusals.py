@@ -320,7 +320,6 @@ def test_json_of_another_content_type_is_told_so(kind, said):
 AS_JSON_READS = {
     "UTF-16": '{"prompt": "é"}'.encode("utf-16"),
     "byte order mark": '\ufeff{"prompt": "é"}'.encode(),
-    "same name twice": b'{"prompt": "x", "prompt": "y"}',
     "escapes": rb'{"prompt": "\ud83c\udf33\u0000\/"}',
     "large number": b'{"prompt": "x", "chat_template_kwargs": {"a": [1e400, -0, 1.0, %d]}}' % 10**40,
     "no number": b'{"prompt": "x", "chat_template_kwargs": {"a": NaN}}',
@@ -341,6 +340,29 @@ def test_a_lone_surrogate_is_refused_by_name():
         read_body("TokenizeRequest", "application/json", rb'{"prompt": "\ud800"}', BodyLimits(16, 64, 1, 64))
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        '"seed": 2',
+        '"s\\u0065ed" :2',
+        '"logit_bias": {"1": 1, "seed": 1, "seed": 2}',
+        '"logit_bias": [1, [{"seed": 1, "seed": 2}]]',
+        '"user": "a: b", "seed": 2',
+    ],
+)
+def test_a_name_that_comes_twice_in_an_object_is_refused(extra):
+    """Which of the two is meant?"""
+    with pytest.raises(ApiError, match="'seed' comes twice in one object") as refused:
+        data = f'{{"model": "m", "prompt": "x", "seed": 1, {extra}}}'
+        read_body("CompletionRequest", "application/json", data.encode(), BodyLimits(16, 64, 1, 64))
+    assert refused.value.status_code == 400
+
+
+def test_a_name_may_come_again_in_another_object_or_in_a_text():
+    data = b'{"model": "m", "prompt": "\\"seed\\": 1", "seed": 1, "stream_options": {"include_usage": true}}'
+    assert read_body("CompletionRequest", "application/json", data, BodyLimits(16, 64, 1, 64)).seed == 1
+
+
 def test_a_compressed_body_is_told_so(served):
     error = error_of(served.request("/v1/completions", gzip.compress(b"{}"), content_encoding="gzip"))
     assert error["message"] == "content-encoding gzip is not supported; send the body as plain JSON"
@@ -352,6 +374,14 @@ def test_a_body_nested_too_deep_is_refused():
         nested = [nested]
     with pytest.raises(ValidationError, match="nested too deep"):
         CompletionRequest.model_validate({**TEXT, "user": nested})
+
+
+@pytest.mark.parametrize("depth", [1, 300, 420, 600, 900])
+def test_template_variables_may_be_nested_as_deep_as_a_body(depth, served):
+    """At each depth they are refused as what they are: this template does not read them."""
+    nested = '{"a":' * depth + "1" + "}" * depth
+    body = f'{{"model": "bundled", "messages": [{{"role": "user", "content": "x"}}], "chat_template_kwargs": {nested}}}'
+    error_of(served.request("/v1/chat/completions", body.encode()))
 
 
 def test_a_stream_that_is_refused_has_the_status_of_its_error(served):

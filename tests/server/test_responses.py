@@ -96,6 +96,7 @@ def test_items_of_one_answer_are_one_message(name):
     ("item", "words"),
     [
         ({"content": "x"}, r"input\[0\].type=None is not supported; use message, function_call, "),
+        ({"type": []}, r"input\[0\].type=\[\] is not supported; use message, function_call, "),
         (
             {"type": "function_call", "call_id": "1", "name": "f"},
             r"input\[0\].arguments is missing; a function_call item",

@@ -1,9 +1,12 @@
 """The directory of files and batches: every file in it is whole, or is not there."""
 
+import os
 from io import BytesIO
+from pathlib import Path
 
 import pytest
 
+from espalier.server.batch_objects import Batch
 from espalier.server.stored import Store
 
 
@@ -14,6 +17,25 @@ class Full(BytesIO):
         if self.tell():
             raise OSError(28, "No space left on device")
         return super().read(1)
+
+
+@pytest.fixture
+def on_disk(monkeypatch):
+    """What would be there after a loss of power: the paths whose names were synced after they were given."""
+    synced, replace, fsync = set(), os.replace, os.fsync
+
+    def renamed(source, target):
+        replace(source, target)
+        synced.discard(target)
+
+    def sync(handle):
+        fsync(handle)
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        synced.update(path.iterdir() if path.is_dir() else ())
+
+    monkeypatch.setattr(os, "replace", renamed)
+    monkeypatch.setattr(os, "fsync", sync)
+    return synced
 
 
 def names(store: Store) -> list[str]:
@@ -38,4 +60,15 @@ def test_what_a_killed_server_had_not_finished_is_removed(tmp_path):
         (tmp_path / folder / "file-1.new").write_bytes(b"torn")
     store = Store(tmp_path)
     assert names(store) == [] and not any((tmp_path / "batches").iterdir())
+    store.close()
+
+
+def test_what_was_acknowledged_outlives_a_loss_of_power(tmp_path, on_disk):
+    """A file's own fsync does not keep its name."""
+    store = Store(tmp_path)
+    file = store.add(BytesIO(b"whole"), "a.jsonl", "batch")
+    store.save(Batch("batch_1", "/v1/completions", file.id, 0, 0))
+    kept = {tmp_path / name for name in ("files", "batches")}
+    kept |= {store.content(file.id), tmp_path / "files" / f"{file.id}.json", tmp_path / "batches" / "batch_1.json"}
+    assert kept <= on_disk
     store.close()

@@ -74,7 +74,7 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
         sampler = Sampler.by_kernels(slots, ALL_SAMPLING, slots.num_tokens, VOCAB)
     else:
         sampler = Sampler.of(slots, ALL_SAMPLING, slots.num_tokens, STEPS + 1, VOCAB, torch.float32)
-    return drafter.begin(slots)(sampler), [plane for stack in pages.draft for plane in stack.planes]
+    return drafter.begin(slots)(sampler), [plane for stack in pages.draft for plane in stack.stacked]
 
 
 def check(kernel_device: torch.device, form: str, monkeypatch: pytest.MonkeyPatch, fault: str | None = None) -> None:

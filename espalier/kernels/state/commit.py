@@ -1,6 +1,6 @@
 """Commit: copy the rows of accepted tokens from staging to the pages.
 
-One launch copies all layers of one group, and up to two planes.
+One launch copies all layers of one group, and up to two stacked planes.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ LARGEST_BLOCK = 2048
 WARP_BYTES = 512
 # Layers of one program, where one program per layer would be more than the chip can start quickly.
 LAYERS_A_PROGRAM = 4
-PLANES_A_LAUNCH = 2
+TENSORS_A_LAUNCH = 2
 
 
 def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
-    """Copy rows `source` [N] of the staged planes to `rows` [N] of the committed planes.
+    """Copy rows `source` [N] of the staged tensors to `rows` [N] of the committed tensors.
 
-    A plane is [layers, rows, heads, size].  `rows` has no row twice, except the dummy row 0, which is not written.
+    A tensor is [layers, rows, heads, size]: a plane of each layer of a group, stacked.  `rows` has no row twice, except
+    the dummy row 0, which is not written.
     Raises EspalierError if shapes do not agree.
     """
     for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
-        require(f"staged plane {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
+        require(f"staged tensor {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
     staged, committed = _as_bytes(staged), _as_bytes(committed)
     require("commit's source", source, (-1,), torch.int64, committed[0])
     require("commit's rows", rows, tuple(source.shape), torch.int64, source)
@@ -42,9 +43,9 @@ def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: T
     run(staged, committed, source, rows)
 
 
-def _as_bytes(planes: Sequence[Tensor]) -> Sequence[Tensor]:
-    """FP8 planes as bytes: PyTorch copies no FP8 rows by index."""
-    return [plane.view(torch.uint8) if plane.element_size() == 1 else plane for plane in planes]
+def _as_bytes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """FP8 tensors as bytes: PyTorch copies no FP8 rows by index."""
+    return [tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor for tensor in tensors]
 
 
 @kernel
@@ -62,7 +63,7 @@ def _commit_kernel(
     LAYERS: tl.constexpr, SIZE_0: tl.constexpr, SIZE_1: tl.constexpr, BLOCK_0: tl.constexpr, BLOCK_1: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row and LAYERS layers.  src_1_ptr is None if there is no second plane."""
+    """One program per row and LAYERS layers.  src_1_ptr is None if there is no second tensor."""
     pdl_trigger_and_wait(DEPENDENT)
     n, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * LAYERS
     source, row = tl.load(source_ptr + n), tl.load(row_ptr + n)
@@ -81,16 +82,16 @@ def commit_rows_triton(staged: Sequence[Tensor], committed: Sequence[Tensor], so
     for i, buffer in enumerate((*staged, *committed)):
         if buffer.stride()[1:] != (buffer.shape[2] * buffer.shape[3], buffer.shape[3], 1):
             raise EspalierError(
-                f"commit needs rows of plane {i % len(staged)} that are contiguous, and their strides are "
+                f"commit needs rows of tensor {i % len(staged)} that are contiguous, and their strides are "
                 f"{buffer.stride()}"
             )
-    for first in range(0, len(staged), PLANES_A_LAUNCH):
-        planes = slice(first, first + PLANES_A_LAUNCH)
-        _launch(staged[planes], committed[planes], source.contiguous(), rows.contiguous())
+    for first in range(0, len(staged), TENSORS_A_LAUNCH):
+        some = slice(first, first + TENSORS_A_LAUNCH)
+        _launch(staged[some], committed[some], source.contiguous(), rows.contiguous())
 
 
 def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
-    missing = PLANES_A_LAUNCH - len(staged)
+    missing = TENSORS_A_LAUNCH - len(staged)
     sizes = [buffer.shape[2] * buffer.shape[3] for buffer in committed]
     blocks = [min(power_of_two(size), LARGEST_BLOCK) for size in sizes]
     count, layers = source.shape[0], committed[0].shape[0]
