@@ -44,7 +44,10 @@ def test_only_products_of_the_weight_and_the_rows_take_the_plan(name, monkeypatc
     assert before == [linear_quantised.plan_of, *(getattr(dense, each) for each in BY_PLAN)]
 
 
-@pytest.mark.parametrize("weights, rows", [("dense", 64), ("fp8", 1), ("fp8", 64), ("int4", 1), ("int4", 64)])
+@pytest.mark.parametrize(
+    "weights, rows",
+    [("dense", 64), ("fp8", 1), ("fp8", 64), ("int4", 64), pytest.param("int4", 1, marks=pytest.mark.full)],
+)
 def test_neighbours_are_near_the_plan_and_have_other_splits(weights, rows):
     weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
     plan = TritonPlan(64, 64, 2, 4, 8)

@@ -90,13 +90,16 @@ LINEARS = {
     "mtp": lambda d: (*(m.project for m in d.modules), *(m.layer.attention.qkv for m in d.modules)),
     "block": lambda d: (d.fc, *d.context_kv, *(layer.mlp.down for layer in d.layers), d.head),
 }
-DRAFT_CELLS = [("eagle3", "fp8"), ("eagle3", "fp8-block"), ("eagle3", "int4"), ("mtp", "fp8"), ("block", "int4")]
+# On a CPU each draft and each format once, and the pairs that are left.
+DRAFT_CELLS = [("eagle3", "fp8-block"), ("mtp", "fp8"), ("block", "int4")]
+DRAFT_CELLS_FULL = [("eagle3", "fp8"), ("eagle3", "int4")]
 
 
 @pytest.mark.parametrize(
     ("device", "name", "weights"),
     [
         *(("cpu", *cell) for cell in DRAFT_CELLS),
+        *(pytest.param("cpu", *cell, marks=pytest.mark.full) for cell in DRAFT_CELLS_FULL),
         *(pytest.param("cuda", *cell, marks=pytest.mark.gpu) for cell in product(DRAFTS, ("fp8", "fp8-block", "int4"))),
     ],
 )
