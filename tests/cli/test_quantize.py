@@ -82,7 +82,7 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     assert 1 < before < 5 and after < 1.2 * before
 
 
-@pytest.mark.parametrize("model", ["bundled", EAGLE3], ids=["target", "draft"])
+@pytest.mark.parametrize("model", ["bundled", pytest.param(EAGLE3, marks=pytest.mark.full)], ids=["target", "draft"])
 def test_accept_lengths_are_those_of_the_tree_where_plain_decoding_is_as_fast(tmp_path, monkeypatch, model):
     """With plain decoding both would be 1, whatever the copy lost."""
     monkeypatch.setattr("espalier.startup.tree_policy._from_crossover", lambda tree, machine: ({1: PLAIN}, "measured"))
