@@ -51,7 +51,7 @@ def test_a_copy_of_the_bundled_model(tmp_path, capsys):
     assert min(accuracy["accept_length"]) > 2
     with LLM(tmp_path / "out", draft="bundled", device="cpu") as llm:
         both = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}]
-        params = [SamplingParams(**style, max_tokens=24, speculation=on) for on in (True, False) for style in both]
+        params = [SamplingParams(**style, max_tokens=12, speculation=on) for on in (True, False) for style in both]
         tokens = [output.token_ids for output in llm.generate(["def main():\n"] * 4, params)]
     assert tokens[:2] == tokens[2:]
 
@@ -104,7 +104,7 @@ def test_a_copy_of_the_bundled_draft(tmp_path, capsys):
     with LLM("bundled", draft=str(out), device="cpu") as llm:
         assert isinstance(llm.engine.executor.runner.drafter.draft.head.weight, QuantisedWeight)
         both = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}]
-        params = [SamplingParams(**style, max_tokens=24, speculation=on) for on in (True, False) for style in both]
+        params = [SamplingParams(**style, max_tokens=12, speculation=on) for on in (True, False) for style in both]
         tokens = [output.token_ids for output in llm.generate(["def main():\n"] * 4, params)]
     assert tokens[:2] == tokens[2:]
 
