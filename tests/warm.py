@@ -115,8 +115,10 @@ def server() -> Warm:
 
 @cache
 def compiler() -> Warm:
-    """For programs that compile kernels: where they are interpreted, nothing compiles."""
-    return Warm(COMPILER, {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"})
+    """For programs that compile kernels: where they are interpreted, nothing compiles.  Nobody reads which lines of the
+    source instructions are of, and to note them takes time."""
+    compiles = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return Warm(COMPILER, compiles | {"TRITON_DISABLE_LINE_INFO": "1"})
 
 
 def main(asked: int, modules: Sequence[str]) -> None:

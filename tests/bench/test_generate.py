@@ -110,7 +110,12 @@ def test_an_llm_around_an_engine_serves_token_ids(engines):
 
 @pytest.mark.parametrize(
     ("flags", "batches"),
-    [(["--tree", "4,4,16"], [1]), (["--tree", "plain"], [1, 2]), (CHANGED, [1, 2]), (["--tree", *SEVERAL], [1, 2])],
+    [
+        (["--tree", "plain"], [1, 2]),
+        (CHANGED, [1, 2]),
+        (["--tree", *SEVERAL], [1, 2]),
+        pytest.param(["--tree", "4,4,16"], [1], marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_the_command_measures_tree_and_plain(flags, batches, clock, monkeypatch, capsys, tmp_path):

@@ -282,7 +282,7 @@ def test_an_mtp_head_is_measured_like_an_eagle_head(name, layers, form, monkeypa
     assert tree["rounds"]["accept_length"] == pytest.approx(predicted, abs=0.8) and predicted > 2.5
 
 
-@pytest.mark.parametrize("own_size", [False, True])
+@pytest.mark.parametrize("own_size", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_block_draft_is_measured_like_an_eagle_head(own_size, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("espalier.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("espalier.bench.shaped.require_gpu", lambda what: CPU)

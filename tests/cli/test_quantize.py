@@ -51,7 +51,7 @@ def test_a_copy_of_the_bundled_model(tmp_path, capsys):
     assert min(accuracy["accept_length"]) > 2
     with LLM(tmp_path / "out", draft="bundled", device="cpu") as llm:
         both = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}]
-        params = [SamplingParams(**style, max_tokens=24, speculation=on) for on in (True, False) for style in both]
+        params = [SamplingParams(**style, max_tokens=12, speculation=on) for on in (True, False) for style in both]
         tokens = [output.token_ids for output in llm.generate(["def main():\n"] * 4, params)]
     assert tokens[:2] == tokens[2:]
 
@@ -82,7 +82,7 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     assert 1 < before < 5 and after < 1.2 * before
 
 
-@pytest.mark.parametrize("model", ["bundled", EAGLE3], ids=["target", "draft"])
+@pytest.mark.parametrize("model", ["bundled", pytest.param(EAGLE3, marks=pytest.mark.full)], ids=["target", "draft"])
 def test_accept_lengths_are_those_of_the_tree_where_plain_decoding_is_as_fast(tmp_path, monkeypatch, model):
     """With plain decoding both would be 1, whatever the copy lost."""
     monkeypatch.setattr("espalier.startup.tree_policy._from_crossover", lambda tree, machine: ({1: PLAIN}, "measured"))
@@ -104,7 +104,7 @@ def test_a_copy_of_the_bundled_draft(tmp_path, capsys):
     with LLM("bundled", draft=str(out), device="cpu") as llm:
         assert isinstance(llm.engine.executor.runner.drafter.draft.head.weight, QuantisedWeight)
         both = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1}]
-        params = [SamplingParams(**style, max_tokens=24, speculation=on) for on in (True, False) for style in both]
+        params = [SamplingParams(**style, max_tokens=12, speculation=on) for on in (True, False) for style in both]
         tokens = [output.token_ids for output in llm.generate(["def main():\n"] * 4, params)]
     assert tokens[:2] == tokens[2:]
 

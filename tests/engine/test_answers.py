@@ -12,6 +12,7 @@ from tests.engine.test_disturbance import TREES, WISHES, all_undisturbed, mixed
 from tests.engine.watching import run_watched
 from tests.harness import Setup, models, prompts, request
 from tests.oracles.dense import DenseAttend
+from tests.pairwise import in_turn_params
 
 TREE = Setup(page_size=2, topk=4, steps=4, num_draft_tokens=16, max_batch=3)
 each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
@@ -83,8 +84,7 @@ def test_samples_of_one_prompt(overlap: bool) -> None:
     all_undisturbed(TREE, requests)
 
 
-@each_loop
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize(("overlap", "family"), in_turn_params([False, True], ["llama", "mistral"]))
 def test_logprobs_are_the_raw_targets(overlap: bool, family: str) -> None:
     """log_softmax of one plain pass over prompt and answer, before bias, temperature and penalties, at every token."""
     setup = replace(TREE, overlap=overlap, family=family)

@@ -229,16 +229,15 @@ class TestPreemption:
             been |= {read for name, read in short.put_back if name == "r1"}
         assert {16, 32, 59} <= been, "in the midst and at the end"
 
-    @each_loop
-    def test_for_want_of_pages(self, overlap: bool) -> None:
-        for num_pages in (24, 33):
-            setup = replace(SETUP, page_size=4, overlap=overlap, max_context=80, max_batch=4, num_pages=num_pages)
-            requests = wishing(20, (5, 9, 7, 60), replace(WISH, max_tokens=40))
-            engine = setup.engine()
-            run_watched(engine, [(i + 6 * (i == 3), r) for i, r in enumerate(requests)])
-            assert engine.scheduler.num_preempted > 0
-            for r in requests:
-                check(r)
+    @pytest.mark.parametrize(("num_pages", "overlap"), in_turn_params([24, 33], [True, False]))
+    def test_for_want_of_pages(self, num_pages: int, overlap: bool) -> None:
+        setup = replace(SETUP, page_size=4, overlap=overlap, max_context=80, max_batch=4, num_pages=num_pages)
+        requests = wishing(20, (5, 9, 7, 60), replace(WISH, max_tokens=40))
+        engine = setup.engine()
+        run_watched(engine, [(i + 6 * (i == 3), r) for i, r in enumerate(requests)])
+        assert engine.scheduler.num_preempted > 0
+        for r in requests:
+            check(r)
 
 
 class ShortOfPages:

@@ -24,7 +24,7 @@ from espalier.text import TokenBytes
 from tests.block import FORMS
 from tests.grammar.vocabulary import compiler_of
 from tests.harness import VOCAB, Setup, prompts, request, run
-from tests.pairwise import pairwise_params
+from tests.pairwise import in_turn_params
 from tests.properties.block_setup import BlockSetup
 from tests.properties.peagle_setup import PEagleSetup
 
@@ -114,7 +114,8 @@ def check_all_in_grammar(seed: int, requests: Sequence[Request], grammars: Seque
             assert in_grammar(grammars[(seed + i) % len(grammars)], each.output, each.finish_reason)
 
 
-@pytest.mark.parametrize(("cell", "temperature", "overlap"), pairwise_params(CELLS, [0.0, 1.2], [False, True]))
+# test_ahead.py compares the loops.
+@pytest.mark.parametrize(("cell", "temperature", "overlap"), in_turn_params(CELLS, [0.0, 1.2], [False, True]))
 def test_on_is_off_and_every_output_is_in_its_grammar(cell, temperature, overlap):
     algorithm, topk, page = cell
     setup = setup_of(algorithm, topk, page, overlap=overlap)

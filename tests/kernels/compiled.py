@@ -423,23 +423,23 @@ ONE, TWO = HopperConfig(1, 3, 2), HopperConfig(2, 6, 1)
 # Few and many queries, chains and trees, small and large pages, a window; for Hopper, blocks that are never, sometimes
 # and always contiguous.
 # GPT-OSS: 64 heads of 64 over 8 KV heads, a sink, and a window in every second layer.
-PLAIN = [(1, 1, 16, 0), (64, 2, 1, 0), (2048, 1, 256, 0), (8, 2, 16, 4096), (8, 2, 16, 128, 64, 8, True)]
-HOPPER = [(TWO, 1, 16), (HopperConfig(1, 6, 1), 0, 64, 0, 64), (TWO, 2, 64)]
-HOPPER += [(ONE, 2, 16, 128, 64, 8, True)]
+PLAIN = [(1, 1, 16, 0), (2048, 1, 256, 0), (8, 2, 16, 128, 64, 8, True)]
+HOPPER = [(TWO, 1, 16), (TWO, 2, 64), (ONE, 2, 16, 128, 64, 8, True)]
 # FP8 rows.
-PLAIN += [(64, 2, 16, 0, 128, 4, False, True)]
+PLAIN += [(64, 2, 1, 0, 128, 4, False, True)]
 ONE_FP8, TWO_FP8 = (HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES) for warpgroups in (1, 2))
 HOPPER += [(ONE_FP8, 2, 16), (TWO_FP8, 1, 64)]
-LATENT = [(16, 2, 2, 1), (128, 64, 2, 256), (128, 512, 1, 16)]
+LATENT = [(16, 2, 2, 1), (128, 512, 1, 16)]
 # ((stages, raw stages), (heads, nodes, page size)).
 HOPPER_LATENT = [((4,), (128, 2, 64)), ((4,), (16, 1, 1)), ((2, 4), (128, 2, 64))]
 # (heads, nodes, page size).
 HOPPER_LATENT_FEW = [(16, 2, 64), (12, 1, 1)]
 # Other products of the same values, for the marker `full`.
 MORE_PLAIN = [(8, 2, 16, 0), (8, 2, 256, 0), (2048, 1, 16, 0), (8, 2, 16, 0, 64, 8, True)]
+MORE_PLAIN += [(64, 2, 1, 0), (8, 2, 16, 4096), (64, 2, 16, 0, 128, 4, False, True)]
 MORE_HOPPER = [(ONE, 2, 48), (TWO, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True), (TWO, 2, 16, 4096)]
-MORE_HOPPER += [(ONE_FP8, 2, 64, 128, 64, 8, True), (TWO_FP8, 2, 16)]
-MORE_LATENT = [(16, 1, 1, 64), (16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]
+MORE_HOPPER += [(HopperConfig(1, 6, 1), 0, 64, 0, 64), (ONE_FP8, 2, 64, 128, 64, 8, True), (TWO_FP8, 2, 16)]
+MORE_LATENT = [(128, 64, 2, 256), (16, 1, 1, 64), (16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]
 MORE_HOPPER_LATENT = [((2, 4), (16, 1, 1)), ((3,), (16, 0, 64))]
 
 

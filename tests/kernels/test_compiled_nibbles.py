@@ -14,9 +14,9 @@ MOST_A_WEIGHT = 5.0
 MOST_A_WEIGHT_OF_FEW_ROWS = 3.0
 
 
-@pytest.fixture(scope="module")
-def cases():
-    return json.loads(warm.compiler().run("tests.kernels.compiled_nibbles"))
+@pytest.fixture(scope="module", params=["each", pytest.param("full", marks=pytest.mark.full)])
+def cases(request):
+    return json.loads(warm.compiler().run("tests.kernels.compiled_nibbles", request.param))
 
 
 def test_a_weight_takes_no_more_instructions_than_memory_leaves_time_for(cases):

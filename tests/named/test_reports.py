@@ -82,7 +82,9 @@ class TestEagleLlama2Page4Topk8:
 class TestEagle3Page2Topk8:
     """Draft decode with page_size and topk above one (report 27360)."""
 
-    @each_loop
+    @pytest.mark.parametrize(
+        "overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lockstep", "overlap"]
+    )
     def test_ragged(self, overlap: bool) -> None:
         ragged(Setup(page_size=2, overlap=overlap, **TREE), (1, 2, 3, 33, 40, 8))
 
@@ -90,7 +92,9 @@ class TestEagle3Page2Topk8:
 class TestPage512FiveTurns:
     """A talk of several turns over pages larger than a turn ("pool memory leak detected", report 26972)."""
 
-    @each_loop
+    @pytest.mark.parametrize(
+        "overlap", [False, pytest.param(True, marks=pytest.mark.full)], ids=["lockstep", "overlap"]
+    )
     def test_conversation(self, overlap: bool) -> None:
         setup = Setup(
             page_size=512, overlap=overlap, max_context=1536, chunk_size=512, max_batch=2, num_pages=9, **TREE

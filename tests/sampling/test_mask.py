@@ -57,7 +57,7 @@ def test_packing(vocab):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.full)], ids=str)
 def test_the_kernel_picks_as_from_logits_without_them(dtype, kernel_device):
     vocab, queries = 70, 2
     slots = slots_of(table_of(ASKED, vocab, kernel_device), range(1, len(ASKED) + 1))

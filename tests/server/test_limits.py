@@ -40,7 +40,7 @@ from tests.server.serving import (
 )
 
 WITH_KEY = HEAD + "authorization: Bearer secret\r\n"
-LIMITS = ("--send-timeout", "2", "--body-timeout", "1.5", "--drain-timeout", "60", "--api-key", "secret")
+LIMITS = ("--send-timeout", "1", "--body-timeout", "1.5", "--drain-timeout", "60", "--api-key", "secret")
 
 
 @pytest.fixture

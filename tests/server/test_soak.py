@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,12 +19,26 @@ from espalier.cli.main import parse
 from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions
 from espalier.terminal.flags import engine_settings
+from tests import warm
 from tests.server.serving import TREE
 
 STREAM = b'HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: {"choices":[],"usage":null}\n\n'
 
 
-def test_a_soak_leaves_nobody_unanswered_and_nothing_behind():
+@pytest.fixture
+def copies(monkeypatch):
+    """Servers for measurements find their imports done (tests/warm.py)."""
+    server = warm.server()
+
+    def started(command, stdout, stderr):
+        assert command[:3] == [sys.executable, "-m", "espalier"]
+        return server.start("espalier", command[3:], server.environment, stdout, stderr)
+
+    instead = SimpleNamespace(Popen=started, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("espalier.bench.server.subprocess", instead)
+
+
+def test_a_soak_leaves_nobody_unanswered_and_nothing_behind(copies):
     tree = SpeculationConfig(**TREE)
     found = soak({"max_batch": 4, "max_context": 512, "num_pages": 64, "speculation": tree}, count=16, seed=1)
     assert found.requests == found.answered + found.disconnects

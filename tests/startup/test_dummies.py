@@ -23,8 +23,8 @@ FEW = (
     {**LATENT, "layers": 1, "max_batch": 16, "chunk_size": 128, "passes": 4, "chip": "ampere"},
     # Passes with other numbers of splits.
     # A narrow MLP, of which the fused kernel takes some numbers of rows between those of the start's passes.
-    {**PLAIN, "inner": 1536, "chunk_size": 2048, "passes": 200},
-    {**EXPERTS, "layers": 1, "max_batch": 5, "chunk_size": 700, "passes": 60},
+    {**PLAIN, "inner": 1536, "chunk_size": 2048, "passes": 80},
+    {**EXPERTS, "layers": 1, "max_batch": 5, "chunk_size": 700, "passes": 30},
 )
 # What may differ from launch to launch and change the code: the start's passes have all its values.  Whatever else does
 # is a bound that @unspecialised should name, or an address that 16 does not divide.

@@ -55,7 +55,14 @@ def test_text_and_acceptance_are_as_planted(name: str) -> None:
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.35)
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_EXPERTS if "qwen" in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "qwen3" in name else pytest.param(name, marks=pytest.mark.full)
+        for name in WITH_EXPERTS
+        if "qwen" in name
+    ],
+)
 def test_copied_text_passes_through_experts(name: str) -> None:
     recipe = Recipe(mixture(name), mode="copy", reach=REACH, routing_correlation=0.5)
     [start] = prompts(recipe, 1)
