@@ -19,7 +19,7 @@ from espalier.kernels.layers.routing import Routing
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.rope_config import read_rope
+from espalier.models.rope_config import SPELLINGS, read_rope, rope_overrides, with_rope_type
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
@@ -223,7 +223,7 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
 
 def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
     """raw with fields replaced, nested objects merged key by key.  Raises EspalierError for a name not in `known`."""
-    merged = dict(raw)
+    merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
     for name, value in overrides.items():
         if name in OF_FAMILY and value != raw.get(name):
             raise EspalierError(
@@ -235,8 +235,9 @@ def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> R
             raise EspalierError(f"model_overrides: no field {name!r} in this model's config; {remedy}")
         old = merged.get(name)
         merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
-    if "rope_theta" in overrides and "rope_theta" in (merged.get("rope_parameters") or {}):
-        merged["rope_parameters"] = {**merged["rope_parameters"], "rope_theta": overrides["rope_theta"]}
+    for name in SPELLINGS:
+        if "rope_theta" in overrides and "rope_theta" in (merged.get(name) or {}):
+            merged[name] = {**merged[name], "rope_theta": overrides["rope_theta"]}
     return merged
 
 
@@ -244,9 +245,11 @@ def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
-    rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
-    known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, *rope_names}
-    full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}
+    known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
+    given = with_overrides(raw, overrides or {}, known)
+    # Rope_scaling is whole: the default of its new name adds nothing to it.
+    replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
+    full = {**{name: value for name, value in family.defaults.items() if name not in replaced}, **given}
     _require_kinds(full, path)
     full = _with_partial_rotation(full)
     refuse_unsupported(full, path, family.honours)
@@ -384,7 +387,15 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
     window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"{path}: sliding_window = {window!r}; a positive integer or null is needed; correct it")
-    return family.windows(full)
+    windows = family.windows(full)
+    for layer, kind in enumerate(types or ()):
+        if kind == "sliding_attention" and windows[layer] is None:
+            raise EspalierError(
+                f"{path}: layer_types calls layer {layer} 'sliding_attention', but sliding_window = "
+                f"{full.get('sliding_window')!r}, use_sliding_window = {full.get('use_sliding_window')!r} or "
+                f"{family.architecture} gives it no window; correct layer_types, or set the window with model_overrides"
+            )
+    return windows
 
 
 def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:

@@ -78,6 +78,15 @@ def load_both(draft: Path, target: Path) -> object:
         ({"rope_theta": "x"}, ["rope_theta = 'x'; a positive number or null"]),
         ({"rope_theta": -1.0}, ["rope_theta = -1.0; a positive number or null"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["rope parameter factor = 0; a positive number"]),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "yarn"}},
+            ["rope_type is 'yarn' in rope_parameters and 'linear' in rope_scaling; remove one"],
+        ),
+        ({"rope_parameters": {"factor": 4.0}}, ["rope parameter factor = 4.0 has no effect with rope_type 'default'"]),
+        (
+            {"layer_types": ["full_attention"] * 3 + ["sliding_attention"], "sliding_window": 8},
+            ["layer_types calls layer 3 'sliding_attention'", "sliding_window = 8", "LlamaForCausalLM"],
+        ),
         ({"rope_scaling": 3}, ["rope_scaling = 3; an object or null"]),
         ({"rope_parameters": {"rope_theta": "x"}}, ["rope parameter rope_theta = 'x'; a positive number"]),
         ({"layer_types": 3}, ["layer_types = 3; a list or null"]),
