@@ -310,13 +310,19 @@ class Weights:
 
     def finish(self) -> None:
         """Raises EspalierError for a weight that was not taken: ignoring a weight would change the model."""
-        unused = sorted(name for name in self._not_taken if not HARMLESS.search(name))
+        unused = sorted(
+            name for name in tuple(self._not_taken) if not HARMLESS.search(name) and not self._is_zero_bias(name)
+        )
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise EspalierError(
                 f"weight {unused[0]!r}{more} in {self.path} belongs to no parameter of this architecture; config.json "
                 "is of another model, or needs a feature that is not supported: check its architectures field"
             )
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Old GPTQ exporters stored a bias of zeros for every layer."""
+        return name.endswith(".bias") and not self._checked(name, StoredTensor("", self.shape(name))).any()
 
     def _open(self, shard: Path) -> None:
         try:

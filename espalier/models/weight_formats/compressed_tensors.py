@@ -102,8 +102,10 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
     def format_of(name: str) -> WeightFormat:
         if any(matches(name, pattern) for pattern in ignored):
             return DENSE_FORMAT
-        found = (format for targets, format in groups if any(t == LINEAR or matches(name, t) for t in targets))
-        return next(found, DENSE_FORMAT)
+        # A name or a pattern comes before the class of all linear layers, whatever the order of the groups.
+        named = (format for targets, format in groups if any(t != LINEAR and matches(name, t) for t in targets))
+        linear = (format for targets, format in groups if LINEAR in targets)
+        return next(named, next(linear, DENSE_FORMAT))
 
     return format_of
 

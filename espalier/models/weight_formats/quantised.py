@@ -130,11 +130,15 @@ def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of config.json matches the name of a module or of a module around it."""
+    """Whether a pattern of config.json matches the name of a module or of a module around it.
+
+    As in transformers, "model.layers.0." with its last dot is the module, and the end of a name matches too: "gate"
+    matches "shared_expert_gate".
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    parts = ".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
-    return re.search(rf"(^|\.){parts}(\.|$)", name) is not None
+    parts = ".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.strip(".").split("."))
+    return name.endswith(pattern) or re.search(rf"(^|\.){parts}(\.|$)", name) is not None
 
 
 def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[object], default: object = None) -> Any:
@@ -148,7 +152,7 @@ def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[obj
 
 def module_names(value: Any) -> tuple[str, ...]:
     """A list of module names; config.json may have null."""
-    return tuple(value or ())
+    return tuple(name for name in value or () if name)
 
 
 def read_group(quantisation: Mapping[str, Any], default: int) -> int | None:
