@@ -72,7 +72,8 @@ def read_dflash2(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
 
 def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
     given = {"block_size": DEFAULT_BLOCK_SIZE, **raw, **own_fields(raw, DFLASH_FIELDS, path)}
-    layer, is_causal = layer_of(raw, target, path), raw.get("is_causal")
+    of_layer = {name: value for name, value in raw.items() if name not in SCALES}
+    layer, is_causal = layer_of(of_layer, target, path), raw.get("is_causal")
     causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
     spec = block_spec(
         *(given, layer, path),

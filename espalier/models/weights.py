@@ -43,6 +43,7 @@ KV_SCALES = (
     ("k_proj.output_scale", "v_proj.output_scale"),
 )
 INDEX = "model.safetensors.index.json"
+BIN = "pytorch_model.bin"
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -364,12 +365,15 @@ class WeightCount:
 
 
 def stored_weights(path: Path, formats: FormatOf) -> WeightCount:
-    """The size of the weights that `Weights` reads from a directory's safetensors files.
+    """The size of the weights that `Weights` reads from a directory.
 
-    An unreadable file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index.
+    An unreadable safetensors file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index
+    or pytorch_model.bin.
     """
-    count = WeightCount()
-    for file in shards_of(path):
+    count, shards = WeightCount(), shards_of(path)
+    if not shards and (path / BIN).exists():
+        count = sum((_count(name, tensor, formats) for name, tensor in _read_bin(path, True).items()), count)
+    for file in shards:
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
@@ -399,9 +403,9 @@ def shards_of(path: Path) -> list[Path]:
 
 
 def _read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
-    file = path / "pytorch_model.bin"
+    file = path / BIN
     if not file.exists():
-        kinds = "*.safetensors or pytorch_model.bin" if allowed else "*.safetensors"
+        kinds = f"*.safetensors or {BIN}" if allowed else "*.safetensors"
         raise EspalierError(f"{path} holds no weights; {kinds} is needed: download the checkpoint again")
     if not allowed:
         raise EspalierError(f"{file}: a target is read from safetensors only; save it with safe_serialization=True")

@@ -122,6 +122,16 @@ def test_every_case_agrees(record_property: Any) -> None:
     assert max(worst.values()) < TOLERANCE, worst
 
 
+def test_fields_of_dflash2_may_stand_at_the_top_level(tmp_path: Path) -> None:
+    target_path, path = block_directories("llama", "dflash2", 8)
+    target, config = read_config(target_path), json.loads((path / "config.json").read_text())
+    own = config.pop("dflash_config")
+    assert own["final_logit_softcapping"] == 6.0
+    (tmp_path / "config.json").write_text(json.dumps({**config, **own}))
+    assert read_draft(tmp_path, target).logit_cap == read_draft(path, target).logit_cap == 6.0
+    assert read_draft(tmp_path, target).spec == read_draft(path, target).spec
+
+
 def test_a_confidence_head_is_named_as_not_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     load(FIXTURES / "deepspec_confidence")
