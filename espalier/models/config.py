@@ -145,7 +145,7 @@ class ModelConfig:
     """A decoder's sizes and options.
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
-    eos_token_ids: all ids that config.json and generation_config.json name.
+    eos_token_ids: all ids that config.json and generation_config.json name, or those of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
@@ -279,7 +279,8 @@ def parse(
         sinks=family.sinks,
         windows=_read_windows(full, family, layers, path),
         experts=_read_experts(full, family, path),
-        eos_token_ids=_eos_ids(full, generation or {}, path),
+        # An override replaces what generation_config.json says, too.
+        eos_token_ids=_eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
         formats=read_formats(full, path),
         mtp=family.mtp,

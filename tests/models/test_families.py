@@ -170,6 +170,7 @@ def test_every_eos_id_is_read(tmp_path: Path) -> None:
     path = make_target(tmp_path, eos_token_id=[3, 5])
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
     assert read_config(path).eos_token_ids == (7, 5, 3)
+    assert read_config(path, {"eos_token_id": 9}).eos_token_ids == (9,)
 
 
 def test_an_eos_id_that_is_no_number_is_refused(tmp_path: Path) -> None:
