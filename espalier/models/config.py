@@ -200,17 +200,22 @@ def read_json(path: Path) -> Raw:
     return value
 
 
+def architecture_of(raw: Raw) -> str | None:
+    """The first name in `architectures`, or model_type without it; None if that is no name."""
+    names = raw.get("architectures") or [raw.get("model_type")]
+    name = names[0] if isinstance(names, list) else None
+    return name if isinstance(name, str) else None
+
+
 def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
     """The family of a config.json, by `architectures`, or by `model_type` without it.  Raises EspalierError."""
-    architectures = raw.get("architectures") or []
-    supported = ", ".join(families)
-    if architectures and architectures[0] in families:
-        return families[architectures[0]]
-    if not architectures:
+    name, supported = architecture_of(raw), ", ".join(families)
+    if name is not None and name in families:
+        return families[name]
+    if not raw.get("architectures"):
         for family in families.values():
-            if family.model_type == raw.get("model_type"):
+            if family.model_type == name:
                 return family
-    name = architectures[0] if architectures else raw.get("model_type")
     lowered = str(name).lower()
     if "eagle" in lowered or "speculators_model_type" in raw:
         reason = "is a draft, not a target: pass it as draft= and its target as model=;"
