@@ -62,6 +62,8 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
     ("rope_scaling", Mapping, "an object or null"),
     ("rope_parameters", Mapping, "an object or null"),
     ("layer_types", list, "a list or null"),
+    ("mlp_layer_types", list, "a list or null"),
+    ("mlp_only_layers", list, "a list or null"),
 )
 # Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
 INERT = (

@@ -90,6 +90,8 @@ def load_both(draft: Path, target: Path) -> object:
         ({"rope_scaling": 3}, ["rope_scaling = 3; an object or null"]),
         ({"rope_parameters": {"rope_theta": "x"}}, ["rope parameter rope_theta = 'x'; a positive number"]),
         ({"layer_types": 3}, ["layer_types = 3; a list or null"]),
+        ({"mlp_only_layers": 3}, ["mlp_only_layers = 3; a list or null"]),
+        ({"mlp_layer_types": 3}, ["mlp_layer_types = 3; a list or null"]),
         ({"num_key_value_heads": 3}, ["4 heads over 3 key-value heads"]),
     ],
     ids=lambda value: next(iter(value)) + str(next(iter(value.values())))[:24] if isinstance(value, dict) else "",
