@@ -364,8 +364,8 @@ class WeightCount:
         return WeightCount(self.num_cast + other.num_cast, self.kept_bytes + other.kept_bytes)
 
 
-def stored_weights(path: Path, formats: FormatOf) -> WeightCount:
-    """The size of the weights that `Weights` reads from a directory.
+def stored_weights(path: Path, formats: FormatOf, unread: tuple[str, ...] = ()) -> WeightCount:
+    """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
 
     An unreadable safetensors file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index
     or pytorch_model.bin.
@@ -376,7 +376,7 @@ def stored_weights(path: Path, formats: FormatOf) -> WeightCount:
     for file in shards:
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
+                for name in (each for each in tensors.keys() if not each.startswith(unread)):  # noqa: SIM118
                     # get_tensor maps the file into memory and reads no data.
                     count += _count(name, tensors.get_tensor(name), formats)
         except (OSError, SafetensorError):
