@@ -254,7 +254,7 @@ def parse(
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
     given = with_overrides(raw, overrides or {}, known)
-    # Rope_scaling is whole: the default of its new name adds nothing to it.
+    # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in family.defaults.items() if name not in replaced}, **given}
     _require_kinds(full, path)
@@ -395,13 +395,16 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
     window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"{path}: sliding_window = {window!r}; a positive integer or null is needed; correct it")
-    windows = family.windows(full)
+    try:
+        windows = family.windows(full)
+    except EspalierError as error:
+        raise EspalierError(f"{path}: {error}") from None
     for layer, kind in enumerate(types or ()):
         if kind == "sliding_attention" and windows[layer] is None:
             raise EspalierError(
-                f"{path}: layer_types calls layer {layer} 'sliding_attention', but sliding_window = "
-                f"{full.get('sliding_window')!r}, use_sliding_window = {full.get('use_sliding_window')!r} or "
-                f"{family.architecture} gives it no window; correct layer_types, or set the window with model_overrides"
+                f"{path}: layer_types calls layer {layer} 'sliding_attention', but the layer has no window "
+                f"({family.architecture}, sliding_window = {full.get('sliding_window')!r}, use_sliding_window = "
+                f"{full.get('use_sliding_window')!r}); correct layer_types, or set the window with model_overrides"
             )
     return windows
 
