@@ -12,6 +12,7 @@ from espalier.config import EngineConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError, one_line
 from espalier.layout import max_draft_tokens
 from espalier.models import DraftSpec
+from espalier.models.block_config import MASK_EMBEDDING
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.startup import load, resolve
@@ -296,6 +297,20 @@ def test_weights_are_downloaded_once(monkeypatch):
     with pytest.raises(EspalierError, match="far enough"):
         load.find(EngineConfig(model="someone/something"))
     assert wanted == ["config.json", *shards]
+
+
+def test_a_drafts_mask_is_downloaded_so_that_it_is_refused(monkeypatch):
+    stored = ["config.json", "model.safetensors", MASK_EMBEDDING, "optimizer.pt"]
+    wanted = []
+
+    def download(name, **patterns):
+        wanted.extend(filter_repo_objects(stored, **patterns))
+        raise OSError("far enough")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(EspalierError, match="far enough"):
+        load.find(EngineConfig(draft="someone/something"))
+    assert wanted == stored[:3]
 
 
 def test_a_draft_alone_needs_to_name_its_target():

@@ -21,8 +21,8 @@ from typing import Any
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.models import qwen3
-from espalier.models.config import ModelConfig, Raw, parse
-from espalier.models.draft import DraftSpec, count_of, refuse_sizes, token_of
+from espalier.models.config import ModelConfig, Raw, architecture_of, parse
+from espalier.models.draft import DraftSpec, count_of, draft_vocab_of, ids_of, object_of, refuse_sizes, token_of
 from espalier.models.loading import layer_specs_of
 from espalier.models.weight_formats import quantisation_of
 
@@ -89,7 +89,7 @@ def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
 
 def _read_published(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
     """As read_block, of z-lab's and DeepSpec's forms; not yet checked against the target."""
-    is_deep_spec = (raw.get("architectures") or [None])[0] == DEEP_SPEC
+    is_deep_spec = architecture_of(raw) == DEEP_SPEC
     own = own_fields(raw, DFLASH_FIELDS, path)
     layer = layer_of(raw, target, path, own.get("target_hidden_size"))
     if any(layer.windows):
@@ -111,7 +111,7 @@ def _read_published(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
 
 def read_speculators(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
     """As read_block, of speculators' form; not yet checked against the target."""
-    nested: Mapping[str, Any] = raw.get("transformer_layer_config") or {}
+    nested = object_of(raw, "transformer_layer_config", path)
     layer = layer_of({**nested, **quantisation_of(raw)}, target, path, raw.get("target_hidden_size"))
     is_dspark = raw["speculators_model_type"] == "dspark"
     slides_causally = not raw.get("sliding_window_non_causal", False)
@@ -120,7 +120,7 @@ def read_speculators(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
         capture=ids_of(raw, "aux_hidden_state_layer_ids", path),
         first_proposing=0 if raw.get("sample_from_anchor", is_dspark) else 1,
         causal=tuple(window is not None and slides_causally for window in layer.windows),
-        vocab_size=raw.get("draft_vocab_size") or layer.vocab_size,
+        vocab_size=draft_vocab_of(raw, layer, path),
     )
     return BlockConfig(layer, spec, _edge_rank({"markov_rank": 256, **raw}, path) if is_dspark else 0)
 
@@ -149,25 +149,19 @@ def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
     return [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
 
 
-def ids_of(raw: Mapping[str, Any], name: str, path: Path) -> tuple[int, ...]:
-    ids = raw.get(name)
-    if not ids or not all(isinstance(i, int) for i in ids):
-        raise EspalierError(f"{path}: {name} = {ids!r}; a list of target layers is needed; correct the config")
-    return tuple(ids)
-
-
 def _edge_rank(raw: Mapping[str, Any], path: Path) -> int:
-    rank, kind = raw.get("markov_rank") or 0, raw.get("markov_head_type", "vanilla")
+    rank = count_of(raw, "markov_rank", path, least=0) if raw.get("markov_rank") else 0
+    kind = raw.get("markov_head_type", "vanilla")
     if rank and kind != "vanilla":
         raise EspalierError(
             f"{path}: markov_head_type = {kind!r} is not supported, only 'vanilla'; use a draft with such a head"
         )
-    return int(rank)
+    return rank
 
 
 def own_fields(raw: Raw, supported: Sequence[str], path: Path) -> Mapping[str, Any]:
     """dflash_config, z-lab's own fields.  Raises EspalierError for a field that is not read: it changes the results."""
-    own: Mapping[str, Any] = raw.get("dflash_config") or {}
+    own = object_of(raw, "dflash_config", path)
     for name, value in own.items():
         if name not in supported or (name == "draft_shift" and value):
             raise EspalierError(

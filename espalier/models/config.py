@@ -19,7 +19,7 @@ from espalier.kernels.layers.routing import Routing
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.rope_config import read_rope
+from espalier.models.rope_config import SPELLINGS, read_rope, rope_overrides, with_rope_type
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
@@ -62,6 +62,8 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
     ("rope_scaling", Mapping, "an object or null"),
     ("rope_parameters", Mapping, "an object or null"),
     ("layer_types", list, "a list or null"),
+    ("mlp_layer_types", list, "a list or null"),
+    ("mlp_only_layers", list, "a list or null"),
 )
 # Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
 INERT = (
@@ -145,7 +147,7 @@ class ModelConfig:
     """A decoder's sizes and options.
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
-    eos_token_ids: all ids that config.json and generation_config.json name.
+    eos_token_ids: all ids that config.json and generation_config.json name, or those of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
@@ -200,17 +202,22 @@ def read_json(path: Path) -> Raw:
     return value
 
 
+def architecture_of(raw: Raw) -> str | None:
+    """The first name in `architectures`, or model_type without it; None if that is no name."""
+    names = raw.get("architectures") or [raw.get("model_type")]
+    name = names[0] if isinstance(names, list) else None
+    return name if isinstance(name, str) else None
+
+
 def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
     """The family of a config.json, by `architectures`, or by `model_type` without it.  Raises EspalierError."""
-    architectures = raw.get("architectures") or []
-    supported = ", ".join(families)
-    if architectures and architectures[0] in families:
-        return families[architectures[0]]
-    if not architectures:
+    name, supported = architecture_of(raw), ", ".join(families)
+    if name is not None and name in families:
+        return families[name]
+    if not raw.get("architectures"):
         for family in families.values():
-            if family.model_type == raw.get("model_type"):
+            if family.model_type == name:
                 return family
-    name = architectures[0] if architectures else raw.get("model_type")
     lowered = str(name).lower()
     if "eagle" in lowered or "speculators_model_type" in raw:
         reason = "is a draft, not a target: pass it as draft= and its target as model=;"
@@ -223,7 +230,7 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
 
 def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
     """raw with fields replaced, nested objects merged key by key.  Raises EspalierError for a name not in `known`."""
-    merged = dict(raw)
+    merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
     for name, value in overrides.items():
         if name in OF_FAMILY and value != raw.get(name):
             raise EspalierError(
@@ -235,8 +242,9 @@ def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> R
             raise EspalierError(f"model_overrides: no field {name!r} in this model's config; {remedy}")
         old = merged.get(name)
         merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
-    if "rope_theta" in overrides and "rope_theta" in (merged.get("rope_parameters") or {}):
-        merged["rope_parameters"] = {**merged["rope_parameters"], "rope_theta": overrides["rope_theta"]}
+    for name in SPELLINGS:
+        if "rope_theta" in overrides and "rope_theta" in (merged.get(name) or {}):
+            merged[name] = {**merged[name], "rope_theta": overrides["rope_theta"]}
     return merged
 
 
@@ -244,9 +252,11 @@ def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
-    rope_names = ("rope_theta", "rope_scaling", "rope_parameters")
-    known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, *rope_names}
-    full = {**family.defaults, **with_overrides(raw, overrides or {}, known)}
+    known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
+    given = with_overrides(raw, overrides or {}, known)
+    # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
+    replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
+    full = {**{name: value for name, value in family.defaults.items() if name not in replaced}, **given}
     _require_kinds(full, path)
     full = _with_partial_rotation(full)
     refuse_unsupported(full, path, family.honours)
@@ -276,7 +286,8 @@ def parse(
         sinks=family.sinks,
         windows=_read_windows(full, family, layers, path),
         experts=_read_experts(full, family, path),
-        eos_token_ids=_eos_ids(full, generation or {}, path),
+        # An override replaces what generation_config.json says, too.
+        eos_token_ids=_eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
         formats=read_formats(full, path),
         mtp=family.mtp,
@@ -384,7 +395,18 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
     window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"{path}: sliding_window = {window!r}; a positive integer or null is needed; correct it")
-    return family.windows(full)
+    try:
+        windows = family.windows(full)
+    except EspalierError as error:
+        raise EspalierError(f"{path}: {error}") from None
+    for layer, kind in enumerate(types or ()):
+        if kind == "sliding_attention" and windows[layer] is None:
+            raise EspalierError(
+                f"{path}: layer_types calls layer {layer} 'sliding_attention', but the layer has no window "
+                f"({family.architecture}, sliding_window = {full.get('sliding_window')!r}, use_sliding_window = "
+                f"{full.get('use_sliding_window')!r}); correct layer_types, or set the window with model_overrides"
+            )
+    return windows
 
 
 def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:

@@ -42,6 +42,8 @@ def routed_experts(full: Raw, methods: tuple[str, ...], layers: frozenset[int]) 
             known = " or ".join(map(repr, supported))
             raise EspalierError(f"{name} = {value!r} is not supported, only {known}; use another model")
     size, num_shared = full["moe_intermediate_size"], full["n_shared_experts"] or 0
+    if not isinstance(num_shared, int):
+        raise EspalierError(f"n_shared_experts = {num_shared!r}; an integer or null is needed; correct the config")
     return Experts(
         layers,
         _routing(full, method),

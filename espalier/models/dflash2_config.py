@@ -18,14 +18,13 @@ from espalier.errors import EspalierError
 from espalier.models.block_config import (
     BlockConfig,
     block_spec,
-    ids_of,
     layer_of,
     own_fields,
     read_speculators,
     refuse_misfit,
 )
 from espalier.models.config import ModelConfig, Raw
-from espalier.models.draft import count_of
+from espalier.models.draft import count_of, ids_of
 
 ARCHITECTURES = ("DFlash2DraftModel",)
 SPECULATORS_TYPES = ("dflash2",)
@@ -72,7 +71,8 @@ def read_dflash2(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
 
 def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
     given = {"block_size": DEFAULT_BLOCK_SIZE, **raw, **own_fields(raw, DFLASH_FIELDS, path)}
-    layer, is_causal = layer_of(raw, target, path), raw.get("is_causal")
+    of_layer = {name: value for name, value in raw.items() if name not in SCALES}
+    layer, is_causal = layer_of(of_layer, target, path), raw.get("is_causal")
     causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
     spec = block_spec(
         *(given, layer, path),
@@ -88,13 +88,13 @@ def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
                 f"{path}: sliding_window = {window} is below block_size = {spec.block_rows} in a layer that is not "
                 "causal, which is not supported; use a draft with a wider window"
             )
-    cap = given.get("final_logit_softcapping") or 0
+    scale, cap, embedding_scale = (_number(given, name, path) for name in SCALES)
     return DFlash2Config(
         layer=layer,
         spec=spec,
-        embedding_scale=float(given.get("input_embedding_scale", 1.0)),
-        logit_scale=float(given.get("output_multiplier", 1.0)),
-        logit_cap=float(cap) if cap > 0 else None,
+        embedding_scale=1.0 if embedding_scale is None else embedding_scale,
+        logit_scale=1.0 if scale is None else scale,
+        logit_cap=cap if cap is not None and cap > 0 else None,
         **_sizes(given, path),
     )
 
@@ -104,6 +104,13 @@ def _read_speculators(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Confi
     return DFlash2Config(
         layer=base.layer, spec=replace(base.spec, algorithm="dflash2"), **_sizes({**SIZES, **raw}, path)
     )
+
+
+def _number(given: Mapping[str, Any], name: str, path: Path) -> float | None:
+    value = given.get(name)
+    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
+        raise EspalierError(f"{path}: {name} = {value!r}; a number or null is needed; correct the config")
+    return None if value is None else float(value)
 
 
 def _sizes(given: Mapping[str, Any], path: Path) -> dict[str, Any]:

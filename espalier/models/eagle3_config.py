@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from espalier.errors import EspalierError
-from espalier.models.config import Family, ModelConfig, Raw, parse
+from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
 from espalier.models.deepseek import V2, V3
-from espalier.models.draft import DraftSpec, refuse_sizes
+from espalier.models.draft import DraftSpec, draft_vocab_of, ids_of, object_of, refuse_sizes
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.weight_formats import quantisation_of
 from espalier.models.weights import Weights
@@ -68,10 +68,10 @@ def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str]
 
     by_input: the target architectures for which ids in eagle_config name layers by their input; None: for all.
     """
-    nested: Mapping[str, Any] = raw.get("transformer_layer_config") or {}
+    nested = object_of(raw, "transformer_layer_config", path)
     defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position}
     flat = {**defaults, **raw, **nested, **quantisation_of(raw)}
-    eagle: Mapping[str, Any] = raw.get("eagle_config") or {}
+    eagle = object_of(raw, "eagle_config", path)
     family = _layer_family(flat, path)
     # The layer of a latent head is dense, even if its config repeats the target's experts.
     layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
@@ -82,7 +82,7 @@ def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str]
         reads="captured",
         capture=_captured_layers(raw, eagle, target, path, by_input),
         hidden_size=layer.hidden_size,
-        vocab_size=raw.get("draft_vocab_size") or layer.vocab_size,
+        vocab_size=draft_vocab_of(raw, layer, path),
     )
     return Eagle3Config(
         layer,
@@ -115,7 +115,7 @@ def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
     A latent head has DeepSeek-V3's attention, unless model_type names another latent family.  Raises EspalierError for
     a model_type of no family, unless the architecture says that the layer is DeepSeek's.
     """
-    named_latent = (flat.get("architectures") or [None])[0] in LATENT_ARCHITECTURES
+    named_latent = architecture_of(dict(flat)) in LATENT_ARCHITECTURES
     is_latent = bool(flat.get("kv_lora_rank")) or named_latent
     by_type = {family.model_type: family for family in FAMILIES.values() if family.latent == is_latent}
     declared = flat.get("model_type", "llama")
@@ -143,16 +143,17 @@ def _captured_layers(
     first id is 1, all ids name outputs: the output of layer 1 is the input of layer 2, the first default layer.
     """
     num_layers = target.num_layers
-    top, nested = raw.get("eagle_aux_hidden_state_layer_ids"), eagle.get("eagle_aux_hidden_state_layer_ids")
+    name = "eagle_aux_hidden_state_layer_ids"
     if eagle.get("use_aux_hidden_state", True) is False:
         raise EspalierError(
             f"{path}: use_aux_hidden_state = False is not supported; use a head that fuses target layers"
         )
-    if top:
-        ids = tuple(top)
-    elif nested:
-        is_input = by_input is None or (target.architecture in by_input and nested[0] != 1)
-        ids = tuple(nested) if is_input else tuple(i + 1 for i in nested)
+    if raw.get(name):
+        ids = ids_of(raw, name, path)
+    elif eagle.get(name):
+        ids = ids_of(eagle, name, path)
+        is_input = by_input is None or (target.architecture in by_input and ids[0] != 1)
+        ids = ids if is_input else tuple(i + 1 for i in ids)
     else:
         ids = (2, num_layers // 2, num_layers - 3)
     if any(not 0 <= i <= num_layers for i in ids):

@@ -88,13 +88,16 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     )
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     head = _head(weights, config, embed)
-    if config.mtp is not None:
-        # They are a draft (espalier/models/mtp.py): the target's output does not need them.
-        count = int(config.raw.get("num_nextn_predict_layers") or 0)
-        weights.ignore_under(tuple(config.mtp.prefix_of(layer, config.num_layers) for layer in range(count)))
+    weights.ignore_under(mtp_prefixes(config))
     weights.finish()
     rope = RopeTables(config.rope, position_rows, weights.dtype, weights.device)
     return Decoder(config, layer_specs, tuple(capture), rope, embed, layers, norm, head, kv_scales)
+
+
+def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """The prefixes of a target's own MTP layers.  They are a draft (mtp.py): the target's output does not need them."""
+    count = int(config.raw.get("num_nextn_predict_layers") or 0)
+    return () if config.mtp is None else tuple(config.mtp.prefix_of(i, config.num_layers) for i in range(count))
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:

@@ -12,8 +12,8 @@ from typing import Any, get_args
 import torch
 
 from espalier.errors import EspalierError
-from espalier.models.config import Family, ModelConfig, Raw, parse
-from espalier.models.draft import MAX_MODULES, DraftSpec, Form, count_of, refuse_sizes
+from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
+from espalier.models.draft import MAX_MODULES, DraftSpec, Form, count_of, object_of, refuse_sizes
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.weight_formats import QUANTISATION_FIELDS, quantisation_of
@@ -55,9 +55,9 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
     A config of the target's architecture is that of its own layers, and follows the target's overrides.
     Raises EspalierError if the layers do not fit this target.
     """
-    is_head = raw.get("speculators_model_type") is not None or (raw.get("architectures") or [None])[0] in HEADS
+    is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEADS
     if is_head:
-        nested: Mapping[str, Any] = raw.get("transformer_layer_config") or {}
+        nested = object_of(raw, "transformer_layer_config", path)
         base = {"max_position_embeddings": target.max_position, **nested, **quantisation_of(raw)}
         mtp = SPECULATORS
         family = _family_of(base, path)

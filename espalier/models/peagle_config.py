@@ -11,7 +11,7 @@ from pathlib import Path
 from espalier.errors import EspalierError
 from espalier.models import eagle3_config
 from espalier.models.config import ModelConfig, Raw
-from espalier.models.draft import count_of, token_of
+from espalier.models.draft import count_of, object_of, token_of
 from espalier.models.eagle3_config import Eagle3Config, read_head, refuse_misfit
 
 ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator")
@@ -29,7 +29,9 @@ def read_peagle(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
     """
     head = read_head(path, raw, target, by_input=None)
     # The tokens that speculators trained the head to propose.
-    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    methods = object_of(raw, "speculators_config", path).get("proposal_methods") or [{}]
+    if not isinstance(methods, list) or not isinstance(methods[0], dict):
+        raise EspalierError(f"{path}: proposal_methods = {methods!r}; a list of objects is needed; correct the config")
     steps = count_of({"speculative_tokens": MAX_STEPS, **methods[0]}, "speculative_tokens", path)
     mask_token = token_of(raw, head.layer, path, MASKS)
     spec = replace(head.spec, algorithm="peagle", block_rows=steps - 1, max_steps=steps, mask_token=mask_token)

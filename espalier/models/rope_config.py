@@ -27,6 +27,39 @@ FIELDS = (
 )
 
 
+SPELLINGS = ("rope_parameters", "rope_scaling")
+
+
+def with_rope_type(fields: Mapping[str, Any]) -> Raw:
+    """Fields of a config.json in which every RoPE calls its type "rope_type".  The old name is "type"."""
+    named = dict(fields)
+    for field in SPELLINGS:
+        rope = fields.get(field)
+        if isinstance(rope, Mapping) and "type" in rope:
+            rest = {name: value for name, value in rope.items() if name != "type"}
+            named[field] = {"rope_type": rope["type"], **rest}
+    return named
+
+
+def rope_overrides(raw: Raw, overrides: Mapping[str, Any]) -> Raw:
+    """The overrides, in which RoPE's parameters stand in the field that config.json has: one of SPELLINGS.
+
+    Raises EspalierError for an override that would change nothing.
+    """
+    moved = with_rope_type(overrides)
+    for field, other in (SPELLINGS, SPELLINGS[::-1]):
+        if field not in moved or not raw.get(other) or raw.get(field):
+            continue
+        rope = moved.pop(field)
+        if rope is None:
+            raise EspalierError(
+                f"model_overrides: {field} = None does not change {other}, which this model's config has; override "
+                f"{other} with the rope_type that you want, for example 'default'"
+            )
+        moved[other] = {**rope, **(moved.get(other) or {})} if isinstance(rope, Mapping) else rope
+    return moved
+
+
 def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
     """The RoPE configuration, and the longest context that it was made for.
 
@@ -34,9 +67,15 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
     with rope_scaling, and rope_parameters of transformers 5, which holds all values.  Raises EspalierError for a type
     or parameter that is not supported.
     """
-    parameters: Raw = {}
-    for source in (full.get("rope_parameters"), full.get("rope_scaling")):
-        parameters |= {"rope_type" if name == "type" else name: value for name, value in (source or {}).items()}
+    new, old = (with_rope_type(full).get(field) or {} for field in SPELLINGS)
+    for name in new:
+        # Users add rope_scaling to a config whose rope_parameters have no scaling.
+        if old.get(name, new[name]) != new[name] and (name, new[name]) != ("rope_type", "default"):
+            raise EspalierError(
+                f"{path}: {name} is {new[name]!r} in rope_parameters and {old[name]!r} in rope_scaling; remove one of "
+                "the two fields"
+            )
+    parameters: Raw = {**new, **old}
     kind = parameters.get("rope_type") or "default"
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise EspalierError(
@@ -54,6 +93,11 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     original = int(parameters.get("original_max_position_embeddings") or longest)
     scaled = kind != "default"
+    if not scaled and parameters.get("factor") not in (None, 1):
+        raise EspalierError(
+            f"{path}: rope parameter factor = {parameters['factor']!r} has no effect with rope_type 'default'; set the "
+            "rope_type that the model was trained with, or remove factor"
+        )
     if scaled and not isinstance(parameters.get("factor"), int | float):
         raise EspalierError(f"{path}: rope type {kind!r} needs a number 'factor', not {parameters.get('factor')!r}")
     for name in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():

@@ -43,6 +43,7 @@ KV_SCALES = (
     ("k_proj.output_scale", "v_proj.output_scale"),
 )
 INDEX = "model.safetensors.index.json"
+BIN = "pytorch_model.bin"
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -310,13 +311,19 @@ class Weights:
 
     def finish(self) -> None:
         """Raises EspalierError for a weight that was not taken: ignoring a weight would change the model."""
-        unused = sorted(name for name in self._not_taken if not HARMLESS.search(name))
+        unused = sorted(
+            name for name in tuple(self._not_taken) if not HARMLESS.search(name) and not self._is_zero_bias(name)
+        )
         if unused:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise EspalierError(
                 f"weight {unused[0]!r}{more} in {self.path} belongs to no parameter of this architecture; config.json "
                 "is of another model, or needs a feature that is not supported: check its architectures field"
             )
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Old GPTQ exporters stored a bias of zeros for every layer."""
+        return name.endswith(".bias") and not self._checked(name, StoredTensor("", self.shape(name))).any()
 
     def _open(self, shard: Path) -> None:
         try:
@@ -357,16 +364,19 @@ class WeightCount:
         return WeightCount(self.num_cast + other.num_cast, self.kept_bytes + other.kept_bytes)
 
 
-def stored_weights(path: Path, formats: FormatOf) -> WeightCount:
-    """The size of the weights that `Weights` reads from a directory's safetensors files.
+def stored_weights(path: Path, formats: FormatOf, unread: tuple[str, ...] = ()) -> WeightCount:
+    """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
 
-    An unreadable file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index.
+    An unreadable safetensors file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index
+    or pytorch_model.bin.
     """
-    count = WeightCount()
-    for file in shards_of(path):
+    count, shards = WeightCount(), shards_of(path)
+    if not shards and (path / BIN).exists():
+        count = sum((_count(name, tensor, formats) for name, tensor in _read_bin(path, True).items()), count)
+    for file in shards:
         try:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
+                for name in (each for each in tensors.keys() if not each.startswith(unread)):  # noqa: SIM118
                     # get_tensor maps the file into memory and reads no data.
                     count += _count(name, tensors.get_tensor(name), formats)
         except (OSError, SafetensorError):
@@ -393,9 +403,9 @@ def shards_of(path: Path) -> list[Path]:
 
 
 def _read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
-    file = path / "pytorch_model.bin"
+    file = path / BIN
     if not file.exists():
-        kinds = "*.safetensors or pytorch_model.bin" if allowed else "*.safetensors"
+        kinds = f"*.safetensors or {BIN}" if allowed else "*.safetensors"
         raise EspalierError(f"{path} holds no weights; {kinds} is needed: download the checkpoint again")
     if not allowed:
         raise EspalierError(f"{file}: a target is read from safetensors only; save it with safe_serialization=True")

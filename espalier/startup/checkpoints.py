@@ -11,6 +11,8 @@ BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
 # The bundled model's drafts by algorithm; where none is set, eagle3's is used.
 BUNDLED_DRAFTS = {"eagle3": BUNDLED_FILES / "draft", "mtp": BUNDLED_FILES / "mtp", "block": BUNDLED_FILES / "block"}
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+# A draft is refused if it has the last of these files (espalier/models/block_config.py:MASK_EMBEDDING).
+FILES_OF_DRAFT = [*FILES, "pytorch_model*.bin", "mask_embedding.pt"]
 # Folders, and the copy of all weights under the publisher's own names that Mistral's repositories have.
 NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]
 
@@ -26,7 +28,7 @@ def find_draft(name: str | PathLike[str], algorithm: str = "auto", what: str = "
     algorithm: the one that the user sets, which chooses among the bundled drafts; what: the setting that names it.
     """
     bundled = BUNDLED_DRAFTS.get(algorithm, BUNDLED_DRAFTS["eagle3"])
-    return _find(what, name, bundled, [*FILES, "pytorch_model*.bin"])
+    return _find(what, name, bundled, FILES_OF_DRAFT)
 
 
 def require_names(named: Mapping[str, str | PathLike[str]]) -> None:

@@ -23,7 +23,7 @@ from espalier.models import (
     load_target,
     read_config,
 )
-from espalier.models.loading import layer_specs_of
+from espalier.models.loading import layer_specs_of, mtp_prefixes
 from espalier.models.weights import WeightCount, stored_weights
 from espalier.speculate.drafters.registry import WITHOUT_FILES, draft_algorithm, load_draft, own_draft, read_draft
 from espalier.speculate.round import ModelRunner
@@ -222,8 +222,10 @@ def _specs_of(draft: DraftModel | None) -> tuple[LayerSpec, ...]:
 
 
 def _weights_of(checkpoint: Checkpoint) -> WeightCount:
-    target = stored_weights(checkpoint.target_path, checkpoint.target.formats)
-    # A draft in the target's directory is counted with it.
-    if checkpoint.draft is None or checkpoint.draft_path in (None, checkpoint.target_path):
+    # The target's own MTP layers are read if they are the draft, and then counted with it.
+    is_own = checkpoint.draft_path == checkpoint.target_path
+    unread = () if is_own else mtp_prefixes(checkpoint.target)
+    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread)
+    if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
     return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)

@@ -21,7 +21,7 @@ REMEDY = "free some space there, or give another --out"
 
 def rope_theta(config: dict[str, Any]) -> float:
     nested = config.get("rope_parameters") or {}
-    return float(config.get("rope_theta", nested.get("rope_theta", 10000.0)))
+    return float(nested.get("rope_theta") or config.get("rope_theta") or 10000.0)
 
 
 def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[str, int | float]:

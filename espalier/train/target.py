@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from espalier.errors import EspalierError, one_line
 from espalier.train.configs import MIN_CAPTURED_LAYERS, read_target
@@ -28,7 +28,11 @@ class FrozenTarget:
         self.config = read_target(directory, min_layers)
         self.device = device
         self.model = _load(directory, device).eval().requires_grad_(False)
-        eos = self.model.generation_config.eos_token_id
+        given = self.model.generation_config
+        eos = given.eos_token_id
+        # Only the end tokens of generation_config.json are kept: with its penalties and cuts, greedy text would not be
+        # the most likely tokens, which drafts learn and are measured on.
+        self.model.generation_config = GenerationConfig(eos_token_id=eos, pad_token_id=given.pad_token_id)
         self.eos_token_ids = [eos] if isinstance(eos, int) else list(eos or [])
 
     @property

@@ -122,6 +122,19 @@ def test_every_case_agrees(record_property: Any) -> None:
     assert max(worst.values()) < TOLERANCE, worst
 
 
+def test_fields_of_dflash2_may_stand_at_the_top_level(tmp_path: Path) -> None:
+    target_path, path = block_directories("llama", "dflash2", 8)
+    target, config = read_config(target_path), json.loads((path / "config.json").read_text())
+    own = config.pop("dflash_config")
+    assert own["final_logit_softcapping"] == 6.0
+    (tmp_path / "config.json").write_text(json.dumps({**config, **own}))
+    assert read_draft(tmp_path, target).logit_cap == read_draft(path, target).logit_cap == 6.0
+    assert read_draft(tmp_path, target).spec == read_draft(path, target).spec
+    without = {**config, **own, "input_embedding_scale": None, "output_multiplier": None}
+    (tmp_path / "config.json").write_text(json.dumps(without))
+    assert (read_draft(tmp_path, target).embedding_scale, read_draft(tmp_path, target).logit_scale) == (1, 1)
+
+
 def test_a_confidence_head_is_named_as_not_used(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     load(FIXTURES / "deepspec_confidence")
@@ -178,6 +191,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "more candidates than tokens": ("dflash2", of_dflash2(selector_top_k=17), "selector_top_k = 17 is above"),
     "a window within the block": ("dflash2", {"sliding_window": 3}, "sliding_window = 3 is below block_size = 4"),
+    "a scale that is no number": ("dflash2", of_dflash2(output_multiplier="x"), "output_multiplier = 'x'; a number"),
+    "layers that are no list": ("dspark", {"target_layer_ids": 3}, "target_layer_ids = 3; a list"),
+    "fields that are no object": ("dflash", {"dflash_config": 3}, "dflash_config = 3; an object is needed"),
+    "a rank that is no number": ("dspark", {"markov_rank": "x"}, "markov_rank = 'x'; an integer of at least 0"),
     "another vocabulary": ("dflash", {"vocab_size": 20}, "vocabulary 20, the target has 16"),
 }
 

@@ -142,6 +142,7 @@ def test_half_of_a_head_is_rotated(tmp_path: Path) -> None:
         (V3, {"routed_scaling_factor": "2.5"}, "routed_scaling_factor = '2.5', but a number"),
         (V3, {"moe_intermediate_size": None}, "experts of size None"),
         (V3, {"n_shared_experts": -1}, "experts of shared size -2048"),
+        (V3, {"n_shared_experts": "x"}, "n_shared_experts = 'x'; an integer or null"),
         (V3, {"moe_layer_freq": "1"}, "moe_layer_freq = '1'; an integer"),
         (V3, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (V3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),

@@ -141,6 +141,19 @@ def test_windows_of_a_config_without_layer_types(tmp_path: Path) -> None:
     assert read_config(path).windows == (None, None, None), "where no layer has a window, nobody asks where it starts"
 
 
+def test_mistrals_window_is_in_every_layer_or_the_config_is_refused(tmp_path: Path) -> None:
+    path = make_target(tmp_path, "mistral", sliding_window=6)
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "layer_types": ["sliding_attention", "full_attention"] * 2}))
+    with pytest.raises(EspalierError, match="num_hidden_layers = 3"):
+        read_config(path)
+    (path / "config.json").write_text(
+        json.dumps({**raw, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]})
+    )
+    with pytest.raises(EspalierError, match=f"^{path}: layer_types .*uses the window in every layer; remove one"):
+        read_config(path)
+
+
 def test_the_input_of_the_final_norm_can_be_captured(tmp_path: Path) -> None:
     path = make_target(tmp_path)
     model = load_target(path, dtype=torch.float64, device="cpu", position_rows=8, capture=(3,))
@@ -170,6 +183,7 @@ def test_every_eos_id_is_read(tmp_path: Path) -> None:
     path = make_target(tmp_path, eos_token_id=[3, 5])
     (path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
     assert read_config(path).eos_token_ids == (7, 5, 3)
+    assert read_config(path, {"eos_token_id": 9}).eos_token_ids == (9,)
 
 
 def test_an_eos_id_that_is_no_number_is_refused(tmp_path: Path) -> None:

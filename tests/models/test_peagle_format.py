@@ -126,6 +126,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no mask": ({"mask_token_id": None}, "mask_token_id = None; .* as mask_token_id or pard_token or ptd_token_id"),
     "a mask outside": ({"mask_token_id": 24}, r"mask_token_id = 24; a token of the vocabulary, 0 \.\. 23"),
     "two masks": ({"pard_token": 3}, "names different masks: {'mask_token_id': 7, 'pard_token': 3}"),
+    "no list of methods": ({"speculators_config": {"proposal_methods": 3}}, "proposal_methods = 3; a list of objects"),
     "one depth": ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 1}]}}, "speculative_tokens = 1"),
     "both norms": ({"norm_before_fc": True, "fc_norm": True}, "both set, but they exclude each other"),
     "a layer too many": ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "fuses the inputs of target layers"),

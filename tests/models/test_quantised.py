@@ -18,6 +18,7 @@ from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weight_formats import Shard, gptq, quantised
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.fp8 import Fp8Format
+from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weights import Weights, stored_weights
 from tests.builders import make_target
 from tests.quantised import FP8, INPUT, KINDS, ROUNDS_INPUTS, Stored, quantise
@@ -283,6 +284,14 @@ FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
         ),
         (ct(INT4, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config is not supported"),
         ({"quant_method": "compressed-tensors", "config_groups": {}}, "no config_groups"),
+        (ct(INT4, ignore="lm_head"), "ignore = 'lm_head'; a list of module names is needed"),
+        (ct(INT4, ignore=["re:(lm_head"]), r"ignore = \['re:\(lm_head'\]; a list of module names"),
+        (ct(INT4, sparsity_config=3), "sparsity_config = 3; an object is needed"),
+        (ct(INT4, config_groups={"g": None}), "format 'pack-quantized' with weights of None bits"),
+        (ct(INT4, config_groups={"g": 3}), "g = 3; an object is needed"),
+        (ct(FLOAT8, [8], "float-quantized"), r"input_activations = \[8\]; an object is needed"),
+        ({"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [[1]]}, r"to_quantize = \[1\]; a list"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": [1]}, r"modules_to_not_convert = \[1\]; a list"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt = 'e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"block of \[128\]"),
         ({"quant_method": "awq", "bits": 8}, "bits = 8 is not supported, only 4"),
@@ -311,6 +320,8 @@ def test_schemes_that_are_not_built_are_refused_by_name(tmp_path, quantisation, 
         (["re:.*self_attn.*"], ["model.layers.0.self_attn.q_proj"]),
         (["model.layers.*.mlp.down_proj"], ["model.layers.2.mlp.down_proj"]),
         (["mlp.gate"], ["model.layers.3.mlp.gate"]),
+        (["model.layers.0."], ["model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj"]),
+        (["gate"], ["model.layers.3.mlp.gate", "model.layers.3.mlp.shared_expert_gate"]),
         ([], ["lm_head", "model.layers.61.eh_proj"]),
     ],
 )
@@ -323,6 +334,36 @@ def test_layers_that_are_left_dense(skipped, dense):
         assert all(formats(name).name == "dense" for name in dense)
         left = [name for name in always if not any(quantised.matches(name, pattern) for pattern in skipped)]
         assert left and all(formats(name).name != "dense" for name in left)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_named_target_comes_before_all_linear_layers(reverse):
+    token = {**FLOAT8, "strategy": "token", "dynamic": True}
+    groups = {
+        "a": {"targets": ["Linear"], "weights": FLOAT8, "input_activations": token},
+        "b": {"targets": ["re:.*down_proj"], "weights": FLOAT8, "input_activations": None},
+    }
+    groups = dict(sorted(groups.items(), reverse=reverse))
+    formats = read_compressed_tensors({**ct(FLOAT8, format="float-quantized"), "config_groups": groups})
+    assert formats("model.layers.0.mlp.down_proj").inputs is None
+    assert formats("model.layers.0.mlp.up_proj").inputs == "dynamic"
+
+
+@pytest.mark.parametrize("blocks", [[["self_attn.q_proj"], ["mlp.up_proj"]], ["self_attn.q_proj", "mlp.up_proj"]])
+def test_gptq_quantises_only_the_modules_that_it_names(blocks):
+    formats = read_gptq({"bits": 4, "modules_in_block_to_quantize": blocks})
+    names = [f"model.layers.7.{name}" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.shared_expert_gate")]
+    assert [formats(name).name for name in names] == ["gptq", "gptq", "dense"]
+
+
+def test_a_bias_of_zeros_changes_nothing(tmp_path):
+    path, _ = made(tmp_path, "gptq")
+    name = f"{LAYER}mlp.up_proj.bias"
+    edit(path, **{name: torch.zeros(64)})
+    load_target(path, **LOADING)
+    edit(path, **{name: torch.tensor([0.0, 1e-6])})
+    with pytest.raises(EspalierError, match=r"up_proj.bias' .*belongs to no parameter"):
+        load_target(path, **LOADING)
 
 
 def test_experts_with_static_scales_of_their_own_are_refused(tmp_path):

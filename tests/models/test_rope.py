@@ -1,5 +1,6 @@
 """Rotary frequencies agree to the bit with transformers' own, for every scaling type and both spellings."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from espalier.models.layers.rope import RopeTables
 from tests.builders import CONFIGS, make_target
 from tests.models.reference import load_reference, reference_logits
 from tests.models.test_families import relative
+from tests.models.test_refusals import edit_config, refused
 from tests.oracles.dense import DenseAttend
 
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -94,6 +96,38 @@ def test_a_yarn_override_extends_the_context(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     config = read_config(path, {"rope_scaling": yarn, "rope_theta": 77.0})
     assert (config.rope.type, config.rope.theta, config.max_position) == ("yarn", 77.0, 1024)
+
+
+STORED = {"rope_scaling": {"type": "llama3", **SCALINGS["llama3"]}, "rope_parameters": None}
+
+
+@pytest.mark.parametrize("stored", [STORED, {"rope_parameters": {**SCALINGS["llama3"], "rope_theta": 5e5}}], ids=str)
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("kind", ["type", "rope_type"])
+def test_an_override_in_either_spelling_takes_effect(stored: dict, field: str, kind: str, tmp_path: Path) -> None:
+    path = make_target(tmp_path)
+    edit_config(path, **stored)
+    rope = read_config(path, {field: {kind: "yarn", "factor": 4.0}}).rope
+    kept = SCALINGS["llama3"]["original_max_position_embeddings"]
+    assert (rope.type, rope.factor, rope.original_max_position) == ("yarn", 4.0, kept)
+    assert read_config(path, {field: {kind: "yarn", "factor": 4.0}, "rope_theta": 77.0}).rope.theta == 77.0
+
+
+def test_an_override_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    path = make_target(tmp_path, rope_parameters={**SCALINGS["llama3"], "rope_theta": 5e5})
+    refused(lambda: read_config(path, {"rope_scaling": None}), "rope_scaling = None does not change rope_parameters")
+    assert read_config(path, {"rope_scaling": {"rope_type": "default", "factor": None}}).rope.type == "default"
+
+
+def test_rope_scaling_is_whole(tmp_path: Path) -> None:
+    """GPT-OSS has a default for rope_parameters.  As in transformers, none of its values joins a rope_scaling."""
+    path = make_target(tmp_path, "gpt_oss", max_position_embeddings=64)
+    edit_config(path, rope_parameters=None, rope_scaling={"rope_type": "yarn", "factor": 8.0})
+    theirs, _ = ROPE_INIT_FUNCTIONS["yarn"](CONFIGS["gpt_oss"].from_pretrained(path), "cpu")
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(read_config(path).rope.inverse_frequencies(), theirs)
 
 
 def test_rotation_is_a_rotation(tmp_path: Path) -> None:

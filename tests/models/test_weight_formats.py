@@ -19,7 +19,7 @@ from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config, weight_formats
 from espalier.models.weight_formats import Shard, StoredTensor, Weight, WeightFormat, all_dense
-from espalier.models.weights import Weights, stored_weights
+from espalier.models.weights import WeightCount, Weights, stored_weights
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import assemble
 from tests.builders import make_eagle3, make_target
@@ -199,6 +199,14 @@ def test_memory_counts_the_files_that_are_loaded(tmp_path):
     index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert stored_weights(path, formats) == once
+
+
+def test_memory_counts_a_draft_in_pytorchs_format(tmp_path):
+    path = make_eagle3(tmp_path / "draft", make_target(tmp_path / "target"))
+    count = stored_weights(path, all_dense)
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    assert stored_weights(path, all_dense) == count != WeightCount()
 
 
 def edit(path: Path, **tensors: Tensor | None) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 import espalier
 from espalier.train import corpus, packing
+from espalier.train.checkpoint import rope_theta
 from espalier.train.corpus import SourceFile
 from espalier.train.ngram import ngram_probabilities
 from espalier.train.target import repeated
@@ -145,3 +146,9 @@ def test_heldout_prompts_are_complete(tokenizer) -> None:
         assert entry["prompt"].endswith("\n")
         assert 50 <= len(tokenizer(entry["prompt"])["input_ids"]) <= 310
         assert 150 <= len(tokenizer(entry["reference"])["input_ids"]) <= 220
+
+
+@pytest.mark.parametrize("given", [{}, {"rope_theta": None}, {"rope_theta": 7.0}])
+def test_the_rotary_base_is_read_as_transformers_reads_it(given):
+    assert rope_theta({**given, "rope_parameters": {"rope_theta": 5.0}}) == 5.0
+    assert rope_theta(given) == (given.get("rope_theta") or 10000.0)

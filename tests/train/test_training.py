@@ -123,3 +123,19 @@ def test_an_interrupted_run_resumes_to_the_same_draft(
     for one, two in zip(*(draft.parameters() for draft in drafts), strict=True):
         assert torch.equal(one, two)
     assert json.loads((tmp_path / "work2" / "eagle3-parts.json").read_text())["config"] == asdict(CONFIG)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_own_text_has_no_penalty_and_no_cut(target_dir: Path, temperature: float) -> None:
+    """Whatever generation_config.json says: drafts learn the target's own probabilities."""
+    prompts = torch.arange(16).view(2, 8)
+
+    def texts() -> list[list[int]]:
+        torch.manual_seed(1)
+        found = FrozenTarget(target_dir, torch.device("cpu")).continuations(prompts, 24, temperature)
+        return [text.tolist() for text in found]
+
+    before, file = texts(), target_dir / "generation_config.json"
+    changed = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "do_sample": True, "top_p": 0.3, "min_p": 0.2}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    assert texts() == before

@@ -61,5 +61,5 @@ def read_awq(quantisation: Mapping[str, Any]) -> FormatOf:
     read_field(quantisation, "version", ("gemm", "GEMM"), "gemm")
     read_field(quantisation, "zero_point", (True,), True)
     group = read_group(quantisation, quantisation.get("q_group_size", 128))
-    skipped = module_names(quantisation.get("modules_to_not_convert"))
+    skipped = module_names(quantisation, "modules_to_not_convert")
     return dense_if_skipped(skipped, AwqFormat(group), bool(quantisation.get("lm_head")))

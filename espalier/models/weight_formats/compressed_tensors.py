@@ -25,6 +25,7 @@ from espalier.models.weight_formats.quantised import (
     module_names,
     packed_rows,
     read_group,
+    read_object,
     require_multiple,
     unpack_int32,
 )
@@ -91,10 +92,11 @@ class PackedFormat(QuantisedFormat):
 def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
     """Raises EspalierError naming a scheme that is not supported."""
     _refuse(quantisation, "sparsity_config", "transform_config")
-    ignored, shared = module_names(quantisation.get("ignore")), quantisation.get("format")
+    ignored, shared = module_names(quantisation, "ignore"), quantisation.get("format")
     groups: list[tuple[tuple[str, ...], WeightFormat]] = []
-    for group in (quantisation.get("config_groups") or {}).values():
-        targets = module_names(group.get("targets"))
+    config_groups = read_object(quantisation, "config_groups")
+    for group in (read_object(config_groups, name) for name in config_groups):
+        targets = module_names(group, "targets")
         groups.append((targets, _read_scheme(group, group.get("format") or shared)))
     if not groups and quantisation.get("kv_cache_scheme") is None:
         raise EspalierError("quantization_config has no config_groups; download config.json again")
@@ -102,22 +104,25 @@ def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:
     def format_of(name: str) -> WeightFormat:
         if any(matches(name, pattern) for pattern in ignored):
             return DENSE_FORMAT
-        found = (format for targets, format in groups if any(t == LINEAR or matches(name, t) for t in targets))
-        return next(found, DENSE_FORMAT)
+        # A name or a pattern comes before the class of all linear layers, whatever the order of the groups.
+        named = (format for targets, format in groups if any(t != LINEAR and matches(name, t) for t in targets))
+        linear = (format for targets, format in groups if LINEAR in targets)
+        return next(named, next(linear, DENSE_FORMAT))
 
     return format_of
 
 
 def _refuse(quantisation: Mapping[str, Any], *names: str) -> None:
     for name in names:
-        value = quantisation.get(name) or {}
+        value = read_object(quantisation, name)
         if value.get("format", "dense") != "dense" or value.get("config_groups"):
             raise EspalierError(f"quantization_config: {name} is not supported; use a checkpoint without it")
 
 
 def _read_scheme(group: Mapping[str, Any], stored: str | None) -> WeightFormat:
     """The format of one entry of config_groups.  stored: its `format`."""
-    weights, inputs = group.get("weights") or {}, group.get("input_activations")
+    weights = read_object(group, "weights")
+    inputs = None if group.get("input_activations") is None else read_object(group, "input_activations")
     if group.get("output_activations") is not None:
         raise EspalierError("quantization_config: output_activations are not supported; use another checkpoint")
     kind = weights.get("type"), weights.get("num_bits")

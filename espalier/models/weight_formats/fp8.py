@@ -96,9 +96,7 @@ def read_fp8(quantisation: Mapping[str, Any]) -> FormatOf:
     read_field(quantisation, "fmt", ("e4m3", None))
     inputs = read_field(quantisation, "activation_scheme", ("dynamic", "static"), "dynamic")
     block, lm_head = quantisation.get("weight_block_size"), bool(quantisation.get("lm_head"))
-    skipped = module_names(quantisation.get("ignored_layers")) + module_names(
-        quantisation.get("modules_to_not_convert")
-    )
+    skipped = module_names(quantisation, "ignored_layers") + module_names(quantisation, "modules_to_not_convert")
     if block is None:
         return dense_if_skipped(skipped, Fp8Format((None, None), inputs=inputs), lm_head)
     rows, columns = read_block(block)

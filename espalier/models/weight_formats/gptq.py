@@ -14,12 +14,14 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
 from espalier.models.weight_formats.base import FormatOf, Shard, StoredTensor
+from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
     SCALE_DTYPES,
     QuantisedFormat,
     common_order,
     dense_if_skipped,
+    matches,
     module_names,
     packed_rows,
     read_field,
@@ -81,6 +83,14 @@ def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
     if quantisation.get("dynamic"):
         raise EspalierError("quantization_config: dynamic (settings for each module) is not supported, only none")
     version = read_field(quantisation, "checkpoint_format", ("gptq", "gptq_v2", "", None), "gptq")
-    skipped = module_names(quantisation.get("modules_to_not_convert"))
+    skipped = module_names(quantisation, "modules_to_not_convert")
     format = GptqFormat(read_group(quantisation, 128), 0 if version == "gptq_v2" else 1)
-    return dense_if_skipped(skipped, format, bool(quantisation.get("lm_head")))
+    format_of = dense_if_skipped(skipped, format, bool(quantisation.get("lm_head")))
+    # A list for each step in which they were quantised, or one for all.
+    blocks = quantisation.get("modules_in_block_to_quantize")
+    if isinstance(blocks, list) and all(isinstance(block, list) for block in blocks):
+        blocks = [name for block in blocks for name in block]
+    chosen = module_names({"modules_in_block_to_quantize": blocks}, "modules_in_block_to_quantize")
+    if not chosen:
+        return format_of
+    return lambda name: format_of(name) if any(matches(name, each) for each in chosen) else DENSE_FORMAT

@@ -19,7 +19,7 @@ HF_QUANT_CONFIG = "hf_quant_config.json"
 def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
     """Raises EspalierError naming an algorithm that is not supported: NVFP4, W4A8_AWQ and others."""
     read_field(quantisation, "quant_algo", ("FP8",))
-    names = module_names(quantisation.get("ignore")) + module_names(quantisation.get("exclude_modules"))
+    names = module_names(quantisation, "ignore") + module_names(quantisation, "exclude_modules")
     skipped = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
     return dense_if_skipped(skipped, Fp8Format((None, None), inputs="static"))
 

@@ -50,7 +50,7 @@ class Mxfp4Format(QuantisedFormat):
 
 def read_mxfp4(quantisation: Mapping[str, Any]) -> FormatOf:
     """quant_method "mxfp4": the experts are quantised, and nothing else."""
-    skipped, format = module_names(quantisation.get("modules_to_not_convert")), Mxfp4Format()
+    skipped, format = module_names(quantisation, "modules_to_not_convert"), Mxfp4Format()
 
     def format_of(name: str) -> Any:
         is_expert = matches(name, "mlp.experts") and not any(matches(name, pattern) for pattern in skipped)

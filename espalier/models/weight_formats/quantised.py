@@ -130,11 +130,15 @@ def dense_if_skipped(skipped: Sequence[str], format: WeightFormat, lm_head: bool
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern of config.json matches the name of a module or of a module around it."""
+    """Whether a pattern of config.json matches the name of a module or of a module around it.
+
+    As in transformers, "model.layers.0." with its last dot is the module, and the end of a name matches too: "gate"
+    matches "shared_expert_gate".
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    parts = ".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
-    return re.search(rf"(^|\.){parts}(\.|$)", name) is not None
+    parts = ".".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.strip(".").split("."))
+    return name.endswith(pattern) or re.search(rf"(^|\.){parts}(\.|$)", name) is not None
 
 
 def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[object], default: object = None) -> Any:
@@ -146,9 +150,28 @@ def read_field(quantisation: Mapping[str, Any], name: str, allowed: Sequence[obj
     return value
 
 
-def module_names(value: Any) -> tuple[str, ...]:
-    """A list of module names; config.json may have null."""
-    return tuple(value or ())
+def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """The module names, or patterns of them, in a field; it may be null.  Raises EspalierError for another value."""
+    value = fields.get(name) or ()
+    if not isinstance(value, list | tuple) or not all(isinstance(each, str) and _is_pattern(each) for each in value):
+        raise EspalierError(f"quantization_config: {name} = {value!r}; a list of module names is needed; correct it")
+    return tuple(each for each in value if each)
+
+
+def _is_pattern(name: str) -> bool:
+    try:
+        re.compile(name.removeprefix("re:"))
+    except re.error:
+        return not name.startswith("re:")
+    return True
+
+
+def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object in a field; null is an empty one.  Raises EspalierError for another value."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise EspalierError(f"quantization_config: {name} = {value!r}; an object is needed; correct it")
+    return value or {}
 
 
 def read_group(quantisation: Mapping[str, Any], default: int) -> int | None:

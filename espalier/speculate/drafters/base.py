@@ -12,7 +12,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw
+from espalier.models.config import ModelConfig, Raw, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.weights import Weights
 from espalier.slots import BatchState
@@ -133,7 +133,3 @@ class DraftFormat:
         given = {name for name, value in raw.items() if value is not None}
         marked = self.marked if given.intersection(self.marks) else ()
         return architecture_of(raw) in (*self.architectures, *marked) and not given.intersection(self.unmarked)
-
-
-def architecture_of(raw: Raw) -> str | None:
-    return (raw.get("architectures") or [raw.get("model_type")])[0]

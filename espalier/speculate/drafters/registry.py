@@ -24,12 +24,12 @@ from espalier.models import (
     peagle_config,
 )
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw, read_json
+from espalier.models.config import ModelConfig, Raw, architecture_of, read_json
 from espalier.models.draft import DraftConfig, DraftModel
 from espalier.models.loading import FAMILIES, read_raw
 from espalier.models.weights import Weights, shards_of
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
-from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter, architecture_of
+from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter
 from espalier.speculate.drafters.ngram import NgramDrafter
 from espalier.speculate.drafters.one_pass import OnePassDrafter
 from espalier.speculate.drafters.peagle import PEagleDrafter
@@ -145,7 +145,7 @@ def format_of(raw: Raw, path: Path) -> DraftFormat:
 
 def _why_unknown(raw: Raw, path: Path) -> str:
     declared = raw.get("speculators_model_type")
-    name = architecture_of(raw) if declared is None else declared
+    name = architecture_of(raw) if declared is None else str(declared)
     if name in eagle3_config.EAGLE_1_2:
         eagle3_config.refuse_eagle3_called_eagle(name, path)
     if name in NOT_BUILT:
