@@ -97,6 +97,13 @@ def _read_published(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
             f"{path}: sliding windows are supported for block drafts in speculators' form only, because public code "
             "disagrees about them in this one; use a draft with full attention, or convert it with speculators"
         )
+    causal = bool(own.get("causal_head", False))
+    for name in ("is_causal", "causal"):
+        if raw.get(name) and not causal:
+            raise EspalierError(
+                f"{path}: {name} = {raw[name]!r} is not supported in this form, because public code disagrees about "
+                "it; use a draft without it, or convert it with speculators"
+            )
     given = {**own, **raw}
     if not is_deep_spec:
         given["target_layer_ids"] = own.get("target_layer_ids") or _default_ids(target.num_layers, layer.num_layers)
@@ -104,7 +111,7 @@ def _read_published(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
         *(given, layer, path),
         capture=tuple(k + 1 for k in ids_of(given, "target_layer_ids", path)),
         first_proposing=0 if is_deep_spec else 1,
-        causal=(bool(own.get("causal_head", False)),) * layer.num_layers,
+        causal=(causal,) * layer.num_layers,
     )
     return BlockConfig(layer, spec, _edge_rank(raw, path) if is_deep_spec else 0)
 

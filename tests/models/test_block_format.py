@@ -156,6 +156,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 8},
         "in speculators' form only",
     ),
+    "z-lab's causality": ("dflash", {"is_causal": True}, "is_causal = True is not supported in this form"),
     "a field of dflash_config": (
         "dflash",
         {"dflash_config": {"target_layer_ids": [0], "mask_token_id": 3, "use_swa": True}},
