@@ -211,6 +211,8 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
             if family.model_type == raw.get("model_type"):
                 return family
     name = architectures[0] if architectures else raw.get("model_type")
+    if name is None and "speculators_model_type" not in raw:
+        raise EspalierError(f"{path}: config.json has neither architectures nor model_type; download the model again")
     lowered = str(name).lower()
     if "eagle" in lowered or "speculators_model_type" in raw:
         reason = "is a draft, not a target: pass it as draft= and its target as model=;"
