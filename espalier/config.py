@@ -66,7 +66,7 @@ class EngineConfig:
     )
     speculation: SpeculationConfig | Literal["auto"] | None = field(default="auto", metadata={"help": "the draft tree"})
     device: str = option("cpu, cuda or cuda:N")
-    dtype: str = option("dtype of weights and of K and V", choices=DTYPES)
+    dtype: str = option("dtype of the weights, and of the KV cache unless kv_dtype is given", choices=DTYPES)
     kv_dtype: str = option(
         "dtype of the KV cache: fp8_e4m3, or the same as dtype; by default the one that the checkpoint's "
         "kv_cache_scheme declares, else the same as dtype",

@@ -70,7 +70,7 @@ NONE = MappingProxyType(
         "Espalier uses the model's tokenizer": "tokenizer tokenizer_path tokenizer_mode skip_tokenizer_init",
         "the KV cache is not swapped to the CPU": "swap_space cpu_offload_gb",
         "the server has no TLS, put a reverse proxy in front of it": "ssl_keyfile ssl_certfile",
-        "Espalier does not rank outputs, use n and choose one": "best_of use_beam_search num_beams beam_width",
+        "Espalier does not rank outputs: set n, and choose one of them": "best_of use_beam_search num_beams beam_width",
         "LLM.generate shows no progress bar, use on_chunk": "use_tqdm",
         "temperature=0 is greedy decoding, any other value samples": "do_sample",
     }

@@ -154,7 +154,9 @@ class InputProcessor:
     def text_of(self, what: str) -> Tokenizer:
         """The tokenizer.  what: names its user in the EspalierError that is raised if there is none."""
         if self.tokenizer is None:
-            raise EspalierError(f"{what} needs a tokenizer and {self.facts.model} has none; give token ids")
+            raise EspalierError(
+                f"{what} needs a tokenizer, and {self.facts.model} has none; add its tokenizer.json, or give token ids"
+            )
         return self.tokenizer
 
 

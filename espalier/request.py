@@ -102,7 +102,7 @@ class SamplingParams:
         "true: keep the stop string or token in the text", limits.true_or_false
     )
     skip_special_tokens: bool | None = _param(
-        "false: special tokens appear in the text by name; true unless set", limits.true_or_false
+        "false: special tokens appear in the text by name; by default true", limits.true_or_false
     )
     ignore_eos: bool | None = _param("go on after the model's own end tokens", limits.true_or_false)
     logprobs: int | None = _param(
@@ -110,7 +110,8 @@ class SamplingParams:
         whole_number(0, MAX_LOGPROBS),
     )
     prompt_logprobs: int | None = _param(
-        f"the same for the prompt's tokens except the first, 0 to {MAX_LOGPROBS}; max_tokens may then be 0",
+        f"log-probabilities of the prompt's tokens except the first, and of this many of the likeliest, 0 to "
+        f"{MAX_LOGPROBS}; max_tokens may then be 0",
         whole_number(0, MAX_LOGPROBS),
     )
     n: int | None = _param("outputs per prompt", whole_number(1, MAX_SAMPLES))

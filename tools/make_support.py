@@ -22,10 +22,10 @@ from espalier.speculate.drafters.registry import DRAFT_FORMATS, MTP_NOT_BUILT, N
 
 PAGE = Path(__file__).parents[1] / "docs" / "support.md"
 BY_LIBRARIES = """\
-`auto` takes the first of these that is installed and supports the device, the dtype and the layers. "By our kernels":
-the library has no form for it, so our kernels attend to these rows, and the results are merged
+`auto` takes the first of these that is installed and supports the device, the dtype and the layers. "By our kernels"
+means that the library does not support it, so our kernels attend to these rows, and the results are merged
 (`espalier/attention/library.py`). If its library is missing, a backend is refused with the command that installs it.
-The limits of the libraries, as refusals quote them:"""
+The limits of the libraries, as error messages give them:"""
 NO_FILES = {"ngram": "lookup in the request's own text", "none": "plain decoding"}
 
 
@@ -143,8 +143,8 @@ def neutral() -> str:
 def render() -> str:
     return f"""# What combines with what
 
-`tools/make_support.py` makes this page from the declarations by which the engine refuses; a test compares the two. What
-is not listed here is refused at start, by name.
+`tools/make_support.py` makes this page from the declarations that the engine checks; a test compares the two. What is
+not listed here is refused at start, by name.
 
 A backend runs every target and every drafter below if its column supports their layers. Trees, page sizes, the prefix
 cache, chunked prefill, overlap and lock-step combine freely with them and with each other, except where the column says
@@ -161,15 +161,15 @@ otherwise.
 If a target's directory has MTP layers (`num_nextn_predict_layers`), they are its draft, unless you set another draft
 or algorithm.
 
-One GPU has to hold the weights: two bytes a parameter in bfloat16, one byte in FP8, half a byte in 4 bits. These sizes
-are for bfloat16. DeepSeek-V3, V3.1 and R1 (671 billion parameters,
-1.34 TB) and DeepSeek-V2 (236 billion, 472 GB) fit no GPU, and neither does GLM-4.5 (355 billion, 710 GB). GLM-4.5-Air
-(106 billion, 212 GB) and dots.llm1 (142 billion, 284 GB) need a GPU of that memory. DeepSeek-V2-Lite (16 billion, 32
-GB) and GLM-4.7-Flash (30 billion, 60 GB) fit one of 80 GB.
+One GPU has to hold the weights: two bytes a parameter in bfloat16, one byte in FP8, half a byte in 4 bits. The sizes
+here are for bfloat16. These fit no GPU: DeepSeek-V3, V3.1 and R1 (671 billion parameters, 1.34 TB), DeepSeek-V2 (236
+billion, 472 GB) and GLM-4.5 (355 billion, 710 GB). GLM-4.5-Air (106 billion, 212 GB) and dots.llm1 (142 billion, 284
+GB) need a GPU of that memory. DeepSeek-V2-Lite (16 billion, 32 GB) and GLM-4.7-Flash (30 billion, 60 GB) fit one of 80
+GB.
 
-Rope scaling of types {codes(ROPE_TYPES)}; sliding windows per layer; tied or
-own output head; biases; attention sinks; weights in one safetensors file or in shards. A family supports any value
-of the fields in its last column; its EAGLE-3 heads have a dense MLP.
+Supported are rope scaling of types {codes(ROPE_TYPES)}; sliding windows per
+layer; tied or own output head; biases; attention sinks; weights in one safetensors file or in shards. A family supports
+any value of the fields in its last column. Its EAGLE-3 heads have a dense MLP.
 
 ## Quantised weights
 
@@ -178,9 +178,9 @@ out stay dense. A scheme that is not in this table is refused by name when confi
 
 {quantised()}
 
-A GPU needs compute capability 8.9 for FP8, and bfloat16 for MXFP4. A CPU does not round inputs. Experts take every
-format but static input scales of their own and `desc_act` orders of their own. `espalier quantize path/to/model --to
-fp8 --out DIR` writes a quantised copy of a target or a draft.
+A GPU needs compute capability 8.9 for FP8, and bfloat16 for MXFP4. A CPU does not round inputs. Experts may have every
+format, but no static input scales of their own and no `desc_act` orders of their own. This command writes a quantised
+copy of a target or a draft: `espalier quantize path/to/model --to fp8 --out DIR`.
 
 ## K and V in FP8
 
@@ -207,9 +207,9 @@ target). Levels of the tree past the last layer use that layer again. The MTP la
 
 ## The tree
 
-`steps` from 0 (plain decoding) to 256, `topk` from 1 (a chain) to 256, `num_draft_tokens` from 1 to
-`1 + topk + (steps - 1)·topk²`. With `by_batch` each batch may have a tree of its own, up to that one;
-`page_size` from 1 to {MAX_PAGE_SIZE}.
+`steps` is 0 (plain decoding) to 256, `topk` 1 (a chain) to 256, `num_draft_tokens` 1 to
+`1 + topk + (steps - 1)·topk²`. With `by_batch` each batch size may have a tree of its own; none is larger than the
+configured one. `page_size` is 1 to {MAX_PAGE_SIZE}.
 
 ## Sampling parameters
 
@@ -217,7 +217,7 @@ All of them work with every drafter, greedy and sampled.
 
 {sampling()}
 
-A grammar does not go together with `ignore_eos` or `min_tokens`, and needs a tokenizer.
+A grammar cannot be combined with `ignore_eos` or `min_tokens`. It needs a tokenizer.
 
 ## Grammars
 
@@ -246,11 +246,11 @@ Also {codes(COMBINING)}. No other keyword may stand beside one of them, except `
 
 ## Refused in a config.json
 
-A field that changes the maths is refused unless it has a value that changes nothing, or the family supports it:
+A field that changes the computation is refused, unless it has a value that changes nothing or the family supports it:
 
 {neutral()}
 
-Models with recurrent state (Mamba, RWKV and their hybrids among them) are refused by the family's name.
+Models with recurrent state (Mamba, RWKV and their hybrids among them) are refused by name.
 """
 
 

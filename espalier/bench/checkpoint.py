@@ -12,7 +12,7 @@ from espalier.errors import EspalierError
 from espalier.startup.resolve import choose_device
 from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, write
-from espalier.terminal.console import QUIET, print_table, stdout
+from espalier.terminal.console import QUIET, print_table, stdout, waiting
 from espalier.terminal.flags import SHAPE_FLAGS
 
 # Trees whose accept length is printed: steps, topk, nodes.
@@ -24,7 +24,8 @@ def run(args: Namespace) -> int:
     recipe = _recipe(args)
     chain = recipe.chain()
     try:
-        target, draft = write(recipe, args.out, getattr(torch, args.dtype), device)
+        with waiting(f"drawing and writing the weights of {args.shape}"):
+            target, draft = write(recipe, args.out, getattr(torch, args.dtype), device)
     except OSError as error:
         raise EspalierError(f"--out {args.out} cannot be written ({error.strerror}); name another directory") from None
     rows = [["tree (steps, topk, nodes)", "greedy accept length, predicted"]]

@@ -31,7 +31,7 @@ class Address:
     prefix: str = ""
 
     def __str__(self) -> str:
-        return f"{self.host}:{self.port}{self.prefix}"
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}{self.prefix}"
 
 
 def address_of(url: str) -> Address:

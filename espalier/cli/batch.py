@@ -102,9 +102,9 @@ def run(args: Namespace) -> int:
         raise EspalierError(f"{error}; {_so_far(journal)}; run the same command again to go on") from None
     finally:
         journal.close()
-    again = "; delete it to ask all lines again" if journal.num_failed else ""
+    again = "; to ask all lines again, delete this file" if journal.num_failed else ""
     seconds = f"{perf_counter() - began:.1f} s"
-    _say(f"{_so_far(journal)}, {journal.num_failed} with an error; {seconds}: {args.output}{again}")
+    _say(f"{_so_far(journal)}, {journal.num_failed} with an error, after {seconds}, in {args.output}{again}")
     return int(journal.num_failed > 0)
 
 

@@ -59,10 +59,50 @@ def _add_batch_flags(group: _ArgumentGroup) -> None:
         "--batch-dir",
         type=Path,
         metavar="DIR",
-        help="keep files and batches there, and serve /v1/files and /v1/batches (they are not served)",
+        help="keep files and batches there, and serve /v1/files and /v1/batches; by default neither is served",
     )
     group.add_argument(
         "--max-file-bytes", type=int, metavar="N", help="with --batch-dir: largest upload of a file (209715200)"
+    )
+
+
+def _add_timeout_flags(group: _ArgumentGroup) -> None:
+    group.add_argument(
+        "--body-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds in which a request's headers must arrive, and then its body; 0 for no limit (60)",
+    )
+    group.add_argument(
+        "--send-timeout",
+        type=float,
+        metavar="S",
+        help="seconds after which a client that reads nothing is disconnected; 0 for no limit (60)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that running requests have to finish after SIGTERM (60)",
+    )
+    group.add_argument(
+        "--restart-engine", action="store_true", help="start a new engine process when the old one is gone"
+    )
+    group.add_argument(
+        "--engine-timeout",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds without a message after which the engine process counts as gone (120)",
+    )
+    group.add_argument(
+        "--load-timeout",
+        type=float,
+        default=1800.0,
+        metavar="S",
+        help="seconds to load the model; 0 for no limit (1800)",
     )
 
 
@@ -84,7 +124,13 @@ def add_flags(parser: ArgumentParser) -> None:
         "--strict-fields", action="store_true", help="refuse fields that have no effect, such as user and metadata"
     )
     add_chat_flags(http)
-    http.add_argument("--max-queue", type=int, default=256, metavar="N", help="samples that may wait for a slot (256)")
+    http.add_argument(
+        "--max-queue",
+        type=int,
+        default=256,
+        metavar="N",
+        help="samples (outputs of requests) that may wait for a slot (256)",
+    )
     http.add_argument(
         "--request-timeout",
         type=float,
@@ -96,37 +142,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--max-body-bytes", type=int, default=4 * 2**20, metavar="N", help="largest request body (4194304)"
     )
     _add_batch_flags(http)
-    http.add_argument(
-        "--body-timeout",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="seconds to receive a request's headers, and its body; 0 for no limit (60)",
-    )
-    http.add_argument(
-        "--send-timeout",
-        type=float,
-        metavar="S",
-        help="seconds after which a client that reads nothing is disconnected; 0 for no limit (60)",
-    )
-    http.add_argument(
-        "--drain-timeout", type=float, default=60.0, metavar="S", help="seconds for requests to finish at SIGTERM (60)"
-    )
-    http.add_argument("--restart-engine", action="store_true", help="restart the engine process when it is gone")
-    http.add_argument(
-        "--engine-timeout",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="seconds without a message after which the engine process counts as gone (120)",
-    )
-    http.add_argument(
-        "--load-timeout",
-        type=float,
-        default=1800.0,
-        metavar="S",
-        help="seconds to load the model; 0 for no limit (1800)",
-    )
+    _add_timeout_flags(http)
     http.add_argument("--log-level", choices=LEVELS, default="info", help="lowest level that is logged (info)")
     http.add_argument("--log-json", action="store_true", help="log a JSON object per line")
     _add_replica_flags(parser)
@@ -139,14 +155,14 @@ def _add_replica_flags(parser: ArgumentParser) -> None:
     ray.add_argument(
         "--replicas",
         metavar="N",
-        help="engines, on the Ray cluster of $RAY_ADDRESS or of this machine, or on one that is started; MIN:MAX: as "
-        "many as the open tokens need",
+        help="number of engines, or MIN:MAX: as many as the open tokens need; they run on the Ray cluster of "
+        "$RAY_ADDRESS or of this machine, or on one that is started",
     )
     ray.add_argument(
         "--tokens-per-replica",
         type=int,
         metavar="N",
-        help="with MIN:MAX, open tokens (not computed yet) for which one engine is enough (16384)",
+        help="with MIN:MAX: open tokens (those not computed yet) for which one engine is enough (16384)",
     )
     ray.add_argument("--fronts", type=int, metavar="N", help="replicas of the front (1)")
 
@@ -158,7 +174,7 @@ def _add_measuring_flags(parser: ArgumentParser) -> None:
         metavar="NAME",
         help="instead of MODEL, on a GPU: a synthetic model of this shape, without a tokenizer (espalier bench serve)",
     )
-    measuring.add_argument("--accept-length", type=float, metavar="X", help="of the draft of --shape (4)")
+    measuring.add_argument("--accept-length", type=float, metavar="X", help="accept length of the draft of --shape (4)")
     add_shape_flags(measuring)
 
 

@@ -112,7 +112,7 @@ class GrammarCompiler:
             except EspalierError as error:
                 compiled = error
             except Exception as error:  # xgrammar raises RuntimeError, and types of its own
-                compiled = EspalierError(f"the grammar cannot be compiled: {_reason(error)}")
+                compiled = EspalierError(f"the grammar cannot be compiled ({_reason(error).rstrip('.')}); correct it")
             timer.cancel()
             with self._lock:
                 if made.done():

@@ -218,6 +218,8 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
         for family in families.values():
             if family.model_type == name:
                 return family
+    if name is None and not raw.get("architectures") and "speculators_model_type" not in raw:
+        raise EspalierError(f"{path}: config.json has neither architectures nor model_type; download the model again")
     lowered = str(name).lower()
     if "eagle" in lowered or "speculators_model_type" in raw:
         reason = "is a draft, not a target: pass it as draft= and its target as model=;"

@@ -360,7 +360,9 @@ class ChatRequest(Conversing, Generating):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], FIRST] = Field(min_length=1, description="the conversation so far")
-    logprobs: bool | None = Field(None, description="return log-probabilities of the output tokens")
+    logprobs: bool | None = Field(
+        None, description="true: return log-probabilities of the output tokens; top_logprobs adds the likeliest ones"
+    )
     top_logprobs: int | None = Field(
         None, description="number of likeliest tokens to return at each position; needs logprobs"
     )

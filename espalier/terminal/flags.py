@@ -126,24 +126,27 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
         help="for experts: from 0 (each token's experts are random) to 1 (neighbouring tokens share theirs) (0)",
     )
     parser.add_argument(
-        "--mtp-layers", type=int, metavar="N", help="of --shape: the draft is an MTP head of N layers, not EAGLE-3"
+        "--mtp-layers",
+        type=int,
+        metavar="N",
+        help="of --shape: make the draft an MTP head of N layers, not an EAGLE-3 head",
     )
     parser.add_argument(
         "--mtp-form",
         choices=("chain", "target"),
-        help="what the MTP layers read: the layer before, or the target (chain)",
+        help="what each MTP layer reads: chain, the layer before it; target, the target (chain)",
     )
     parser.add_argument(
         "--block-size",
         type=int,
         metavar="N",
-        help="of --shape: the draft is a block draft with edges (DSpark) that proposes N tokens a pass, not EAGLE-3",
+        help="of --shape: make the draft a block draft with edges (DSpark) that proposes N tokens a pass",
     )
     parser.add_argument(
         "--block-fade",
         type=float,
         metavar="X",
-        help="of the block draft: its skill at each depth, divided by that at the depth before (1)",
+        help="of the block draft: how good it is at each depth, as a share of the depth before (1)",
     )
     parser.add_argument(
         "--weights",
@@ -153,8 +156,8 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     parser.add_argument(
         "--draft-weights",
         choices=DRAFT_WEIGHTS,
-        help="of --shape: format of the draft's matrices, its own head included; int4 keeps those dense whose columns "
-        "128 does not divide",
+        help="of --shape: format of the draft's matrices, its own head included; int4 leaves a matrix dense if 128 "
+        "does not divide its number of columns",
     )
 
 
@@ -258,6 +261,7 @@ def _add(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
     about = SUPPRESS if f.metadata.get("hidden") else about or f.metadata["help"]
     how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
     if bool in kinds:
+        how["help"] = about.replace("true: ", f"{flag_of(f.name)}: ").replace("false: ", f"{flag_of('no_' + f.name)}: ")
         group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
     elif Sequence in kinds:
         how["help"] += "; may be repeated"

@@ -23,7 +23,7 @@ from espalier.train.work import require_folder
 BAD_INPUT = 2
 FAILED = 1
 TARGET_HELP = "a Llama, Qwen or Mistral model: a directory, a Hugging Face id, or 'bundled'"
-DATA_HELP = 'JSON lines with "text" or "token_ids", or a .npy of token ids [num_tokens]'
+DATA_HELP = 'JSON lines with "text" or "token_ids", or a .npy file with one row of token ids'
 OUT_HELP = "where the draft goes; a finished draft of the same kind there is replaced, another model refused"
 # Those of espalier/train/bundle.py, which imports PyTorch, as the help does not.
 STAGES = ("corpus", "tokenizer", "pack", "base", "ngram", "draft", "measure", "card")
@@ -70,6 +70,9 @@ TRAINERS = MappingProxyType(
 )
 
 
+COMMANDS = (*TRAINERS, "own-text", "evaluate", "bundled")
+
+
 def function(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
@@ -81,7 +84,8 @@ def add_config_flags(parser: argparse.ArgumentParser, config: type) -> None:
         choices = item.metadata.get("choices")
         about = item.metadata["help"]
         if item.default is not None:
-            about += f" [{item.default}]" if choices else f" [{item.default:g}]"
+            value: Any = item.default
+            about += f" ({value if choices or value != int(value) else int(value)})"
         how: dict[str, Any] = {"choices": choices} if choices else {"type": reader(item)}
         how["metavar"] = None if choices else "X" if item.type is float else "N"
         parser.add_argument(flag_of(item.name), default=item.default, help=about, **how)
@@ -105,6 +109,11 @@ class Parser(argparse.ArgumentParser):
         """One line, without the usage: that of `eagle3` has twenty."""
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            raise argparse.ArgumentError(None, f"unknown command {value!r}; use one of {', '.join(action.choices)}")
+        super()._check_value(action, value)
+
 
 def not_empty(text: str) -> str:
     """The type of a flag that names something: `--out "$OUT"` with OUT unset must not mean the folder it runs in."""
@@ -119,7 +128,7 @@ def given_path(text: str) -> Path:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m espalier.train", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="command")
     for name, trainer in TRAINERS.items():
         train = commands.add_parser(name, help=trainer.help)
         train.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
@@ -128,14 +137,14 @@ def make_parser() -> argparse.ArgumentParser:
         train.add_argument(
             "--work",
             type=given_path,
-            help="what an unfinished run goes on from, and the target's own text [OUT/work]",
+            help="a folder for the target's own text, and for what an unfinished run goes on from (OUT/work)",
         )
         add_config_flags(train, trainer.config)
-    own_text = commands.add_parser("own-text", help="continue text by the target, for all runs of a work folder")
+    own_text = commands.add_parser("own-text", help="generate the target's own text, for all runs of a work folder")
     own_text.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
     own_text.add_argument("--data", type=given_path, required=True, help=DATA_HELP)
     own_text.add_argument(
-        "--work", type=given_path, required=True, help="the folder; texts of several seeds add up there"
+        "--work", type=given_path, required=True, help="a folder for the text; texts of several seeds add up there"
     )
     add_config_flags(own_text, OwnTextConfig)
     evaluate = commands.add_parser("evaluate", help="accept lengths of a draft on the target's own greedy text")
@@ -144,12 +153,20 @@ def make_parser() -> argparse.ArgumentParser:
         "--draft", type=not_empty, required=True, help="the draft: a directory, a Hugging Face id, or 'bundled'"
     )
     evaluate.add_argument("--data", type=given_path, required=True, help="JSON lines with prompts, as for training")
-    evaluate.add_argument("--max-tokens", type=int, default=200, help="tokens continued after each prompt [200]")
+    evaluate.add_argument(
+        "--max-tokens", type=int, default=200, metavar="N", help="tokens to generate after each prompt (200)"
+    )
     bundled = commands.add_parser("bundled", help="make the bundled model again")
     bundled.add_argument("--out", type=given_path, required=True, help="where target, draft, prompts and card go")
-    bundled.add_argument("--work", type=given_path, help="corpus, packed tokens and unfinished runs [OUT/work]")
     bundled.add_argument(
-        "--site-packages", type=given_path, action="append", help="of the corpus environment; may repeat"
+        "--work", type=given_path, help="a folder for corpus, packed tokens and unfinished runs (OUT/work)"
+    )
+    bundled.add_argument(
+        "--site-packages",
+        type=given_path,
+        action="append",
+        metavar="DIR",
+        help="site-packages of the environment with the corpus; may be repeated",
     )
     bundled.add_argument("--only", choices=STAGES, help="run one stage")
     return parser
@@ -246,7 +263,10 @@ def refuse_other_model(out: Path, kind: str) -> None:
 
 def main(given: Sequence[str] | None = None) -> int:
     """0: done; 1: the system failed; 2: bad input, with one line on stderr; 130: interrupted."""
-    arguments = make_parser().parse_args(given)
+    parser = make_parser()
+    arguments = parser.parse_args(given)
+    if arguments.command is None:
+        parser.error(f"a command is missing; use one of {', '.join(COMMANDS)}")
     try:
         run(arguments)
     except KeyboardInterrupt:

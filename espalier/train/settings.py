@@ -30,10 +30,13 @@ class OwnTextConfig:
     """
 
     continuations: int = option("number of prompts, cut from the data, that the target continues", 40960, low=1)
-    continuation_tokens: int = option("most tokens of a continuation", 256, low=1)
-    generate_batch: int = option("number of prompts that are continued at once", 64, low=1, free=True)
+    continuation_tokens: int = option("largest number of tokens of a continuation", 256, low=1)
+    generate_batch: int = option("number of prompts that the target continues at once", 64, low=1, free=True)
     sampled_share: float = option(
-        "share of these batches, 0 to 1, that is sampled at temperature 1; the others are greedy", 0.35, low=0, high=1
+        "share of the batches of prompts, 0 to 1, that is sampled at temperature 1; the others are greedy",
+        0.35,
+        low=0,
+        high=1,
     )
     seed: int = option(
         "seed of every random choice; the own text of several seeds adds up in the work folder",
@@ -70,10 +73,10 @@ class TrainConfig(OwnTextConfig):
     length: int = option("tokens of a row of a batch", 1024, low=2)
     batch: int = option("rows of a batch", 32, low=1)
     num_tokens: float = option(
-        "tokens that the run trains on; text that is read again counts again", 2.5e8, above=0, free=True
+        "number of tokens that the run trains on; text that is read twice counts twice", 2.5e8, above=0, free=True
     )
     max_seconds: int | None = option(
-        "seconds after which the run ends, unless num-tokens ends it before; the learning rate falls to zero by then; "
+        "seconds after which the run ends, unless --num-tokens ends it before; the learning rate is zero by then; "
         "the first step, which compiles, is not counted; by default no limit",
         None,
         low=1,
@@ -117,7 +120,8 @@ class Eagle3Config(TrainConfig):
     """The settings of `python -m espalier.train eagle3`."""
 
     draft_vocab: int = option(
-        "number of token ids that the draft can propose: those that the target says most; at most all of them",
+        "number of token ids that the draft can propose: those that the target generates most often; at most all of "
+        "them",
         4096,
         low=1,
     )
@@ -141,7 +145,7 @@ class MtpConfig(TrainConfig):
         },
     )
     ttt_steps: int = option(
-        "number of depths that are trained; those beyond the layers run the last layer again", 3, low=1, high=MAX_DEPTH
+        "number of depths that are trained; depths beyond --layers use the last layer again", 3, low=1, high=MAX_DEPTH
     )
 
     def __post_init__(self) -> None:

@@ -103,7 +103,10 @@ def test_an_llm_around_an_engine_serves_token_ids(engines):
         outputs = bench.llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=24))
         follows = [engines.models.follows(p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)]
         assert follows == [True, True] and [len(o.token_ids) for o in outputs] == [24, 24]
-        with pytest.raises(EspalierError, match="a text prompt needs a tokenizer and tiny has none; give token ids"):
+        with pytest.raises(
+            EspalierError,
+            match=r"a text prompt needs a tokenizer, and tiny has none; add its tokenizer\.json, or give token ids",
+        ):
             bench.llm.generate("text")
         assert bench.config.num_pages == bench.engine.pool.num_pages
 

@@ -282,10 +282,13 @@ def test_a_status_of_the_models_is_said_with_its_remedy(scripted, monkeypatch, s
 def test_a_server_that_is_not_there_is_to_be_started(named, capsys):
     assert main(["bench", "serve", "--url", "http://127.0.0.1:1", *named]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "--url 127.0.0.1:1 cannot be reached" in line and line.endswith("; start a server there, or correct it")
+    assert "--url http://127.0.0.1:1 cannot be reached" in line and line.endswith(
+        "; start a server there, or correct it"
+    )
 
 
 def test_an_address_may_have_a_path_and_tls():
-    assert address_of("https://x/llm/v1/") == Address("x", 443, True, "/llm")
+    address = address_of("https://x/llm/v1/")
+    assert address == Address("x", 443, True, "/llm") and str(address) == "https://x:443/llm"
     with pytest.raises(EspalierError, match="use an address such as"):
         address_of("ftp://x")

@@ -130,6 +130,19 @@ def test_every_config_field_is_a_flag(command, capsys):
     assert [name for name in sorted(fields) if f"--{name.replace('_', '-')}" not in helped] == []
 
 
+def test_the_help_of_a_switch_names_the_flag_and_no_value(capsys):
+    assert run("generate", "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--no-speculation: plain decoding" in text and "--include-stop-str-in-output: keep the stop" in text
+    assert "true: " not in text and "false: " not in text
+
+
+def test_a_config_that_names_no_model_is_said(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert run("generate", "x", "--model", tmp_path) == 2
+    assert "config.json has neither architectures nor model_type; download the model again" in capsys.readouterr().err
+
+
 def test_flags_become_settings():
     arguments = ["generate", "x", "--page-size", "auto", "--num-pages", "9", "--no-overlap", "--topk", "2"]
     arguments += [

@@ -79,7 +79,7 @@ def test_a_killed_batch_goes_on_without_losing_or_repeating_a_line(served, tmp_p
         assert main(["batch", str(given), str(out), *flags]) == 1
     said = capsys.readouterr().err
     assert "24 of 24 lines are answered, 3 with an error" in said
-    assert said.endswith(f": {out}; delete it to ask all lines again\n")
+    assert said.endswith(f" s, in {out}; to ask all lines again, delete this file\n")
     errors = {8: "invalid_json_line", 9: "invalid_url", 12: 400}
     assert outcomes(out) == dict.fromkeys(range(1, 25), 200) | errors
     # The answers are the server's own.
@@ -140,7 +140,7 @@ def test_an_engine_of_its_own_gets_the_flags(tmp_path, monkeypatch, capsys):
     )
     assert api.max_body_bytes == MAX_LINE_BYTES and engine.peak == 2 * 3
     assert outcomes(out) == dict.fromkeys(range(1, 21), 200)
-    assert capsys.readouterr().err.endswith(f": {out}\n")
+    assert capsys.readouterr().err.endswith(f" s, in {out}\n")
 
 
 def upload(client, lines):

@@ -27,7 +27,21 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 @pytest.mark.parametrize("command", commands())
 def test_every_flag_is_explained_in_words(command: str) -> None:
     for action in commands()[command]._actions:
-        assert len((action.help or "").partition("[")[0].split()) >= 2, action.option_strings
+        assert len((action.help or "").partition("(")[0].split()) >= 2, action.option_strings
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [([], "a command is missing; use one of eagle3, mtp"), (["eagle"], "unknown command 'eagle'; use one of eagle3")],
+    ids=["none", "unknown"],
+)
+def test_a_missing_or_unknown_command_is_said_with_those_that_exist(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(given)
+    out, err = capsys.readouterr()
+    assert (left.value.code, out, err.count("\n")) == (2, "", 1) and said in err
 
 
 @pytest.mark.parametrize("module", ["espalier.train.command", "espalier.train.data", "espalier.train.mtp"])

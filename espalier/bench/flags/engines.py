@@ -13,7 +13,9 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="NAME",
         help=f"instead of a model, on a GPU: one of {', '.join(SHAPE_NAMES)}",
     )
-    parser.add_argument("--accept-length", type=float, metavar="X", help="of the draft of --shape, at tree 5,8,64 (4)")
+    parser.add_argument(
+        "--accept-length", type=float, metavar="X", help="accept length of the draft of --shape with tree 5,8,64 (4)"
+    )
     add_shape_flags(parser)
     add_json_flag(parser)
     add_engine_flags(parser)

@@ -10,11 +10,18 @@ from espalier.terminal.flags import SHAPE_NAMES, add_shape_flags
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--shape", required=True, metavar="NAME", help=f"one of {', '.join(SHAPE_NAMES)}")
     parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="DIR/target and DIR/draft are made there"
+        "--out",
+        required=True,
+        type=Path,
+        metavar="DIR",
+        help="the target is written into DIR/target, the draft into DIR/draft",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of all weights (0)")
     parser.add_argument(
-        "--mode", choices=("chain", "copy"), default="chain", help="copy: the text depends on K/V rows far back (chain)"
+        "--mode",
+        choices=("chain", "copy"),
+        default="chain",
+        help="chain: each token depends on the one before; copy: on K/V rows far back too (chain)",
     )
     parser.add_argument("--reach", type=int, metavar="N", help="farthest position back in mode copy (256)")
     add_shape_flags(parser)
@@ -25,7 +32,11 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     parser.add_argument("--tree", type=_tree, default=(5, 8, 64), metavar="S,K,D", help="steps, topk, nodes (5,8,64)")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="dtype of the files (bfloat16)")
-    parser.add_argument("--device", default="cpu", help="where weights are drawn; they differ by device (cpu)")
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="device that draws the weights; another kind of device draws other weights (cpu)",
+    )
 
 
 def _tree(text: str) -> tuple[int, int, int]:

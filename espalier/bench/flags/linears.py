@@ -6,12 +6,14 @@ from espalier.terminal.flags import SHAPE_NAMES, SHAPE_WEIGHTS, add_json_flag
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPE_NAMES, help="whose layers (llama-3.1-8b)")
+    parser.add_argument(
+        "--shape", default="llama-3.1-8b", choices=SHAPE_NAMES, help="model whose layers are measured (llama-3.1-8b)"
+    )
     parser.add_argument(
         "--weights",
         default="dense,fp8,fp8-block,int4,mxfp4",
         metavar="NAME,NAME",
-        help=f"how they are stored: dense, {', '.join(SHAPE_WEIGHTS)} (dense,fp8,fp8-block,int4,mxfp4)",
+        help=f"formats of their weights: dense, {', '.join(SHAPE_WEIGHTS)} (dense,fp8,fp8-block,int4,mxfp4)",
     )
     parser.add_argument("--rows", default="1,4,16,64", metavar="N,N", help="rows of the inputs (1,4,16,64)")
     add_json_flag(parser)

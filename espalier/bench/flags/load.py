@@ -13,11 +13,15 @@ REQUESTS = {True: 128, False: 8}
 
 def add_flags(parser: ArgumentParser) -> None:
     engines.add_flags(parser)
-    parser.add_argument("--requests", type=int, metavar="N", help="requests to serve (128; of a model 8)")
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help="requests to serve (with --shape: 128; of a model: 8)"
+    )
     parser.add_argument(
         "--input", type=bounds, metavar="N,N", help=f"tokens of the shortest and longest prompt ({_both(INPUTS)})"
     )
-    parser.add_argument("--output", type=bounds, metavar="N,N", help=f"the same of the output ({_both(OUTPUTS)})")
+    parser.add_argument(
+        "--output", type=bounds, metavar="N,N", help=f"tokens of the shortest and longest output ({_both(OUTPUTS)})"
+    )
 
 
 def _both(lengths: Mapping[bool, tuple[int, int]]) -> str:

@@ -6,8 +6,8 @@ from espalier.terminal.flags import add_json_flag
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("model", help="the target: a directory, or a name as espalier serve takes it")
-    parser.add_argument("--device", default="auto", help="where it is loaded (auto)")
+    parser.add_argument("model", help="the target: a directory, a Hugging Face id, or 'bundled'")
+    parser.add_argument("--device", default="auto", help="device onto which it is loaded: auto, cpu or cuda (auto)")
     parser.add_argument(
         "--dtype",
         default="bfloat16",

@@ -20,18 +20,26 @@ def add_flags(parser: ArgumentParser) -> None:
     add("--arrivals", choices=(POISSON, FIXED, BURSTS), help="random, evenly spaced, or many at once (poisson)")
     add("--burst", type=int, metavar="N", help="arrivals at once, with --arrivals bursts (8)")
     add("--requests", type=int, metavar="N", help="arrivals at each rate: requests, or conversations (64)")
-    add("--endpoint", choices=(CHAT, COMPLETIONS), help="what is called (chat)")
+    add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat)")
     add("--input", type=bounds, metavar="N,N", help="fewest and most words of a prompt (16,64)")
     add("--output", type=bounds, metavar="N,N", help="least and largest max_tokens (16,64)")
     add("--prefixes", type=int, metavar="N", help="prompts begin with one of N shared texts (0)")
     add("--prefix-words", type=int, metavar="N", help="length of a shared text (64)")
     add("--turns", type=int, metavar="N", help="turns of a conversation; each sends all that was said before (1)")
     add("--think", type=float, metavar="S", help="seconds from an answer to the next turn (1)")
-    add("--ttft-limit", type=float, metavar="MS", help="goodput: most ms to the first token")
+    add("--ttft-limit", type=float, metavar="MS", help="for goodput: the first token comes within MS")
     add(
-        "--itl-limit", type=float, metavar="MS", help="goodput: most ms a token after the first, on a request's average"
+        "--itl-limit",
+        type=float,
+        metavar="MS",
+        help="for goodput: each later token takes at most MS, on a request's average",
     )
-    add("--timeout", type=float, metavar="S", help="a request without a whole answer by then has failed (600)")
+    add(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds after which a request without a whole answer has failed (600)",
+    )
     add(
         "--extra-body",
         type=_object,

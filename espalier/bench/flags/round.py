@@ -44,13 +44,13 @@ def add_flags(parser: ArgumentParser) -> None:
 
 def _add_choose_flags(parser: ArgumentParser, mode: _MutuallyExclusiveGroup) -> None:
     mode.add_argument("--choose", action="store_true", help="the fastest tree at each batch, for --by-batch")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table of --choose there")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="of --choose: write the table of trees there")
     parser.add_argument(
         "--accept-length",
         type=float,
         metavar="X",
-        help="accept length of the configured tree, to predict the other trees' from (default: all are measured); with "
-        "--shape: accept length of the synthetic draft with tree 5,8,64 (4), and all are measured",
+        help="with --shape: accept length of the synthetic draft with tree 5,8,64 (4); with --choose alone: accept "
+        "length of the configured tree, from which those of other trees are predicted (by default all are measured)",
     )
     parser.add_argument(
         "--candidates",

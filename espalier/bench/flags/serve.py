@@ -8,7 +8,11 @@ from espalier.bench.flags import engines, open_loop
 def add_flags(parser: ArgumentParser) -> None:
     open_loop.add_flags(parser)
     parser.add_argument("--soak", type=int, metavar="N", help="send N requests of all kinds, many of which disconnect")
-    parser.add_argument("--bad-host", action="store_true", help="how long others wait during large, hostile requests")
+    parser.add_argument(
+        "--bad-host",
+        action="store_true",
+        help="how long other clients wait while one host sends large or broken requests",
+    )
     parser.add_argument("--concurrency", metavar="N,N", help="requests at once (1,16)")
     parser.add_argument("--context", type=int, metavar="N", help="prompt length (128)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")

@@ -15,17 +15,26 @@ def add_flags(parser: ArgumentParser) -> None:
         nargs="?",
         choices=(LINEARS, EXPERTS),
         const=LINEARS,
-        help="measure those of the given model, or of --shapes, on this GPU (linears)",
+        help="measure which kernels are fastest on this GPU, for those of the model or of --shapes (linears)",
     )
     tuning.add_argument("--shapes", metavar="X,X", help="named sizes instead of a model, such as llama-3.1-8b")
-    tuning.add_argument("--weights", choices=SHAPE_WEIGHTS, help="of --tune --shapes: quantised matrices (dense)")
     tuning.add_argument(
-        "--draft-weights", choices=DRAFT_WEIGHTS, help="of --tune --shapes: those of the draft too, or alone (dense)"
+        "--weights", choices=SHAPE_WEIGHTS, help="of --tune --shapes: format of the target's matrices (dense)"
+    )
+    tuning.add_argument(
+        "--draft-weights",
+        choices=DRAFT_WEIGHTS,
+        help="of --tune --shapes: format of the draft's matrices; without --weights only the draft is measured (dense)",
     )
     tuning.add_argument(
         "--seconds",
         type=float,
         metavar="N",
-        help="of --tune linears: measure for about so long, the likely best first (until all are)",
+        help="of --tune linears: measure for about N seconds, the likely best first (until all are measured)",
     )
-    tuning.add_argument("--choices", type=Path, metavar="FILE", help="write what is fastest there (your own file)")
+    tuning.add_argument(
+        "--choices",
+        type=Path,
+        metavar="FILE",
+        help="write the fastest ones there ($ESPALIER_CHOICES, or ~/.config/espalier/choices.json)",
+    )
