@@ -7,12 +7,12 @@ from espalier.cli.parser import Command, Parser
 COMMANDS = MappingProxyType(
     {
         "round": Command(
-            "a round compared with a plain token: time, accept length, memory",
+            "a round beside a plain token: time, accept length, memory",
             flags="espalier.bench.flags.round",
             work="espalier.bench.round",
         ),
         "generate": Command(
-            "LLM.generate: time of a round and to the first token, tree and plain",
+            "LLM.generate: time of a round and to the first token",
             flags="espalier.bench.flags.generate",
             work="espalier.bench.generate",
         ),
@@ -22,32 +22,32 @@ COMMANDS = MappingProxyType(
             work="espalier.bench.kernels",
         ),
         "attention": Command(
-            "attention over committed rows, backend by backend, in one process",
+            "attention over a committed prefix, for each backend",
             flags="espalier.bench.flags.attention",
             work="espalier.bench.attention",
         ),
         "linears": Command(
-            "linear layers on a GPU, format by format, by bandwidth",
+            "linear layers on a GPU: time and bandwidth of each format",
             flags="espalier.bench.flags.linears",
             work="espalier.bench.linear_times",
         ),
         "prefill": Command(
-            "how long prompts take to enter, and how long running requests wait",
+            "time of prefill, and how long running requests wait for it",
             flags="espalier.bench.flags.prefill",
             work="espalier.bench.prefill",
         ),
         "throughput": Command(
-            "tokens a second of a mixed load, with the tree and plain",
+            "tokens a second of a mixed load, tree and plain",
             flags="espalier.bench.flags.load",
             work="espalier.bench.throughput",
         ),
         "latency": Command(
-            "time to first token and between tokens, with the tree and plain",
+            "time to the first token and between tokens, tree and plain",
             flags="espalier.bench.flags.latency",
             work="espalier.bench.latency",
         ),
         "floor": Command(
-            "the least time of the linear layers of a pass on this GPU",
+            "the shortest time of the linear layers of a pass on this GPU",
             flags="espalier.bench.flags.floor",
             work="espalier.bench.floor",
         ),
@@ -57,17 +57,17 @@ COMMANDS = MappingProxyType(
             work="espalier.bench.checkpoint",
         ),
         "loading": Command(
-            "a target from disk: GB/s beside the disk alone, and peak memory",
+            "load a target from disk: GB/s and peak memory",
             flags="espalier.bench.flags.loading",
             work="espalier.bench.loading",
         ),
         "grammar": Command(
-            "grammars: time of masks, requests beside one, JSON schemas in bulk",
+            "grammars: time of masks, other requests, many JSON schemas",
             flags="espalier.bench.flags.grammar",
             work="espalier.bench.grammar",
         ),
         "serve": Command(
-            "a server compared with LLM.generate: tokens a second, or a soak",
+            "a server: tokens/s, latency under load, or a soak test",
             flags="espalier.bench.flags.serve",
             work="espalier.bench.serve",
         ),

@@ -34,7 +34,7 @@ MAX_TOKENS = 128
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="prompt", help="text to complete")
+    parser.add_argument("prompts", nargs="*", metavar="prompt", help="text to complete; - is read from stdin")
     parser.add_argument("--file", type=Path, metavar="FILE", help='prompts, a JSON string or {"prompt": ...} per line')
     parser.add_argument(
         "--chat", action="store_true", help="treat each prompt as a user's message, with the chat template"

@@ -22,22 +22,22 @@ COMMANDS = MappingProxyType(
             work="espalier.cli.demo",
         ),
         "generate": Command(
-            "complete prompts; a prompt '-' is read from stdin",
+            "complete prompts, from the command line, a file or stdin",
             flags="espalier.cli.generate",
             work="espalier.cli.generate",
         ),
-        "serve": Command("an OpenAI-compatible server", flags="espalier.cli.serve", work="espalier.cli.serve"),
+        "serve": Command("run an OpenAI-compatible server", flags="espalier.cli.serve", work="espalier.cli.serve"),
         "batch": Command(
-            "answer a file of requests in OpenAI's batch format; resumable",
+            "answer a file of requests in OpenAI's batch format",
             flags="espalier.cli.batch",
             work="espalier.cli.batch",
         ),
         "quantize": Command(
             "write an FP8 or 4-bit copy of a model", flags="espalier.cli.flags.quantize", work="espalier.cli.quantize"
         ),
-        "bench": Command("measurements", flags="espalier.cli.bench", work=None),
+        "bench": Command("measure rounds, kernels, a server", flags="espalier.cli.bench", work=None),
         "doctor": Command(
-            "machine, versions, resolved configuration",
+            "show the machine, the versions and the resolved configuration",
             flags="espalier.cli.flags.doctor",
             work="espalier.cli.doctor",
         ),

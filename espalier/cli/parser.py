@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 from espalier import counterparts
 from espalier.startup.checkpoints import require_names
 from espalier.terminal.flags import named_models
+from espalier.terminal.help import HelpText
 
 BAD_INPUT = 2
 # What a flag of a plain type takes, for messages; a function that reads a flag has this as its __name__.
@@ -67,6 +68,9 @@ class Command(NamedTuple):
 
 
 class Parser(ArgumentParser):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpText, **settings})
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {' '.join(message.split())}\n")
 

@@ -78,9 +78,7 @@ def api_key(args: Namespace) -> str | None:
 
 def add_sampling_flags(parser: ArgumentParser, max_tokens: int) -> None:
     """Add the flags of SamplingParams.  max_tokens: the command's default."""
-    sampling = parser.add_argument_group(
-        "sampling (in brackets: the default, unless the model's generation_config.json has another)"
-    )
+    sampling = parser.add_argument_group("sampling (in brackets: defaults, unless generation_config.json has others)")
     defaults = {f.name: f.default for f in fields(ResolvedParams) if type(f.default) in (int, float)}
     for f in SPELLED_ALIKE:
         about = f.metadata["help"]

@@ -15,6 +15,7 @@ from espalier.config import supported
 from espalier.errors import EspalierError, one_line, require_int
 from espalier.startup.checkpoints import find_draft, find_target, require_names
 from espalier.terminal.flags import flag_of
+from espalier.terminal.help import HelpText
 from espalier.train import interrupted
 from espalier.train.configs import MIN_CAPTURED_LAYERS, kind_in, read_target
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, OwnTextConfig, TrainConfig
@@ -105,6 +106,9 @@ def reader(item: Field) -> Callable[[str], float]:
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **{"formatter_class": HelpText, **settings})
+
     def error(self, message: str) -> NoReturn:
         """One line, without the usage: that of `eagle3` has twenty."""
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -130,7 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m espalier.train", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, trainer in TRAINERS.items():
-        train = commands.add_parser(name, help=trainer.help)
+        train = commands.add_parser(name, help=trainer.help, description=trainer.help)
         train.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
         train.add_argument("--data", type=given_path, required=True, help=DATA_HELP)
         train.add_argument("--out", type=given_path, required=True, help=OUT_HELP)
@@ -140,14 +144,16 @@ def make_parser() -> argparse.ArgumentParser:
             help="a folder for the target's own text, and for what an unfinished run goes on from (OUT/work)",
         )
         add_config_flags(train, trainer.config)
-    own_text = commands.add_parser("own-text", help="generate the target's own text, for all runs of a work folder")
+    about = "generate the target's own text, for all runs of a work folder"
+    own_text = commands.add_parser("own-text", help=about, description=about)
     own_text.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
     own_text.add_argument("--data", type=given_path, required=True, help=DATA_HELP)
     own_text.add_argument(
         "--work", type=given_path, required=True, help="a folder for the text; texts of several seeds add up there"
     )
     add_config_flags(own_text, OwnTextConfig)
-    evaluate = commands.add_parser("evaluate", help="accept lengths of a draft on the target's own greedy text")
+    about = "accept lengths of a draft on the target's own greedy text"
+    evaluate = commands.add_parser("evaluate", help=about, description=about)
     evaluate.add_argument("--target", type=not_empty, required=True, help=TARGET_HELP)
     evaluate.add_argument(
         "--draft", type=not_empty, required=True, help="the draft: a directory, a Hugging Face id, or 'bundled'"
@@ -156,7 +162,8 @@ def make_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="tokens to generate after each prompt (200)"
     )
-    bundled = commands.add_parser("bundled", help="make the bundled model again")
+    about = "make the bundled model again"
+    bundled = commands.add_parser("bundled", help=about, description=about)
     bundled.add_argument("--out", type=given_path, required=True, help="where target, draft, prompts and card go")
     bundled.add_argument(
         "--work", type=given_path, help="a folder for corpus, packed tokens and unfinished runs (OUT/work)"
@@ -168,7 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="site-packages of the environment with the corpus; may be repeated",
     )
-    bundled.add_argument("--only", choices=STAGES, help="run one stage")
+    bundled.add_argument("--only", choices=STAGES, metavar="STAGE", help=f"run one stage: {', '.join(STAGES)}")
     return parser
 
 

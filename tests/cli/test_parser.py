@@ -4,6 +4,7 @@ import pytest
 
 from espalier import counterparts
 from espalier.cli import parser
+from espalier.cli.bench import COMMANDS as BENCH
 from espalier.cli.main import COMMANDS, parse
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.request import SamplingParams
@@ -59,6 +60,23 @@ def test_the_right_name_is_said(line, said, capsys):
     assert run(*line.split()) == 2
     out, err = capsys.readouterr()
     assert said in err and err.count("\n") == 1 and out == ""
+
+
+@pytest.mark.parametrize("line", ["", *COMMANDS, *(f"bench {name}" for name in BENCH)])
+def test_help_fits_eighty_columns(line, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(*line.split(), "--help") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines.index("") <= 4, "the usage is short"
+    assert not [each for each in lines if each.endswith("-")], "a name stays whole"
+
+
+def test_commands_and_what_they_do_stand_in_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run("bench", "--help") == 0
+    shown = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.startswith("    ")}
+    assert [name for name, command in BENCH.items() if not shown[name].endswith(f"  {command.about}")] == []
 
 
 def test_a_list_grows_and_a_switch_may_come_twice():

@@ -30,6 +30,18 @@ def test_every_flag_is_explained_in_words(command: str) -> None:
         assert len((action.help or "").partition("(")[0].split()) >= 2, action.option_strings
 
 
+@pytest.mark.parametrize("command", commands())
+def test_help_fits_eighty_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and lines.index("") <= 5
+    assert not lines[0].split()[-1].startswith("--"), "a flag and its value stay together"
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [([], "a command is missing; use one of eagle3, mtp"), (["eagle"], "unknown command 'eagle'; use one of eagle3")],

@@ -7,7 +7,11 @@ from espalier.terminal.flags import SHAPE_NAMES, SHAPE_WEIGHTS, add_json_flag
 
 def add_flags(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--shape", default="llama-3.1-8b", choices=SHAPE_NAMES, help="model whose layers are measured (llama-3.1-8b)"
+        "--shape",
+        default="llama-3.1-8b",
+        choices=SHAPE_NAMES,
+        metavar="NAME",
+        help=f"whose layers are measured: one of {', '.join(SHAPE_NAMES)} (llama-3.1-8b)",
     )
     parser.add_argument(
         "--weights",
