@@ -63,16 +63,16 @@ NONE = MappingProxyType(
         "a checkpoint says how its weights are quantized": "quantization load_in_8bit load_in_4bit",
         "adapters are not supported": "enable_lora lora_modules lora_paths max_loras",
         "Espalier never runs a checkpoint's code": "trust_remote_code",
-        "a request brings no code, use logit_bias or a grammar": "logits_processors logits_processor "
+        "a request brings no code (use logit_bias or a grammar)": "logits_processors logits_processor "
         "custom_logit_processor",
         "xgrammar makes the grammars": "grammar_backend guided_decoding_backend",
         "tool calls and reasoning need no switch": "enable_auto_tool_choice enable_reasoning",
         "Espalier uses the model's tokenizer": "tokenizer tokenizer_path tokenizer_mode skip_tokenizer_init",
         "the KV cache is not swapped to the CPU": "swap_space cpu_offload_gb",
-        "the server has no TLS, put a reverse proxy in front of it": "ssl_keyfile ssl_certfile",
-        "Espalier does not rank outputs: set n, and choose one of them": "best_of use_beam_search num_beams beam_width",
-        "LLM.generate shows no progress bar, use on_chunk": "use_tqdm",
-        "temperature=0 is greedy decoding, any other value samples": "do_sample",
+        "the server has no TLS (put a reverse proxy in front of it)": "ssl_keyfile ssl_certfile",
+        "outputs are not ranked (set n, and choose one of them)": "best_of use_beam_search num_beams beam_width",
+        "LLM.generate shows no progress bar (use on_chunk)": "use_tqdm",
+        "temperature=0 is greedy decoding, and any other value samples": "do_sample",
     }
 )
 # The argument of LLM.generate and LLM.stream: the other engines' name for it.

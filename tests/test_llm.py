@@ -105,7 +105,7 @@ def test_a_prompt_is_text_or_tokens_one_or_several(llm, prompts):
         ("sampling_params", "use params"),
         ("temperature", "put it into SamplingParams"),
         ("max_new_tokens", r"use SamplingParams\(max_tokens=...\)"),
-        ("use_tqdm", "use on_chunk; leave it out"),
+        ("use_tqdm", r"\(use on_chunk\); leave it out"),
         ("parms", "did you mean 'params'"),
     ],
 )

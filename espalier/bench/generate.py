@@ -84,8 +84,8 @@ class RoundClock:
         times = times[WARM_UP:]
         if len(times) <= MIN_ROUNDS:
             raise EspalierError(
-                f"only {len(times)} rounds ran all {batch} requests after the first {WARM_UP}, "
-                f"and {MIN_ROUNDS + 1} are needed: raise --tokens"
+                f"too few rounds ran the whole batch of {batch}: {len(times)} after the first {WARM_UP}, and "
+                f"{MIN_ROUNDS + 1} are needed; raise --tokens"
             )
         return (times[-1] - times[0]) / (len(times) - 1)
 

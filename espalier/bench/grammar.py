@@ -200,7 +200,7 @@ def _table(measured: dict[str, Any], names: Iterable[str]) -> list[list[str]]:
             times = [f"{figures['between_tokens_ms']:.2f}", f"{figures['tokens_per_second']:.0f}"]
             rows.append([title, *times, f"{figures['accept_length']:.2f}", over])
         ratio = measured[name]["one"]["between_tokens_ms"] / measured[name]["none"]["between_tokens_ms"]
-        rows.append([f"{name}, others beside one, over none", f"{ratio:.3f}", "", "", ""])
+        rows.append([f"{name}, time of others: one over none", f"{ratio:.3f}", "", "", ""])
     for sizes, each in measured.get("host_ms", {}).items():
         rows.append([f"host ms a round for masks, {sizes}", f"{each:.2f}", "", "", ""])
     return rows

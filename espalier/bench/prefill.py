@@ -111,20 +111,22 @@ def run(args: Namespace) -> int:
 
 def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
     parts = {"linear layers": [each.linear_ms for each in prefills], "experts": [each.expert_ms for each in prefills]}
-    parts = {name: times for name, times in parts.items() if name == "linear layers" or any(times)}
+    parts = {name: times for name, times in parts.items() if any(times)}
     heads = [head for name in parts for head in (f"{name}, ms", "their share")]
-    rows = [["prompts", "ms", "tokens/s", "passes", *heads, "bound, ms", "of bound"]]
+    has_bound = any(each.bound_ms is not None for each in prefills)
+    rows = [["prompts", "ms", "tokens/s", "passes", *heads, *(["bound, ms", "of bound"] if has_bound else ())]]
     for i, each in enumerate(prefills):
         row = [f"{each.batch}x{each.length}", f"{each.ms:.1f}", f"{each.tokens_per_second:.0f}", f"{each.passes}"]
         for times in parts.values():
             share = each.share(times[i])
             row += ["", ""] if share is None else [f"{times[i]:.1f}", f"{share:.0%}"]
-        row += ["", ""] if each.bound_ms is None else [f"{each.bound_ms:.1f}", f"{each.of_bound:.2f}"]
+        if has_bound:
+            row += ["", ""] if each.bound_ms is None else [f"{each.bound_ms:.1f}", f"{each.of_bound:.2f}"]
         rows.append(row)
     print_table(rows)
     who = f"{paused.running} running requests of {paused.context} tokens"
     before = f"{paused.median_before_ms:.1f} ms between tokens (at most {paused.longest_before_ms:.1f})"
-    during = f"at most {paused.longest_during_ms:.1f} while a prompt of {paused.length} enters"
+    during = f"at most {paused.longest_during_ms:.1f} during the prefill of {paused.length} tokens"
     stdout().print(Text(f"{who} wait {before}, {during}"))
 
 

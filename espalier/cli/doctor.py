@@ -54,6 +54,8 @@ def run(args: Namespace) -> int:
     longest = (resolved.num_pages - 1) // layout_of(resolved).table_width
     most = f"{min(longest, resolved.max_batch)} of {resolved.max_batch}"
     console.print(Text(f"  {held}; requests of max_context that fit at once: {most}"))
+    if not longest:
+        console.print(Text("  a request of max_context does not fit: raise num_pages, or lower max_context"))
     console.print(Text("model", "bold"))
     console.print(
         Text(

@@ -112,7 +112,9 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     http = parser.add_argument_group("server")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 for all (127.0.0.1)")
-    http.add_argument("--port", type=int, default=8000, metavar="N", help="0 chooses a free port (8000)")
+    http.add_argument(
+        "--port", type=int, default=8000, metavar="N", help="port to listen on; 0 chooses a free one (8000)"
+    )
     http.add_argument(
         "--served-model-name", action="append", metavar="X", help="the model's name in the API; may be repeated (MODEL)"
     )

@@ -78,14 +78,14 @@ def test_only_rounds_of_the_whole_batch_count():
     starts = [0.0, 5.0, 9.0, 9.1, 9.2, *(9.3 + 0.5 * k for k in range(10)), 20.0, 20.1, 40.0, 41.0]
     clock.launches = list(zip(starts, sizes, strict=True))
     assert clock.seconds(2) == pytest.approx(0.5)
-    with pytest.raises(EspalierError, match="only 0 rounds ran all 3 requests"):
+    with pytest.raises(EspalierError, match="too few rounds ran the whole batch of 3: 0 after"):
         clock.seconds(3)
 
 
 def test_too_few_tokens_and_too_few_pages_are_refused(engines):
-    with engines.open() as bench, pytest.raises(EspalierError, match="and 9 are needed: raise --tokens"):
+    with engines.open() as bench, pytest.raises(EspalierError, match="and 9 are needed; raise --tokens"):
         generate.measure(bench.llm, bench.prompts([20]), 10, 1)
-    with engines.open() as bench, pytest.raises(EspalierError, match=r"only 0 rounds .* raise --tokens"):
+    with engines.open() as bench, pytest.raises(EspalierError, match=r"too few rounds .*: 0 after .* raise --tokens"):
         generate.measure(bench.llm, bench.prompts([20]), 1, 1)
     few = OfShape(engines.recipe, SETTINGS | {"num_pages": 20}, CPU)
     with few.open() as bench, pytest.raises(EspalierError, match="2x150 with 40 new tokens needs 26 pages"):

@@ -328,6 +328,12 @@ def test_doctor_shows_machine_and_resolved_configuration_without_loading(tiny, c
         assert said in out
 
 
+def test_doctor_says_that_a_request_of_max_context_does_not_fit(tiny, capsys):
+    said = "a request of max_context does not fit: raise num_pages, or lower max_context"
+    assert run("doctor", *tiny, "--num-pages", "3") == 0 and said in capsys.readouterr().out
+    assert run("doctor", *tiny) == 0 and said not in capsys.readouterr().out
+
+
 @pytest.fixture
 def tiny_heldout(monkeypatch):
     entries = [{"prompt": "abcabc\nabc"[:6], "reference": "defdefdefdef"}, {"prompt": "ddd", "reference": "abcabcabc"}]

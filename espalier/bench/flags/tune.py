@@ -17,7 +17,7 @@ def add_flags(parser: ArgumentParser) -> None:
         const=LINEARS,
         help="measure which kernels are fastest on this GPU, for those of the model or of --shapes (linears)",
     )
-    tuning.add_argument("--shapes", metavar="X,X", help="named sizes instead of a model, such as llama-3.1-8b")
+    tuning.add_argument("--shapes", metavar="X,X", help="named shapes instead of a model, such as llama-3.1-8b")
     tuning.add_argument(
         "--weights", choices=SHAPE_WEIGHTS, help="of --tune --shapes: format of the target's matrices (dense)"
     )
