@@ -94,6 +94,8 @@ class LLM:
         each chunk as it is generated.  Raises EspalierError, which names the prompt, before any prompt starts.  A later
         error is in Output.error.
         """
+        if on_chunk is not None and not callable(on_chunk):
+            raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")
         with self._turn.postponing(), self._turn.lock:
             groups = self._requests(_as_list(prompts), params)
             requests = [request for group in groups for request in group]

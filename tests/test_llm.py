@@ -115,6 +115,13 @@ def test_an_unknown_keyword_of_a_call_is_refused_with_the_right_one(llm, name, a
             call("abc", **{name: 1})
 
 
+def test_what_takes_chunks_is_a_function(llm):
+    """vLLM's third argument is use_tqdm."""
+    for call in (llm.generate, lambda _, *more: llm.chat([{"role": "user", "content": "abc"}], *more)):
+        with pytest.raises(EspalierError, match="on_chunk=False is not supported; use a function"):
+            call("abc", GREEDY, False)
+
+
 @pytest.mark.parametrize("name", ["temperature", "max_tokens", "n", "grammar"])
 def test_what_each_request_sets_is_no_setting_of_the_engine(name):
     with pytest.raises(EspalierError, match=f"^LLM has no '{name}'; pass it in SamplingParams$"):
