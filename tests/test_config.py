@@ -284,9 +284,8 @@ def test_the_hub_out_of_reach_is_one_line(monkeypatch):
         load.find(EngineConfig(model="someone/something"))
 
 
-def test_weights_are_downloaded_once(monkeypatch):
-    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    stored = ["config.json", "consolidated.safetensors", "consolidated-00001.safetensors", *shards, "onnx/model.json"]
+def downloaded(monkeypatch, stored, **named):
+    """Which of the files stored in a repository are wanted for the model that EngineConfig names."""
     wanted = []
 
     def download(name, **patterns):
@@ -295,22 +294,19 @@ def test_weights_are_downloaded_once(monkeypatch):
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(EspalierError, match="far enough"):
-        load.find(EngineConfig(model="someone/something"))
-    assert wanted == ["config.json", *shards]
+        load.find(EngineConfig(**named))
+    return wanted
+
+
+def test_weights_are_downloaded_once(monkeypatch):
+    shards = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    stored = ["config.json", "consolidated.safetensors", "consolidated-00001.safetensors", *shards, "onnx/model.json"]
+    assert downloaded(monkeypatch, stored, model="someone/something") == ["config.json", *shards]
 
 
 def test_a_drafts_mask_is_downloaded_so_that_it_is_refused(monkeypatch):
     stored = ["config.json", "model.safetensors", MASK_EMBEDDING, "optimizer.pt"]
-    wanted = []
-
-    def download(name, **patterns):
-        wanted.extend(filter_repo_objects(stored, **patterns))
-        raise OSError("far enough")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(EspalierError, match="far enough"):
-        load.find(EngineConfig(draft="someone/something"))
-    assert wanted == stored[:3]
+    assert downloaded(monkeypatch, stored, draft="someone/something") == stored[:3]
 
 
 def test_a_draft_alone_needs_to_name_its_target():
