@@ -259,6 +259,7 @@ def _add(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
     about = SUPPRESS if f.metadata.get("hidden") else about or f.metadata["help"]
     how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
     if bool in kinds:
+        # The help is also that of an API field, which is true or false; a switch has a name for each.
         how["help"] = about.replace("true: ", f"{flag_of(f.name)}: ").replace("false: ", f"{flag_of('no_' + f.name)}: ")
         group.add_argument(flag_of(f.name), action=BooleanOptionalAction, **how)
     elif Sequence in kinds:
