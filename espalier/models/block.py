@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.attention.staged import HeadProjections
 from espalier.kernels.layers.rope import RopeAndNorm
-from espalier.kernels.tree.edge_topk import LowRankEdges
+from espalier.kernels.tree.edges import FactorProjection, LowRankEdges
 from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.models.base import Attend, CausalLM
 from espalier.models.block_config import BlockConfig
@@ -27,6 +27,7 @@ from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.rope import RopeTables
 from espalier.models.loading import load_layer
+from espalier.models.weight_formats.dense import dense_weight
 from espalier.models.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -34,13 +35,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MarkovEdges:
-    """DSpark's Markov head, of low rank.  before: [V, rank]; after: [draft vocabulary, rank]."""
+    """DSpark's Markov head, of low rank.  before: [V, rank]; after: [draft vocabulary, rank].
+
+    of_hidden, of_rows: the columns of its gate or of its recurrent projection that read the block's hidden states, and
+    the others (FactorProjection.weight); None for a head that reads the token before alone.
+    """
 
     before: Tensor
     after: Tensor
+    of_hidden: Linear | None = None
+    of_rows: Tensor | None = None
+    is_recurrent: bool = False
 
     def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        return LowRankEdges(logits, self.before, self.after)
+        projection = None
+        if self.of_hidden is not None and self.of_rows is not None:
+            projection = FactorProjection(self.of_hidden(hidden), self.of_rows, self.is_recurrent)
+        return LowRankEdges(logits, self.before, self.after, projection=projection)
 
 
 @dataclass(eq=False)
@@ -142,8 +153,19 @@ def block_parts(weights: Weights, config: BlockConfig, target: CausalLM, positio
 
 
 def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
-    rank = config.edge_rank
+    rank, hidden, kind = config.edge_rank, config.layer.hidden_size, config.edge_kind
     if not rank:
         return None
     before = weights.take("markov_head.markov_w1.weight", config.layer.vocab_size, rank)
-    return MarkovEdges(before, weights.take_matrix("markov_head.markov_w2", config.spec.vocab_size, rank))
+    after = weights.take_matrix("markov_head.markov_w2", config.spec.vocab_size, rank)
+    if kind == "vanilla":
+        return MarkovEdges(before, after)
+    # Columns of the gate: hidden state, embedding; of the recurrent projection: state, embedding, hidden state.
+    is_recurrent = kind == "rnn"
+    name, rows = ("markov_head.joint_proj", 3 * rank) if is_recurrent else ("markov_head.gate_proj", rank)
+    columns = hidden + rank * (2 if is_recurrent else 1)
+    whole, bias = weights.take_matrix(name, rows, columns), weights.take(f"{name}.bias", rows)
+    of_rows, of_hidden = whole.split((2 * rank, hidden), 1) if is_recurrent else whole.split((hidden, rank), 1)[::-1]
+    return MarkovEdges(
+        *(before, after, Linear(dense_weight(of_hidden.contiguous()), bias), of_rows.contiguous(), is_recurrent)
+    )

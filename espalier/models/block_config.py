@@ -16,7 +16,7 @@ row of a block sees the W context rows before the root (not W rows before itself
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
@@ -29,6 +29,9 @@ from espalier.models.weight_formats import quantisation_of
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB, DEEP_SPEC)
 SPECULATORS_TYPES = ("dflash", "dspark")
+# What DSpark's Markov head reads: the token before; the block's hidden state too; the whole path too.
+EdgeKind = Literal["vanilla", "gated", "rnn"]
+EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
 # Fields of dflash_config that are read.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
 # z-lab's tensor for a mask that is not a token of the vocabulary.
@@ -40,12 +43,13 @@ class BlockConfig:
     """A block draft's config.json, checked against its target's.
 
     layer: the config of its decoder layers; with `spec.windows_from_root`, windows count context rows before the root.
-    edge_rank: the rank of the Markov head; 0: there is none.
+    edge_rank: the rank of the Markov head; 0: there is none.  edge_kind: its markov_head_type.
     """
 
     layer: ModelConfig
     spec: DraftSpec
     edge_rank: int = 0
+    edge_kind: EdgeKind = "vanilla"
 
 
 def block_spec(
@@ -113,7 +117,7 @@ def _read_published(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
         first_proposing=0 if is_deep_spec else 1,
         causal=(causal,) * layer.num_layers,
     )
-    return BlockConfig(layer, spec, _edge_rank(raw, path) if is_deep_spec else 0)
+    return BlockConfig(layer, spec, *(_edges(raw, path) if is_deep_spec else ()))
 
 
 def read_speculators(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
@@ -129,7 +133,7 @@ def read_speculators(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
         causal=tuple(window is not None and slides_causally for window in layer.windows),
         vocab_size=draft_vocab_of(raw, layer, path),
     )
-    return BlockConfig(layer, spec, _edge_rank({"markov_rank": 256, **raw}, path) if is_dspark else 0)
+    return BlockConfig(layer, spec, *(_edges({"markov_rank": 256, **raw}, path) if is_dspark else ()))
 
 
 def layer_of(raw: Mapping[str, Any], target: ModelConfig, path: Path, target_hidden: int | None = None) -> ModelConfig:
@@ -156,14 +160,16 @@ def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
     return [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
 
 
-def _edge_rank(raw: Mapping[str, Any], path: Path) -> int:
+def _edges(raw: Mapping[str, Any], path: Path) -> tuple[int, EdgeKind]:
+    """The rank and the kind of the Markov head."""
     rank = count_of(raw, "markov_rank", path, least=0) if raw.get("markov_rank") else 0
     kind = raw.get("markov_head_type", "vanilla")
-    if rank and kind != "vanilla":
+    if rank and kind not in EDGE_KINDS:
         raise EspalierError(
-            f"{path}: markov_head_type = {kind!r} is not supported, only 'vanilla'; use a draft with such a head"
+            f"{path}: markov_head_type = {kind!r} is not supported; use a draft whose Markov head is one of "
+            f"{', '.join(EDGE_KINDS)}"
         )
-    return rank
+    return rank, kind
 
 
 def own_fields(raw: Raw, supported: Sequence[str], path: Path) -> Mapping[str, Any]:

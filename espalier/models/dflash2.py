@@ -15,7 +15,7 @@ from torch import Tensor
 from espalier.kernels.layers.block_conv import block_conv
 from espalier.kernels.layers.block_conv_norm import block_conv_norm
 from espalier.kernels.layers.rope import RopeAndNorm
-from espalier.kernels.tree.edge_topk import LowRankEdges
+from espalier.kernels.tree.edges import LowRankEdges
 from espalier.models.base import Attend, CausalLM
 from espalier.models.block import BlockDraft, block_parts
 from espalier.models.dflash2_config import DFlash2Config

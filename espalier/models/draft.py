@@ -14,7 +14,7 @@ from torch import Tensor
 from espalier.attention.staged import Projections
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.tree.edge_topk import LowRankEdges
+from espalier.kernels.tree.edges import LowRankEdges
 from espalier.layout import MIN_CHUNK_WIDTH
 from espalier.models.base import Attend
 from espalier.models.config import ModelConfig, read_json

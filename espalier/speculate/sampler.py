@@ -14,7 +14,9 @@ from torch import Tensor
 from espalier.kernels.sampling.logit_processors import SlotRows
 from espalier.kernels.sampling.pick import pick_triton
 from espalier.kernels.tree.draft_topk import draft_topk_triton
-from espalier.kernels.tree.edge_topk import LowRankEdges, Rows, edge_topk_triton, fill_depth
+from espalier.kernels.tree.edge_factors import edge_factors_triton
+from espalier.kernels.tree.edge_topk import edge_topk_triton
+from espalier.kernels.tree.edges import LowRankEdges, Rows, fill_depth
 from espalier.kernels.tree.select_paths import Candidates
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, process_logits
 from espalier.sampling.mask import DraftGuide, force, masked, unpack_mask
@@ -129,11 +131,14 @@ class Sampler:
         depth: from 0, so the children come at `first` + depth.  Returns the rows of the next depth.
         """
         if self.slot_rows is None:
-            no_scores = torch.zeros_like(rows.scores)
-            logits, topk = edges.logits(depth, rows.tokens), out.tokens.shape[2]
-            return fill_depth(*self.children(logits, d2t, depth, no_scores, topk, None), rows, out)
+            factors, states = edges.factors(depth, rows)
+            logits, topk, no_scores = edges.logits(depth, factors), out.tokens.shape[2], torch.zeros_like(rows.scores)
+            children = self.children(logits, d2t, depth, no_scores, topk, None)
+            return fill_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
+        # The kernel reads factors of tokens alone in the table.
+        made = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
         only, mask = (None, None) if self.guide is None else self.guide.of_rows(depth + 1, None, None)
-        return edge_topk_triton(edges, depth, rows, d2t, self.slot_rows, self.first, out, self.coupled, mask, only)
+        return edge_topk_triton(edges, depth, rows, made, d2t, self.slot_rows, self.first, out, self.coupled, mask, only)
 
     def _child_scores(
         self, logits: Tensor, d2t: Tensor | None, offset: int, stride: int, above: Above | None, mask: Tensor | None

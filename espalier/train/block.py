@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from espalier.kernels.tree.edge_topk import Rows, fill_depth
+from espalier.kernels.tree.edges import Rows, fill_depth
 from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss

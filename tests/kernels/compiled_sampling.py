@@ -14,7 +14,8 @@ from espalier.kernels.sampling.pick import pick_triton
 from espalier.kernels.state.advance import NodeRows, advance_triton
 from espalier.kernels.state.batch_state import chain_triton, gather_triton
 from espalier.kernels.tree.draft_topk import draft_topk_triton
-from espalier.kernels.tree.edge_topk import LowRankEdges, Rows, edge_topk_triton
+from espalier.kernels.tree.edge_topk import edge_topk_triton
+from espalier.kernels.tree.edges import LowRankEdges, Rows
 from espalier.kernels.tree.select_paths import Candidates
 from tests.kernels.asked import Driver
 from tests.kernels.compiled import lowered_only
@@ -38,7 +39,7 @@ def launch_all() -> None:
     draft_topk_triton(logits[..., :DRAFT_VOCAB], d2t, rows, slots.root, 1, scores, 4, hanging)
     edges = LowRankEdges(logits, torch.zeros(VOCAB, 64).bfloat16(), torch.zeros(VOCAB, 64).bfloat16())
     given, out = Rows(slots.root[:, None].expand(2, 4), torch.zeros(2, 4)), Candidates.empty(slots.root, QUERIES, 4)
-    edge_topk_triton(edges, 1, given, None, rows, slots.root, out.of_rows(1, 4))
+    edge_topk_triton(edges, 1, given, None, None, rows, slots.root, out.of_rows(1, 4))
     chain_triton(slots, 0, slots.root, 4)
     advance_triton(slots, slots.root, positions, False)
     advance_triton(slots, slots.root, positions, True, NodeRows(positions, 4))

@@ -7,7 +7,9 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.tree import edge_topk as edge_topk_module
-from espalier.kernels.tree.edge_topk import LowRankEdges, Rows, edge_topk_triton, fill_depth
+from espalier.kernels.tree.edge_factors import edge_factors_triton
+from espalier.kernels.tree.edge_topk import edge_topk_triton
+from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, Rows, fill_depth
 from espalier.kernels.tree.select_paths import Candidates
 from espalier.sampling.mask import DraftGuide
 from espalier.speculate.sampler import Sampler
@@ -32,7 +34,8 @@ def small_splits(monkeypatch, request):
         monkeypatch.setattr(edge_topk_module, "SPLIT", 32)
 
 
-def random_edges(batch, columns, vocab, rank, dtype=torch.float32, own_ids=False, seed=0):
+def random_edges(batch, columns, vocab, rank, dtype=torch.float32, own_ids=False, seed=0, kind="vanilla"):
+    """kind: of the Markov head, as in config.json."""
     generator = random(seed)
 
     def drawn(*shape):
@@ -42,28 +45,34 @@ def random_edges(batch, columns, vocab, rank, dtype=torch.float32, own_ids=False
     ids = None
     if own_ids:
         ids = torch.rand((*shape[:2], vocab), generator=generator).argsort(-1)[..., :columns].sort(-1).values
-    after = drawn(*(shape if own_ids else shape[2:]), rank)
-    return LowRankEdges(4 * drawn(*shape), drawn(vocab, rank), after, ids)
+    after, projection = drawn(*(shape if own_ids else shape[2:]), rank), None
+    if kind != "vanilla":
+        parts, inputs = (3, 2) if kind == "rnn" else (1, 1)
+        weight = drawn(parts * rank, inputs * rank) / (inputs * rank) ** 0.5
+        projection = FactorProjection(drawn(batch, STEPS, parts * rank), weight, kind == "rnn")
+    return LowRankEdges(4 * drawn(*shape), drawn(vocab, rank), after, ids, projection)
 
 
-def random_rows(batch, rows, vocab, seed=0):
-    """Some rows have no path to them, some no token."""
+def random_rows(batch, rows, vocab, seed=0, states_of=None):
+    """Some rows have no path to them, some no token.  states_of: edges; with states behind the rows if recurrent."""
     generator = random(seed)
     tokens = torch.randint(-1, vocab, (batch, rows), generator=generator)
     scores = -torch.rand(batch, rows, generator=generator)
-    return Rows(tokens, scores.masked_fill(torch.rand(batch, rows, generator=generator) < 0.2, -torch.inf))
+    given = Rows(tokens, scores.masked_fill(torch.rand(batch, rows, generator=generator) < 0.2, -torch.inf))
+    if states_of is None or not states_of.is_recurrent:
+        return given
+    before = states_of.before
+    states = torch.rand(batch, rows + 2, before.shape[1], generator=generator).to(before.dtype) - 0.5
+    return given._replace(parents=torch.randint(rows + 2, (batch, rows), generator=generator), states=states)
 
 
-def moved(record, device, dtype=None):
-    """The record with its tensors on the device, floats as `dtype`."""
-    fields = vars(record) if isinstance(record, LowRankEdges) else record._asdict()
-    on = {"device": device}
-    return type(record)(
-        **{
-            name: value if value is None else value.to(**on, dtype=dtype if value.is_floating_point() else None)
-            for name, value in fields.items()
-        }
-    )
+def moved(value, device, dtype=None):
+    """The value with its tensors on the device, floats as `dtype`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype=dtype if value.is_floating_point() else None)
+    if isinstance(value, LowRankEdges | FactorProjection):
+        return type(value)(**{name: moved(each, device, dtype) for name, each in vars(value).items()})
+    return type(value)(*(moved(each, device, dtype) for each in value)) if isinstance(value, tuple) else value
 
 
 def places(batch, rows, topk, device):
@@ -76,9 +85,11 @@ def by_kernel(edges, rows, d2t, slots, first, topk, mask=None, only=None, couple
     """(candidates, next rows) on the device of the slots, from tensors on the CPU."""
     device = first.device
     out = places(*rows.tokens.shape, topk, device)
-    given = (moved(edges, device), DEPTH, moved(rows, device), None if d2t is None else d2t.to(device))
+    given = (moved(edges, device), DEPTH, moved(rows, device))
+    d2t = None if d2t is None else d2t.to(device)
     with poisoned():
-        made = edge_topk_triton(*given, kernel_rows(slots), first, out, coupled, mask, only)
+        factors = None if edges.projection is None else edge_factors_triton(*given)
+        made = edge_topk_triton(*given, factors, d2t, kernel_rows(slots), first, out, coupled, mask, only)
     return moved(out, CPU), moved(made, CPU)
 
 
@@ -88,24 +99,27 @@ def by_reference(edges, rows, d2t, asked, vocab, topk, guide=None, coupled=True)
     sampler = Sampler.of(slots, ALL_SAMPLING, first, STEPS + 1, vocab, exact)
     sampler = Sampler(**{**vars(sampler), "guide": guide, "coupled": coupled})
     out = places(*rows.tokens.shape, topk, CPU)
-    return out, sampler.next_depth(moved(edges, CPU, exact), d2t, DEPTH, rows, out)
+    return out, sampler.next_depth(moved(edges, CPU, exact), d2t, DEPTH, moved(rows, CPU, exact), out)
 
 
 def first_of(asked, device):
     return torch.arange(98, 98 + len(asked), device=device)
 
 
-def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, own_ids=False, mapped=False, **how):
+def check(
+    device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, own_ids=False, mapped=False, kind="vanilla", **how
+):
     """Asserts that candidates and scores are the reference's, and that the next rows follow from the scores.  Returns
     the candidates.  Factors are near 1, so the float32 sum of rank products is off by rank² · 2⁻²⁴ at most; children
     whose scores are nearer than that may change places."""
-    edges, given = random_edges(len(asked), columns, vocab, rank, dtype, own_ids), random_rows(len(asked), rows, vocab)
+    edges = random_edges(len(asked), columns, vocab, rank, dtype, own_ids, kind=kind)
+    given = random_rows(len(asked), rows, vocab, states_of=edges)
     d2t = torch.randperm(vocab, generator=random(5))[:columns].sort().values if mapped else None
     slots = slots_of(table_of(asked, vocab, device), range(1, len(asked) + 1))
     guide = how.pop("guide", None)
     only, mask = (None, None) if guide is None else (x.to(device) for x in guide.of_rows(DEPTH + 1, None, None))
     made, next_rows = by_kernel(edges, given, d2t, slots, first_of(asked, device), topk, mask, only, **how)
-    expected, _ = by_reference(edges, given, d2t, asked, vocab, topk, guide, **how)
+    expected, follows = by_reference(edges, given, d2t, asked, vocab, topk, guide, **how)
     tolerance = TOLERANCE + (0 if dtype == torch.float64 else rank**2 * 2.0**-24)
     differ = made.tokens != expected.tokens
     assert not (differ & ~have_near_ties(expected.scores, tolerance)).any() and differ.float().mean() < 0.01
@@ -114,8 +128,11 @@ def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, 
     error = (made.scores - expected.scores)[found].abs() / expected.scores[found].abs().clamp(min=1)
     assert error.max() <= tolerance
     follow = places(len(asked), rows, topk, CPU)
-    same(next_rows, fill_depth(made.tokens, made.scores, given, follow))
+    same(next_rows._replace(states=None), fill_depth(made.tokens, made.scores, given, follow, edges.is_recurrent))
     same(made, follow)
+    if edges.is_recurrent:
+        rounding = 2 * torch.finfo(torch.promote_types(dtype, torch.float32) if dtype.itemsize > 2 else dtype).eps
+        torch.testing.assert_close(next_rows.states.to(follows.states), follows.states, rtol=0, atol=rounding)
     return made
 
 
@@ -130,6 +147,23 @@ def have_near_ties(scores, tolerance):
 
 
 FEW = ASKED[::4]
+
+
+@pytest.mark.parametrize("dtype", [HALF, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+@pytest.mark.parametrize(("rows", "rank"), [(1, 16), (3, 40), (9, 70)])
+def test_factors_of_more_than_a_token(kernel_device, dtype, kind, rows, rank):
+    check(kernel_device, FEW, rows, 3, 70, 70, rank, dtype, kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_the_state_before_the_first_depth_is_zero(kernel_device, kind):
+    edges, asked = random_edges(2, 70, 70, 16, kind=kind), ({}, {})
+    roots = Rows.of_roots(torch.tensor([3, 5]))
+    _, made = launched(kernel_device, asked, edges, roots, 3)
+    zeros = roots._replace(parents=torch.zeros(2, 1).long(), states=torch.zeros(2, 1, 16))
+    same(made, launched(kernel_device, asked, edges, zeros, 3)[1])
+    assert (made.states is not None) == (kind == "rnn")
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32, torch.float64])
@@ -204,7 +238,7 @@ def test_depths_that_take_the_columns_in_reverse_give_the_same(kernel_device):
     for depth in (0, 1):
         slots = kernel_rows(slots_of(table_of(({},) * 5, 200, kernel_device), range(1, 6)))
         out = places(5, 3, 3, kernel_device)
-        on_device = moved(edges, kernel_device), depth, moved(rows, kernel_device), None
+        on_device = moved(edges, kernel_device), depth, moved(rows, kernel_device), None, None
         with poisoned():
             made.append((out, edge_topk_triton(*on_device, slots, first_of(range(5), kernel_device), out)))
     for forward, backward in zip(*made, strict=True):
@@ -219,9 +253,9 @@ def test_a_request_does_not_depend_on_its_batch(kernel_device):
         one = slice(b, b + 1)
         of_one = LowRankEdges(edges.base[one], edges.before, edges.after)
         first = first_of(ASKED, kernel_device)[one]
-        alone = by_kernel(of_one, Rows(*(x[one] for x in rows)), None, slots_of(table, [b + 1]), first, 3)
+        alone = by_kernel(of_one, Rows(*(x[one] for x in rows[:2])), None, slots_of(table, [b + 1]), first, 3)
         for ours, of_all in zip(alone, together, strict=True):
-            same(ours, type(of_all)(*(x[one] for x in of_all)))
+            same(ours, type(of_all)(*(x if x is None else x[one] for x in of_all)))
 
 
 def test_an_empty_batch(kernel_device):

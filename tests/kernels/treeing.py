@@ -43,9 +43,13 @@ def random_pool(batch: int, topk: int, steps: int, seed: int, vocab: int = 50) -
 
 
 def same(got, expected) -> None:
-    """Asserts that two named tuples of tensors are equal in values and dtypes."""
+    """Asserts that two named tuples of tensors and None are equal in values and dtypes."""
     for field, expected_value in expected._asdict().items():
-        value = getattr(got, field).cpu()
+        value = getattr(got, field)
+        if expected_value is None or value is None:
+            assert value is expected_value, field
+            continue
+        value = value.cpu()
         assert value.dtype == expected_value.dtype, field
         assert torch.equal(value, expected_value), field
 

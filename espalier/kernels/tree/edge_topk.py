@@ -1,10 +1,10 @@
 """One depth of a block draft with edges: the candidates of all its rows, and the rows of the next depth.
 
-A row is a token: all paths that end in the same token at the same depth have the same continuations.  The first kernel
-has one program per (requests, tile of rows, split of the columns).  It adds the edges, a product of low rank, to the
-depth's logits, and writes these with each split's maximum and sum of exponentials.  The second kernel has one program
-per row: the best columns are in the splits with the best maxima, so it reads only these.  The third ranks the next
-depth's rows, one program per request.
+A row is a token: all paths that end in the same token at the same depth have the same continuations.  Of recurrent
+edges a row is a path.  The first kernel has one program per (requests, tile of rows, split of the columns).  It adds
+the edges, a product of low rank, to the depth's logits, and writes these with each split's maximum and sum of
+exponentials.  The second kernel has one program per row: the best columns are in the splits with the best maxima, so it
+reads only these.  The third ranks the next depth's rows, one program per request.
 
 The reference is Sampler.next_depth in espalier/speculate/sampler.py on a CPU.  Like draft_topk.py, this file may draft
 other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32, and ties
@@ -17,8 +17,7 @@ dtype.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -38,7 +37,8 @@ from espalier.kernels.sampling.logit_processors import (
     row_of,
 )
 from espalier.kernels.tree.draft_topk import shaped_with_noise
-from espalier.kernels.tree.select_beams import order_of, ordered_topk, score_of, usable, usable_score
+from espalier.kernels.tree.edges import LowRankEdges, Rows
+from espalier.kernels.tree.select_beams import order_of, score_of, usable_score
 from espalier.kernels.tree.select_paths import Candidates
 
 if TYPE_CHECKING:
@@ -58,75 +58,11 @@ LEAST_SPLIT, LEAST_RANK = 16, 16
 VALUES_A_WARP = 1024
 
 
-class Rows(NamedTuple):
-    """The rows of a depth.  tokens: [B, R] int64, the token before, 0 for a row that nothing leads to; scores: [B, R]
-    float32, of the best path to each row, -inf for such a row."""
-
-    tokens: Tensor
-    scores: Tensor
-
-    @classmethod
-    def of_roots(cls, root: Tensor) -> Rows:
-        """The rows of depth 1.  root: [B]."""
-        return cls(root[:, None], torch.zeros(len(root), 1, device=root.device))
-
-
-@dataclass(frozen=True)
-class LowRankEdges:
-    """Logits of a block that depend on the token before: of column c after token u at a depth, base[c] + before[u] ·
-    after[c].
-
-    base: [B, S, C], by depth; before: [V, rank].  after: [C, rank], and ids None: the columns are the draft vocabulary.
-    Or after: [B, S, C, rank] and ids: [B, S, C] int64, ascending: the columns are these tokens, and no others are
-    candidates.
-    """
-
-    base: Tensor
-    before: Tensor
-    after: Tensor
-    ids: Tensor | None = None
-
-    def logits(self, depth: int, tokens: Tensor) -> Tensor:
-        """tokens: [B, R], each before depth + 1 -> [B, R, draft vocabulary]."""
-        after = self.after if self.ids is None else self.after[:, depth]
-        columns = self.base[:, depth, None] + self.before[tokens.clamp(min=0)] @ after.mT
-        if self.ids is None:
-            return columns
-        logits = columns.new_full((*tokens.shape, len(self.before)), -torch.inf)
-        return logits.scatter_(2, self.ids[:, depth, None].expand_as(columns), columns)
-
-
-def fill_depth(tokens: Tensor, scores: Tensor, rows: Rows, out: Candidates) -> Rows:
-    """Write the candidates of a depth to `out`, and rank the rows of the next depth.
-
-    tokens: [B, R, K] int64, scores: [B, R, K] float32: the best children of each row, with their log-probabilities.
-    out: [B, R, K] each.  The next rows are the K best distinct tokens; a token's score is that of the best path to it,
-    with scores ordered as in select_beams.
-    """
-    topk = tokens.shape[2]
-    path_scores = usable(usable(rows.scores)[..., None] + usable(scores)).flatten(1)
-    ids = tokens.flatten(1)
-    order = torch.arange(ids.shape[1], device=ids.device)
-    better = (path_scores[:, None] > path_scores[..., None]) | (
-        (path_scores[:, None] == path_scores[..., None]) & (order < order[:, None])
-    )
-    same = ids[:, None] == ids[..., None]
-    # A token's score is that of its best candidate.
-    stands = ~(better & same).any(2)
-    rank = (better & stands[:, None]).sum(2)
-    rank_of_token = torch.where(same & stands[:, None], rank[:, None], 0).sum(2)
-    has_row = (rank_of_token < topk) & (path_scores > -torch.inf)
-    best, index = ordered_topk(path_scores.masked_fill(~stands, -torch.inf), topk)
-    next_rows = torch.where(has_row, rank_of_token, -1).view(tokens.shape)
-    for place, value in zip(out, (tokens, scores, next_rows), strict=True):
-        place.copy_(value)
-    return Rows(ids.gather(1, index).masked_fill(best == -torch.inf, 0), best)
-
-
 def edge_topk_triton(
     edges: LowRankEdges,
     depth: int,
     rows: Rows,
+    made_factors: tuple[Tensor, Tensor | None] | None,
     d2t: Tensor | None,
     slots: SlotRows,
     first: Tensor,
@@ -137,19 +73,27 @@ def edge_topk_triton(
 ) -> Rows:
     """Write the K best children of each row at `depth` (from 0) to `out`, [B, R, K] each, and return the next rows.
 
+    made_factors: the rows' factors and states, by edge_factors; None: a row's factor is that of its token.
     first [B] + depth: the position of the children.  mask: [B, 1, ceil(V / 32)] int32, the bits of target ids that may
     be drafted; only: [B, 1] int64, the only token that may be, -1 for several.  d2t, slots, first, coupled and scores
     as draft_topk_triton; penalties count no drafted token.  Raises EspalierError for other shapes and dtypes.
     """
     (batch, num_rows, topk), (columns, rank) = out.tokens.shape, edges.after.shape[-2:]
-    made = Rows(first.new_empty(batch, topk), rows.scores.new_empty(batch, topk))
+    factors, states = made_factors or (None, None)
+    by_path = edges.is_recurrent
+    made = Rows(
+        first.new_empty(batch, topk),
+        rows.scores.new_empty(batch, topk),
+        first.new_empty(batch, topk) if by_path else None,
+        states,
+    )
     if not out.tokens.numel():
         return made
     # Stride 0: all requests share it.
     own = edges.ids is not None
     after = (edges.after[:, depth] if own else edges.after).expand(batch, -1, -1)
     ids = edges.ids[:, depth] if edges.ids is not None else None if d2t is None else d2t.expand(batch, -1)
-    _require(edges, rows, after, ids, out)
+    _require(edges, rows, factors, after, ids, out)
     logits = logits_arguments(edges.base[:, depth : depth + 1], columns, slots, first)
     split = min(SPLIT, max(power_of_two(columns), LEAST_SPLIT))
     splits = -(-columns // split)
@@ -160,8 +104,10 @@ def edge_topk_triton(
     is_half = after.element_size() == 2
     requests = 1 if own else min(REQUESTS, batch)
     groups = -(-batch // requests) * -(-num_rows // tile)
+    before = edges.before if factors is None else factors.view(-1, rank)
     _edge_topk_kernel[(groups, splits)](
-        *(x, tops, sums, rows.tokens, *rows.tokens.stride(), edges.before, edges.before.stride(0), after),
+        *(x, tops, sums, rows.tokens if factors is None else None, *rows.tokens.stride()),
+        *(before, before.stride(0), after),
         *(*after.stride()[:2], *id_arguments, depth, logits, slots.arguments),
         *(above_arguments(None, 0, 1, slots, mask), batch, requests, num_rows, columns, splits),
         COLUMNS=COLUMNS,
@@ -204,7 +150,7 @@ def _merge_and_rank(
     )
     candidates = power_of_two(num_rows * topk)
     _rank_rows_kernel[(batch,)](
-        *(*out, out.tokens.stride(0), *made, row_scores, *row_scores.stride(), num_rows, topk),
+        *(*out, out.tokens.stride(0), *made[:3], row_scores, *row_scores.stride(), num_rows, topk),
         CANDIDATES=candidates,
         TOPK=topk,
         num_warps=_warps(candidates),
@@ -216,8 +162,12 @@ def _warps(values: int) -> int:
     return min(max(values // VALUES_A_WARP, 1), 16)
 
 
-def _require(edges: LowRankEdges, rows: Rows, after: Tensor, ids: Tensor | None, out: Candidates) -> None:
+def _require(
+    edges: LowRankEdges, rows: Rows, factors: Tensor | None, after: Tensor, ids: Tensor | None, out: Candidates
+) -> None:
     (batch, num_rows, topk), (_, columns, rank), base = out.tokens.shape, after.shape, edges.base
+    if factors is not None:
+        require("edge_topk: factors", factors, (batch, num_rows, rank), after.dtype, base)
     require("edge_topk: tokens", rows.tokens, (batch, num_rows), torch.int64, base)
     require("edge_topk: scores", rows.scores, (batch, num_rows), torch.float32, base)
     require("edge_topk: before", edges.before, (-1, rank), after.dtype, base)
@@ -268,8 +218,12 @@ def _edge_topk_kernel(
     exists = row_index < num_rows
     logits, slots, above = LogitsArguments(*logits), SlotArguments(*slots), AboveArguments(*above)
     for b in range(first, tl.minimum(first + requests, batch)):
-        tokens = tokens_ptr + b * tokens_batch_stride + row_index * tokens_row_stride
-        of_row = before_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * before_stride
+        if tokens_ptr is None:
+            factor = b * num_rows + tl.where(exists, row_index, 0)
+        else:
+            tokens = tokens_ptr + b * tokens_batch_stride + row_index * tokens_row_stride
+            factor = tl.maximum(tl.load(tokens, mask=exists, other=0), 0)
+        of_row = before_ptr + factor * before_stride
         _, base_ptr, position, row, row_above = row_of(b, 1, depth, logits, slots, above, COLUMNS)
         base = tl.load(base_ptr + index, mask=inside, other=0.0).to(EXACT)
         ids = index
@@ -360,11 +314,11 @@ def _best(x, index, CHILDREN: tl.constexpr, topk):
 
 @kernel
 def _rank_rows_kernel(
-    tokens_ptr, scores_ptr, next_rows_ptr, out_stride, next_tokens_ptr, next_scores_ptr,
+    tokens_ptr, scores_ptr, next_rows_ptr, out_stride, next_tokens_ptr, next_scores_ptr, next_parents_ptr,
     row_scores_ptr, row_scores_batch_stride, row_scores_stride, num_rows, topk,
     CANDIDATES: tl.constexpr, TOPK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The next row of each candidate.  Takes the best one TOPK times, with all of its token."""
+    """The next row of each candidate.  Takes the best one TOPK times, with all of its token if rows are tokens."""
     pdl_trigger_and_wait(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, CANDIDATES)
@@ -381,11 +335,13 @@ def _rank_rows_kernel(
         best = tl.max(key, 0)
         best_i = tl.min(tl.where(key == best, i, CANDIDATES), 0)
         best_token = tl.sum(tl.where(i == best_i, token, 0), 0)
-        is_taken = (token == best_token) & (key > none)
+        is_taken = (i == best_i if next_parents_ptr is not None else token == best_token) & (key > none)
         next_rows = tl.where(is_taken, next_row, next_rows)
         key = tl.where(is_taken, none, key)
         best_score = score_of(best)
         at = b * TOPK + next_row
         tl.store(next_tokens_ptr + at, tl.where(best_score > float("-inf"), best_token, 0).to(tl.int64))
         tl.store(next_scores_ptr + at, best_score)
+        if next_parents_ptr is not None:
+            tl.store(next_parents_ptr + at, tl.where(best_score > float("-inf"), best_i // topk, 0).to(tl.int64))
     tl.store(next_rows_ptr + b * out_stride + i, next_rows, mask=exists)

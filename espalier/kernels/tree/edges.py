@@ -1,0 +1,129 @@
+"""Edges of a block draft: logits that depend on the tokens before, as a product of low rank.
+
+A depth is scored row by row.  The rows of depth 1 are the roots, and each depth's candidates give the rows of the next
+one (`fill_depth`).  edge_topk.py and edge_factors.py are the kernels; what is here is their reference.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.tree.select_beams import ordered_topk, usable
+from espalier.kernels.tree.select_paths import Candidates
+
+
+class Rows(NamedTuple):
+    """The rows of a depth: what its candidates continue.
+
+    tokens: [B, R] int64, the token before, 0 for a row that nothing leads to.  scores: [B, R] float32, of the best path
+    to each row, -inf for such a row.
+    Of recurrent edges, from depth 2 on, else None.  parents: [B, R] int64, the row of the depth before that each row
+    continues, 0 for a row that nothing leads to.  states: [B, rows of the depth before, rank], their states.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor | None = None
+    states: Tensor | None = None
+
+    @classmethod
+    def of_roots(cls, root: Tensor) -> Rows:
+        """The rows of depth 1.  root: [B]."""
+        return cls(root[:, None], torch.zeros(len(root), 1, device=root.device))
+
+
+@dataclass(frozen=True)
+class FactorProjection:
+    """Factors that depend on more than a token: DSpark's gated head, and its recurrent one (`rnn`).
+
+    With e, the row of `before` of a token, and p, a projection of the block's hidden state of the depth, of the state
+    and of e:  a gated factor is sigmoid(p) * e.  Of a recurrent head p has three parts, gate, candidate and output; the
+    new state is sigmoid(gate) * state + (1 - sigmoid(gate)) * tanh(candidate), and the factor tanh(output).  The state
+    before depth 1 is 0.
+
+    of_hidden: [B, S, rank], or [B, S, 3 * rank] if recurrent: what the hidden state and the bias add to p, by depth.
+    weight: the other columns of the projection, [rank, rank], of e; or [3 * rank, 2 * rank], of the state and then e.
+    """
+
+    of_hidden: Tensor
+    weight: Tensor
+    is_recurrent: bool
+
+
+@dataclass(frozen=True)
+class LowRankEdges:
+    """Logits of a block that depend on the tokens before: of column c behind a row, at a depth, base[c] + factor of
+    the row · after[c].
+
+    base: [B, S, C], by depth; before: [V, rank].  A row's factor is that of its token, before[token]; with `projection`
+    see there.  after: [C, rank], and ids None: the columns are the draft vocabulary.  Or after: [B, S, C, rank] and
+    ids: [B, S, C] int64, ascending: the columns are these tokens, and no others are candidates.
+    """
+
+    base: Tensor
+    before: Tensor
+    after: Tensor
+    ids: Tensor | None = None
+    projection: FactorProjection | None = None
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a row is one path.  Else all paths that end in the same token share a row."""
+        return self.projection is not None and self.projection.is_recurrent
+
+    def factors(self, depth: int, rows: Rows) -> tuple[Tensor, Tensor | None]:
+        """The factors of rows, [B, R, rank], and the states behind them, [B, R, rank]; None if not recurrent."""
+        embedded = self.before[rows.tokens.clamp(min=0)]
+        if self.projection is None:
+            return embedded, None
+        of_hidden, weight = self.projection.of_hidden[:, depth, None], self.projection.weight
+        if not self.is_recurrent:
+            return torch.sigmoid(of_hidden + embedded @ weight.T) * embedded, None
+        state = torch.zeros_like(embedded)
+        if rows.parents is not None and rows.states is not None:
+            state = rows.states.gather(1, rows.parents[..., None].expand_as(embedded))
+        gate, candidate, output = (of_hidden + torch.cat((state, embedded), -1) @ weight.T).chunk(3, -1)
+        gate = torch.sigmoid(gate)
+        return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+
+    def logits(self, depth: int, factors: Tensor) -> Tensor:
+        """[B, R, rank], the rows' factors -> [B, R, draft vocabulary]."""
+        after = self.after if self.ids is None else self.after[:, depth]
+        columns = self.base[:, depth, None] + factors @ after.mT
+        if self.ids is None:
+            return columns
+        logits = columns.new_full((*factors.shape[:2], len(self.before)), -torch.inf)
+        return logits.scatter_(2, self.ids[:, depth, None].expand_as(columns), columns)
+
+
+def fill_depth(tokens: Tensor, scores: Tensor, rows: Rows, out: Candidates, by_path: bool = False) -> Rows:
+    """Write the candidates of a depth to `out`, and rank the rows of the next depth.
+
+    tokens: [B, R, K] int64, scores: [B, R, K] float32: the best children of each row, with their log-probabilities.
+    out: [B, R, K] each.  The next rows are the K best distinct tokens, a token's score being that of the best path to
+    it; by_path: the K best candidates.  Scores are ordered as in select_beams.
+    """
+    topk = tokens.shape[2]
+    path_scores = usable(usable(rows.scores)[..., None] + usable(scores)).flatten(1)
+    ids = tokens.flatten(1)
+    order = torch.arange(ids.shape[1], device=ids.device)
+    better = (path_scores[:, None] > path_scores[..., None]) | (
+        (path_scores[:, None] == path_scores[..., None]) & (order < order[:, None])
+    )
+    same = order == order[:, None] if by_path else ids[:, None] == ids[..., None]
+    # A token's score is that of its best candidate.
+    stands = ~(better & same).any(2)
+    rank = (better & stands[:, None]).sum(2)
+    rank_of_token = torch.where(same & stands[:, None], rank[:, None], 0).sum(2)
+    has_row = (rank_of_token < topk) & (path_scores > -torch.inf)
+    best, index = ordered_topk(path_scores.masked_fill(~stands, -torch.inf), topk)
+    next_rows = torch.where(has_row, rank_of_token, -1).view(tokens.shape)
+    for place, value in zip(out, (tokens, scores, next_rows), strict=True):
+        place.copy_(value)
+    missing = best == -torch.inf
+    parents = (index // topk).masked_fill(missing, 0) if by_path else None
+    return Rows(ids.gather(1, index).masked_fill(missing, 0), best, parents)
