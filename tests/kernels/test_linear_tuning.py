@@ -178,22 +178,28 @@ def test_a_shape_without_an_entry_takes_the_rule_for_few_rows():
     measured = {(64, 128): SOME}
     assert plans_on(H200, (64, 128), measured) is SOME and plans_on(H200, (5120, 2048), {}) is None
     plans = plans_on(H200, (5120, 2048), measured)
-    assert plans is not None and [plans.at(rows) for rows in (16, 17)] == [rule(5120, 2048, H200), None]
+    assert plans is not None and plans.at(65) is None
+    assert [plans.at(rows) for rows in (1, 17, 33)] == [rule(rows, 5120, 2048, H200) for rows in (16, 32, 64)]
 
 
+@pytest.mark.parametrize("rows", [16, 32, 64])
 @pytest.mark.parametrize("shape", [(1, 64), (100, 90), (1024, 4096), (5120, 2048), (2048, 4096), (151936, 2048)])
 @pytest.mark.parametrize("gpu", [H200, Chip(101_376, 20, (8, 9))], ids=["H200", "small"])
-def test_the_rule_fills_the_chip_once(shape, gpu):
+def test_the_rule_fills_the_chip_once(rows, shape, gpu):
     """Its programs fit the shared memory, and where it splits, all run at once and fill their pipelines."""
-    plan = rule(*shape, gpu)
+    plan = rule(rows, *shape, gpu)
+    assert isinstance(plan, TritonPlan)
     programs = -(-shape[0] // plan.block_out) * plan.splits
-    together = gpu.shared_memory // plan.shared_memory(16)
+    together = gpu.shared_memory // plan.shared_memory(rows)
     assert together >= 1 and 1 <= plan.splits <= 4
     assert plan.splits == 1 or (programs <= together * gpu.processors and shape[1] >= 3 * plan.splits * plan.block_in)
 
 
 def test_the_rule_splits_what_would_leave_the_chip_idle():
-    assert [rule(out, 4096, H200).splits for out in (64, 2048, 6144, 8192, 16384, 28672)] == [4, 4, 4, 3, 1, 1]
+    def splits(rows):
+        return [rule(rows, out, 4096, H200).splits for out in (64, 2048, 6144, 8192, 16384, 28672)]
+
+    assert splits(16) == [4, 4, 4, 3, 1, 1] and splits(64) == [4, 4, 2, 2, 1, 1]
 
 
 def test_a_weight_on_the_cpu_has_no_plans():

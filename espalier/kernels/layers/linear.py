@@ -63,8 +63,9 @@ LIBRARY_PIECES = (2, 3, 4)
 LIBRARY_SPLITS = (2, 4)
 # Largest edge of the library's tiles.  A piece or split must be a multiple of it, so that no tile is partly empty.
 LIBRARY_TILE = 128
-# The tiles of `rule`, its most splits, and its stages by the number of programs that share a multiprocessor: what most
-# shapes were measured to be fastest with, up to 16 rows on an H200.
+# The most rows of `rule`; its tiles, its most splits, and its stages by the number of programs that share a
+# multiprocessor: what most shapes were measured to be fastest with on an H200.
+RULE_ROWS = 64
 RULE_TILE, RULE_WARPS, RULE_SPLITS, RULE_STAGES = (64, 128), 4, 4, (6, 4, 3)
 # Bytes of shared memory that a program uses besides its tiles.
 RESERVED_SHARED_MEMORY = 1024
@@ -115,18 +116,20 @@ def candidates(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPl
     return [*_triton_plans(rows, num_out, num_in, gpu), *library]
 
 
-def rule(num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
-    """The plan of a shape that was not measured, for up to MIN_BLOCK_ROWS rows.
+def rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
+    """The plan of a shape that was not measured, for a bucket of up to `rows` rows; None above RULE_ROWS.
 
     It splits `in` as long as all programs run at once and each fills its pipeline.
     """
+    if rows > RULE_ROWS:
+        return None
     (block_out, block_in), least = RULE_TILE, TritonPlan(*RULE_TILE, 1, RULE_WARPS, min(RULE_STAGES))
-    together = max(min(gpu.shared_memory // least.shared_memory(MIN_BLOCK_ROWS), len(RULE_STAGES)), 1)
+    together = max(min(gpu.shared_memory // least.shared_memory(rows), len(RULE_STAGES)), 1)
     blocks, steps = _num_blocks(num_out, block_out), _num_blocks(num_in, block_in)
     splits = max(min(RULE_SPLITS, together * gpu.processors // blocks, steps // least.stages), 1)
     sharing = min(_num_blocks(blocks * splits, gpu.processors), together)
     plan = replace(least, splits=splits, stages=RULE_STAGES[sharing - 1])
-    return plan if sharing * plan.shared_memory(MIN_BLOCK_ROWS) <= gpu.shared_memory else replace(least, splits=splits)
+    return plan if sharing * plan.shared_memory(rows) <= gpu.shared_memory else replace(least, splits=splits)
 
 
 def _library_plans(num_out: int, num_in: int) -> list[LibraryPlan]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import DTYPES, LibraryPlan, LinearPlan, TritonPlan, rule
+from espalier.kernels.layers.linear import DTYPES, RULE_ROWS, LibraryPlan, LinearPlan, TritonPlan, rule
 from espalier.kernels.runtime.launch import Chip, chip
 
 # Environment variable: the path of the user's table.
@@ -99,7 +99,7 @@ def plans_on(gpu: Chip, shape: Shape, measured: Mapping[Shape, LinearPlans]) -> 
     if shape in measured or not measured:
         return measured.get(shape)
     _log_rule(shape)
-    return LinearPlans((rule(*shape, gpu), *(None for _ in ROWS_BUCKETS[1:])))
+    return LinearPlans(tuple(rule(rows, *shape, gpu) for rows in ROWS_BUCKETS))
 
 
 def own_file() -> Path:
@@ -136,7 +136,7 @@ def _log_rule(shape: Shape) -> None:
         "linear layers: no plan measured for [%d, %d]: a plan by rule up to %d rows, F.linear above; espalier doctor "
         "--tune measures faster plans",
         *shape,
-        ROWS_BUCKETS[0],
+        RULE_ROWS,
     )
 
 
