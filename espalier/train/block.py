@@ -1,8 +1,8 @@
 """Train a block draft for a frozen target, on given text and on text of the target.
 
 `python -m espalier.train block` runs `train_block`, and `evaluate_block` measures a draft without the engine.  The file
-is the `dspark` form of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none) and no confidence head; the
-embedding and the lm_head are the target's.
+is the `dspark` form of vLLM's speculators, with a Markov head of rank `edge_rank` (0: none) and of one of its three
+kinds, and no confidence head; the embedding and the lm_head are the target's.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def new_head(target: Eagle3Target, config: BlockConfig) -> BlockHead:
         block_size=config.block_size,
         num_features=len(target.captured),
         edge_rank=config.edge_rank,
+        edge_kind=config.edge_kind,
         mask_token_id=mask,
         **fields,
     )
@@ -112,7 +113,7 @@ def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Pat
         "mask_token_id": shape.mask_token_id,
         "sample_from_anchor": True,
         "markov_rank": shape.edge_rank,
-        "markov_head_type": "vanilla",
+        "markov_head_type": shape.edge_kind,
         "enable_confidence_head": False,
         "dtype": "bfloat16",
     }
@@ -120,7 +121,7 @@ def save_block(head: BlockHead, target: Eagle3Target, target_dir: Path, out: Pat
 
 
 # Fields of BlockShape that stand outside transformer_layer_config.
-OWN_FIELDS = ("block_size", "num_features", "edge_rank", "mask_token_id")
+OWN_FIELDS = ("block_size", "num_features", "edge_rank", "edge_kind", "mask_token_id")
 
 
 def load_block(directory: Path) -> BlockHead:
@@ -134,6 +135,7 @@ def load_block(directory: Path) -> BlockHead:
             block_size=config["block_size"],
             num_features=len(config["aux_hidden_state_layer_ids"]),
             edge_rank=config["markov_rank"],
+            edge_kind=config["markov_head_type"],
             mask_token_id=config["mask_token_id"],
         )
     )
@@ -155,17 +157,19 @@ def accept_lengths(
     embeds = target.embed(tokens[roots])[None].to(dtype)
     outputs = head(embeds, mask_embedding(target, head).to(dtype), features, roots)[0]
     logits = F.linear(outputs, target.head.to(dtype)).float()
-    markov = head.markov_head
+    edges = None if head.markov_head is None else head.markov_head.edges(logits, outputs)
 
     def children(logits: Tensor) -> tuple[Tensor, Tensor]:
         scores, ids = logits.log_softmax(-1).topk(topk, dim=-1)
         return ids, scores
 
     def next_depth(depth: int, rows: Rows, out: Candidates) -> Rows:
-        assert markov is not None
-        return fill_depth(*children(logits[:, depth, None] + markov(rows.tokens).float()), rows, out)
+        assert edges is not None
+        factors, states = edges.factors(depth, rows)
+        found = children(edges.logits(depth, factors))
+        return fill_depth(*found, rows, out, edges.is_recurrent)._replace(states=states)
 
-    if markov is None:
+    if edges is None:
         candidates = without_edges(*children(logits))
     else:
         candidates = with_edges(Rows.of_roots(tokens[roots]), steps, topk, next_depth)

@@ -3,6 +3,9 @@
 Its parameters have the names of the file (espalier/train/block.py).  A block is a root, token a of a text, and S - 1
 mask tokens, at positions a .. a+S-1.  In every layer its rows attend to context rows of the tokens before a, and to the
 whole block.  Row j proposes token a + j + 1.  Context rows are norm(fc(features)), through each layer's K and V.
+
+A Markov head adds logits that depend on the tokens before.  They are defined in espalier/kernels/tree/edges.py;
+`MarkovHead.factors` computes the same for a text that is known, all depths at once.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from espalier.kernels.tree.edges import FactorProjection, LowRankEdges
 from espalier.train.draft_attention import DraftAttention
 from espalier.train.llama import MLP, RMSNorm, rope_tables, rotate
+from espalier.train.settings import EdgeKind
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """block_size: S; num_features: target layers that are read; edge_rank: 0 for no edges."""
+    """block_size: S; num_features: target layers that are read; edge_rank: 0 for no edges; edge_kind: of MarkovHead."""
 
     vocab_size: int
     hidden_size: int
@@ -35,6 +40,7 @@ class BlockShape:
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 2048
+    edge_kind: EdgeKind = "vanilla"
 
 
 class BlockAttention(DraftAttention):
@@ -82,15 +88,60 @@ class BlockLayer(nn.Module):
 
 
 class MarkovHead(nn.Module):
-    """Edges: logits of a token given the one before."""
+    """DSpark's Markov head: edges, logits of a token given those before.
 
-    def __init__(self, vocab_size: int, rank: int) -> None:
+    A factor depends on the token before ("vanilla"), on the block's hidden state too ("gated"), or on the whole path
+    and the hidden state ("rnn").
+    """
+
+    def __init__(self, shape: BlockShape) -> None:
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        self.kind, rank, size = shape.edge_kind, shape.edge_rank, shape.hidden_size
+        self.markov_w1 = nn.Embedding(shape.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, shape.vocab_size, bias=False)
+        if self.kind == "gated":
+            self.gate_proj = nn.Linear(size + rank, rank)
+        elif self.kind == "rnn":
+            self.joint_proj = nn.Linear(2 * rank + size, 3 * rank)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.markov_w2(self.markov_w1(tokens))
+    def forward(self, factors: Tensor) -> Tensor:
+        """The logits that factors [..., rank] add."""
+        return self.markov_w2(factors)
+
+    def factors(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """[..., S, rank], of blocks in a text.  tokens: [..., S], the one before each depth; hidden: [..., S, H]."""
+        embedded, projection = self.markov_w1(tokens), self.projection(hidden)
+        if projection is None:
+            return embedded
+        if not projection.is_recurrent:
+            return torch.sigmoid(projection.of_hidden + F.linear(embedded, projection.weight)) * embedded
+        of_state, of_token = projection.weight.chunk(2, 1)
+        # Only what the state adds has to wait for the depth before.
+        known = projection.of_hidden + F.linear(embedded, of_token)
+        state, factors = torch.zeros_like(embedded[..., 0, :]), []
+        for at_depth in known.unbind(-2):
+            gate, candidate, output = (at_depth + F.linear(state, of_state)).chunk(3, -1)
+            gate = torch.sigmoid(gate)
+            state = gate * state + (1 - gate) * torch.tanh(candidate)
+            factors.append(torch.tanh(output))
+        return torch.stack(factors, -2)
+
+    def projection(self, hidden: Tensor) -> FactorProjection | None:
+        """hidden: [..., S, H], what the lm_head reads of blocks."""
+        if self.kind == "vanilla":
+            return None
+        size, rank = hidden.shape[-1], self.markov_w1.embedding_dim
+        if self.kind == "gated":
+            linear = self.gate_proj
+            of_hidden, of_rows = linear.weight.split((size, rank), 1)
+        else:
+            linear = self.joint_proj
+            of_rows, of_hidden = linear.weight.split((2 * rank, size), 1)
+        return FactorProjection(F.linear(hidden, of_hidden, linear.bias), of_rows, self.kind == "rnn")
+
+    def edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
+        """The engine's edges of blocks.  logits: [B, S, V], of the lm_head; hidden: [B, S, H], what it reads."""
+        return LowRankEdges(logits, self.markov_w1.weight, self.markov_w2.weight, projection=self.projection(hidden))
 
 
 class BlockHead(nn.Module):
@@ -102,10 +153,12 @@ class BlockHead(nn.Module):
         self.hidden_norm = RMSNorm(size, eps)
         self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(size, eps)
-        self.markov_head = MarkovHead(shape.vocab_size, shape.edge_rank) if shape.edge_rank else None
-        for parameter in self.parameters():
+        self.markov_head = MarkovHead(shape) if shape.edge_rank else None
+        for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=0.02)
+            elif name.endswith(".bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, roots: Tensor, mask_embed: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """[B, A, S, H], the inputs of the lm_head for A blocks.
@@ -143,13 +196,14 @@ def block_loss(
     With edges, the token before is the text's.
     """
     outputs = head(embeds[0][:, anchors - 1], embeds[1], features, anchors)
+    # The token before is at anchor + depth; what the target says there is what the row learns.
+    places = anchors[:, None] + torch.arange(head.shape.block_size, device=anchors.device) - 1
+    factors = None if head.markov_head is None else head.markov_head.factors(tokens[:, places], outputs)
     losses, agreements = [], []
-    for depth in range(head.shape.block_size):
-        # The token before is at anchor + depth; what the target says there is what the row learns.
-        at = anchors + depth - 1
+    for depth, at in enumerate(places.unbind(1)):
         logits = F.linear(outputs[:, :, depth], lm_head.to(outputs.dtype)).float()
-        if head.markov_head is not None:
-            logits = logits + head.markov_head(tokens[:, at]).float()
+        if head.markov_head is not None and factors is not None:
+            logits = logits + head.markov_head(factors[:, :, depth]).float()
         wanted = target_logits[:, at].float()
         losses.append(decay**depth * F.cross_entropy(logits.flatten(0, 1), wanted.softmax(-1).flatten(0, 1)))
         agreements.append((logits.argmax(-1) == wanted.argmax(-1)).float().mean())

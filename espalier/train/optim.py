@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 # Parts of the names of matrices with a row for each token.
-BY_TOKEN = ("embed_tokens", "lm_head", "markov_")
+BY_TOKEN = ("embed_tokens", "lm_head", "markov_w")
 
 
 def orthogonalise(matrices: Tensor, iterations: int = 5) -> Tensor:
@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(
     model: nn.Module, matrix_lr: float, other_lr: float, weight_decay: float
 ) -> list[torch.optim.Optimizer]:
-    """[Muon for matrices between hidden states, AdamW for norms and for matrices with a row for each token]."""
+    """[Muon for matrices between hidden states, AdamW for norms, biases and matrices with a row for each token]."""
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     hidden = [p.ndim == 2 and not any(part in name for part in BY_TOKEN) for name, p in trained]
     matrices = [p for (_, p), is_hidden in zip(trained, hidden, strict=True) if is_hidden]

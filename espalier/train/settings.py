@@ -14,6 +14,9 @@ from espalier.terminal.flags import flag_of
 
 Form = Literal["chain", "target"]
 FORMS: tuple[str, ...] = get_args(Form)
+# Those of espalier/models/block_config.py, which imports PyTorch.
+EdgeKind = Literal["vanilla", "gated", "rnn"]
+EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
 # Tokens of the prompts that the target continues, batch by batch in turn.
 PROMPT_LENGTHS = (48, 96, 192, 384)
 # A run's seed is multiplied into seeds of 64 bits (own_text.py, packing.py).
@@ -164,7 +167,15 @@ class BlockConfig(TrainConfig):
 
     layers: int = option("number of the draft's layers", 3, low=1, high=MAX_DEPTH)
     block_size: int = option("number of tokens that one pass of the draft proposes", 8, low=2, high=MAX_DEPTH)
-    edge_rank: int = option("rank of the Markov head, which scores a token given the one before it; 0: none", 64, low=0)
+    edge_rank: int = option("rank of the Markov head, which scores a token given those before it; 0: none", 64, low=0)
+    edge_kind: EdgeKind = field(
+        default="vanilla",
+        metadata={
+            "help": "what the Markov head reads: vanilla, the token before; gated, the draft's hidden state too; rnn, "
+            "all tokens that the pass proposes before it and the hidden state",
+            "choices": EDGE_KINDS,
+        },
+    )
     anchors: int = option("number of blocks that are trained in each row of a batch", 64, low=1)
     mask_token: int = option(
         "token id that the draft reads in place of a token that is to be proposed; -1: the target's last one",
