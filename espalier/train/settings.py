@@ -172,7 +172,7 @@ class BlockConfig(TrainConfig):
         default="vanilla",
         metadata={
             "help": "what the Markov head reads: vanilla, the token before; gated, the draft's hidden state too; rnn, "
-            "all tokens that the pass proposes before it and the hidden state",
+            "the hidden state and all tokens of the block before it",
             "choices": EDGE_KINDS,
         },
     )
@@ -195,6 +195,8 @@ class BlockConfig(TrainConfig):
                 f"--anchors={self.anchors} is more than a row has places for: --length {self.length} has {places} for "
                 f"blocks of {self.block_size}; use at most {places}, or longer rows"
             )
+        if self.edge_kind != "vanilla" and not self.edge_rank:
+            raise EspalierError(f"--edge-kind={self.edge_kind} needs a Markov head; use --edge-rank 1 or more")
 
     def require_target(self, target: Mapping[str, Any]) -> None:
         super().require_target(target)

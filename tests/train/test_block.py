@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from espalier.models import load_target, read_config
+from espalier.kernels.tree.edges import Rows
+from espalier.models import DraftModel, block_config, load_target, read_config
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.train.block import (
     TREES,
@@ -17,13 +18,16 @@ from espalier.train.block import (
     load_block,
     mask_embedding,
     measure_block,
+    new_head,
+    save_block,
     train_block,
 )
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.command import make_parser
 from espalier.train.draft_run import backward
 from espalier.train.llama import Llama, LlamaShape, save_llama
-from espalier.train.settings import BlockConfig
+from espalier.train.optim import make_optimizers
+from espalier.train.settings import EDGE_KINDS, BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
 from tests.models.test_block_format import OverContext, context_planes
 
@@ -67,12 +71,18 @@ def pairs(length: int, seed: int = 0) -> np.ndarray:
     return np.stack((first, first + 1), 1).reshape(-1).astype(np.uint16)
 
 
-def make_target(directory: Path, text: np.ndarray) -> Path:
+def triples(length: int, seed: int = 0) -> np.ndarray:
+    """Triples of a random token t in 0 .. 3, token 8, and t + 9: what follows 8 depends on the token before it."""
+    first = np.random.default_rng(seed).integers(0, 4, length // 3)
+    return np.stack((first, np.full_like(first, 8), first + 9), 1).reshape(-1).astype(np.uint16)
+
+
+def make_target(directory: Path, text: np.ndarray, steps: int = 80) -> Path:
     """A small target that has learnt a text."""
     torch.manual_seed(0)
     model = Llama(TARGET)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
-    for step in range(80):
+    for step in range(steps):
         batch = torch.from_numpy(np.roll(text, -97 * step)[: 33 * 8].astype(np.int64)).view(8, 33)
         model(batch[:, :-1], batch[:, 1:]).mean().backward()
         optimizer.step()
@@ -105,12 +115,16 @@ def test_a_trained_draft_predicts_a_ring_at_every_depth(ring_target, trained):
     assert {name: found.every_root for name, found in reports.items()} == dict.fromkeys(TREES, 4.0)
 
 
-def test_the_module_computes_what_the_engine_computes(ring_target, trained):
-    """The file is read as any block draft is: context rows, block, head and edges."""
-    capture = read_draft(trained, read_config(ring_target)).spec.capture
+def engines_draft(directory: Path, target_dir: Path) -> DraftModel:
+    """The draft as the engine reads it."""
+    capture = read_draft(directory, read_config(target_dir)).spec.capture
     loading = {"dtype": torch.float32, "device": "cpu", "position_rows": 64}
-    target = load_target(ring_target, capture=capture, **loading)
-    draft = load_draft(trained, target, **loading)
+    return load_draft(directory, load_target(target_dir, capture=capture, **loading), **loading)
+
+
+def test_the_module_computes_what_the_engine_computes(ring_target, trained):
+    """The file is read as any block draft is: context rows and block."""
+    draft = engines_draft(trained, ring_target)
     assert (draft.spec.max_steps, draft.spec.block_rows) == (3, 3)
     head, frozen = load_block(trained).float().eval(), Eagle3Target(ring_target, CPU)
     tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 16, 20))[None]
@@ -125,24 +139,78 @@ def test_the_module_computes_what_the_engine_computes(ring_target, trained):
         torch.testing.assert_close(
             draft(ids, anchor + torch.arange(3)[None], attend)[0], outputs[0, block], rtol=1e-4, atol=1e-4
         )
-    every = torch.arange(16)[None]
-    hidden = outputs[:, :1, 0]
+
+
+@pytest.mark.parametrize("kind", EDGE_KINDS)
+def test_edges_in_a_text_are_the_engines_edges_of_its_path(kind, ring_target, tmp_path):
+    """Those of the engine's draft, which reads the trainer's file, and those by which the trainer measures a draft."""
+    frozen, generator = Eagle3Target(ring_target, CPU), torch.Generator().manual_seed(0)
+    saved = new_head(frozen, replace(CONFIG, edge_kind=kind))
+    for parameter in saved.markov_head.parameters():
+        parameter.data.normal_(generator=generator)
+    save_block(saved, frozen, ring_target, tmp_path)
+    markov, draft = load_block(tmp_path).float().markov_head, engines_draft(tmp_path, ring_target)
+    hidden = torch.randn(2, 3, 32, generator=generator)
     logits = draft.block_logits(hidden)
-    edges = draft.edges.of_block(logits, hidden).logits(0, draft.edges.before[every]) - logits[:, :1]
-    torch.testing.assert_close(edges, head.markov_head(head.markov_head.markov_w1(every)), rtol=1e-5, atol=1e-5)
+    # 5 paths from each of 2 roots.
+    paths = torch.randint(0, 18, (2, 5, 3), generator=generator)
+    with torch.no_grad():
+        factors = markov.factors(paths, hidden[:, None].expand(-1, 5, -1, -1))
+        wanted = logits[:, None] + markov(factors)
+        for edges in (draft.edges.of_block(logits, hidden), markov.edges(logits, hidden)):
+            assert edges.is_recurrent == (kind == "rnn")
+            states, parents, order = None, None, torch.arange(5)
+            for depth in range(3):
+                rows = Rows(paths[:, order, depth], torch.zeros(2, 5), parents, states)
+                found, states = edges.factors(depth, rows)
+                torch.testing.assert_close(edges.logits(depth, found), wanted[:, order, depth], rtol=1e-4, atol=1e-4)
+                # The next depth has these paths in another order.
+                turn = torch.tensor([2, 0, 4, 1, 3])
+                parents, order = turn.expand(2, 5), order[turn]
 
 
-@pytest.mark.parametrize("edge_rank", [pytest.param(0, marks=pytest.mark.full), 8])
-def test_edges_learn_what_the_token_before_decides(edge_rank, tmp_path):
+FULL = {"marks": pytest.mark.full}
+
+
+@pytest.mark.parametrize(
+    ("edge_rank", "kind"), [pytest.param(0, "vanilla", **FULL), (8, "vanilla"), pytest.param(8, "gated", **FULL)]
+)
+def test_edges_learn_what_the_token_before_decides(edge_rank, kind, tmp_path):
     """Behind an odd root, depth 1 is any even token, and depth 2 follows from it alone."""
     target_dir = make_target(tmp_path / "target", pairs(6000))
-    config = replace(CONFIG, edge_rank=edge_rank, block_size=2, matrix_lr=5e-3, other_lr=3e-2)
+    config = replace(CONFIG, edge_rank=edge_rank, edge_kind=kind, block_size=2, matrix_lr=5e-3, other_lr=3e-2)
     train_block(target_dir, pairs(9000, seed=2), tmp_path / "draft", tmp_path / "work", config)
     head, target = load_block(tmp_path / "draft").float().eval(), Eagle3Target(target_dir, CPU)
     texts = [torch.from_numpy(pairs(24, seed=seed).astype(np.int64)) for seed in range(20, 30)]
     # Odd roots.  Eight pairs of nodes hold every continuation, if the draft knows which tokens belong together.
     lengths = torch.cat([accept_lengths(head, target, t, 5, topk=8, num_draft_tokens=17)[::2] for t in texts])
     assert lengths.float().mean() > 2.9 if edge_rank else lengths.float().mean() < 2.5
+
+
+@pytest.mark.parametrize("kind", [pytest.param("vanilla", **FULL), pytest.param("gated", **FULL), "rnn"])
+def test_recurrent_edges_learn_what_the_token_two_before_decides(kind, tmp_path):
+    """Behind the end of a triple, depth 1 is one of 4 tokens, depth 2 is token 8, and depth 3 follows from depth 1."""
+    target_dir = make_target(tmp_path / "target", triples(6000), steps=200)
+    settings = {"edge_rank": 16, "anchors": 16, "num_tokens": 140 * 8 * 24, "matrix_lr": 0.04, "other_lr": 0.05}
+    config = replace(CONFIG, edge_kind=kind, **settings)
+    train_block(target_dir, triples(9000, seed=2), tmp_path / "draft", tmp_path / "work", config)
+    head, target = load_block(tmp_path / "draft").float().eval(), Eagle3Target(target_dir, CPU)
+    texts = [torch.from_numpy(triples(33, seed=seed).astype(np.int64)) for seed in range(20, 30)]
+    # Ends of triples.  Four triples of nodes hold every continuation, if the draft knows which tokens belong together.
+    lengths = torch.cat([accept_lengths(head, target, t, 5, topk=8, num_draft_tokens=13)[::3] for t in texts])
+    assert lengths.float().mean() > 3.9 if kind == "rnn" else lengths.float().mean() < 3.5
+
+
+@pytest.mark.parametrize(("kind", "projection"), [("gated", "gate_proj"), ("rnn", "joint_proj")])
+def test_muon_trains_the_projection_of_a_markov_head(kind, projection, ring_target):
+    head = new_head(Eagle3Target(ring_target, CPU), replace(CONFIG, edge_kind=kind))
+    names = {parameter: name.removeprefix("markov_head.") for name, parameter in head.named_parameters()}
+    muon, adam = (
+        {names[p] for group in each.param_groups for p in group["params"]}
+        for each in make_optimizers(head, 1e-3, 1e-3, 0.0)
+    )
+    assert {f"{projection}.weight", "fc.weight"} < muon
+    assert {f"{projection}.bias", "markov_w1.weight", "markov_w2.weight", "norm.weight"} < adam
 
 
 def test_the_loss_is_that_of_each_depth(ring_target):
@@ -167,6 +235,30 @@ def test_the_loss_is_that_of_each_depth(ring_target):
         )
         assert found[1].tolist() == [expected] * 3
     assert found[0] > 0
+
+
+@pytest.mark.parametrize("kind", EDGE_KINDS)
+def test_the_loss_is_that_of_the_engines_edges_of_the_text(kind, ring_target):
+    target = Eagle3Target(ring_target, CPU)
+    head = new_head(target, replace(CONFIG, edge_kind=kind))
+    for parameter in head.markov_head.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(0))
+    tokens = torch.from_numpy(np.random.default_rng(1).integers(0, 16, (2, 21)))
+    features, wanted = target(tokens)
+    anchors, embeds = torch.tensor([1, 7, 15]), (target.embed(tokens[:, 1:]), mask_embedding(target, head))
+    with torch.no_grad():
+        found, _ = block_loss(
+            *(head, target.head, embeds, tokens[:, 1:], features[:, :-1], wanted[:, 1:], anchors, 0.5)
+        )
+        outputs = head(target.embed(tokens[:, anchors]), embeds[1], features[:, :-1], anchors).flatten(0, 1)
+        edges, states, expected = head.markov_head.edges(outputs @ target.head.T, outputs), None, 0.0
+        for depth in range(3):
+            before = tokens[:, anchors + depth].flatten()
+            rows = Rows.of_roots(before)._replace(parents=torch.zeros(6, 1, dtype=torch.int64), states=states)
+            factors, states = edges.factors(depth, rows)
+            told = wanted[:, anchors + depth].flatten(0, 1).softmax(-1)
+            expected += 0.5**depth * torch.nn.functional.cross_entropy(edges.logits(depth, factors)[:, 0], told)
+    torch.testing.assert_close(found, expected)
 
 
 def test_an_interrupted_run_goes_on(ring_target, tmp_path, monkeypatch, capsys):
@@ -195,11 +287,17 @@ def test_settings_that_do_not_fit_are_refused(ring_target, tmp_path):
         replace(CONFIG, block_size=24)
     with pytest.raises(ValueError, match="--anchors=0 is not supported; use a whole number, 1 or more"):
         replace(CONFIG, anchors=0)
+    with pytest.raises(ValueError, match="--edge-kind='lstm' is not supported; use vanilla, gated or rnn"):
+        replace(CONFIG, edge_kind="lstm")
+    with pytest.raises(ValueError, match="--edge-kind=rnn needs a Markov head; use --edge-rank 1 or more"):
+        replace(CONFIG, edge_kind="rnn", edge_rank=0)
     with pytest.raises(ValueError, match="give at least 4096"):
         train_block(ring_target, ring(300), tmp_path / "draft", tmp_path / "work", CONFIG)
 
 
 def test_the_command_has_a_flag_for_each_setting():
-    flags = ["block", "--target", "t", "--data", "d", "--out", "o", "--edge-rank", "0", "--block-size", "16"]
-    arguments = make_parser().parse_args(flags)
+    flags = ["block", "--target", "t", "--data", "d", "--out", "o"]
+    arguments = make_parser().parse_args([*flags, "--edge-rank", "0", "--block-size", "16"])
     assert (arguments.edge_rank, arguments.block_size, arguments.layers) == (0, 16, 3)
+    kinds = [make_parser().parse_args([*flags, "--edge-kind", kind]).edge_kind for kind in block_config.EDGE_KINDS]
+    assert tuple(kinds) == EDGE_KINDS and arguments.edge_kind == "vanilla"

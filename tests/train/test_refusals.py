@@ -61,6 +61,11 @@ WRONG = [
     ("block --block-size 16 --anchors 1", "--block-size=16 does not fit into --length 16; use 2 to 15"),
     ("block --anchors 64", "--anchors=64 is more than a row has places for"),
     ("block --edge-rank -1", "--edge-rank=-1 is not supported; use a whole number, 0 or more"),
+    ("block --edge-kind lstm", "argument --edge-kind: invalid choice: 'lstm' (choose from "),
+    (
+        "block --edge-kind rnn --edge-rank 0 --anchors 4",
+        "--edge-kind=rnn needs a Markov head; use --edge-rank 1 or more",
+    ),
     ("block --mask-token 6144 --anchors 4", "--mask-token=6144 is no token of the target; use 0 to 6143, or -1"),
     ("own-text --work OUT --generate-batch 0", "--generate-batch=0 is not supported; " + WHOLE),
     ("evaluate --draft bundled --max-tokens 0", "--max-tokens=0 is not supported; " + WHOLE),
