@@ -133,7 +133,16 @@ def read_speculators(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
         causal=tuple(window is not None and slides_causally for window in layer.windows),
         vocab_size=draft_vocab_of(raw, layer, path),
     )
-    return BlockConfig(layer, spec, *(_edges({"markov_rank": 256, **raw}, path) if is_dspark else ()))
+    if not is_dspark:
+        return BlockConfig(layer, spec)
+    rank, kind = _edges({"markov_rank": 256, **raw}, path)
+    if rank and kind == "rnn" and spec.first_proposing:
+        # The package's training pass feeds the root to the state twice: at its own row, then at depth 1.
+        raise EspalierError(
+            f"{path}: markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
+            "samples from the anchor"
+        )
+    return BlockConfig(layer, spec, rank, kind)
 
 
 def layer_of(raw: Mapping[str, Any], target: ModelConfig, path: Path, target_hidden: int | None = None) -> ModelConfig:
