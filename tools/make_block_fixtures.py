@@ -168,9 +168,7 @@ class Published:
         return hidden[0]
 
 
-def run_published(
-    case: dict[str, Any], path: Path, target: Any, model_class: Any, seed: int
-) -> dict[str, Tensor]:
+def run_published(case: dict[str, Any], path: Path, target: Any, model_class: Any, seed: int) -> dict[str, Tensor]:
     fields = {name: value for name, value in case.items() if name not in ("source", "layer")}
     layers = fields.pop("num_hidden_layers", DRAFT_LAYERS)
     layer = case.get("layer", {})

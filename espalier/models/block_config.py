@@ -32,6 +32,9 @@ SPECULATORS_TYPES = ("dflash", "dspark")
 # What DSpark's Markov head reads: the token before; the block's hidden state too; the whole path too.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
+# Of the projection of a kind: the parts of its output, and what it reads besides the hidden state: the token before, or
+# the state too.  In units of the rank; (0, 0): there is none.
+EDGE_PARTS: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
 # Fields of dflash_config that are read.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
 # z-lab's tensor for a mask that is not a token of the vocabulary.

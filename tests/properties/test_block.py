@@ -1,4 +1,4 @@
-"""Block drafts through every property: DFlash, JetSpec's causal block, DSpark's kinds of edges, speculators' windows."""
+"""Block drafts through every property: DFlash, JetSpec's causal block, the edges of DSpark, speculators' windows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
