@@ -16,7 +16,12 @@ from tests.folders import new_folder
 LAYERS, CAPTURE = 2, (1, 2)
 MASK, RANK, WINDOW = 3, 5, 4
 TAPS, GROUP, SELECTED = 2, 8, 6
-FORMS = ("dflash", "jetspec", "dspark", "speculators", "dflash2")
+FORMS = ("dflash", "jetspec", "dspark", "speculators", "dflash2", "gated", "rnn")
+# The kind of the Markov head of forms with one.
+KINDS = {"dspark": "vanilla", "speculators": "vanilla", "gated": "gated", "rnn": "rnn"}
+IN_SPECULATORS_FORM = ("speculators", "rnn")
+# The projection of a Markov head: its name, rows, and columns but for those of the hidden state.
+PROJECTIONS = {"gated": ("gate_proj", RANK, RANK), "rnn": ("joint_proj", 3 * RANK, 2 * RANK)}
 
 
 @lru_cache
@@ -30,7 +35,7 @@ def block_directories(family: str, form: str, block_size: int, vocab: int = 16) 
 def make_block_draft(path: Path, target_path: Path, form: str, block_size: int, seed: int = 61, **fields: Any) -> Path:
     """form: "dflash" and "jetspec" as z-lab stores them, "dspark" as DeepSpec does, "speculators": a dspark with a
     reduced vocabulary whose first layer slides and is causal, or "dflash2" as z-lab stores it; its first layer slides.
-    fields: of config.json, to be changed."""
+    "gated" is as dspark, and "rnn" as speculators, with another Markov head.  fields: of config.json, to be changed."""
     target = json.loads((target_path / "config.json").read_text())
     vocab, hidden = target["vocab_size"], target["hidden_size"]
     layer = {
@@ -48,8 +53,8 @@ def make_block_draft(path: Path, target_path: Path, form: str, block_size: int, 
         "tie_word_embeddings": False,
     }
     ids = [layer_id - 1 for layer_id in CAPTURE]
-    markov = {"markov_rank": RANK, "markov_head_type": "vanilla"}
-    draft_vocab = vocab - 4 if form == "speculators" else vocab
+    markov = {"markov_rank": RANK, "markov_head_type": KINDS.get(form)}
+    draft_vocab = vocab - 4 if form in IN_SPECULATORS_FORM else vocab
     if form in ("dflash", "jetspec"):
         own = {"target_layer_ids": ids, "mask_token_id": MASK} | ({"causal_head": True} if form == "jetspec" else {})
         config = {**layer, "architectures": ["DFlashDraftModel"], "block_size": block_size, "dflash_config": own}
@@ -60,7 +65,7 @@ def make_block_draft(path: Path, target_path: Path, form: str, block_size: int, 
         types = ["sliding_attention", *["full_attention"] * (LAYERS - 1)]
         slides = {"sliding_window": block_size, "use_sliding_window": True, "layer_types": types, "is_causal": False}
         config = {**layer, **slides, "architectures": ["DFlash2DraftModel"], "dflash_config": own}
-    elif form == "dspark":
+    elif form not in IN_SPECULATORS_FORM:
         config = {**layer, **markov, "architectures": ["Qwen3DSparkModel"], "target_layer_ids": ids}
         config |= {"block_size": block_size, "mask_token_id": MASK, "enable_confidence_head": False}
     else:
@@ -101,9 +106,9 @@ def _weights(form: str, vocab: int, draft_vocab: int, hidden: int, seed: int) ->
         weights |= {f"layers.{i}.mlp.{name}_proj": matrix(2 * hidden, hidden) for name in ("gate", "up")}
         weights[f"layers.{i}.mlp.down_proj"] = matrix(hidden, 2 * hidden)
         weights |= {f"layers.{i}.{n}_layernorm": 1 + 0.2 * drawn(hidden) for n in ("input", "post_attention")}
-    if form in ("dspark", "speculators"):
+    if form in KINDS:
         weights |= {"markov_head.markov_w1": drawn(vocab, RANK), "markov_head.markov_w2": matrix(draft_vocab, RANK)}
-    if form == "dspark":
+    if form in KINDS and form not in IN_SPECULATORS_FORM:
         weights |= {"embed_tokens": drawn(vocab, hidden), "lm_head": matrix(vocab, hidden)}
     if form == "dflash2":
         sublayers = [f"layers.{i}.{name}_conv" for i in range(LAYERS) for name in ("attention", "mlp")]
@@ -113,6 +118,10 @@ def _weights(form: str, vocab: int, draft_vocab: int, hidden: int, seed: int) ->
     if form == "dflash2":
         named |= {f"{name}.base_kernel": drawn(2, TAPS, hidden) / 2 for name in sublayers}
         named |= {f"candidate_selector.{n}_codebook": drawn(vocab, RANK) for n in ("predecessor", "successor")}
+    if form in PROJECTIONS:
+        name, rows, columns = PROJECTIONS[form]
+        named[f"markov_head.{name}.weight"] = 2 * matrix(rows, columns + hidden)
+        named[f"markov_head.{name}.bias"] = drawn(rows)
     if draft_vocab != vocab:
         ids = torch.arange(draft_vocab) + torch.arange(draft_vocab).clamp(max=vocab - draft_vocab)
         known = torch.zeros(vocab, dtype=torch.bool)

@@ -6,7 +6,8 @@ A script for maintainers; tests need none of it.  In a separate environment:
     python tools/make_block_fixtures.py tests/fixtures/block --zlab FILE --jetspec FILE --deepspec FOLDER
 
 --zlab: dflash/model.py of z-lab/dflash; --jetspec: jetspec/models/draft_head.py of hao-ai-lab/JetSpec; --deepspec: a
-checkout of deepseek-ai/DeepSpec.  DFlash 2 is read from z-lab's package `dflash`.
+checkout of deepseek-ai/DeepSpec.  DFlash 2 is read from z-lab's package `dflash`.  --cases: make these folders only;
+only their code is needed.
 
 Each draft runs two rounds: a block behind the first tokens, then one behind more of them, in which the publishers' own
 caches hold the first round's context.  The package `speculators` has only a training pass, which runs both blocks at
@@ -48,11 +49,12 @@ SLIDES = {
     "max_window_layers": 0,
     "layer_types": ["sliding_attention", "full_attention"],
 }
-MARKOV = {"markov_rank": RANK, "markov_head_type": "vanilla"}
+MARKOV, GATED, RNN = ({"markov_rank": RANK, "markov_head_type": kind} for kind in ("vanilla", "gated", "rnn"))
 SIZES2 = {"conv_kernel_size": 2, "conv_group_size": 4, "selector_rank": RANK, "selector_top_k": 6}
 ZLAB2 = {"target_layer_ids": [1, 4], "mask_token_id": MASK, "block_size": BLOCK, **SIZES2}
 SCALES2 = {"output_multiplier": 0.6, "final_logit_softcapping": 2.0, "input_embedding_scale": 1.7}
-# source: whose code; the rest are fields of config.json, and of its layers.
+# source: whose code; the rest are fields of config.json, and of its layers.  A case's place is its seed, so new cases
+# come last.
 CASES: dict[str, dict[str, Any]] = {
     "zlab": {"source": "zlab", "dflash_config": {"target_layer_ids": [1, 4], "mask_token_id": MASK}},
     "zlab_default_layers": {"source": "zlab", "dflash_config": {"mask_token_id": MASK}},
@@ -84,6 +86,10 @@ CASES: dict[str, dict[str, Any]] = {
     "speculators_dflash2": {"source": "dflash2", **SIZES2},
     "speculators_dflash2_slides": {"source": "dflash2", **SIZES2, "layer": SLIDES},
     "speculators_dflash2_anchor": {"source": "dflash2", **SIZES2, "conv_kernel_size": 3, "sample_from_anchor": True},
+    "deepspec_gated": {"source": "deepspec", "target_layer_ids": [1, 4], **GATED},
+    "deepspec_rnn": {"source": "deepspec", "target_layer_ids": [1, 4], **RNN},
+    "speculators_dspark_gated": {"source": "dspark", **GATED},
+    "speculators_dspark_rnn": {"source": "dspark", **RNN, "draft_vocab_size": DRAFT_VOCAB},
 }
 
 
@@ -162,9 +168,7 @@ class Published:
         return hidden[0]
 
 
-def run_published(
-    case: dict[str, Any], path: Path, target: Any, modules: dict[str, Any], seed: int
-) -> dict[str, Tensor]:
+def run_published(case: dict[str, Any], path: Path, target: Any, model_class: Any, seed: int) -> dict[str, Tensor]:
     fields = {name: value for name, value in case.items() if name not in ("source", "layer")}
     layers = fields.pop("num_hidden_layers", DRAFT_LAYERS)
     layer = case.get("layer", {})
@@ -176,7 +180,7 @@ def run_published(
         fields["mask_token_id"] = MASK
     for name, value in fields.items():
         setattr(config, name, value)
-    model = modules[case["source"]](config).eval()
+    model = model_class(config).eval()
     randomise(model, seed)
     config.architectures = [type(model).__name__]
     model.save_pretrained(path)
@@ -307,25 +311,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     for name in ("zlab", "jetspec", "deepspec"):
-        parser.add_argument(f"--{name}", type=Path, required=True)
+        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     args = parser.parse_args()
     sys.path.insert(0, str(args.deepspec))
-    modules = {
-        "zlab": imported("zlab_dflash", args.zlab).DFlashDraftModel,
-        "zlab2": importlib.import_module("dflash.model").DFlash2DraftModel,
-        "jetspec": imported("jetspec_head", args.jetspec).DFlashDraftModel,
-        "deepspec": importlib.import_module("deepspec.modeling.dspark.qwen3").Qwen3DSparkModel,
+    model_classes = {
+        "zlab": lambda: imported("zlab_dflash", args.zlab).DFlashDraftModel,
+        "zlab2": lambda: importlib.import_module("dflash.model").DFlash2DraftModel,
+        "jetspec": lambda: imported("jetspec_head", args.jetspec).DFlashDraftModel,
+        "deepspec": lambda: importlib.import_module("deepspec.modeling.dspark.qwen3").Qwen3DSparkModel,
     }
-    for stale in (args.out / name for name in ("target", *CASES)):
+    for stale in (args.out / name for name in ("target", *args.cases)):
         shutil.rmtree(stale, ignore_errors=True)
     args.out.mkdir(parents=True, exist_ok=True)
     target = make_target(args.out / "target")
     with torch.no_grad():
         for seed, (name, case) in enumerate(CASES.items(), start=10):
+            if name not in args.cases:
+                continue
             path = args.out / name
             run = (
-                run_published(case, path, target, modules, seed)
-                if case["source"] in modules
+                run_published(case, path, target, model_classes[case["source"]](), seed)
+                if case["source"] in model_classes
                 else run_speculators(case, path, target, seed)
             )
             assert not any(value.isnan().any() for value in run.values()), name

@@ -9,6 +9,7 @@ from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
 from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS, MAX_MULTIPLE, STRING_FORMATS
 from espalier.layout import MAX_PAGE_SIZE
+from espalier.models.block_config import EDGE_KINDS
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.loading import FAMILIES
@@ -200,6 +201,8 @@ which of them take FP8. A GPU needs compute capability 8.9.
 {drafters()}
 
 Refused by name: {drafts_not_built()}.
+
+The `markov_head_type` of a `dspark` draft may be any of {codes(EDGE_KINDS)}.
 
 An `mtp` draft has 1 to {MAX_MODULES} layers (`num_nextn_predict_layers`), each of any kind that targets have. Its
 config.json may say `mtp_form`: `chain` (each layer reads the one before it; the default) or `target` (all read the

@@ -10,7 +10,7 @@ from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS
 from espalier.kernels.layers.linear_tuning import DENSE
-from espalier.models.block_config import BlockConfig
+from espalier.models.block_config import EDGE_PARTS, BlockConfig, EdgeKind
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
@@ -136,17 +136,23 @@ class MTPSizes:
 class BlockSizes:
     """A block draft.
 
-    layers: sizes of all its layers; rows: of its one pass over a block; edge_rank: of its edges, 0: none.
+    layers: sizes of all its layers; rows: of its one pass over a block; edge_rank, edge_kind: as of a BlockConfig.
     """
 
     layers: "ModelShape"
     rows: int
     edge_rank: int = 0
+    edge_kind: EdgeKind = "vanilla"
 
     def edge_products(self, batch: int, steps: int, topk: int, draft_vocab: int) -> "tuple[Run, ...]":
-        """Of each depth: the edges of the root, then of the topk tokens of the depth before.  All read one weight."""
-        rows = [batch if depth == 1 else batch * topk for depth in range(1, steps + 1)] if self.edge_rank else []
-        return tuple(Run("draft edges", (draft_vocab, self.edge_rank), 1, count) for count in rows)
+        """Of the block's hidden states, then of each depth: the root, then topk rows.  Depths read the same weights."""
+        rank, (parts, inputs) = self.edge_rank, EDGE_PARTS[self.edge_kind]
+        runs = [Run("draft edge hidden", (parts * rank, self.layers.hidden), 1, batch * steps)]
+        # The first depth reads no state.
+        for count, read in [(batch, min(inputs, 1)), *[(batch * topk, inputs)] * (steps - 1)]:
+            runs.append(Run("draft edge factors", (parts * rank, read * rank), 1, count))
+            runs.append(Run("draft edges", (draft_vocab, rank), 1, count))
+        return tuple(run for run in runs if run.weight_bytes)
 
     def context(self, rows: int) -> "tuple[Run, ...]":
         """The K and V projections of `rows` context rows."""
@@ -422,7 +428,7 @@ def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> 
         return replace(target, mtp=MTPSizes(spec.modules, replace(module_sizes(draft), weights=weights, is_draft=True)))
     layer = replace(model_sizes(draft.layer), weights=weights, is_draft=True)
     if isinstance(draft, BlockConfig):
-        block = BlockSizes(layer, spec.block_rows, draft.edge_rank)
+        block = BlockSizes(layer, spec.block_rows, draft.edge_rank, draft.edge_kind)
         return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), block=block)
     return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), draft=layer)
 

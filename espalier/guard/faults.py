@@ -198,14 +198,21 @@ def _one_late(right):
     return block_rows
 
 
-def _wrong_parent(right):
-    def with_edges(roots, steps, topk, next_depth):
-        def wrong_depth(depth, rows, out):
-            return next_depth(depth, rows._replace(tokens=rows.tokens.roll(1, 1)), out)
+def _of_row_before(field):
+    """Each row of a depth has this field of the row before it, where rows have it."""
 
-        return right(roots, steps, topk, wrong_depth)
+    def wrong(right):
+        def with_edges(roots, steps, topk, next_depth):
+            def wrong_depth(depth, rows, out):
+                value = getattr(rows, field)
+                wrong_rows = rows if value is None else rows._replace(**{field: value.roll(1, 1)})
+                return next_depth(depth, wrong_rows, out)
 
-    return with_edges
+            return right(roots, steps, topk, wrong_depth)
+
+        return with_edges
+
+    return wrong
 
 
 def _scales_of_layer_before(right):
@@ -354,7 +361,13 @@ FAULTS = {
             "edge-of-wrong-parent",
             "the edges of a block draft are those of another token of the depth before",
             "espalier.speculate.drafters.one_pass:with_edges",
-            _wrong_parent,
+            _of_row_before("tokens"),
+        ),
+        Fault(
+            "state-of-wrong-path",
+            "a path's recurrent edges have the state of another path",
+            "espalier.speculate.drafters.one_pass:with_edges",
+            _of_row_before("parents"),
         ),
         Fault(
             "neighbours-scale",

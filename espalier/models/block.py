@@ -17,7 +17,7 @@ from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges
 from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.models.base import Attend, CausalLM
-from espalier.models.block_config import BlockConfig
+from espalier.models.block_config import EDGE_PARTS, BlockConfig
 from espalier.models.draft import Edges
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.layers.attention import Attention
@@ -162,9 +162,9 @@ def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
         return MarkovEdges(before, after)
     # Columns of the gate: hidden state, embedding; of the recurrent projection: state, embedding, hidden state.
     is_recurrent = kind == "rnn"
-    name, rows = ("markov_head.joint_proj", 3 * rank) if is_recurrent else ("markov_head.gate_proj", rank)
-    columns = hidden + rank * (2 if is_recurrent else 1)
-    whole, bias = weights.take_matrix(name, rows, columns), weights.take(f"{name}.bias", rows)
+    name, (parts, read) = "markov_head.joint_proj" if is_recurrent else "markov_head.gate_proj", EDGE_PARTS[kind]
+    whole = weights.take_matrix(name, parts * rank, hidden + read * rank)
+    bias = weights.take(f"{name}.bias", parts * rank)
     of_rows, of_hidden = whole.split((2 * rank, hidden), 1) if is_recurrent else whole.split((hidden, rank), 1)[::-1]
     return MarkovEdges(
         *(before, after, Linear(dense_weight(of_hidden.contiguous()), bias), of_rows.contiguous(), is_recurrent)

@@ -32,6 +32,9 @@ SPECULATORS_TYPES = ("dflash", "dspark")
 # What DSpark's Markov head reads: the token before; the block's hidden state too; the whole path too.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
+# Of the projection of a kind: the parts of its output, and what it reads besides the hidden state: the token before, or
+# the state too.  In units of the rank; (0, 0): there is none.
+EDGE_PARTS: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
 # Fields of dflash_config that are read.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
 # z-lab's tensor for a mask that is not a token of the vocabulary.
@@ -133,7 +136,16 @@ def read_speculators(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
         causal=tuple(window is not None and slides_causally for window in layer.windows),
         vocab_size=draft_vocab_of(raw, layer, path),
     )
-    return BlockConfig(layer, spec, *(_edges({"markov_rank": 256, **raw}, path) if is_dspark else ()))
+    if not is_dspark:
+        return BlockConfig(layer, spec)
+    rank, kind = _edges({"markov_rank": 256, **raw}, path)
+    if rank and kind == "rnn" and spec.first_proposing:
+        # The package's training pass feeds the root to the state twice: at its own row, then at depth 1.
+        raise EspalierError(
+            f"{path}: markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
+            "samples from the anchor"
+        )
+    return BlockConfig(layer, spec, rank, kind)
 
 
 def layer_of(raw: Mapping[str, Any], target: ModelConfig, path: Path, target_hidden: int | None = None) -> ModelConfig:

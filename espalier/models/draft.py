@@ -185,10 +185,10 @@ class DraftModel(Protocol):
 
 
 class Edges(Protocol):
-    """What makes a block draft's scores depend on the token before (DSpark's Markov head, DFlash 2's selector)."""
+    """What makes a block draft's scores depend on the tokens before (DSpark's Markov head, DFlash 2's selector)."""
 
     def of_block(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
-        """logits: [B, S, draft vocabulary], which do not depend on the token before; hidden: [B, S, H], the inputs of
+        """logits: [B, S, draft vocabulary], which do not depend on the tokens before; hidden: [B, S, H], the inputs of
         the head that gave them."""
         ...
 

@@ -138,7 +138,9 @@ class Sampler:
         # The kernel reads factors of tokens alone in the table.
         made = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
         only, mask = (None, None) if self.guide is None else self.guide.of_rows(depth + 1, None, None)
-        return edge_topk_triton(edges, depth, rows, made, d2t, self.slot_rows, self.first, out, self.coupled, mask, only)
+        return edge_topk_triton(
+            edges, depth, rows, made, d2t, self.slot_rows, self.first, out, self.coupled, mask, only
+        )
 
     def _child_scores(
         self, logits: Tensor, d2t: Tensor | None, offset: int, stride: int, above: Above | None, mask: Tensor | None

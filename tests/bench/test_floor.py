@@ -28,6 +28,7 @@ from espalier.request import SamplingParams
 from espalier.speculate.drafters.registry import read_draft
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import SHAPES, find_shape
+from tests.block import RANK, block_directories
 from tests.harness import prompts
 from tests.mtp import mtp_directories
 from tests.properties.mtp_setup import MTPSetup
@@ -260,6 +261,25 @@ def test_a_block_draft_runs_one_pass_its_edges_and_its_context(steps):
         "draft fc": ((4096, 5 * 4096), 1, 3 * (steps + 1)),
         "draft context": ((2048, 4096), 5, 3 * (steps + 1)),
     }
+
+
+@pytest.mark.parametrize(
+    ("form", "vanilla", "parts", "inputs"), [("gated", "dspark", 1, (1, 1)), ("rnn", "speculators", 3, (1, 2))]
+)
+def test_edges_of_more_than_a_token_are_projected_too(form, vanilla, parts, inputs):
+    """inputs: what depth 1 reads, which has no state, and what the others read, in ranks."""
+
+    def runs_of(form):
+        target, draft = block_directories("llama", form, 8)
+        config = read_config(target)
+        return with_draft(model_sizes(config), read_draft(draft, config)).block_pass(batch=3, steps=7, topk=8)
+
+    runs = runs_of(form)
+    assert tuple(run for run in runs if not run.name.startswith("draft edge ")) == runs_of(vanilla)
+    [of_hidden, *factors] = [run for run in runs if run.name.startswith("draft edge ")]
+    assert (of_hidden.shape, of_hidden.rows) == ((parts * RANK, 32), 3 * 7)
+    assert [run.rows for run in factors] == [3] + [24] * 6
+    assert [run.shape for run in factors] == [(parts * RANK, read * RANK) for read in (inputs[0], *[inputs[1]] * 6)]
 
 
 def test_without_a_tree_a_block_draft_only_projects_context():

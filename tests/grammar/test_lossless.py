@@ -45,9 +45,10 @@ GRAMMARS = [
     Grammar("ebnf", 'root ::= "[" root "]" | "1" | "ab"'),
 ]
 CELLS = [(algorithm, topk, page) for algorithm in ("eagle3", "ngram") for topk in (1, 4) for page in (1, 16)]
-# Every form of block drafts: without edges, causal, with edges, with a reduced vocabulary, with edges of some tokens.
+# Every form of block drafts: without edges, causal, with edges, with a reduced vocabulary, and with edges of some
+# tokens, of the hidden state and of whole paths.
 BLOCKS = FORMS
-CELLS += [(form, 4, page) for form, page in zip((*BLOCKS, "peagle"), (16, 3, 1, 4, 16, 1), strict=True)]
+CELLS += [(form, 4, page) for form, page in zip((*BLOCKS, "peagle"), (16, 3, 1, 4, 16, 3, 4, 1), strict=True)]
 
 
 def bytes_of(token: int) -> TokenBytes:

@@ -148,19 +148,42 @@ class PlainBlock:
         scores = torch.einsum("qhd,khd->hqk", q, k) * SIZE**-0.5
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
-    def after(self, token: int, logits: Tensor, hidden: Tensor) -> Tensor:
-        """[draft vocabulary]: the logits of what follows a token, from those without edges and the head's input."""
+    def after(self, path: Sequence[int], logits: Tensor, hidden: Tensor) -> Tensor:
+        """[draft vocabulary]: the logits of what follows a path of n tokens, the root first.  logits: of depth n,
+        without edges; hidden [n, H]: the head's inputs down to there."""
         before = self.weights.get("markov_head.markov_w1.weight")
         if before is not None:
-            return logits + self.weights["markov_head.markov_w2.weight"] @ before[token]
+            factor = self.factor(before[list(path)], hidden)
+            return logits + self.weights["markov_head.markov_w2.weight"] @ factor
         if not self.taps:
             return logits
-        projected = self.weights["candidate_selector.hidden_projection.weight"] @ hidden
+        projected = self.weights["candidate_selector.hidden_projection.weight"] @ hidden[-1]
         left, right = (self.weights[f"candidate_selector.{name}_codebook"] for name in ("predecessor", "successor"))
         best = logits.topk(self.own["selector_top_k"]).indices
         scores = torch.full_like(logits, -torch.inf)
-        scores[best] = logits[best] + right[best] @ (left[token] * projected)
+        scores[best] = logits[best] + right[best] @ (left[path[-1]] * projected)
         return scores
+
+    @property
+    def reads_paths(self) -> bool:
+        """Whether the logits depend on more of a path than its last token."""
+        return self.config.get("markov_head_type") == "rnn"
+
+    def factor(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """[rank]: what the Markov head makes of a path, embedded [n, rank], and of hidden [n, H]."""
+        kind, state = self.config["markov_head_type"], torch.zeros_like(embedded[0])
+        if kind == "gated":
+            return embedded[-1] * self.projected("gate", hidden[-1], embedded[-1]).sigmoid()
+        if kind != "rnn":
+            return embedded[-1]
+        for token, of_depth in zip(embedded, hidden, strict=True):
+            gate, candidate, output = self.projected("joint", state, token, of_depth).chunk(3)
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * candidate.tanh()
+        return output.tanh()
+
+    def projected(self, name: str, *read: Tensor) -> Tensor:
+        weight, bias = (self.weights[f"markov_head.{name}_proj.{part}"] for part in ("weight", "bias"))
+        return weight @ torch.cat(read) + bias
 
 
 class BlockReference(Reference):
@@ -189,53 +212,53 @@ class BlockReference(Reference):
         scratch, root = self.scratch(tokens), len(tokens) - 1
         logits, hidden = self.block.run(tokens[-1], [(k[:root], v[:root]) for k, v in scratch.draft[0]])
 
-        def logits_after(token: int, depth: int) -> Tensor:
-            return self.block.after(token, logits[depth - 1], hidden[depth - 1])
+        def logits_after(path: tuple[int, ...]) -> Tensor:
+            return self.block.after((tokens[-1], *path), logits[len(path)], hidden[: len(path) + 1])
 
-        return best_paths(logits_after, self.block.ids, request, tokens, steps, topk, nodes)
+        return best_paths(logits_after, self.block.ids, request, tokens, steps, topk, nodes, self.block.reads_paths)
 
 
 def best_paths(
-    logits_after: Callable[[int, int], Tensor],
+    logits_after: Callable[[tuple[int, ...]], Tensor],
     ids: Sequence[int],
     request: Request,
     tokens: Sequence[int],
     steps: int,
     topk: int,
     nodes: int,
+    by_path: bool = False,
 ) -> list[Node]:
-    """The nodes - 1 best of all paths, best first.  A path's parent must be among the topk best tokens of its depth;
-    without edges, only those are candidates.
+    """The nodes - 1 best of all paths, best first.  A path's parent must be among the topk best tokens of its depth, or
+    by_path, among its topk best paths; without edges, only those tokens are candidates.
 
-    logits_after: of (a token, a depth), the logits of what follows it there; ids: the target token of each draft token.
+    logits_after: of a path of drafted tokens, the logits of what follows it; they depend on its length and its last
+    token, or by_path, on all of it.  ids: the target token of each draft token.
     """
 
-    def continued(last: int, depth: int) -> list[tuple[int, np.float32]]:
-        scores = draft_scores(logits_after(last, depth), ids, request, tokens, depth - 1)
+    def row(path: tuple[int, ...]) -> tuple[int, ...]:
+        return path if by_path else path[-1:]
+
+    def continued(path: tuple[int, ...]) -> list[tuple[int, np.float32]]:
+        scores = draft_scores(logits_after(path), ids, request, tokens, len(path))
         best = sorted(scores, key=lambda token: (-scores[token], token))[:topk]
         return [(t, min(scores[t], np.float32(0))) for t in best if scores[t] > -np.inf]
 
     # (path, score): many thousands, so plain pairs.
     paths: list[tuple[tuple[int, ...], np.float32]] = [((), np.float32(0))]
     found: list[tuple[tuple[int, ...], np.float32]] = []
-    for depth in range(1, steps + 1):
-        best_of: dict[int, list[tuple[int, np.float32]]] = {}
+    for _ in range(steps):
+        best_of: dict[tuple[int, ...], list[tuple[int, np.float32]]] = {}
         for path, _ in paths:
-            last = path[-1] if path else tokens[-1]
-            if last not in best_of:
-                best_of[last] = continued(last, depth)
-        children = [
-            ((*path, token), above + score)
-            for path, above in paths
-            for token, score in best_of[path[-1] if path else tokens[-1]]
-        ]
+            if row(path) not in best_of:
+                best_of[row(path)] = continued(path)
+        children = [((*path, token), above + score) for path, above in paths for token, score in best_of[row(path)]]
         children.sort(key=lambda child: -child[1])
         found += children[: nodes - 1]
         # The children of other paths are not among the nodes - 1 best of their depth, and lead to no row first.
-        first: dict[int, int] = {}
+        first: dict[tuple[int, ...], int] = {}
         for i, (path, _) in enumerate(children):
-            first.setdefault(path[-1], i)
+            first.setdefault(row(path), i)
         kept = set(list(first)[:topk])
-        paths = [c for i, c in enumerate(children) if c[0][-1] in kept and (i < nodes or first[c[0][-1]] == i)]
+        paths = [c for i, c in enumerate(children) if row(c[0]) in kept and (i < nodes or first[row(c[0])] == i)]
     best = sorted(found, key=lambda child: (-child[1], len(child[0])))[: nodes - 1]
     return [Node(path, score) for path, score in best]

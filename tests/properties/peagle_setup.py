@@ -58,7 +58,7 @@ class PEagleReference(Reference):
         normed = torch.cat((out.normed, masks.normed), 1)
         logits = self.draft.logits(DraftOutput(normed, normed))[0]
         ids = range(len(logits[0])) if self.draft.d2t is None else self.draft.d2t.tolist()
-        return best_paths(lambda token, depth: logits[depth - 1], ids, request, tokens, steps, topk, nodes)
+        return best_paths(lambda path: logits[len(path)], ids, request, tokens, steps, topk, nodes)
 
     def _behind(self, planes: list[tuple[Tensor, ...]], rows: int) -> DenseAttend | BehindPrefix:
         specs = self.draft.layer_specs

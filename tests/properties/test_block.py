@@ -1,4 +1,4 @@
-"""Block drafts through every property: DFlash, JetSpec's causal block, DSpark's edges, and speculators' windows."""
+"""Block drafts through every property: DFlash, JetSpec's causal block, the edges of DSpark, speculators' windows."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from espalier.config import EngineConfig
 from espalier.layout import TreeShape, max_draft_tokens
 from espalier.request import Request
 from espalier.startup import load
-from tests.block import FORMS, block_directories
+from tests.block import FORMS, KINDS, block_directories
 from tests.harness import Ran, prompts, request, run
 from tests.pairwise import pairwise, rows_of
 from tests.properties import scenarios
@@ -125,7 +125,7 @@ def test_from_config_to_text(form):
     config = EngineConfig(model=target, draft=draft, device="cpu", dtype="float64", max_context=64, num_pages=40)
     found = load.find(config)
     resolved = load.resolve_config(config, found)
-    steps = 5 if form in ("dspark", "speculators") else 4
+    steps = 5 if form in KINDS else 4
     algorithm = "dflash2" if form == "dflash2" else "block"
     assert (resolved.algorithm, resolved.reentry, resolved.block_rows, resolved.steps) == (algorithm, 0, 5, steps)
     engine, _ = load.build_engine(resolved, found, None)

@@ -34,10 +34,11 @@ CHAIN = MTPSetup(**{**vars(SETUP), "algorithm": "mtp"}, form=(3, "chain"))
 READS_TARGET = replace(CHAIN, form=(3, "target"))
 # K and V in FP8, with the checkpoint's scales.
 IN_FP8 = replace(SETUP, kv_dtype=FP8_KV, draft_kv_dtype=FP8_KV, kv_scales=True)
-# Block drafts, without and with edges.
+# Block drafts, without and with edges, of tokens and of paths.
 BLOCK = BlockSetup(**{**vars(SETUP), "algorithm": "block"})
 EDGES = replace(BLOCK, form="dspark")
 SELECTOR = replace(BLOCK, form="dflash2")
+RECURRENT = replace(BLOCK, form="rnn")
 PEAGLE = PEagleSetup(**{**vars(SETUP), "algorithm": "peagle"})
 
 
@@ -99,6 +100,7 @@ CATCHES = {
     "features-of-wrong-layer": held.INCREMENTAL,
     "anchor-late": held.PROPOSAL,
     "edge-of-wrong-parent": held.PROPOSAL,
+    "state-of-wrong-path": held.PROPOSAL,
     "neighbours-scale": held.INCREMENTAL,
     "v-scaled-twice": held.TOKENS,
 }
@@ -113,6 +115,7 @@ SHOWN_BY = {
     "hidden-before-norm": CHAIN,
     **dict.fromkeys(("mask-row-kept", "features-of-wrong-layer", "anchor-late"), BLOCK),
     "edge-of-wrong-parent": EDGES,
+    "state-of-wrong-path": RECURRENT,
     **dict.fromkeys(("neighbours-scale", "v-scaled-twice"), IN_FP8),
 }
 # What a latent target shows too.
@@ -132,6 +135,7 @@ SETUPS = {
     "target": READS_TARGET,
     "block": BLOCK,
     "edges": EDGES,
+    "recurrent": RECURRENT,
 }
 # Their properties hold unbroken in test_block.py and test_peagle.py.
 OTHER_DRAFTS = {"selector": SELECTOR, "peagle": PEAGLE}
@@ -168,8 +172,9 @@ HARMLESS: tuple[tuple[tuple[str, ...], Setup], ...] = (
     (("wrong-ancestor", "rows-without-topk"), replace(SETUP, topk=1, num_draft_tokens=5)),
     (("packed-stride",), replace(SETUP, max_batch=1)),
     (("table-column-off",), replace(SETUP, page_size=64)),
-    # Without edges.
+    # Without edges, and with edges that read no path.
     (("edge-of-wrong-parent",), replace(BLOCK, form="jetspec")),
+    (("state-of-wrong-path",), replace(BLOCK, form="gated")),
     # Where the checkpoint has no scales, so that all are 1.
     (("v-scaled-twice",), replace(SETUP, kv_dtype=FP8_KV, draft_kv_dtype=FP8_KV)),
     # Without latent rows, experts, MTP layers and FP8.

@@ -92,15 +92,25 @@ def check(kernel_device: torch.device, form: str, monkeypatch: pytest.MonkeyPatc
     assert torch.allclose(tree.scores.cpu(), expected.scores, rtol=1e-3, atol=1e-3)
 
 
-# Without and with edges; the other forms differ in what plain torch and the kernels share.
+# Without and with edges, and with edges of paths; the other forms differ in what plain torch and the kernels share.
+OF_KERNELS = ("dflash", "dspark", "rnn")
+
+
 @pytest.mark.parametrize(
-    "form", [form if form in ("dflash", "dspark") else pytest.param(form, marks=pytest.mark.full) for form in FORMS]
+    "form", [form if form in OF_KERNELS else pytest.param(form, marks=pytest.mark.full) for form in FORMS]
 )
 def test_the_kernels_propose_what_plain_torch_proposes(kernel_device, form, monkeypatch):
     check(kernel_device, form, monkeypatch)
 
 
-@pytest.mark.parametrize("form", [pytest.param("dspark", marks=pytest.mark.full), "dflash2"])
-def test_an_edge_of_the_wrong_parent_shows_in_the_kernels_tree(kernel_device, form, monkeypatch):
+@pytest.mark.parametrize(
+    ("form", "fault"),
+    [
+        pytest.param("dspark", "edge-of-wrong-parent", marks=pytest.mark.full),
+        ("dflash2", "edge-of-wrong-parent"),
+        ("rnn", "state-of-wrong-path"),
+    ],
+)
+def test_an_edge_of_another_row_shows_in_the_kernels_tree(kernel_device, form, fault, monkeypatch):
     with pytest.raises(AssertionError, match="tokens"):
-        check(kernel_device, form, monkeypatch, "edge-of-wrong-parent")
+        check(kernel_device, form, monkeypatch, fault)

@@ -5,8 +5,8 @@ verify pass, so the root has no context row yet: with root n, rows 0 .. n-1 are 
 runs the block (the root and mask tokens) over these rows and keeps none of its own.  `extend` only projects features
 to context rows.
 
-A draft with edges scores a token given the one before it.  So depths are scored in order, each one for the best
-distinct tokens of the depth before (kernels/tree/edge_topk.py).
+A draft with edges scores a token given the one before it, or all before it.  So depths are scored in order, each one
+for the best distinct tokens of the depth before, or for its best paths (kernels/tree/edges.py).
 """
 
 from collections.abc import Callable
