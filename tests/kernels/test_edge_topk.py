@@ -106,12 +106,11 @@ def first_of(asked, device):
     return torch.arange(98, 98 + len(asked), device=device)
 
 
-def check(
-    device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, own_ids=False, mapped=False, kind="vanilla", **how
-):
+def check(device, asked, rows, topk, columns, vocab, rank, dtype=torch.float32, own_ids=False, mapped=False, **how):
     """Asserts that candidates and scores are the reference's, and that the next rows follow from the scores.  Returns
     the candidates.  Factors are near 1, so the float32 sum of rank products is off by rank² · 2⁻²⁴ at most; children
     whose scores are nearer than that may change places."""
+    kind = how.pop("kind", "vanilla")
     edges = random_edges(len(asked), columns, vocab, rank, dtype, own_ids, kind=kind)
     given = random_rows(len(asked), rows, vocab, states_of=edges)
     d2t = torch.randperm(vocab, generator=random(5))[:columns].sort().values if mapped else None

@@ -42,7 +42,7 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: Rows) -> tuple[Te
     if any(value.stride(-1) != 1 for value in (of_hidden, projection.weight, before)):
         raise EspalierError("edge_factors: of_hidden, weight and before must be dense in their last dimension")
     parents, states = rows.parents, rows.states
-    if states is not None:
+    if parents is not None and states is not None:
         require("edge_factors: states", states, (batch, -1, rank), before.dtype, before)
         require("edge_factors: parents", parents, (batch, num_rows), torch.int64, before)
         states = states.contiguous()
@@ -83,9 +83,7 @@ def _edge_factors_kernel(
     out = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     exists, is_out = row < num_rows, out < RANK
     pdl_wait(DEPENDENT)
-    token = tl.load(
-        tokens_ptr + b * tokens_batch_stride + row * tokens_row_stride, mask=exists, other=0
-    )
+    token = tl.load(tokens_ptr + b * tokens_batch_stride + row * tokens_row_stride, mask=exists, other=0)
     of_row = before_ptr + tl.maximum(token, 0) * before_stride
     of_hidden = of_hidden_ptr + b * of_hidden_stride + out
     weight = weight_ptr + out.to(tl.int64) * weight_stride
@@ -108,9 +106,7 @@ def _edge_factors_kernel(
         )
         state = tl.zeros([ROWS, BLOCK_OUT], EXACT)
         if states_ptr is not None:
-            parent = tl.load(
-                parents_ptr + b * parents_batch_stride + row * parents_row_stride, mask=exists, other=0
-            )
+            parent = tl.load(parents_ptr + b * parents_batch_stride + row * parents_row_stride, mask=exists, other=0)
             of_state = states_ptr + (b * states_rows + parent) * RANK
             state = tl.load(of_state[:, None] + out[None, :], mask=mask, other=0.0).to(EXACT)
             gate += _product(of_state, weight, is_out, RANK, ROWS, BLOCK_OUT, BLOCK_IN, EXACT)
