@@ -5,6 +5,7 @@ code that the compiler refuses.
 """
 
 import json
+from dataclasses import replace
 
 import torch
 from triton.runtime import driver
@@ -14,8 +15,9 @@ from espalier.kernels.sampling.pick import pick_triton
 from espalier.kernels.state.advance import NodeRows, advance_triton
 from espalier.kernels.state.batch_state import chain_triton, gather_triton
 from espalier.kernels.tree.draft_topk import draft_topk_triton
+from espalier.kernels.tree.edge_factors import edge_factors_triton
 from espalier.kernels.tree.edge_topk import edge_topk_triton
-from espalier.kernels.tree.edges import LowRankEdges, Rows
+from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, Rows
 from espalier.kernels.tree.select_paths import Candidates
 from tests.kernels.asked import Driver
 from tests.kernels.compiled import lowered_only
@@ -40,6 +42,14 @@ def launch_all() -> None:
     edges = LowRankEdges(logits, torch.zeros(VOCAB, 64).bfloat16(), torch.zeros(VOCAB, 64).bfloat16())
     given, out = Rows(slots.root[:, None].expand(2, 4), torch.zeros(2, 4)), Candidates.empty(slots.root, QUERIES, 4)
     edge_topk_triton(edges, 1, given, None, None, rows, slots.root, out.of_rows(1, 4))
+    states = torch.zeros(2, 4, 64).bfloat16()
+    for parts, inputs in ((1, 1), (3, 2)):
+        weight, of_hidden = torch.zeros(parts * 64, inputs * 64), torch.zeros(2, QUERIES, parts * 64)
+        projection = FactorProjection(of_hidden.bfloat16(), weight.bfloat16(), is_recurrent=parts == 3)
+        by_path = given._replace(parents=given.tokens, states=states) if parts == 3 else given
+        reads_more = replace(edges, projection=projection)
+        factors = edge_factors_triton(reads_more, 1, by_path)
+        edge_topk_triton(reads_more, 1, by_path, factors, None, rows, slots.root, out.of_rows(1, 4))
     chain_triton(slots, 0, slots.root, 4)
     advance_triton(slots, slots.root, positions, False)
     advance_triton(slots, slots.root, positions, True, NodeRows(positions, 4))
