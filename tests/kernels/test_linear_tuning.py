@@ -199,7 +199,13 @@ def test_the_rule_splits_what_would_leave_the_chip_idle():
     def splits(rows):
         return [rule(rows, out, 4096, H200).splits for out in (64, 2048, 6144, 8192, 16384, 28672)]
 
-    assert splits(16) == [4, 4, 4, 3, 1, 1] and splits(64) == [4, 4, 2, 2, 1, 1]
+    assert splits(16) == [4, 4, 4, 3, 1, 1] and splits(32) == splits(64) == [4, 4, 1, 1, 1, 1]
+
+
+def test_above_16_rows_the_rule_gives_a_program_a_multiprocessor_if_there_are_enough():
+    assert rule(32, 4096, 4096, H200) == TritonPlan(64, 128, 2, 4, 8)
+    assert rule(64, 4096, 4096, H200) == TritonPlan(64, 64, 2, 4, 8)
+    assert rule(32, 16384, 4096, H200) == TritonPlan(64, 128, 1, 4, 4)
 
 
 def test_a_weight_on_the_cpu_has_no_plans():

@@ -63,9 +63,11 @@ LIBRARY_PIECES = (2, 3, 4)
 LIBRARY_SPLITS = (2, 4)
 # Largest edge of the library's tiles.  A piece or split must be a multiple of it, so that no tile is partly empty.
 LIBRARY_TILE = 128
-# The most rows of `rule`; its tiles, its most splits, and its stages by the number of programs that share a
+# The most rows of `rule`; its tile, its most splits, and its stages by the number of programs that share a
 # multiprocessor: what most shapes were measured to be fastest with on an H200.
 RULE_ROWS = 64
+# (most rows, block_in) of programs that have a multiprocessor alone, which is faster from 17 rows on (on an H100).
+RULE_ALONE = ((32, 128), (64, 64))
 RULE_TILE, RULE_WARPS, RULE_SPLITS, RULE_STAGES = (64, 128), 4, 4, (6, 4, 3)
 # Bytes of shared memory that a program uses besides its tiles.
 RESERVED_SHARED_MEMORY = 1024
@@ -123,6 +125,8 @@ def rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
     """
     if rows > RULE_ROWS:
         return None
+    if rows > MIN_BLOCK_ROWS and _num_blocks(num_out, RULE_TILE[0]) <= gpu.processors:
+        return _alone(rows, num_out, num_in, gpu)
     (block_out, block_in), least = RULE_TILE, TritonPlan(*RULE_TILE, 1, RULE_WARPS, min(RULE_STAGES))
     together = max(min(gpu.shared_memory // least.shared_memory(rows), len(RULE_STAGES)), 1)
     blocks, steps = _num_blocks(num_out, block_out), _num_blocks(num_in, block_in)
@@ -130,6 +134,15 @@ def rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
     sharing = min(_num_blocks(blocks * splits, gpu.processors), together)
     plan = replace(least, splits=splits, stages=RULE_STAGES[sharing - 1])
     return plan if sharing * plan.shared_memory(rows) <= gpu.shared_memory else replace(least, splits=splits)
+
+
+def _alone(rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
+    """The rule's plan with at most one program on a multiprocessor, and as many stages as fit into it."""
+    block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in RULE_ALONE if rows <= most)
+    blocks, steps = _num_blocks(num_out, block_out), _num_blocks(num_in, block_in)
+    splits = max(min(RULE_SPLITS, gpu.processors // blocks, steps // max(RULE_STAGES[1:])), 1)
+    plans = [TritonPlan(block_out, block_in, splits, RULE_WARPS, stages) for stages in reversed(STAGES)]
+    return next(plan for plan in plans if plan.shared_memory(rows) <= gpu.shared_memory)
 
 
 def _library_plans(num_out: int, num_in: int) -> list[LibraryPlan]:

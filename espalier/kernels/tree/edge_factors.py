@@ -1,7 +1,8 @@
 """The factors of a depth's rows, for edges that read more than the token before (edges.py:FactorProjection).
 
 One program per (request, tile of rows, block of the rank).  It multiplies the rows' states and embeddings with its
-columns of the projection, adds what the hidden state gives, and writes its part of the factors and of the new states.
+part of the projection, adds what the hidden state gives, and writes its part of the factors and of the new states.  The
+projection is read before the wait, as it does not depend on the kernel before.
 
 The reference is LowRankEdges.factors.  Tolerance: products are summed in float32 (float64 for float64), and each result
 is rounded once, to the dtype of `before`; the reference rounds every operation.
@@ -22,9 +23,10 @@ from espalier.kernels.tree.edges import LowRankEdges, Rows
 if TYPE_CHECKING:
     import triton.language as tl
 
-# Numbers of a program's block of the rank, and of the inputs that it multiplies in a step.  The least is what tensor
-# cores take.
-BLOCK_OUT, BLOCK_IN, LEAST = 16, 64, 16
+# Numbers of a program's block of the rank.  The least rank is what tensor cores take.
+BLOCK_OUT, LEAST_RANK = 16, 16
+# Ranks above it take more warps, whose registers hold the program's part of the projection.
+FEW_WARPS_RANK = 128
 # Rows of a program.
 LEAST_ROWS, MOST_ROWS = 16, 32
 
@@ -59,10 +61,10 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: Rows) -> tuple[Te
         RANK=rank,
         ROWS=tile,
         BLOCK_OUT=BLOCK_OUT,
-        BLOCK_IN=min(max(power_of_two(rank), LEAST), BLOCK_IN),
+        BLOCK_RANK=max(power_of_two(rank), LEAST_RANK),
         IS_RECURRENT=projection.is_recurrent,
         EXACT=exact_type(before.dtype),
-        num_warps=4,
+        num_warps=4 if rank <= FEW_WARPS_RANK else 8,
         **pdl_arguments(chip(before)),
     )
     return factors, made
@@ -73,75 +75,58 @@ def _edge_factors_kernel(
     factors_ptr, made_ptr, tokens_ptr, tokens_batch_stride, tokens_row_stride, before_ptr, before_stride,
     parents_ptr, parents_batch_stride, parents_row_stride, states_ptr, states_rows, of_hidden_ptr, of_hidden_stride,
     weight_ptr, weight_stride, num_rows,
-    RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
+    RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_RANK: tl.constexpr,
     IS_RECURRENT: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """p [ROWS, BLOCK_OUT] is a part of the projection.  Inputs are the states, if there are any, and the embeddings."""
+    """Weights [BLOCK_RANK, BLOCK_OUT] are transposed: `e_` multiply the embedding, `s_` the state."""
     pdl_trigger(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     out = tl.program_id(2) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    exists, is_out = row < num_rows, out < RANK
+    place = tl.arange(0, BLOCK_RANK)
+    exists, is_out, inside = row < num_rows, out < RANK, place < RANK
+    of_weight = weight_ptr + out.to(tl.int64)[None, :] * weight_stride + place[:, None]
+    is_weight = inside[:, None] & is_out[None, :]
+    part = RANK * weight_stride
+    if IS_RECURRENT:
+        s_gate = tl.load(of_weight, mask=is_weight, other=0.0)
+        s_candidate = tl.load(of_weight + part, mask=is_weight, other=0.0)
+        s_output = tl.load(of_weight + 2 * part, mask=is_weight, other=0.0)
+        of_weight += RANK
+        e_candidate = tl.load(of_weight + part, mask=is_weight, other=0.0)
+        e_output = tl.load(of_weight + 2 * part, mask=is_weight, other=0.0)
+    e_gate = tl.load(of_weight, mask=is_weight, other=0.0)
     pdl_wait(DEPENDENT)
-    token = tl.load(tokens_ptr + b * tokens_batch_stride + row * tokens_row_stride, mask=exists, other=0)
-    of_row = before_ptr + tl.maximum(token, 0) * before_stride
+    tokens = tokens_ptr + b * tokens_batch_stride + row * tokens_row_stride
+    of_row = before_ptr + tl.maximum(tl.load(tokens, mask=exists, other=0), 0) * before_stride
+    embedded = tl.load(of_row[:, None] + place[None, :], mask=inside[None, :], other=0.0)
     of_hidden = of_hidden_ptr + b * of_hidden_stride + out
-    weight = weight_ptr + out.to(tl.int64) * weight_stride
-    written = (b * num_rows + row)[:, None] * RANK + out[None, :]
+    gate = tl.load(of_hidden, mask=is_out, other=0.0).to(EXACT)[None, :]
+    gate += tl.dot(embedded, e_gate, input_precision="ieee", out_dtype=EXACT)
     mask = exists[:, None] & is_out[None, :]
-    embedded = tl.load(of_row[:, None] + out[None, :], mask=mask, other=0.0).to(EXACT)
-    if not IS_RECURRENT:
-        gate = _projected(of_hidden, of_row, weight, is_out, RANK, ROWS, BLOCK_OUT, BLOCK_IN, EXACT)
-        factor = _sigmoid(gate) * embedded
-        tl.store(factors_ptr + written, factor.to(factors_ptr.dtype.element_ty), mask=mask)
-    else:
-        from_embedding = weight + RANK
-        part = RANK * weight_stride
-        gate = _projected(of_hidden, of_row, from_embedding, is_out, RANK, ROWS, BLOCK_OUT, BLOCK_IN, EXACT)
-        candidate = _projected(
-            of_hidden + RANK, of_row, from_embedding + part, is_out, RANK, ROWS, BLOCK_OUT, BLOCK_IN, EXACT
-        )
-        output = _projected(
-            of_hidden + 2 * RANK, of_row, from_embedding + 2 * part, is_out, RANK, ROWS, BLOCK_OUT, BLOCK_IN, EXACT
-        )
-        state = tl.zeros([ROWS, BLOCK_OUT], EXACT)
+    written = (b * num_rows + row)[:, None] * RANK + out[None, :]
+    if IS_RECURRENT:
+        candidate = tl.load(of_hidden + RANK, mask=is_out, other=0.0).to(EXACT)[None, :]
+        candidate += tl.dot(embedded, e_candidate, input_precision="ieee", out_dtype=EXACT)
+        output = tl.load(of_hidden + 2 * RANK, mask=is_out, other=0.0).to(EXACT)[None, :]
+        output += tl.dot(embedded, e_output, input_precision="ieee", out_dtype=EXACT)
+        own_state = tl.zeros([ROWS, BLOCK_OUT], EXACT)
         if states_ptr is not None:
-            parent = tl.load(parents_ptr + b * parents_batch_stride + row * parents_row_stride, mask=exists, other=0)
-            of_state = states_ptr + (b * states_rows + parent) * RANK
-            state = tl.load(of_state[:, None] + out[None, :], mask=mask, other=0.0).to(EXACT)
-            gate += _product(of_state, weight, is_out, RANK, ROWS, BLOCK_OUT, BLOCK_IN, EXACT)
-            candidate += _product(of_state, weight + part, is_out, RANK, ROWS, BLOCK_OUT, BLOCK_IN, EXACT)
-            output += _product(of_state, weight + 2 * part, is_out, RANK, ROWS, BLOCK_OUT, BLOCK_IN, EXACT)
+            parents = parents_ptr + b * parents_batch_stride + row * parents_row_stride
+            of_state = states_ptr + (b * states_rows + tl.load(parents, mask=exists, other=0)) * RANK
+            state = tl.load(of_state[:, None] + place[None, :], mask=inside[None, :], other=0.0)
+            own_state = tl.load(of_state[:, None] + out[None, :], mask=mask, other=0.0).to(EXACT)
+            gate += tl.dot(state, s_gate, input_precision="ieee", out_dtype=EXACT)
+            candidate += tl.dot(state, s_candidate, input_precision="ieee", out_dtype=EXACT)
+            output += tl.dot(state, s_output, input_precision="ieee", out_dtype=EXACT)
         kept = _sigmoid(gate)
-        made = kept * state + (1 - kept) * _tanh(candidate)
+        made = kept * own_state + (1 - kept) * _tanh(candidate)
         tl.store(made_ptr + written, made.to(made_ptr.dtype.element_ty), mask=mask)
-        tl.store(factors_ptr + written, _tanh(output).to(factors_ptr.dtype.element_ty), mask=mask)
-
-
-@kernel
-def _projected(
-    of_hidden, of_row, weight, is_out,
-    RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """What the hidden state and the embeddings give: [ROWS, BLOCK_OUT]."""
-    given = tl.load(of_hidden, mask=is_out, other=0.0).to(EXACT)
-    return _product(of_row, weight, is_out, RANK, ROWS, BLOCK_OUT, BLOCK_IN, EXACT) + given[None, :]
-
-
-@kernel
-def _product(
-    of_row, weight, is_out,
-    RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
-    """Rows [ROWS] of RANK numbers times the transpose of rows `weight` [BLOCK_OUT]: pointers to their first numbers."""
-    total = tl.zeros([ROWS, BLOCK_OUT], EXACT)
-    for start in range(0, RANK, BLOCK_IN):
-        place = start + tl.arange(0, BLOCK_IN)
-        inside = place < RANK
-        x = tl.load(of_row[:, None] + place[None, :], mask=inside[None, :], other=0.0)
-        w = tl.load(weight[None, :] + place[:, None], mask=inside[:, None] & is_out[None, :], other=0.0)
-        total = tl.dot(x, w, total, input_precision="ieee", out_dtype=EXACT)
-    return total
+        factor = _tanh(output)
+    else:
+        own = tl.load(of_row[:, None] + out[None, :], mask=mask, other=0.0).to(EXACT)
+        factor = _sigmoid(gate) * own
+    tl.store(factors_ptr + written, factor.to(factors_ptr.dtype.element_ty), mask=mask)
 
 
 @kernel
