@@ -84,7 +84,8 @@ class LowRankEdges:
         if not self.is_recurrent:
             return torch.sigmoid(of_hidden + embedded @ weight.T) * embedded, None
         state = torch.zeros_like(embedded)
-        if rows.parents is not None and rows.states is not None:
+        if depth > 0:
+            assert rows.parents is not None and rows.states is not None
             state = rows.states.gather(1, rows.parents[..., None].expand_as(embedded))
         gate, candidate, output = (of_hidden + torch.cat((state, embedded), -1) @ weight.T).chunk(3, -1)
         gate = torch.sigmoid(gate)
