@@ -4,7 +4,7 @@
 read from the path in CHOICES_FILE or, if that is not set, from the user's configuration folder; its entries override
 the shipped ones.  A table applies to chips with the same compute capability, number of SMs and shared memory, and to
 the same activation dtype and weight format.  The GPU's name does not matter.  On a chip with a table, a shape without
-an entry takes the rule of linear.py for few rows and F.linear for more.  On a chip without a table every shape takes
+an entry takes the rule of linear.py up to 64 rows and F.linear above.  On a chip without a table every shape takes
 F.linear.  The log says so.
 
 A format is "dense", or a name of linear_quantised.py:tuning_name.  A quantised shape without an entry takes the rule of
