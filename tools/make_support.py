@@ -202,7 +202,7 @@ which of them take FP8. A GPU needs compute capability 8.9.
 
 Refused by name: {drafts_not_built()}.
 
-The `markov_head_type` of a `dspark` draft may be any of {codes(EDGE_KINDS)}.
+The `markov_head_type` of a `dspark` draft may be any of {codes(EDGE_KINDS)}. `rnn` needs `sample_from_anchor`.
 
 An `mtp` draft has 1 to {MAX_MODULES} layers (`num_nextn_predict_layers`), each of any kind that targets have. Its
 config.json may say `mtp_form`: `chain` (each layer reads the one before it; the default) or `target` (all read the

@@ -265,12 +265,12 @@ class ModelShape:
     def shapes(self, weights: str = DENSE) -> tuple[Shape, ...]:
         """Every weight shape of a linear layer that is stored so, once, in the order of a round.
 
-        Without batched products.
+        Without batched products, and without the factors of edges, which a kernel of their own computes.
         """
         draft = self.draft_pass(1, fused_rows=1)
         if self.block is not None:
             draft = (*self.block_pass(1, 1, 1), *self.extend_passes(1))
-        runs = (*self.target_pass(1), *draft)
+        runs = (run for run in (*self.target_pass(1), *draft) if run.name != "draft edge factors")
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1 and run.weights == weights))
 
     def attended(self, context: float) -> float:

@@ -199,7 +199,7 @@ def _one_late(right):
 
 
 def _of_row_before(field):
-    """Each row of a depth has this field of the row before it, where rows have it."""
+    """Each row of a depth takes this field from the row before it.  Rows without the field stay as they are."""
 
     def wrong(right):
         def with_edges(roots, steps, topk, next_depth):

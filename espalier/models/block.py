@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.attention.staged import HeadProjections
 from espalier.kernels.layers.rope import RopeAndNorm
-from espalier.kernels.tree.edges import FactorProjection, LowRankEdges
+from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
 from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.models.base import Attend, CausalLM
 from espalier.models.block_config import EDGE_PARTS, BlockConfig
@@ -160,12 +160,12 @@ def _edges(weights: Weights, config: BlockConfig) -> MarkovEdges | None:
     after = weights.take_matrix("markov_head.markov_w2", config.spec.vocab_size, rank)
     if kind == "vanilla":
         return MarkovEdges(before, after)
-    # Columns of the gate: hidden state, embedding; of the recurrent projection: state, embedding, hidden state.
     is_recurrent = kind == "rnn"
-    name, (parts, read) = "markov_head.joint_proj" if is_recurrent else "markov_head.gate_proj", EDGE_PARTS[kind]
+    name = "markov_head.joint_proj" if is_recurrent else "markov_head.gate_proj"
+    parts, read = EDGE_PARTS[kind]
     whole = weights.take_matrix(name, parts * rank, hidden + read * rank)
     bias = weights.take(f"{name}.bias", parts * rank)
-    of_rows, of_hidden = whole.split((2 * rank, hidden), 1) if is_recurrent else whole.split((hidden, rank), 1)[::-1]
+    of_hidden, of_rows = split_columns(whole, hidden, is_recurrent)
     return MarkovEdges(
         *(before, after, Linear(dense_weight(of_hidden.contiguous()), bias), of_rows.contiguous(), is_recurrent)
     )

@@ -32,8 +32,7 @@ SPECULATORS_TYPES = ("dflash", "dspark")
 # What DSpark's Markov head reads: the token before; the block's hidden state too; the whole path too.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
 EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
-# Of the projection of a kind: the parts of its output, and what it reads besides the hidden state: the token before, or
-# the state too.  In units of the rank; (0, 0): there is none.
+# The size of each kind's projection, in ranks: its rows, and its columns besides those of the hidden state.
 EDGE_PARTS: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
 # Fields of dflash_config that are read.
 DFLASH_FIELDS = ("target_layer_ids", "mask_token_id", "block_size", "causal_head", "target_hidden_size", "draft_shift")
@@ -175,8 +174,10 @@ def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
 def _edges(raw: Mapping[str, Any], path: Path) -> tuple[int, EdgeKind]:
     """The rank and the kind of the Markov head."""
     rank = count_of(raw, "markov_rank", path, least=0) if raw.get("markov_rank") else 0
+    if not rank:
+        return 0, "vanilla"
     kind = raw.get("markov_head_type", "vanilla")
-    if rank and kind not in EDGE_KINDS:
+    if kind not in EDGE_KINDS:
         raise EspalierError(
             f"{path}: markov_head_type = {kind!r} is not supported; use a draft whose Markov head is one of "
             f"{', '.join(EDGE_KINDS)}"

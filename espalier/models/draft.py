@@ -199,7 +199,7 @@ class BlockModel(DraftModel, Protocol):
     The rows are the root and mask tokens, at the positions from the root on.  They attend to context rows, one for each
     token before the root, and to one another.  Context rows are kept in pages; block rows are not.
 
-    edges: None if a depth's scores do not depend on the token before.
+    edges: None if a depth's scores do not depend on the tokens before.
     """
 
     edges: Edges | None

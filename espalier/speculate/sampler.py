@@ -135,7 +135,7 @@ class Sampler:
             logits, topk, no_scores = edges.logits(depth, factors), out.tokens.shape[2], torch.zeros_like(rows.scores)
             children = self.children(logits, d2t, depth, no_scores, topk, None)
             return fill_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
-        # The kernel reads factors of tokens alone in the table.
+        # Without a projection, the kernel reads the factors from the table itself.
         made = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
         only, mask = (None, None) if self.guide is None else self.guide.of_rows(depth + 1, None, None)
         return edge_topk_triton(

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.kernels.tree.edges import FactorProjection, LowRankEdges
+from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
 from espalier.train.draft_attention import DraftAttention
 from espalier.train.llama import MLP, RMSNorm, rope_tables, rotate
 from espalier.train.settings import EdgeKind
@@ -130,14 +130,10 @@ class MarkovHead(nn.Module):
         """hidden: [..., S, H], what the lm_head reads of blocks."""
         if self.kind == "vanilla":
             return None
-        size, rank = hidden.shape[-1], self.markov_w1.embedding_dim
-        if self.kind == "gated":
-            linear = self.gate_proj
-            of_hidden, of_rows = linear.weight.split((size, rank), 1)
-        else:
-            linear = self.joint_proj
-            of_rows, of_hidden = linear.weight.split((2 * rank, size), 1)
-        return FactorProjection(F.linear(hidden, of_hidden, linear.bias), of_rows, self.kind == "rnn")
+        is_recurrent = self.kind == "rnn"
+        linear = self.joint_proj if is_recurrent else self.gate_proj
+        of_hidden, of_rows = split_columns(linear.weight, hidden.shape[-1], is_recurrent)
+        return FactorProjection(F.linear(hidden, of_hidden, linear.bias), of_rows, is_recurrent)
 
     def edges(self, logits: Tensor, hidden: Tensor) -> LowRankEdges:
         """The engine's edges of blocks.  logits: [B, S, V], of the lm_head; hidden: [B, S, H], what it reads."""
@@ -193,7 +189,7 @@ def block_loss(
 
     lm_head: the target's [V, H]; embeds: of tokens, and the mask's; tokens: [B, R], of positions 1 .. R; features:
     [B, R, F], of positions 0 .. R-1; target_logits: [B, R, V], at positions 1 .. R; anchors: [A], from 1 to R - S + 1.
-    With edges, the token before is the text's.
+    With edges, the tokens before are the text's.
     """
     outputs = head(embeds[0][:, anchors - 1], embeds[1], features, anchors)
     # The token before is at anchor + depth; what the target says there is what the row learns.

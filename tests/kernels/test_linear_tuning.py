@@ -174,7 +174,7 @@ def test_a_chip_without_plans_is_logged_with_the_remedy(active_plans, caplog):
 H200 = Chip(shared_memory=232448, processors=132, capability=(9, 0))
 
 
-def test_a_shape_without_an_entry_takes_the_rule_for_few_rows():
+def test_a_shape_without_an_entry_takes_the_rule_up_to_64_rows():
     measured = {(64, 128): SOME}
     assert plans_on(H200, (64, 128), measured) is SOME and plans_on(H200, (5120, 2048), {}) is None
     plans = plans_on(H200, (5120, 2048), measured)
@@ -192,6 +192,8 @@ def test_the_rule_fills_the_chip_once(rows, shape, gpu):
     programs = -(-shape[0] // plan.block_out) * plan.splits
     together = gpu.shared_memory // plan.shared_memory(rows)
     assert together >= 1 and 1 <= plan.splits <= 4
+    if rows > 16 and -(-shape[0] // 64) <= gpu.processors:
+        assert programs <= gpu.processors
     assert plan.splits == 1 or (programs <= together * gpu.processors and shape[1] >= 3 * plan.splits * plan.block_in)
 
 

@@ -261,3 +261,10 @@ def test_k_and_v_projections_are_held_once():
         whole = layer.attention.qkv.weight.tensor
         assert context.weight.tensor.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         assert context.shape == (32, 32) and torch.equal(context.weight.tensor, whole[32:])
+
+
+def test_a_draft_without_a_markov_head_may_have_any_type_of_it(tmp_path):
+    target, _ = block_directories("llama", "dspark", 5)
+    path = make_block_draft(tmp_path / "draft", target, "dspark", 5, markov_rank=0, markov_head_type=None)
+    config = read_draft(path, read_config(target))
+    assert (config.edge_rank, config.edge_kind) == (0, "vanilla")

@@ -63,11 +63,12 @@ LIBRARY_PIECES = (2, 3, 4)
 LIBRARY_SPLITS = (2, 4)
 # Largest edge of the library's tiles.  A piece or split must be a multiple of it, so that no tile is partly empty.
 LIBRARY_TILE = 128
-# The most rows of `rule`; its tile, its most splits, and its stages by the number of programs that share a
-# multiprocessor: what most shapes were measured to be fastest with on an H200.
+# The most rows of `rule`.
 RULE_ROWS = 64
-# (most rows, block_in) of programs that have a multiprocessor alone, which is faster from 17 rows on (on an H100).
+# (most rows, block_in) where a program has a multiprocessor alone: faster from 17 rows on, on an H100.
 RULE_ALONE = ((32, 128), (64, 64))
+# The rule's tile, warps, most splits, and stages by the number of programs that share a multiprocessor: what most
+# shapes were measured to be fastest with, up to 16 rows on an H200.
 RULE_TILE, RULE_WARPS, RULE_SPLITS, RULE_STAGES = (64, 128), 4, 4, (6, 4, 3)
 # Bytes of shared memory that a program uses besides its tiles.
 RESERVED_SHARED_MEMORY = 1024

@@ -2,7 +2,7 @@
 
 One program per (request, tile of rows, block of the rank).  It multiplies the rows' states and embeddings with its
 part of the projection, adds what the hidden state gives, and writes its part of the factors and of the new states.  The
-projection is read before the wait, as it does not depend on the kernel before.
+projection does not depend on the kernel before, so its first inputs are read before the wait.
 
 The reference is LowRankEdges.factors.  Tolerance: products are summed in float32 (float64 for float64), and each result
 is rounded once, to the dtype of `before`; the reference rounds every operation.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Numbers of a program's block of the rank.  The least rank is what tensor cores take.
 BLOCK_OUT, LEAST_RANK = 16, 16
-# Ranks above it take more warps, whose registers hold the program's part of the projection.
+# Larger ranks take 8 warps.
 FEW_WARPS_RANK = 128
 # Rows of a program.
 LEAST_ROWS, MOST_ROWS = 16, 32
@@ -53,6 +53,11 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: Rows) -> tuple[Te
     if not factors.numel():
         return factors, made
     tile = min(max(power_of_two(num_rows), LEAST_ROWS), MOST_ROWS)
+    block_rank = max(power_of_two(rank), LEAST_RANK)
+    # The weights and inputs of a step are in shared memory at once.
+    bytes_of_one = (parts * inputs * BLOCK_OUT + tile) * before.element_size()
+    while block_rank > LEAST_RANK and block_rank * bytes_of_one > chip(before).shared_memory // 2:
+        block_rank //= 2
     _edge_factors_kernel[(batch, -(-num_rows // tile), -(-rank // BLOCK_OUT))](
         *(factors, made, rows.tokens, *rows.tokens.stride(), before, before.stride(0)),
         *(parents, *((0, 0) if parents is None else parents.stride())),
@@ -61,7 +66,7 @@ def edge_factors_triton(edges: LowRankEdges, depth: int, rows: Rows) -> tuple[Te
         RANK=rank,
         ROWS=tile,
         BLOCK_OUT=BLOCK_OUT,
-        BLOCK_RANK=max(power_of_two(rank), LEAST_RANK),
+        BLOCK_RANK=block_rank,
         IS_RECURRENT=projection.is_recurrent,
         EXACT=exact_type(before.dtype),
         num_warps=4 if rank <= FEW_WARPS_RANK else 8,
@@ -78,7 +83,10 @@ def _edge_factors_kernel(
     RANK: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_RANK: tl.constexpr,
     IS_RECURRENT: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Weights [BLOCK_RANK, BLOCK_OUT] are transposed: `e_` multiply the embedding, `s_` the state."""
+    """Weights [BLOCK_RANK, BLOCK_OUT] are transposed: `e_` multiply the embedding, `s_` the state.
+
+    BLOCK_RANK: numbers of an embedding, or of a state, that are multiplied in a step.
+    """
     pdl_trigger(DEPENDENT)
     b = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -103,13 +111,16 @@ def _edge_factors_kernel(
     of_hidden = of_hidden_ptr + b * of_hidden_stride + out
     gate = tl.load(of_hidden, mask=is_out, other=0.0).to(EXACT)[None, :]
     gate += tl.dot(embedded, e_gate, input_precision="ieee", out_dtype=EXACT)
+    gate = _later_steps(gate, of_row, of_weight, is_out, place, RANK, BLOCK_RANK, EXACT)
     mask = exists[:, None] & is_out[None, :]
     written = (b * num_rows + row)[:, None] * RANK + out[None, :]
     if IS_RECURRENT:
         candidate = tl.load(of_hidden + RANK, mask=is_out, other=0.0).to(EXACT)[None, :]
         candidate += tl.dot(embedded, e_candidate, input_precision="ieee", out_dtype=EXACT)
+        candidate = _later_steps(candidate, of_row, of_weight + part, is_out, place, RANK, BLOCK_RANK, EXACT)
         output = tl.load(of_hidden + 2 * RANK, mask=is_out, other=0.0).to(EXACT)[None, :]
         output += tl.dot(embedded, e_output, input_precision="ieee", out_dtype=EXACT)
+        output = _later_steps(output, of_row, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, EXACT)
         own_state = tl.zeros([ROWS, BLOCK_OUT], EXACT)
         if states_ptr is not None:
             parents = parents_ptr + b * parents_batch_stride + row * parents_row_stride
@@ -119,6 +130,10 @@ def _edge_factors_kernel(
             gate += tl.dot(state, s_gate, input_precision="ieee", out_dtype=EXACT)
             candidate += tl.dot(state, s_candidate, input_precision="ieee", out_dtype=EXACT)
             output += tl.dot(state, s_output, input_precision="ieee", out_dtype=EXACT)
+            of_weight -= RANK
+            gate = _later_steps(gate, of_state, of_weight, is_out, place, RANK, BLOCK_RANK, EXACT)
+            candidate = _later_steps(candidate, of_state, of_weight + part, is_out, place, RANK, BLOCK_RANK, EXACT)
+            output = _later_steps(output, of_state, of_weight + 2 * part, is_out, place, RANK, BLOCK_RANK, EXACT)
         kept = _sigmoid(gate)
         made = kept * own_state + (1 - kept) * _tanh(candidate)
         tl.store(made_ptr + written, made.to(made_ptr.dtype.element_ty), mask=mask)
@@ -127,6 +142,19 @@ def _edge_factors_kernel(
         own = tl.load(of_row[:, None] + out[None, :], mask=mask, other=0.0).to(EXACT)
         factor = _sigmoid(gate) * own
     tl.store(factors_ptr + written, factor.to(factors_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _later_steps(
+    total, of_row, of_weight, is_out, place, RANK: tl.constexpr, BLOCK_RANK: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """total [ROWS, BLOCK_OUT] and the products of the inputs from BLOCK_RANK on."""
+    for start in range(BLOCK_RANK, RANK, BLOCK_RANK):
+        inside = start + place < RANK
+        x = tl.load(of_row[:, None] + (start + place)[None, :], mask=inside[None, :], other=0.0)
+        w = tl.load(of_weight + start, mask=inside[:, None] & is_out[None, :], other=0.0)
+        total += tl.dot(x, w, input_precision="ieee", out_dtype=EXACT)
+    return total
 
 
 @kernel

@@ -54,6 +54,17 @@ class FactorProjection:
     is_recurrent: bool
 
 
+def split_columns(weight: Tensor, hidden_size: int, is_recurrent: bool) -> tuple[Tensor, Tensor]:
+    """(the columns of the hidden state, FactorProjection.weight) of a projection as it is stored.
+
+    A gate [rank, H + rank] reads the hidden state, then e; a recurrent projection [3 * rank, 2 * rank + H] the state,
+    e, then the hidden state.
+    """
+    if is_recurrent:
+        return weight[:, -hidden_size:], weight[:, :-hidden_size]
+    return weight[:, :hidden_size], weight[:, hidden_size:]
+
+
 @dataclass(frozen=True)
 class LowRankEdges:
     """Logits of a block that depend on the tokens before: of column c behind a row, at a depth, base[c] + factor of

@@ -42,7 +42,7 @@ class Candidates(NamedTuple):
 
     tokens: [B, S, R, K] int64; scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: none.
     next_rows: [B, S, R, K] int32, the row of the next depth that continues a candidate; -1: nothing does.
-    Depth 1 has one row, row 0.  R is 1 for a draft whose candidates do not depend on the token before.  Rows that
+    Depth 1 has one row, row 0.  R is 1 for a draft whose candidates do not depend on the tokens before.  Rows that
     nothing leads to may hold anything.
     """
 
