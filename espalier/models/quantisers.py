@@ -31,8 +31,9 @@ BLOCK_VALUES = 2**24
 HEAD = "lm_head"
 # Matrices that stay as they are, in targets and drafts alike.
 KEPT_DENSE = ("embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "shared_head.head")
-# A draft's own head is quantised: it decides no token.  Block drafts read the last five as plain tensors.
+# A draft's own head is quantised: it decides no token.
 KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD)
+# Block drafts read these, and kernel_projection, as plain tensors.
 OF_EDGES = ("markov_w1", "markov_w2", "markov_head.gate_proj", "markov_head.joint_proj")
 KEPT_IN_DRAFTS = (*KEPT_DENSE, *OF_EDGES, "kernel_projection")
 # The exponent of the largest value of E2M1, 6 = 1.5 · 2^2.
