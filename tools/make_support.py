@@ -13,7 +13,7 @@ from espalier.models.block_config import EDGE_KINDS
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.loading import FAMILIES
-from espalier.models.rope_config import TYPES as ROPE_TYPES
+from espalier.models.rope import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
 from espalier.models.weight_formats.kv_cache import STRATEGIES
 from espalier.models.weights import KV_SCALES

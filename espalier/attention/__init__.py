@@ -7,6 +7,7 @@ import torch
 from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, Nodes, Prefix
 from espalier.attention.fa3 import FA3Backend
 from espalier.attention.flashinfer import FlashInferBackend
+from espalier.attention.forward import ModelCache, Pass
 from espalier.attention.grouped import GroupedBackend
 from espalier.attention.library import require_our_kernels
 from espalier.attention.reference import ReferenceBackend
@@ -103,7 +104,9 @@ __all__ = [
     "CommittedLengths",
     "GroupedBackend",
     "Library",
+    "ModelCache",
     "Nodes",
+    "Pass",
     "Prefix",
     "Support",
     "backend",

@@ -92,7 +92,7 @@ def timed_engine(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
         return rebuilt(engine, 0, target=target), [target]
     draft: Any = ForwardTimer(drafter.draft, ("fuse",))
     draft.modules = [ForwardTimer(module, ("logits", "output_of")) for module in drafter.draft.modules]
-    timed = type(drafter)(draft, drafter.layout, drafter.pages, drafter.backend, drafter.layer_specs, drafter.staging)
+    timed = type(drafter)(draft, drafter.layout, drafter.cache)
     return rebuilt(engine, 0, target=target, drafter=timed), [target, draft, *draft.modules]
 
 

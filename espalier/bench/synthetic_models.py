@@ -206,7 +206,7 @@ class SyntheticModels:
 def _start(engine: Engine, seconds: float) -> Start:
     runner, executor = engine.executor.runner, engine.executor
     pages = _bytes([*runner.pages.target, *runner.pages.draft])
-    staging = _bytes(runner.staging.stacks)
+    staging = _bytes(runner.cache.staging.stacks)
     if not (isinstance(executor, CudaExecutor) and executor.graphs):
         return Start(seconds, pages, staging, None, None)
     largest = executor.graphs[LaunchForm(executor.captured_buckets[-1])].graph

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.layers.latent import LatentForm, write_latents
+from espalier.kernels.layers.rope import HeadNorms, Rotation, rotate_and_store
+from espalier.kernels.state.kv_scales import KVScales
 
 # (heads, size) of one row of a plane.
 RowShape = tuple[int, int]
@@ -45,6 +48,23 @@ class KVHeads:
         k, v = planes
         return k, v
 
+    def write(
+        self,
+        rows: Tensor,
+        planes: Sequence[Tensor],
+        scales: KVScales | None,
+        qkv: Tensor,
+        rotation: Rotation,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        """Norm and rotate new heads, and write K and V to `rows` [N] of the planes.  Returns q [N, heads, k_size].
+
+        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or partial sums of it, as rotate_and_store takes
+        them; it may be overwritten.  scales: of FP8 planes.
+        """
+        k, v = planes
+        return rotate_and_store(qkv, rotation, norms, rows, k, v, scales)[0]
+
 
 @dataclass(frozen=True)
 class LatentKV:
@@ -77,6 +97,28 @@ class LatentKV:
         """K and V, [..., 1, size] each: views of the same plane."""
         [latent] = planes
         return latent, latent[..., : self.v_size]
+
+    def write(
+        self,
+        rows: Tensor,
+        planes: Sequence[Tensor],
+        scales: KVScales | None,
+        q: Tensor,
+        latent: Tensor,
+        rotation: Rotation,
+        form: LatentForm,
+        k_up: Tensor,
+    ) -> Tensor:
+        """Norm and rotate new rows, and write them to `rows` [N] of the plane.  Returns queries [N, heads, size].
+
+        q: [N, heads, nope + rope]; latent: [N, 1, size]; k_up: [heads, nope, v_size].  A head's key is k_up · latent,
+        followed by the rotated part.  No key is computed: queries are multiplied by k_up.
+        """
+        [plane] = planes
+        # Both parts are written into one tensor: nothing is copied to join them.
+        out = q.new_empty(*q.shape[:2], self.size)
+        write_latents(q, k_up, out, latent, rotation, form, rows, plane, scales)
+        return out
 
 
 @dataclass(frozen=True)

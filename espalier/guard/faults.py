@@ -324,7 +324,7 @@ FAULTS = {
         Fault(
             "rope-left-out",
             "a latent row is stored without its rotated part",
-            "espalier.attention.staged:write_latents",
+            "espalier.cache.layer_spec:write_latents",
             _rope_left_out,
         ),
         Fault(

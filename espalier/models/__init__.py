@@ -1,12 +1,11 @@
 """Model families, their layers and weights.  Other rooms only load models; a model's contract is in base.py."""
 
-from espalier.models.base import Attend, CausalLM, ModelOutput
+from espalier.models.base import CausalLM, Layer, ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig, DraftModel, DraftOutput, DraftSpec, draft_verifier
 from espalier.models.loading import load_target, read_config
 
 __all__ = [
-    "Attend",
     "CausalLM",
     "DraftConfig",
     "DraftModel",

@@ -1,8 +1,7 @@
-"""The contract of a target model: a call over new rows, in which each layer calls `attend` once.
+"""The contract of a target model: a call over the rows of a pass.
 
-A model never sees the KV cache.  A layer calls `attend(layer, projections)` and gets the heads' values
-[B, Q, heads, size].  The type of the projections follows from the data that the layer keeps (attention/staged.py);
-`attend` may overwrite them.
+A model never sees the KV cache.  Each of its layers writes what it keeps and attends through the pass
+(espalier/attention/forward.py).
 """
 
 from dataclasses import dataclass
@@ -11,24 +10,31 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.staged import Projections
+from espalier.attention import Pass
 from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.config import ModelConfig
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
+from espalier.models.layers.stream import Stream
 
 
-class Attend(Protocol):
-    def __call__(self, layer: int, projections: Projections, needed: Tensor | None = None) -> Tensor:
-        """The heads' values [B, Q, heads, size].  needed: [B] int64, one of each request's Q rows; then [B, 1, ...]."""
+class Layer(Protocol):
+    """A layer of a decoder (espalier/models/layers/decoder.py:DecoderLayer).  A family may bring its own."""
+
+    def __call__(self, s: Stream, p: Pass) -> None:
+        """Take the stream of the pass's rows through the layer.
+
+        The layer calls `p.write` and `p.attend` once each, and goes on with the rows `p.kept` between them.  It does
+        not write to the residual that it gets, because it may have been captured.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """hidden: [B, Q, H], after the final norm, or [B, 1, H] in a call with `needed`; inputs: [B, Q, H] each, of the n
-    captured layers, in order."""
+    """hidden: [B, Q, H], after the final norm, or [B, 1, H] in a pass with `needed`; inputs: [B, Q, H] each, of the n
+    captured layers, in order.  The input of the final norm has the rows of `hidden`."""
 
     hidden: Tensor
     inputs: tuple[Tensor, ...]
@@ -52,15 +58,8 @@ class CausalLM(Protocol):
     embed: Embedding
     head: Linear
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, needed: Tensor | None = None) -> ModelOutput:
-        """Run over new rows.  tokens, positions: int64 [B, Q].
-
-        needed: [B] int64, of each request's Q rows the one whose `hidden` is read; None: all are.  Every layer gives
-        `attend` the projections of all rows.
-
-        A row with a negative token (a void node, padding) runs with the token of its request's first row, or with token
-        0 if that is negative too; it goes to no expert.  Positions are below the `position_rows` given at loading.
-        """
+    def __call__(self, p: Pass) -> ModelOutput:
+        """Run over the rows of a pass.  Its positions are below the `position_rows` given at loading."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

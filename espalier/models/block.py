@@ -6,17 +6,14 @@ vector for each token, norm(fc(features of the target)); each layer has its own 
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from espalier.attention.staged import HeadProjections
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.attention import Pass
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
-from espalier.kernels.tree.gather_rows import gather_rows
-from espalier.models.base import Attend, CausalLM
+from espalier.models.base import CausalLM
 from espalier.models.block_config import EDGE_PARTS, BlockConfig
 from espalier.models.draft import Edges
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
@@ -25,8 +22,8 @@ from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.layers.rope import RopeTables
 from espalier.models.loading import load_layer
+from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.dense import dense_weight
 from espalier.models.weights import Weights
 
@@ -81,15 +78,11 @@ class BlockDraft:
         q_rows = self.config.layer.heads * self.config.layer.head_size
         self.context_kv = [_attention(layer).qkv.rows_from(q_rows) for layer in self.layers]
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        shape = (tokens.shape[0], tokens.shape[1])
-        rows = self.embed(tokens, positions, self.rope)
-        rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
-        x, delta = rows.x, None
-        for i, layer in enumerate(self.layers):
-            x, rows_of_layer = layer.attention_norm.rounded_after(delta, x, layer.attention_rounding)
-            x, delta = layer(x, rows_of_layer, rope_and_norm, attend, i, shape)
-        return self.norm.after(delta, x)[1].unflatten(0, shape)
+    def __call__(self, p: Pass) -> Tensor:
+        s = self.embed(p, self.rope)
+        for layer in self.layers:
+            layer(s, p)
+        return s.end(self.norm, p.out_shape)[1]
 
     def block_logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden)
@@ -97,26 +90,17 @@ class BlockDraft:
     def fuse(self, features: Tensor) -> Tensor:
         return self.context_norm(self.fc(features))
 
-    def context(self, features: Tensor, positions: Tensor) -> Sequence[HeadProjections]:
-        context = self.fuse(features)
-        sizes, at = self.config.layer, positions.flatten()[None]
-        shape = (*positions.shape, 2 * sizes.kv_heads, sizes.head_size)
-        cos, sin = gather_rows(at, self.rope.cos[None], self.rope.sin[None])[0].chunk(2, -1)
-        return [
-            HeadProjections(project(context).view(shape), _rope_and_k_norm(layer, cos, sin))
-            for layer, project in zip(self.layers, self.context_kv, strict=True)
-        ]
+    def write_context(self, features: Tensor, p: Pass) -> None:
+        context = self.fuse(features).flatten(0, 1)
+        for layer, project in zip(self.layers, self.context_kv, strict=True):
+            kv = project(context)
+            heads = kv.view(len(kv), 2 * self.config.layer.kv_heads, -1)
+            p.write(layer.index, heads, p.rotation(self.rope), _attention(layer).norms)
 
 
 def _attention(layer: DecoderLayer) -> Attention:
     assert isinstance(layer.attention, Attention)
     return layer.attention
-
-
-def _rope_and_k_norm(layer: DecoderLayer, cos: Tensor, sin: Tensor) -> RopeAndNorm:
-    norm = _attention(layer).k_norm
-    assert norm is not None
-    return RopeAndNorm(cos, sin, norm.weight, norm.weight, norm.eps)
 
 
 def make_block(weights: Weights, config: BlockConfig, target: CausalLM, position_rows: int) -> BlockDraft:
@@ -139,13 +123,14 @@ def block_parts(weights: Weights, config: BlockConfig, target: CausalLM, positio
         log.info("draft %s: its confidence head is not used", weights.path)
         weights.ignore_under(("confidence_head.",))
     weights.ignore(["t2d"])
+    rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
     return {
         "config": config,
-        "rope": RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
+        "rope": rope,
         "embed": embed,
         "fc": weights.linear("", ("fc",), (hidden,), len(spec.capture) * hidden, bias=False),
         "context_norm": weights.norm("hidden_norm", hidden, eps),
-        "layers": [load_layer(weights, layer, f"layers.{i}.", i) for i in range(layer.num_layers)],
+        "layers": [load_layer(weights, layer, f"layers.{i}.", i, rope) for i in range(layer.num_layers)],
         "norm": weights.norm("norm", hidden, eps),
         "head": draft_head(weights, layer, spec.vocab_size, target, embed),
         "d2t": draft_to_target(weights, layer.vocab_size, spec.vocab_size),

@@ -17,9 +17,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.routing import Routing
 from espalier.models.latent_config import LatentConfig, read_latent
-from espalier.models.layers.rope import RopeConfig
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.rope_config import SPELLINGS, read_rope, rope_overrides, with_rope_type
+from espalier.models.rope import SPELLINGS, RopeConfig, read_rope, rope_overrides, with_rope_type
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]

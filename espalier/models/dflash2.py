@@ -5,22 +5,23 @@ The normed input and the output of each sublayer are convolved over the rows of 
 token before: logit(v) + sum over r of before[u, r] · project(hidden)[r] · after[v, r] for token v after u.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
+from espalier.attention import Pass
 from espalier.kernels.layers.block_conv import block_conv
 from espalier.kernels.layers.block_conv_norm import block_conv_norm
-from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.kernels.tree.edges import LowRankEdges
-from espalier.models.base import Attend, CausalLM
+from espalier.models.base import CausalLM
 from espalier.models.block import BlockDraft, block_parts
 from espalier.models.dflash2_config import DFlash2Config
+from espalier.models.layers.decoder import DecoderLayer, capped
+from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.stream import Stream
 from espalier.models.weights import Weights
 
 
@@ -39,16 +40,46 @@ class BlockConv:
         """normed [N, H], in blocks of `width` rows -> (the sublayer's input, the coefficients of its output)."""
         return block_conv(normed, self.weight, self.base[0], width)
 
-    def of_output(
-        self, output: Tensor, coefficients: Tensor, x: Tensor, norm: RMSNorm, width: int
-    ) -> tuple[Tensor, Tensor]:
-        """(x + the convolved output, norm of that sum).  output: as RMSNorm.after takes it."""
-        return block_conv_norm(output, coefficients, self.base[1], x, norm.weight, norm.eps, width)
+
+class Convolved(NamedTuple):
+    """A sublayer's output (as RMSNorm.after takes it), which is convolved and added to the stream in one launch."""
+
+    output: Tensor
+    coefficients: Tensor
+    base: Tensor
+    width: int
+
+    def after(self, norm: RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+        """As espalier/models/layers/stream.py:Pending."""
+        return block_conv_norm(self.output, self.coefficients, self.base, x, norm.weight, norm.eps, self.width)
 
 
-class LayerConvs(NamedTuple):
-    attention: BlockConv
-    mlp: BlockConv
+class ConvolvedLayer(DecoderLayer):
+    """A decoder layer with convolutions around its sublayers."""
+
+    __slots__ = ("attention_conv", "mlp_conv")
+
+    def __init__(self, layer: DecoderLayer, attention_conv: BlockConv, mlp_conv: BlockConv) -> None:
+        super().__init__(layer.index, layer.attention_norm, layer.attention, layer.mlp_norm, layer.mlp)
+        self.attention_conv = attention_conv
+        self.mlp_conv = mlp_conv
+
+    def __call__(self, s: Stream, p: Pass) -> None:
+        width = p.tokens.shape[1]
+        given, coefficients = self.attention_conv.of_input(s.normed(self.attention_norm, Unrounded), width)
+        q = self.attention.write(self.index, given, p)
+        output = self.attention.project(p.attend(self.index, q, self.attention.sink))
+        s.add(Convolved(output, coefficients, self.attention_conv.base[1], width))
+        given, coefficients = self.mlp_conv.of_input(s.normed(self.mlp_norm, Unrounded), width)
+        s.add(Convolved(self.mlp(given), coefficients, self.mlp_conv.base[1], width))
+
+
+class Unrounded:
+    """A Reader of the norm as a tensor."""
+
+    @staticmethod
+    def read(norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.after(delta, x)
 
 
 @dataclass(frozen=True)
@@ -69,31 +100,12 @@ class Selector:
 
 @dataclass(eq=False)
 class DFlash2Draft(BlockDraft):
-    """A loaded DFlash 2 draft: a BlockModel (espalier/models/draft.py).  convs: of each layer."""
+    """A loaded DFlash 2 draft: a BlockModel (espalier/models/draft.py)."""
 
     config: DFlash2Config
-    convs: Sequence[LayerConvs]
-
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        shape = (tokens.shape[0], tokens.shape[1])
-        rows, width = self.embed(tokens, positions, self.rope), tokens.shape[1]
-        rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
-        x = rows.x if self.config.embedding_scale == 1 else rows.x * self.config.embedding_scale
-        normed = self.layers[0].attention_norm(x)
-        next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
-        for i, (layer, conv, next_norm) in enumerate(zip(self.layers, self.convs, next_norms, strict=True)):
-            given, coefficients = conv.attention.of_input(normed, width)
-            output = layer.attention(given, rope_and_norm, attend, i, shape)
-            x, normed = conv.attention.of_output(output, coefficients, x, layer.mlp_norm, width)
-            given, coefficients = conv.mlp.of_input(normed, width)
-            x, normed = conv.mlp.of_output(layer.mlp(given), coefficients, x, next_norm, width)
-        return normed.unflatten(0, shape)
 
     def block_logits(self, hidden: Tensor) -> Tensor:
-        logits, cap = super().block_logits(hidden), self.config.logit_cap
-        if self.config.logit_scale != 1:
-            logits = logits * self.config.logit_scale
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return capped(super().block_logits(hidden), self.config.logit_cap, self.config.logit_scale)
 
 
 def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, position_rows: int) -> DFlash2Draft:
@@ -105,13 +117,17 @@ def make_dflash2(weights: Weights, config: DFlash2Config, target: CausalLM, posi
         base = weights.take(f"{prefix}.base_kernel", 2, config.conv_taps, hidden)
         return BlockConv(base, weights.take_matrix(f"{prefix}.kernel_projection", rows, hidden))
 
-    prefixes = [f"layers.{i}." for i in range(config.layer.num_layers)]
-    convs = [LayerConvs(conv(f"{prefix}attention_conv"), conv(f"{prefix}mlp_conv")) for prefix in prefixes]
     before, after = (
         weights.take(f"candidate_selector.{name}_codebook", vocab, rank) for name in ("predecessor", "successor")
     )
     project = weights.linear("", ("candidate_selector.hidden_projection",), (rank,), hidden, bias=False)
     selector = Selector(before, after, project, config.selector_topk)
-    draft = DFlash2Draft(**block_parts(weights, config, target, position_rows), edges=selector, convs=convs)
+    parts = block_parts(weights, config, target, position_rows)
+    parts["embed"] = Embedding(parts["embed"].weight, config.embedding_scale)
+    parts["layers"] = [
+        ConvolvedLayer(layer, *(conv(f"layers.{layer.index}.{name}_conv") for name in ("attention", "mlp")))
+        for layer in parts["layers"]
+    ]
+    draft = DFlash2Draft(**parts, edges=selector)
     weights.finish()
     return draft

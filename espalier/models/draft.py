@@ -11,12 +11,11 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from espalier.attention.staged import Projections
+from espalier.attention import Pass
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import LowRankEdges
 from espalier.layout import MIN_CHUNK_WIDTH
-from espalier.models.base import Attend
 from espalier.models.config import ModelConfig, read_json
 
 # DraftSpec.form.
@@ -117,7 +116,7 @@ class DraftConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
-    """[B, Q, H] each, or [B, 1, H] in a call with `needed`.  hidden: input of the rows that follow; normed: input of
+    """[B, Q, H] each, or [B, 1, H] in a pass with `needed`.  hidden: input of the rows that follow; normed: input of
     the lm_head."""
 
     hidden: Tensor
@@ -131,23 +130,13 @@ class DraftOutput:
 
 
 class DraftModule(Protocol):
-    """One module of a draft.  A row of module k belongs to its token q; the caller passes q - k as RoPE position."""
+    """One module of a draft.  A row of module k belongs to its token q, and has RoPE position q - k."""
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        parents: Tensor | None = None,
-        needed: Tensor | None = None,
-    ) -> DraftOutput:
-        """Run over new rows.  tokens, positions: int64 [B, Q]; layer i of the module calls `attend(i, ...)`.
+    def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
+        """Run over the rows of a pass, whose layers are the module's.
 
-        A row with a negative token (padding) runs with another token, and goes to no expert.
         hidden: [B, R, H], fused features or the hidden states of earlier rows; parents: int64 [B, Q], index of the row
         of `hidden` that each new row reads; None: row i reads row i.
-        needed: [B] int64, of each request's Q rows the one whose output is read; None: all are.
         """
         ...
 
@@ -204,18 +193,18 @@ class BlockModel(DraftModel, Protocol):
 
     edges: Edges | None
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run over a block.  tokens, positions: int64 [B, Q].  Returns the input of the head, [B, Q, H]."""
+    def __call__(self, p: Pass) -> Tensor:
+        """Run over the rows of a block.  Returns the input of the head, [B, Q, H]."""
         ...
 
     def block_logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., draft vocabulary] in the model's dtype."""
         ...
 
-    def context(self, features: Tensor, positions: Tensor) -> Sequence[Projections]:
-        """The projections of context rows, without queries, for each layer.
+    def write_context(self, features: Tensor, p: Pass) -> None:
+        """Write the context rows of a pass, in every layer.
 
-        features: [B, W, F], the target's (`spec.reads`) at tokens of these positions [B, W].
+        features: [B, W, F], the target's (`spec.reads`) at the tokens of the pass.
         """
         ...
 

@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
     """The draft's embedding, or the target's.  Raises EspalierError if the target's does not fit."""
     if is_borrowed(weights, name, "model.embed_tokens", shape, target.embed.weight.shape):
-        return target.embed
+        # Without the target's scale, which a draft's config would name.
+        return Embedding(target.embed.weight)
     return Embedding(weights.take(f"{name}.weight", *shape))
 
 

@@ -5,28 +5,24 @@ feature of the target, or, inside a tree, the draft's own output.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from espalier.attention import Pass
 from espalier.errors import EspalierError
 from espalier.kernels.layers.embed_rows import DraftHidden
-from espalier.kernels.layers.rope import RopeAndNorm
-from espalier.models.base import Attend, CausalLM
+from espalier.models.base import CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
-from espalier.models.layers.attention import Attention
-from espalier.models.layers.decoder import DecoderLayer, needed_rows, rounding_of
+from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.layers.rope import RopeTables
 from espalier.models.loading import load_attention, load_layer
+from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
 
 LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
@@ -36,7 +32,7 @@ LEGACY_FC_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 class Eagle3Draft:
     """A loaded EAGLE-3 head: a DraftModel, and its only module (espalier/models/draft.py).
 
-    rest: the layers behind the first, for a format that has any.
+    layers: the first reads embedding and hidden state, which the embedding norms.
     """
 
     has_experts = False
@@ -47,10 +43,7 @@ class Eagle3Draft:
     fuse: "Fuser"
     embed_norm: RMSNorm
     hidden_norm: RMSNorm
-    attention: Attention | LatentAttention
-    mlp_norm: RMSNorm
-    mlp: GatedMLP
-    rest: list[DecoderLayer]
+    layers: list[DecoderLayer]
     norm: RMSNorm
     head: Linear
     d2t: Tensor | None
@@ -58,40 +51,17 @@ class Eagle3Draft:
     def __post_init__(self) -> None:
         self.spec = self.config.spec
         self.layer_specs = self.spec.layers
-        self.mlp_rounding = rounding_of(self.mlp)
 
     @property
     def modules(self) -> tuple["Eagle3Draft"]:
         return (self,)
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        parents: Tensor | None = None,
-        needed: Tensor | None = None,
-    ) -> DraftOutput:
-        shape = (tokens.shape[0], tokens.shape[1])
+    def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
-        rows = self.embed(
-            tokens, positions, self.rope, DraftHidden(hidden, parents, *norms, self.config.norm_before_residual)
-        )
-        rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
-        residual, attend_first = rows.residual, attend
-        if needed is not None and not self.rest:
-            residual, attend_first = needed_rows(residual, shape, needed), partial(attend, needed=needed)
-        delta = self.attention(rows.x, rope_and_norm, attend_first, 0, shape)
-        x, rows_of_mlp = self.mlp_norm.rounded_after(delta, residual, self.mlp_rounding)
-        delta = self.mlp(rows_of_mlp)
-        for i, layer in enumerate(self.rest, 1):
-            x, rows_of_layer = layer.attention_norm.rounded_after(delta, x, layer.attention_rounding)
-            of_layer = needed if layer is self.rest[-1] else None
-            x, delta = layer(x, rows_of_layer, rope_and_norm, attend, i, shape, needed=of_layer)
-        x, normed = self.norm.after(delta, x)
-        out_shape = shape if needed is None else (shape[0], 1)
-        x, normed = x.unflatten(0, out_shape), normed.unflatten(0, out_shape)
+        s = self.embed(p, self.rope, DraftHidden(hidden, parents, *norms, self.config.norm_before_residual))
+        for layer in self.layers:
+            layer(s, p)
+        x, normed = s.end(self.norm, p.out_shape)
         return DraftOutput(normed if self.config.norm_output else x, normed)
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
@@ -136,17 +106,23 @@ def head_parts(weights: Weights, config: Eagle3Config, target: CausalLM, positio
     layer = replace(config.layer, qk_norm=f"{prefix}self_attn.q_norm.weight" in weights)
     embed = draft_embedding(weights, (layer.vocab_size, hidden), target)
     weights.ignore(["t2d"])
+    rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
+    first = DecoderLayer(
+        index=0,
+        attention_norm=None,
+        attention=load_attention(weights, layer, f"{prefix}self_attn.", 2 * hidden, rope),
+        mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
+        mlp=weights.mlp(f"{prefix}mlp.", layer.hidden_size, layer.intermediate_size, layer.mlp_bias),
+    )
+    rest = [load_layer(weights, layer, f"layers.{i}.", i, rope) for i in range(1, layer.num_layers)]
     return {
         "config": config,
-        "rope": RopeTables(layer.rope, position_rows, weights.dtype, weights.device),
+        "rope": rope,
         "embed": embed,
         "fuse": _fuser(weights, config, target.config.num_layers),
         "embed_norm": weights.norm(f"{prefix}input_layernorm", hidden, eps),
         "hidden_norm": weights.norm(f"{prefix}hidden_norm", hidden, eps),
-        "attention": load_attention(weights, layer, f"{prefix}self_attn.", 2 * hidden),
-        "mlp_norm": weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
-        "mlp": weights.mlp(f"{prefix}mlp.", layer.hidden_size, layer.intermediate_size, layer.mlp_bias),
-        "rest": [load_layer(weights, layer, f"layers.{i}.", i) for i in range(1, layer.num_layers)],
+        "layers": [first, *rest],
         "norm": weights.norm("norm", hidden, eps),
         "head": draft_head(weights, config.layer, spec.vocab_size, target, embed),
         "d2t": draft_to_target(weights, config.layer.vocab_size, spec.vocab_size),

@@ -8,6 +8,8 @@ import torch
 
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
+from espalier.kernels.layers.latent import LatentForm
+from espalier.kernels.layers.rope import HeadNorms
 from espalier.models import deepseek, glm4_moe, gpt_oss, llama, mimo, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, ModelConfig, find_family, parse, read_json
@@ -18,7 +20,7 @@ from espalier.models.layers.decoder import Decoder, DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.rope import RopeTables
+from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
 from espalier.models.weight_formats.modelopt import read_hf_quant_config
 from espalier.models.weights import Weights
@@ -82,7 +84,8 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     """Build the target from its weights.  Raises EspalierError for a weight that is missing, misshapen or not used."""
     layer_specs = layer_specs_of(config)
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
-    layers = [load_layer(weights, config, f"model.layers.{i}.", i) for i in range(config.num_layers)]
+    rope = RopeTables(config.rope, position_rows, weights.dtype, weights.device)
+    layers = [load_layer(weights, config, f"model.layers.{i}.", i, rope) for i in range(config.num_layers)]
     kv_scales = tuple(
         weights.kv_scales(f"model.layers.{i}.self_attn.", spec.rows) for i, spec in enumerate(layer_specs)
     )
@@ -90,7 +93,6 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     head = _head(weights, config, embed)
     weights.ignore_under(mtp_prefixes(config))
     weights.finish()
-    rope = RopeTables(config.rope, position_rows, weights.dtype, weights.device)
     return Decoder(config, layer_specs, tuple(capture), rope, embed, layers, norm, head, kv_scales)
 
 
@@ -111,29 +113,32 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
 
 
-def load_attention(weights: Weights, config: ModelConfig, prefix: str, columns: int) -> Attention | LatentAttention:
+def load_attention(
+    weights: Weights, config: ModelConfig, prefix: str, columns: int, rope: RopeTables
+) -> Attention | LatentAttention:
     """The attention block under `prefix`, with K and V heads or latent rows as the config says.
 
     columns: input size of q, k and v: the hidden size, or twice that for a draft, whose input is embedding and hidden
     state concatenated.
     """
     if config.latent is not None:
-        return _load_latent_attention(weights, config, config.latent, prefix, columns)
+        return _load_latent_attention(weights, config, config.latent, prefix, columns, rope)
     size = config.head_size
     q_rows, kv_rows = config.heads * size, config.kv_heads * size
     rows = (q_rows, kv_rows, kv_rows)
     qkv = weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, columns, config.attention_bias)
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
-    q_norm = k_norm = sink = None
+    norms = sink = None
     if config.qk_norm:
-        q_norm, k_norm = (weights.norm(f"{prefix}{name}_norm", size, config.rms_norm_eps) for name in "qk")
+        q_norm, k_norm = (weights.take(f"{prefix}{name}_norm.weight", size) for name in "qk")
+        norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
     if config.sinks:
         sink = weights.take_exact(f"{prefix}sinks", config.heads)
-    return Attention(qkv, out, config.heads + 2 * config.kv_heads, q_norm, k_norm, sink)
+    return Attention(qkv, out, config.heads + 2 * config.kv_heads, rope, norms, sink)
 
 
 def _load_latent_attention(
-    weights: Weights, config: ModelConfig, latent: LatentConfig, prefix: str, columns: int
+    weights: Weights, config: ModelConfig, latent: LatentConfig, prefix: str, columns: int, rope: RopeTables
 ) -> LatentAttention:
     """The latent attention block under `prefix`.  columns: as in load_attention."""
     hidden, heads, rank = config.hidden_size, config.heads, latent.q_rank
@@ -154,23 +159,30 @@ def _load_latent_attention(
         down=down,
         q_norm=q_norm,
         q=q,
-        kv_norm=weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank),
+        form=LatentForm(weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), NORM_EPS, latent.interleaved),
         k_up=k_up,
         v_up=v_up,
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads * latent.v_size, config.out_bias),
         row_size=row,
-        interleaved=latent.interleaved,
+        rope=rope,
     )
 
 
-def load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int) -> DecoderLayer:
-    """The layer under `prefix`.  layer: its index, which says whether it has experts."""
+def load_layer(
+    weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables, index: int | None = None
+) -> DecoderLayer:
+    """The layer under `prefix`.
+
+    layer: its number in the checkpoint, which says whether it has experts; index: its place in a pass, by default the
+    same.
+    """
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
     hidden, eps = config.hidden_size, config.rms_norm_eps
     attention = f"{prefix}self_attn."
     return DecoderLayer(
+        index=layer if index is None else index,
         attention_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
-        attention=load_attention(weights, config, attention, hidden),
+        attention=load_attention(weights, config, attention, hidden, rope),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=(
             weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias)

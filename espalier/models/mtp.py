@@ -14,19 +14,20 @@ from functools import cache, partial
 
 from torch import Tensor
 
+from espalier.attention import Pass
 from espalier.kernels.layers.embed_rows import DraftHidden
-from espalier.kernels.layers.rope import RopeAndNorm
-from espalier.models.base import Attend, CausalLM
+from espalier.models.base import CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, is_borrowed
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.layers.rope import RopeTables
+from espalier.models.layers.stream import Stream
 from espalier.models.loading import load_layer
 from espalier.models.mtp_config import MTPConfig
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
+from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
@@ -49,25 +50,12 @@ class MTPModule:
     hands_on_normed: bool
     has_experts: bool
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        parents: Tensor | None = None,
-        needed: Tensor | None = None,
-    ) -> DraftOutput:
-        shape = (tokens.shape[0], tokens.shape[1])
+    def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
-        rows = self.embed(tokens, positions, self.rope, DraftHidden(hidden, parents, *norms, normed_residual=False))
-        norm, rounding = self.layer.attention_norm, self.layer.attention_rounding
-        x, rows_of_layer = norm.rounded_after(None, self.project(rows.x), rounding)
-        live = rows.live if self.has_experts else None
-        x, delta = self.layer(x, rows_of_layer, RopeAndNorm(rows.cos, rows.sin), attend, 0, shape, live, needed)
-        x, normed = self.norm.after(delta, x)
-        out_shape = shape if needed is None else (shape[0], 1)
-        return handed_on(self, x.unflatten(0, out_shape), normed.unflatten(0, out_shape))
+        joined = self.embed(p, self.rope, DraftHidden(hidden, parents, *norms, normed_residual=False))
+        s = Stream(self.project(joined.given), joined.live)
+        self.layer(s, p)
+        return handed_on(self, *s.end(self.norm, p.out_shape))
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, hidden if self.hands_on_normed else self.norm(hidden))
@@ -133,7 +121,7 @@ def _load_module(
         embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, eps),
         hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, eps),
         project=_projection(weights, f"{prefix}{family.project}", family, hidden),
-        layer=load_layer(weights, layer, prefix, index),
+        layer=load_layer(weights, layer, prefix, index, rope, index=0),
         norm=weights.norm(f"{prefix}{family.norm}", hidden, eps),
         head=head_of(family.head.format(own)),
         hands_on_normed=family.hands_on_normed,

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from espalier.attention import Pass
 from espalier.errors import EspalierError
-from espalier.models.base import Attend, CausalLM
+from espalier.models.base import CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.eagle3 import Eagle3Draft, head_parts
 from espalier.models.eagle3_config import Eagle3Config
@@ -29,10 +30,9 @@ class PEagleDraft(Eagle3Draft):
         super().__post_init__()
         self.mask_hidden = self.fuse(self.mask_features)
 
-    def mask_rows(self, positions: Tensor, attend: Attend) -> DraftOutput:
-        """Run over mask rows at RoPE positions [B, Q]."""
-        tokens, parents = torch.full_like(positions, self.spec.mask_token), torch.zeros_like(positions)
-        return self(tokens, self.mask_hidden.expand(len(positions), -1, -1), positions, attend, parents)
+    def of_masks(self, p: Pass) -> DraftOutput:
+        """Run over a pass of mask tokens."""
+        return self(p, self.mask_hidden.expand(len(p.tokens), -1, -1), torch.zeros_like(p.tokens))
 
 
 def make_peagle(weights: Weights, config: Eagle3Config, target: CausalLM, position_rows: int) -> PEagleDraft:

@@ -12,14 +12,12 @@ one launch to the next.  `prefill` does the same work for a chain of known token
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from espalier.attention import Attention, CommittedLengths, GroupedBackend, Nodes, Prefix
-from espalier.attention.staged import Commit, StagedPass
-from espalier.cache.kv import PagedKV, StagedKV
+from espalier.attention import CommittedLengths, ModelCache, Nodes, Prefix
+from espalier.cache.kv import PagedKV
 from espalier.kernels.state.advance import NodeRows, advance
 from espalier.kernels.state.batch_state import chain, gather
 from espalier.kernels.tree.accept import Path, accept
@@ -39,19 +37,18 @@ from espalier.speculate.tree import Tree
 
 @dataclass(frozen=True)
 class ModelRunner:
-    """Everything that a launch runs on: layout, slot table, pages, staging, target, drafter, the target's attention.
+    """Everything that a launch runs on: layout, slot table, target, drafter.
 
+    cache: where the target's layers keep their rows.
     coupled_scores: whether the draft scores children with the noise that the target will draw with.  Without it fewer
     sampled tokens are accepted; False exists to measure how many.
     """
 
     layout: RoundLayout
     table: SlotTable
-    pages: PagedKV
-    staging: StagedKV
+    cache: ModelCache
     target: CausalLM
     drafter: Drafter
-    backend: GroupedBackend
     coupled_scores: bool = True
 
     def at(self, batch: int) -> "ModelRunner":
@@ -64,18 +61,22 @@ class ModelRunner:
         return self if layout is self.layout else replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
 
     @property
+    def pages(self) -> PagedKV:
+        return self.cache.pages
+
+    @property
     def captures_prefill(self) -> bool:
-        return self.backend.captures_prefill and self.drafter.captures_prefill
+        return self.cache.backend.captures_prefill and self.drafter.captures_prefill
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Called on the host before each launch.  lengths: the target's committed rows."""
-        self.backend.prepare(lengths)
+        self.cache.backend.prepare(lengths)
         self.drafter.prepare(lengths.longer(self.drafter.spec.root_rows))
 
-    def plan(self, slots: BatchState, nodes: Nodes) -> Attention:
-        """The target's attention for one pass: over the committed rows of each slot and over the new nodes."""
-        prefix = Prefix(slots.page_table, slots.prefix_len)
-        return self.backend.plan(self.pages, self.target.layer_specs, prefix, nodes)
+    @property
+    def reads_all_hidden(self) -> bool:
+        """Whether the draft reads the target's last hidden state, before or after the final norm, at every token."""
+        return self.drafter.spec.reads == "hidden" or self.target.config.num_layers in self.target.capture
 
     def node_slices(self, batch: int) -> list[slice]:
         """The nodes of each tree whose logits are computed at a time.  self: the runner for this batch (`at`)."""
@@ -164,11 +165,10 @@ def verify(proposed: Proposed) -> Verified:
     """Third stage: run the target over all nodes in one pass.  The nodes' K/V go to staging."""
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
-    plan = runner.plan(slots, Nodes(positions, positions, tree.ancestors))
-    num_nodes = runner.layout.num_draft_tokens
+    nodes = Nodes(positions, positions, tree.ancestors)
     # Void nodes have token -1: the model reads the embedding of their request's root in its place.
     tokens = void_padding(runner, tree.tokens, slots.real[:, None])
-    out = runner.target(tokens, positions, StagedPass(plan, runner.staging, num_nodes))
+    out = runner.target(runner.cache.begin(Prefix(slots.page_table, slots.prefix_len), nodes, tokens))
     fits = len(runner.node_slices(slots.batch)) == 1
     return Verified(proposed, out, runner.target.logits(out.hidden) if fits else None)
 
@@ -224,14 +224,19 @@ def prefill(
     rows = PieceRows.of(slots, length, width, pieces)
     runner.layout.require_chunk(rows.slots.batch, width)
     positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
-    kept = Commit(runner.pages, page_rows.flatten(), by_layer=pieces is not None)
-    plan = partial(runner.plan, rows.slots)
-    attend = StagedPass(plan(Nodes.chain(positions)), runner.staging, width, commit=kept, plan=plan)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
     last = rows.last_tokens
-    reads_all = prompt_rows is not None or runner.drafter.spec.reads == "hidden"
-    out = runner.target(void_padding(runner, tokens, exists), positions, attend, None if reads_all else last.row)
-    attend.end()
+    reads_all = prompt_rows is not None or runner.reads_all_hidden
+    p = runner.cache.begin(
+        Prefix(rows.slots.page_table, rows.slots.prefix_len),
+        Nodes.chain(positions),
+        void_padding(runner, tokens, exists),
+        page_rows=page_rows.flatten(),
+        by_layer=pieces is not None,
+        needed=None if reads_all else last.row,
+    )
+    out = runner.target(p)
+    p.commit()
     logprobs = None
     if prompt_rows is not None:
         logprobs = logprobs_of_prompt(runner, rows.slots, positions, out.hidden, prompt_rows)
@@ -278,7 +283,7 @@ def commit(runner: ModelRunner, slots: BatchState, path: Path, count_tokens: boo
     nodes = NodeRows(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None
-    runner.pages.commit(runner.staging, copies.source.flatten(), copies.destination.flatten())
+    runner.cache.commit(copies.source.flatten(), copies.destination.flatten())
 
 
 def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from espalier.attention import grouped_backend
+from espalier.attention import ModelCache, grouped_backend
 from espalier.cache.kv import PagedKV, StagedKV, bytes_per_token
 from espalier.cache.layer_spec import LayerSpec, stored_as
 from espalier.config import FP8_KV
@@ -165,10 +165,16 @@ def make_runner(
     backend = grouped_backend(attention, *setting, target_layers, exact_lengths=not overlap)
     scales = None if kv.target is None else kv_scales(target)
     pages = PagedKV(layout, num_pages, specs, len(target_layers), dtype, device, scales)
-    staging = StagedKV(specs, target_layers, layout.target_rows, dtype, device)
     # Draft rows 0 .. reentry-1 do not exist.
     exact, names = not overlap and layout.reentry <= 1, draft_attention or attention
     draft_backend = grouped_backend(names, *setting, draft_layers, layout.reentry > 0, exact)
-    drafter = make_drafter(algorithm, draft, layout, pages, draft_backend, specs)
+    cache, draft_cache = (
+        ModelCache(specs, layers, pages, StagedKV(specs, layers, rows, dtype, device), of_layers)
+        for layers, rows, of_layers in (
+            (target_layers, layout.target_rows, backend),
+            (draft_layers, layout.draft_rows, draft_backend),
+        )
+    )
+    drafter = make_drafter(algorithm, draft, layout, draft_cache)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
-    return ModelRunner(layout, table, pages, staging, target, drafter, backend)
+    return ModelRunner(layout, table, cache, target, drafter)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.models.layers.rope import RopeConfig
+from espalier.models.rope import RopeConfig
 
 CLEARANCE = 12.0
 # The distances over which the peak is checked.

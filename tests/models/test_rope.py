@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from espalier.kernels.layers.rope import rotate
 from espalier.models import load_target, read_config
-from espalier.models.layers.rope import RopeTables
+from espalier.models.rope import RopeTables
 from tests.builders import CONFIGS, make_target
 from tests.models.reference import load_reference, reference_logits
 from tests.models.test_families import relative

@@ -23,7 +23,7 @@ from espalier.models import CausalLM, DraftModel, DraftOutput, DraftSpec, ModelC
 from espalier.models.base import Attend
 from espalier.models.config import Raw, parse
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.rope import RopeTables
+from espalier.models.rope import RopeTables
 from espalier.models.loading import FAMILIES, layer_specs_of, load_layer
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights

@@ -14,7 +14,7 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config
-from espalier.models.layers.rope import RopeTables
+from espalier.models.rope import RopeTables
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import assemble
 from espalier.synthetic import checkpoint as foundry

@@ -18,7 +18,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.head_product import NUM_WARPS, head_product, multiply_head, require_head_product, takes
 from espalier.kernels.layers.norm import rms_norm_reference
 from espalier.kernels.layers.quantised import FP8_MAX
-from espalier.kernels.layers.rope import rotate, write_rows
+from espalier.kernels.layers.rope import Rotation, rotate, write_rows
 from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.state.kv_scales import KVScales, require_rows, rounded_values
@@ -31,16 +31,14 @@ HEADS_PER_PROGRAM = 16
 
 
 @dataclass(frozen=True)
-class LatentRopeAndNorm:
-    """cos, sin: [N, rotary], as in kernels/layers/rope.py:RopeAndNorm.  They rotate the last `rotary` values of a row.
+class LatentForm:
+    """The form of a layer's latent rows, whose last `rotary` values are rotated.
 
     norm: [size - rotary], weight of the latent's RMS norm, or None; eps: of the norm.
     interleaved: whether the input has the two values of a rotated pair side by side (2i and 2i + 1), as DeepSeek's
     weights do, and not half a row apart (i and i + rotary / 2).  The result always has them half a row apart.
     """
 
-    cos: Tensor
-    sin: Tensor
     norm: Tensor | None = None
     eps: float = 0.0
     interleaved: bool = False
@@ -50,7 +48,8 @@ def rotate_and_store_latent(
     q_rope: Tensor,
     q: Tensor,
     latent: Tensor,
-    rope_and_norm: LatentRopeAndNorm,
+    rotation: Rotation,
+    form: LatentForm,
     rows: Tensor,
     plane: Tensor,
     scales: KVScales | None = None,
@@ -60,7 +59,7 @@ def rotate_and_store_latent(
 
     q_rope may be a view of q.  scales: of an FP8 plane.  Raises EspalierError if sizes do not agree.
     """
-    rotary, size = rope_and_norm.cos.shape[1], plane.shape[2]
+    rotary, size = rotation.cos.shape[1], plane.shape[2]
     if q_rope.shape[2] != rotary or latent.shape[1:] != plane.shape[1:] or rotary % 2 or rotary > min(size, q.shape[2]):
         raise EspalierError(
             f"a latent layer needs one latent of {size} values per row, and queries with an even number of rotated "
@@ -68,7 +67,7 @@ def rotate_and_store_latent(
             f"{list(q_rope.shape)}, and cos and sin for {rotary} values"
         )
     implementation = rotate_and_store_latent_triton if q.is_cuda else rotate_and_store_latent_reference
-    implementation(q_rope, q, latent, rope_and_norm, rows, plane, scales)
+    implementation(q_rope, q, latent, rotation, form, rows, plane, scales)
 
 
 @kernel
@@ -208,13 +207,14 @@ def rotate_and_store_latent_triton(
     q_rope: Tensor,
     q: Tensor,
     latent: Tensor,
-    rope_and_norm: LatentRopeAndNorm,
+    rotation: Rotation,
+    form: LatentForm,
     rows: Tensor,
     plane: Tensor,
     scales: KVScales | None = None,
 ) -> None:
     """Tolerance: equal to the reference within one ulp of the dtype and a few of float32."""
-    arguments, constants, blocks = _rotation(q_rope, q, latent, rope_and_norm, rows, plane, scales)
+    arguments, constants, blocks = _rotation(q_rope, q, latent, rotation, form, rows, plane, scales)
     if len(q):
         _rotate_latent_kernel[len(q), blocks](*arguments, **constants, **pdl_arguments(chip(q)))
 
@@ -224,7 +224,8 @@ def write_latents(
     k_up: Tensor,
     q: Tensor,
     latent: Tensor,
-    rope_and_norm: LatentRopeAndNorm,
+    rotation: Rotation,
+    form: LatentForm,
     rows: Tensor,
     plane: Tensor,
     scales: KVScales | None = None,
@@ -238,10 +239,10 @@ def write_latents(
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]
     if takes(x):
-        write_latents_triton(x, k_up, q_rope, q, latent, rope_and_norm, rows, plane, scales)
+        write_latents_triton(x, k_up, q_rope, q, latent, rotation, form, rows, plane, scales)
     else:
         head_product(x, k_up, q[..., :rank])
-        rotate_and_store_latent(q_rope, q, latent, rope_and_norm, rows, plane, scales)
+        rotate_and_store_latent(q_rope, q, latent, rotation, form, rows, plane, scales)
 
 
 def write_latents_triton(
@@ -250,7 +251,8 @@ def write_latents_triton(
     q_rope: Tensor,
     q: Tensor,
     latent: Tensor,
-    rope_and_norm: LatentRopeAndNorm,
+    rotation: Rotation,
+    form: LatentForm,
     rows: Tensor,
     plane: Tensor,
     scales: KVScales | None = None,
@@ -260,7 +262,7 @@ def write_latents_triton(
     The bits are those of head_product_triton and rotate_and_store_latent_triton, and so are the errors.
     """
     num_blocks, sizes = require_head_product(x, k_up, q[..., : k_up.shape[2]])
-    arguments, constants, blocks = _rotation(q_rope, q, latent, rope_and_norm, rows, plane, scales)
+    arguments, constants, blocks = _rotation(q_rope, q, latent, rotation, form, rows, plane, scales)
     num_product = num_blocks * x.shape[1]
     _write_latents_kernel[(num_product + len(q) * blocks,)](
         *(x, k_up, len(x), x.shape[2], num_product, *x.stride()[:2], *k_up.stride()),
@@ -275,7 +277,8 @@ def _rotation(
     q_rope: Tensor,
     q: Tensor,
     latent: Tensor,
-    rope_and_norm: LatentRopeAndNorm,
+    rotation: Rotation,
+    form: LatentForm,
     rows: Tensor,
     plane: Tensor,
     scales: KVScales | None,
@@ -289,28 +292,28 @@ def _rotation(
     require_rows("latent rope: plane", plane, (-1, 1, size), scales, q)
     require("latent rope: rows", rows, (count,), torch.int64, plane)
     for name in ("cos", "sin"):
-        require(f"latent rope: {name}", getattr(rope_and_norm, name), (count, rotary), exact, plane)
-    norm = rope_and_norm.norm
+        require(f"latent rope: {name}", getattr(rotation, name), (count, rotary), exact, plane)
+    norm = form.norm
     if norm is not None:
         require("latent rope: norm", norm, (size - rotary,), None, plane)
-    read = (q_rope, q, latent, rope_and_norm.cos, rope_and_norm.sin, plane, *(() if norm is None else (norm,)))
+    read = (q_rope, q, latent, rotation.cos, rotation.sin, plane, *(() if norm is None else (norm,)))
     if any(tensor.stride(-1) != 1 and tensor.shape[-1] > 1 for tensor in read):
         raise EspalierError("latent rope needs tensors with a contiguous last dimension: pass them contiguous")
     block_h = min(HEADS_PER_PROGRAM, power_of_two(heads))
     arguments = (
-        *(q_rope, q, latent, rope_and_norm.cos, rope_and_norm.sin, rope_and_norm.cos if norm is None else norm),
+        *(q_rope, q, latent, rotation.cos, rotation.sin, rotation.cos if norm is None else norm),
         *(rows, plane, None if scales is None else scales.k),
         *(*q_rope.stride()[:2], *q.stride()[:2], latent.stride(0)),
-        *(rope_and_norm.cos.stride(0), rope_and_norm.sin.stride(0), rows.stride(0), plane.stride(0)),
+        *(rotation.cos.stride(0), rotation.sin.stride(0), rows.stride(0), plane.stride(0)),
     )
     constants = {
         # constexpr: as a run-time argument eps would be rounded to float32.
-        "EPS": rope_and_norm.eps,
+        "EPS": form.eps,
         "HEADS": heads,
         "RANK": size - rotary,
         "ROTARY": rotary,
         "Q_AT": q.shape[2] - rotary,
-        "INTERLEAVED": rope_and_norm.interleaved,
+        "INTERLEAVED": form.interleaved,
         "NORM": norm is not None,
         "EXACT": exact_type(q.dtype),
         "MOST": FP8_MAX,
@@ -326,23 +329,24 @@ def rotate_and_store_latent_reference(
     q_rope: Tensor,
     q: Tensor,
     latent: Tensor,
-    rope_and_norm: LatentRopeAndNorm,
+    rotation: Rotation,
+    form: LatentForm,
     rows: Tensor,
     plane: Tensor,
     scales: KVScales | None = None,
 ) -> None:
-    rotary = rope_and_norm.cos.shape[1]
+    rotary = rotation.cos.shape[1]
     rank = latent.shape[2] - rotary
     latent_part = latent[..., :rank]
-    if rope_and_norm.norm is not None:
-        latent_part = rms_norm_reference(latent_part, rope_and_norm.norm, rope_and_norm.eps)
-    row = torch.cat((latent_part, _rotated(latent[..., rank:], rope_and_norm)), -1)
+    if form.norm is not None:
+        latent_part = rms_norm_reference(latent_part, form.norm, form.eps)
+    row = torch.cat((latent_part, _rotated(latent[..., rank:], rotation, form)), -1)
     write_rows((plane,), rows, (row,), scales)
-    q[..., q.shape[2] - rotary :] = _rotated(q_rope, rope_and_norm)
+    q[..., q.shape[2] - rotary :] = _rotated(q_rope, rotation, form)
 
 
-def _rotated(values: Tensor, rope_and_norm: LatentRopeAndNorm) -> Tensor:
+def _rotated(values: Tensor, rotation: Rotation, form: LatentForm) -> Tensor:
     """values [N, heads, rotary], rotated."""
-    if rope_and_norm.interleaved:
+    if form.interleaved:
         values = values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return rotate(values, rope_and_norm.cos[:, None], rope_and_norm.sin[:, None])
+    return rotate(values, *rotation)

@@ -7,9 +7,7 @@ takes BLOCK_H heads of one row, so the heads of a single row spread over many SM
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,30 +30,26 @@ HEADS_PER_BLOCK = 2
 BLOCKS_PER_PROGRAM = 4
 
 
-@dataclass(frozen=True)
-class RopeAndNorm:
-    """cos, sin: [N, rotary] for the rows' positions, float32 (float64 for float64); the first half of sin is negated.
-    The first `rotary` values of a head are rotated, the others stay.
-
-    q_norm, k_norm: [size], weights of the RMS norm that some model families apply to each head before RoPE; both or
-    none.  eps: of these norms.
-    """
+class Rotation(NamedTuple):
+    """cos, sin: [N, rotary] for the positions of N rows, float32 (float64 for float64); the first half of sin is
+    negated.  The first `rotary` values of a head are rotated, the others stay."""
 
     cos: Tensor
     sin: Tensor
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
-    eps: float = 0.0
 
-    @cached_property
-    def by_head(self) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, 1, rotary].  Made once a pass for layers without head norms, which share this object."""
-        return self.cos[:, None], self.sin[:, None]
+
+class HeadNorms(NamedTuple):
+    """q, k: [size], weights of the RMS norm that some families apply to each head before RoPE; eps: of both."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
 
 
 def rotate_and_store(
     qkv: Tensor,
-    rope_and_norm: RopeAndNorm,
+    rotation: Rotation,
+    norms: HeadNorms | None,
     rows: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
@@ -70,7 +64,7 @@ def rotate_and_store(
     Returns q [N, heads, size], k and v [N, kv_heads, size].  On a GPU, a qkv without splits is overwritten.
     """
     implementation = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
-    return implementation(qkv, rope_and_norm, rows, k_buffer, v_buffer, scales)
+    return implementation(qkv, rotation, norms, rows, k_buffer, v_buffer, scales)
 
 
 @kernel
@@ -167,7 +161,8 @@ def _rotate_kernel(
 
 def rotate_and_store_triton(
     qkv: Tensor,
-    rope_and_norm: RopeAndNorm,
+    rotation: Rotation,
+    norms: HeadNorms | None,
     rows: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
@@ -183,20 +178,19 @@ def rotate_and_store_triton(
     dtype = k_buffer.dtype if scales is None else scales.dtype
     out = qkv if in_place else torch.empty(qkv.shape[1:], dtype=dtype, device=qkv.device)
     require("rope: qkv's partial sums", parts, (-1, -1, -1, -1), qkv.dtype if in_place else torch.float32, k_buffer)
-    _check(parts, out, rope_and_norm, rows, k_buffer, v_buffer, scales)
+    _check(parts, out, rotation, norms, rows, k_buffer, v_buffer, scales)
     count, num_heads, size = out.shape
     kv_heads = k_buffer.shape[1]
-    heads, rotary = num_heads - 2 * kv_heads, rope_and_norm.cos.shape[1]
-    q_norm, k_norm = (
-        rope_and_norm.cos if norm is None else norm for norm in (rope_and_norm.q_norm, rope_and_norm.k_norm)
-    )
+    heads, rotary = num_heads - 2 * kv_heads, rotation.cos.shape[1]
+    # Without norms the kernel gets another pointer, which it does not read.
+    q_norm, k_norm, eps = HeadNorms(rotation.cos, rotation.cos, 0.0) if norms is None else norms
     blocks = BLOCKS_PER_PROGRAM if oversubscribed(count * -(-num_heads // HEADS_PER_BLOCK), chip(qkv)) else 1
     if count:
         _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_PER_BLOCK)))](
             parts,
             out,
-            rope_and_norm.cos,
-            rope_and_norm.sin,
+            rotation.cos,
+            rotation.sin,
             q_norm,
             k_norm,
             rows,
@@ -205,20 +199,20 @@ def rotate_and_store_triton(
             *((None, None) if scales is None else (scales.k, scales.v)),
             *parts.stride()[:3],
             *out.stride()[:2],
-            rope_and_norm.cos.stride(0),
-            rope_and_norm.sin.stride(0),
+            rotation.cos.stride(0),
+            rotation.sin.stride(0),
             rows.stride(0),
             *k_buffer.stride()[:2],
             *v_buffer.stride()[:2],
             # constexpr: as a run-time argument eps would be rounded to float32.
-            EPS=rope_and_norm.eps,
+            EPS=eps,
             HEADS=heads,
             KV_HEADS=kv_heads,
             SIZE=size,
             ROTARY=rotary,
             SPLITS=len(parts),
             IN_PLACE=in_place,
-            NORMS=rope_and_norm.q_norm is not None,
+            NORMS=norms is not None,
             EXACT=exact_type(out.dtype),
             MOST=FP8_MAX,
             BLOCK_H=blocks * HEADS_PER_BLOCK,
@@ -236,44 +230,31 @@ def rotate_and_store_triton(
 def _check(
     parts: Tensor,
     qkv: Tensor,
-    rope_and_norm: RopeAndNorm,
+    rotation: Rotation,
+    norms: HeadNorms | None,
     rows: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
     scales: KVScales | None,
 ) -> None:
     count, _, size = qkv.shape
-    kv_heads, rotary = k_buffer.shape[1], rope_and_norm.cos.shape[1]
+    kv_heads, rotary = k_buffer.shape[1], rotation.cos.shape[1]
     exact = torch.promote_types(qkv.dtype, torch.float32)
     for name in ("cos", "sin"):
-        require(f"rope: {name}", getattr(rope_and_norm, name), (count, rotary), exact, qkv)
+        require(f"rope: {name}", getattr(rotation, name), (count, rotary), exact, qkv)
     require("rope: rows", rows, (count,), torch.int64, qkv)
     require_rows("rope: k_buffer", k_buffer, (-1, kv_heads, size), scales, qkv)
     require_rows("rope: v_buffer", v_buffer, (-1, kv_heads, size), scales, qkv)
-    for name, norm in (("q_norm", rope_and_norm.q_norm), ("k_norm", rope_and_norm.k_norm)):
-        if norm is not None:
-            require(f"rope: {name}", norm, (size,), None, qkv)
-    if (
-        (rope_and_norm.q_norm is None) != (rope_and_norm.k_norm is None)
-        or rotary % 2
-        or rotary > size
-        or qkv.shape[1] < 2 * kv_heads
-    ):
+    of_heads = () if norms is None else norms[:2]
+    for name, norm in zip(("q_norm", "k_norm"), of_heads, strict=False):
+        require(f"rope: {name}", norm, (size,), None, qkv)
+    if rotary % 2 or rotary > size or qkv.shape[1] < 2 * kv_heads:
         raise EspalierError(
             f"rope: got qkv {list(qkv.shape)}, {kv_heads} KV heads and {rotary} values per head to rotate: it needs "
-            "K and V of each KV head, an even number of rotated values within the head, and both head norms or none"
+            "K and V of each KV head, and an even number of rotated values within the head"
         )
-    for tensor in (
-        parts,
-        qkv,
-        rope_and_norm.cos,
-        rope_and_norm.sin,
-        k_buffer,
-        v_buffer,
-        rope_and_norm.q_norm,
-        rope_and_norm.k_norm,
-    ):
-        if tensor is not None and tensor.stride(-1) != 1:
+    for tensor in (parts, qkv, *rotation, k_buffer, v_buffer, *of_heads):
+        if tensor.stride(-1) != 1:
             raise EspalierError(
                 f"rope: a tensor {list(tensor.shape)} with strides {tensor.stride()} is not contiguous in its last "
                 "dimension: pass it contiguous"
@@ -282,7 +263,8 @@ def _check(
 
 def rotate_and_store_reference(
     qkv: Tensor,
-    rope_and_norm: RopeAndNorm,
+    rotation: Rotation,
+    norms: HeadNorms | None,
     rows: Tensor,
     k_buffer: Tensor,
     v_buffer: Tensor,
@@ -293,7 +275,7 @@ def rotate_and_store_reference(
         qkv = sum_parts_reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
     qk_heads = qkv.shape[1] - k_buffer.shape[1]
     heads = qk_heads - k_buffer.shape[1]
-    rotated = rotate(_normed(qkv[:, :qk_heads], heads, rope_and_norm), *rope_and_norm.by_head)
+    rotated = rotate(_normed(qkv[:, :qk_heads], heads, norms), *rotation)
     q, k, v = rotated[:, :heads], rotated[:, heads:], qkv[:, qk_heads:]
     write_rows((k_buffer, v_buffer), rows, (k, v), scales)
     return q, k, v
@@ -309,26 +291,23 @@ def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor],
         plane.view(torch.uint8).index_copy_(0, rows, rounded(value, scale).view(torch.uint8))
 
 
-def _normed(qk: Tensor, heads: int, rope_and_norm: RopeAndNorm) -> Tensor:
+def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
     """The Q and K heads, each normed if the model has head norms."""
-    if rope_and_norm.q_norm is None or rope_and_norm.k_norm is None:
+    if norms is None:
         return qk
-    q, k = qk[:, :heads], qk[:, heads:]
-    return torch.cat(
-        (
-            rms_norm_reference(q, rope_and_norm.q_norm, rope_and_norm.eps),
-            rms_norm_reference(k, rope_and_norm.k_norm, rope_and_norm.eps),
-        ),
-        1,
+    q, k = (
+        rms_norm_reference(part, weight, norms.eps)
+        for part, weight in zip((qk[:, :heads], qk[:, heads:]), norms[:2], strict=True)
     )
+    return torch.cat((q, k), 1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [N, heads, size] with the first `rotary` values of each head rotated, in x's dtype.
 
-    cos, sin: [N, 1, rotary], see RopeAndNorm.
+    cos, sin: [N, rotary], see Rotation.
     """
-    rotary = cos.shape[-1]
+    rotary, cos, sin = cos.shape[-1], cos[:, None], sin[:, None]
     values = x if rotary == x.shape[-1] else x[..., :rotary]
     rotated = torch.addcmul(values * cos, values.roll(rotary // 2, -1), sin).to(x.dtype)
     return rotated if values is x else torch.cat((rotated, x[..., rotary:]), -1)

@@ -1,62 +1,49 @@
-"""The attention block of layers that keep K and V heads: the merged qkv projection and the output projection.
-
-All work between the two (norms, RoPE, the write of K and V, attention) is done by the caller's `attend`
-(espalier/models/base.py).
-"""
-
-from dataclasses import replace
+"""The attention block of layers that keep K and V heads: the merged qkv projection and the output projection."""
 
 from torch import Tensor
 
-from espalier.attention.staged import HeadProjections
+from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
-from espalier.kernels.layers.rope import RopeAndNorm
-from espalier.models.base import Attend
+from espalier.kernels.layers.rope import HeadNorms
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.rope import RopeTables
 
 
 class Attention:
     """qkv: stacked weights of q, k and v, [num_heads·head_size, in]; num_heads: heads + 2·kv_heads.
 
-    q_norm, k_norm: both, or None for both.  sink: as espalier/attention/base.py:Attention.attend takes it.
+    norms: of q and k heads; None: these are not normed.  sink: as espalier/attention/base.py:Attention.attend takes it.
     """
 
-    __slots__ = ("qkv", "out", "q_norm", "k_norm", "num_heads", "sink")
+    __slots__ = ("qkv", "out", "num_heads", "rope", "norms", "sink")
 
     def __init__(
         self,
         qkv: Linear,
         out: Linear,
         num_heads: int,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
+        rope: RopeTables,
+        norms: HeadNorms | None = None,
         sink: Tensor | None = None,
     ) -> None:
         self.qkv = qkv
         self.out = out
-        self.q_norm = q_norm
-        self.k_norm = k_norm
         self.num_heads = num_heads
+        self.rope = rope
+        self.norms = norms
         self.sink = sink
 
-    @property
-    def reads(self) -> Linear:
-        """The layer that reads the block's input."""
-        return self.qkv
+    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+        """As espalier/models/layers/stream.py:Reader."""
+        return self.qkv.read(norm, delta, x)
 
-    def __call__(
-        self, x: Rows, rope_and_norm: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]
-    ) -> Tensor:
-        """x [B·Q, in] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them.
+    def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
+        """Write K and V of rows [N, in].  Returns the queries as Pass.write does."""
+        qkv = self.qkv.in_parts(rows)
+        heads = qkv.view(*qkv.shape[:-1], self.num_heads, qkv.shape[-1] // self.num_heads)
+        return p.write(layer, heads, p.rotation(self.rope), self.norms)
 
-        rope_and_norm: cos and sin of the rows; shape: (B, Q), the shape of the rows for `attend`.
-        """
-        if self.q_norm is not None and self.k_norm is not None:
-            rope_and_norm = replace(
-                rope_and_norm, q_norm=self.q_norm.weight, k_norm=self.k_norm.weight, eps=self.q_norm.eps
-            )
-        qkv = self.qkv.in_parts(x)
-        qkv = qkv.view(*qkv.shape[:-2], *shape, self.num_heads, qkv.shape[-1] // self.num_heads)
-        attended = attend(layer, HeadProjections(qkv, rope_and_norm, self.sink))
+    def project(self, attended: Tensor) -> Tensor:
+        """[B, Q, heads, size] -> [B · Q, hidden], or parts of it as RMSNorm.after takes them."""
         return self.out.in_parts(attended.reshape(-1, self.out.shape[1]))

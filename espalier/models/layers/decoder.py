@@ -1,19 +1,18 @@
 """The decoder of all families: embedding, layers of attention and MLP (gated, or a mixture), final norm, head.
 
-Rows of a batch are flat, [B·Q, hidden]: two-dimensional matrix products are cheapest, and only `attend` needs to know
+Rows of a batch are flat, [B·Q, hidden]: two-dimensional matrix products are cheapest, and only attention needs to know
 which row belongs to which request.
 """
 
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from espalier.attention import Pass
 from espalier.cache.layer_spec import LayerSpec
-from espalier.kernels.layers.quantised import InputScales, Rows
-from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.kernels.state.kv_scales import KVScales
-from espalier.models.base import Attend, ModelOutput
+from espalier.models.base import Layer, ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
@@ -22,75 +21,51 @@ from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.layers.rope import RopeTables
-
-
-def rounding_of(block: object) -> InputScales | None:
-    """How `block.reads`, the one layer that reads the block's input, rounds it.
-
-    None for a block without `reads`, such as one of another family's own file: it takes the norm as a tensor.
-    """
-    reads: Linear | None = getattr(block, "reads", None)
-    return None if reads is None else reads.rounding
-
-
-def needed_rows(x: Tensor, shape: tuple[int, int], needed: Tensor) -> Tensor:
-    """Of x [B·Q, ...], the row `needed` [B] of each request: [B, ...].  shape: (B, Q)."""
-    return x[torch.arange(shape[0], device=x.device) * shape[1] + needed]
+from espalier.models.layers.stream import Stream
+from espalier.models.rope import RopeTables
 
 
 class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
-    The output of a block is not added to x at once: the next norm adds it, in the same pass over the row.
-    attention_rounding, mlp_rounding: how the norms round for the blocks that the layer is made with.  What replaces a
-    block later takes the same inputs.
+    index: the layer's place in the pass, from 0.
+    attention_norm: None for the first layer of a draft head, whose input the embedding makes.
+    post_attention_norm, post_mlp_norm: of a block's output, before it is added; None: it is added as it is.
     """
 
-    __slots__ = ("attention_norm", "attention", "mlp_norm", "mlp", "attention_rounding", "mlp_rounding")
+    __slots__ = (
+        *("index", "attention_norm", "attention", "mlp_norm", "mlp"),
+        *("post_attention_norm", "post_mlp_norm"),
+    )
 
     def __init__(
         self,
-        attention_norm: RMSNorm,
+        index: int,
+        attention_norm: RMSNorm | None,
         attention: Attention | LatentAttention,
         mlp_norm: RMSNorm,
         mlp: GatedMLP | MixtureMLP,
+        post_attention_norm: RMSNorm | None = None,
+        post_mlp_norm: RMSNorm | None = None,
     ) -> None:
+        self.index = index
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
         self.mlp = mlp
-        self.attention_rounding, self.mlp_rounding = rounding_of(attention), rounding_of(mlp)
+        self.post_attention_norm = post_attention_norm
+        self.post_mlp_norm = post_mlp_norm
 
-    def __call__(
-        self,
-        x: Tensor,
-        normed: Rows,
-        rope_and_norm: RopeAndNorm,
-        attend: Attend,
-        layer: int,
-        shape: tuple[int, int],
-        live: Tensor | None = None,
-        needed: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """x [B·Q, H] and normed = attention_norm(x) -> (x after attention, the MLP's output to be added to it).
-
-        live: [B·Q] bool, the rows that go to experts; None: all.
-        needed: [B], of each request's Q rows the one that is returned; None: all are.
-        Does not write to the x that it gets, because x may have been captured.
-        """
-        if needed is not None:
-            attend, x = partial(attend, needed=needed), needed_rows(x, shape, needed)
-            live = None if live is None else needed_rows(live, shape, needed)
-        delta = self.attention(normed, rope_and_norm, attend, layer, shape)
-        if isinstance(self.mlp, MixtureMLP):
-            return self.mlp.after(self.mlp_norm, delta, x, live)
-        x, normed = self.mlp_norm.rounded_after(delta, x, self.mlp_rounding)
-        return x, self.mlp(normed, live)
+    def __call__(self, s: Stream, p: Pass) -> None:
+        q = self.attention.write(self.index, s.normed(self.attention_norm, self.attention), p)
+        s.keep(p.kept(self.index))
+        attended = p.attend(self.index, q, self.attention.sink)
+        s.add(self.attention.project(attended), self.post_attention_norm)
+        s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm)
 
 
 class Decoder:
-    """A CausalLM (espalier/models/base.py) made of `DecoderLayer`s."""
+    """A CausalLM (espalier/models/base.py).  layers: of `DecoderLayer`, or of a family's own."""
 
     def __init__(
         self,
@@ -99,7 +74,7 @@ class Decoder:
         capture: tuple[int, ...],
         rope: RopeTables,
         embed: Embedding,
-        layers: list[DecoderLayer],
+        layers: Sequence[Layer],
         norm: RMSNorm,
         head: Linear,
         kv_scales: tuple[KVScales | None, ...],
@@ -114,29 +89,21 @@ class Decoder:
         self.head = head
         self.kv_scales = kv_scales
 
-    def __call__(self, tokens: Tensor, positions: Tensor, attend: Attend, needed: Tensor | None = None) -> ModelOutput:
-        shape = (tokens.shape[0], tokens.shape[1])
-        rows = self.embed(tokens, positions, self.rope)
-        rope_and_norm = RopeAndNorm(rows.cos, rows.sin)
-        # Nothing reads the output of void nodes and of padding, so they go to no expert.
-        live = None if self.config.experts is None else rows.live
-        x, delta = rows.x, None
-        inputs: dict[int, Tensor] = {}
-        # What is captured is read at every row.
-        of_last = None if len(self.layers) in self.capture else needed
-        for layer, block in enumerate(self.layers):
-            x, normed = block.attention_norm.rounded_after(delta, x, block.attention_rounding)
-            if layer in self.capture:
-                inputs[layer] = x
-            of_layer = of_last if block is self.layers[-1] else None
-            x, delta = block(x, normed, rope_and_norm, attend, layer, shape, live, of_layer)
-        x, hidden = self.norm.after(delta, x)
-        inputs[len(self.layers)] = x
-        captured = tuple(inputs[i].unflatten(0, shape) for i in self.capture)
-        if needed is not None:
-            hidden = needed_rows(hidden, shape, needed) if of_last is None else hidden
-            shape = (shape[0], 1)
-        return ModelOutput(hidden=hidden.unflatten(0, shape), inputs=captured)
+    def __call__(self, p: Pass) -> ModelOutput:
+        s = self.embed(p, self.rope)
+        for i, layer in enumerate(self.layers):
+            if i in self.capture:
+                s.capture(i)
+            layer(s, p)
+        x, hidden = s.end(self.norm, p.out_shape)
+        inputs = {i: rows.unflatten(0, p.tokens.shape) for i, rows in s.inputs.items()} | {len(self.layers): x}
+        return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+        return capped(self.head(hidden), self.config.logit_cap)
+
+
+def capped(logits: Tensor, cap: float | None, scale: float = 1.0) -> Tensor:
+    """Logits times `scale`, bounded to ±cap; None: not bounded."""
+    logits = logits if scale == 1 else logits * scale
+    return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,24 +1,31 @@
-"""The token embedding.  The same launch also looks up cos and sin of the rows' positions."""
+"""The token embedding, with which a stream begins.  The same launch looks up cos and sin of the rows' positions."""
 
 from torch import Tensor
 
-from espalier.kernels.layers.embed_rows import DraftHidden, EmbeddedRows, EmbeddingTables, embed_rows
-from espalier.models.layers.rope import RopeTables
+from espalier.attention import Pass
+from espalier.kernels.layers.embed_rows import DraftHidden, EmbeddingTables, embed_rows
+from espalier.kernels.layers.rope import Rotation
+from espalier.models.layers.stream import Stream
+from espalier.models.rope import RopeTables
 
 
 class Embedding:
-    """weight [vocab, hidden]."""
+    """weight [vocab, hidden]; scale: factor of every embedding, a number that the model's dtype holds."""
 
-    __slots__ = ("weight",)
+    __slots__ = ("weight", "scale")
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, scale: float = 1.0) -> None:
         self.weight = weight
+        self.scale = scale
 
-    def __call__(
-        self, tokens: Tensor, positions: Tensor, rope: RopeTables, beside: DraftHidden | None = None
-    ) -> EmbeddedRows:
-        """The embedded rows of tokens [B, Q] int64 with cos and sin of positions [B, Q] int64.
+    def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
+        """The stream of the pass's B · Q rows.  rope: the one that most layers use.
 
-        beside: for a draft, the hidden states that are concatenated to the embeddings.
+        beside: for a draft, the hidden states that are concatenated to the embeddings; then the stream begins with
+        them, and `given` holds both, normed: [B · Q, 2 · hidden].
         """
-        return embed_rows(tokens, positions, EmbeddingTables(self.weight, rope.cos, rope.sin), beside)
+        rows = embed_rows(p.tokens, p.positions, EmbeddingTables(self.weight, rope.cos, rope.sin), beside)
+        p.looked_up(rope, Rotation(rows.cos, rows.sin))
+        if beside is not None:
+            return Stream(rows.residual, rows.live, rows.x)
+        return Stream(rows.x if self.scale == 1 else rows.x * self.scale, rows.live)

@@ -4,6 +4,8 @@ Routing (espalier/kernels/layers/routing.py) and the product with the experts (e
 one operation each.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +25,14 @@ from espalier.models.layers.norm import RMSNorm
 # For few rows: a router has few outputs, so it is split along its inputs, and `route` adds the parts.  A single part
 # would be rounded to x's dtype.  Above, PyTorch's product is faster.
 ROUTER_PLAN, ROUTER_MAX_ROWS = TritonPlan(block_out=32, block_in=128, splits=8, warps=4, stages=2), 64
+
+
+class RoutedRows(NamedTuple):
+    """x: [N, hidden], the rows; of_experts: as the routed experts take them; logits: as `route` takes them."""
+
+    x: Tensor
+    of_experts: Rows
+    logits: Tensor
 
 
 class MixtureMLP:
@@ -66,33 +76,31 @@ class MixtureMLP:
         if shared is not None and shared_gate is None and biases is None and activation == SILU:
             self.shared_tiles = _as_tiles(shared, gate_up, down)
 
-    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
-        """[N, hidden] -> [parts, N, hidden], float32 at least, as RMSNorm.after takes them.
-
-        live: [N] bool; other rows go to no expert.  None: all rows are live.
-        """
-        return self._mixed(x, x, router_logits(x, self.router), live)
-
-    def after(
-        self, norm: RMSNorm, delta: Tensor, residual: Tensor, live: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(residual + delta, the block's parts for the norm of that sum), as `norm.after` and then a call give them.
+    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, RoutedRows]:
+        """As espalier/models/layers/stream.py:Reader.
 
         For a few rows the norm and the router are one launch.  The launch that norms also rounds what experts take
         rounded.
         """
-        rounding = rounding_in_norm(self.gate_up, residual)
-        if norm_router.takes(residual):
-            total, x, rows, logits = norm_router.norm_router_triton(
-                delta, residual, norm.weight, norm.eps, self.router, rounding
-            )
-        else:
-            total, x, rows = norm.both_after(delta, residual, rounding)
-            logits = router_logits(x, self.router)
-        return total, self._mixed(x, rows, logits, live)
+        rounding = rounding_in_norm(self.gate_up, x)
+        if norm_router.takes(x):
+            total, *routed = norm_router.norm_router_triton(delta, x, norm.weight, norm.eps, self.router, rounding)
+            return total, RoutedRows(*routed)
+        total, normed, rounded = norm.both_after(delta, x, rounding)
+        return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
+
+    def routed(self, x: Tensor) -> RoutedRows:
+        """Rows [N, hidden] that are normed already, with their router's logits."""
+        return RoutedRows(x, x, router_logits(x, self.router))
+
+    def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor:
+        """[N, hidden] -> [parts, N, hidden], float32 at least, as RMSNorm.after takes them.
+
+        live: [N] bool; other rows go to no expert.  None: all rows are live.
+        """
+        return self._mixed(*routed, live)
 
     def _mixed(self, x: Tensor, of_experts: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
-        """of_experts: x, as the routed experts take it."""
         ids, weights = route(logits, self.bias, self.routing)
         if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(

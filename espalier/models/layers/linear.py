@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
+from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import Weight
 
 
@@ -35,6 +36,10 @@ class Linear:
     def rounding(self) -> InputScales | None:
         """How a norm must round the inputs of this layer that it gives as RoundedRows; None: it gives a tensor."""
         return self.weight.rounding
+
+    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+        """As espalier/models/layers/stream.py:Reader."""
+        return norm.rounded_after(delta, x, self.weight.rounding)
 
     def __call__(self, x: Rows) -> Tensor:
         """x [..., in] -> a new tensor [..., out]."""

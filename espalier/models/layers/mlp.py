@@ -4,6 +4,7 @@ from torch import Tensor
 
 from espalier.kernels.layers.quantised import Rows
 from espalier.models.layers.linear import Linear
+from espalier.models.layers.norm import RMSNorm
 
 
 class GatedMLP:
@@ -15,10 +16,9 @@ class GatedMLP:
         self.gate_up = gate_up
         self.down = down
 
-    @property
-    def reads(self) -> Linear:
-        """The layer that reads the block's input."""
-        return self.gate_up
+    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+        """As espalier/models/layers/stream.py:Reader."""
+        return self.gate_up.read(norm, delta, x)
 
     def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them.

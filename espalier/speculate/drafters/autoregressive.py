@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from espalier.attention import CommittedLengths, Nodes
-from espalier.attention.staged import Commit, StagedPass
 from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.state.batch_state import Chain, carried, carry, chain
 from espalier.kernels.tree.select_beams import SelectedBeams, select_beams
@@ -59,7 +58,7 @@ class TreeRows:
 
 class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     def allocate(self) -> None:
-        layout, device = self.layout, self.pages.device
+        layout, device = self.layout, self.device
         self.feeds = feeds_of(self.spec.form)
         # The depth of each draft row of a tree, behind as many rows of depth 0.
         self.depths = torch.arange(layout.topk + layout.beam_rows, device=device) // layout.topk
@@ -121,14 +120,21 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         first = 0 if level <= self.spec.modules else self.layout.beams_above(level - 1)
         feed, bits = self._tree_feed(out, rows, level)
         nodes = Nodes(rows.positions[:, first:end], rows.positions[:, :end], bits)
-        plan = self.plan(rows.modules[module - 1].prefix, nodes)
-        attend = StagedPass(plan, self.staging, self.layout.beam_rows, first, self._first_layer(module))
         tokens = rows.tokens[:, first:end]
         if self.draft.has_experts:
             tokens = tokens.masked_fill(~rows.slots.real[:, None], VOID)
         # Module 1's positions are there already: no launch a level.
         rope = rows.above[:, first:end] if module == 1 else rope_positions(nodes.positions, module)
-        return self._module(level)(tokens, feed[0], rope, attend, feed[1])
+        p = self.cache.begin(
+            rows.modules[module - 1].prefix,
+            nodes,
+            tokens,
+            rope,
+            width=self.layout.beam_rows,
+            at=first,
+            layers=self._layers(module),
+        )
+        return self._module(level)(p, *feed)
 
     def _tree_feed(self, out: DraftOutput, rows: TreeRows, level: int) -> tuple[Feed, Tensor]:
         """What feeds the beams of a pass, and their ancestor bits."""
@@ -179,26 +185,33 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
     ) -> Tensor:
         """Run one module over the new tokens, in as many rows for each request as there are features.
 
-        Returns its output [B, W, H], row i for token prefix_len + 1 + i of `rows.slots`; with `needed`, as DraftModule.
+        Returns its output [B, W, H], row i for token prefix_len + 1 + i of `rows.slots`; with `needed`, as Pass.
         """
         hidden, parents = feed
         width = hidden.shape[1] if parents is None else parents.shape[1]
         length = rows.length(length)
         positions, tokens, page_rows = extend_rows(rows.slots, length, width)
-        # Modules fill different rows, so each commits its own.
-        commit = Commit(self.pages, page_rows.flatten(), by_layer=is_split or self.spec.modules > 1)
-        plan = partial(self.plan, rows.prefix)
-        attend = StagedPass(
-            plan(Nodes.chain(positions)), self.staging, width, 0, self._first_layer(module), commit, plan
-        )
         if self.draft.has_experts:
             tokens = tokens.masked_fill(positions > rows.slots.prefix_len[:, None] + length[:, None], VOID)
-        out = self.draft.modules[module - 1](tokens, hidden, rope_positions(positions, module), attend, parents, needed)
-        attend.end()
+        p = self.cache.begin(
+            rows.prefix,
+            Nodes.chain(positions),
+            tokens,
+            rope_positions(positions, module),
+            layers=self._layers(module),
+            page_rows=page_rows.flatten(),
+            # Modules fill different rows, so each commits its own.
+            by_layer=is_split or self.spec.modules > 1,
+            needed=needed,
+        )
+        out = self.draft.modules[module - 1](p, hidden, parents)
+        p.commit()
         return out.hidden
 
-    def _first_layer(self, module: int) -> int:
-        return self.first_layer + (module - 1) * self.spec.layers_per_module
+    def _layers(self, module: int) -> range:
+        """The layers of a module."""
+        first, count = self.cache.layers.start, self.spec.layers_per_module
+        return range(first + (module - 1) * count, first + module * count)
 
 
 def rope_positions(positions: Tensor, module: int) -> Tensor:

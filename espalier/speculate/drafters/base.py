@@ -1,15 +1,13 @@
 """The contracts of a drafter and of a draft's checkpoint format."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from torch import Tensor
 
-from espalier.attention import CommittedLengths, GroupedBackend
-from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import LayerSpec
+from espalier.attention import CommittedLengths, ModelCache
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of
@@ -85,8 +83,8 @@ class NoDrafter:
         pass
 
 
-# (draft, layout, pages, backend, specs of all layers, the target's first, the draft's last) -> drafter.
-MakeDrafter = Callable[[Any, RoundLayout, PagedKV, GroupedBackend, Sequence[LayerSpec]], Drafter]
+# (draft, layout, where its layers keep their rows) -> drafter.
+MakeDrafter = Callable[[Any, RoundLayout, ModelCache], Drafter]
 
 
 @dataclass(frozen=True)

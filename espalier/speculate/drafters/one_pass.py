@@ -10,14 +10,12 @@ for the best distinct tokens of the depth before, or for its best paths (kernels
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from espalier.attention import Nodes, Prefix
-from espalier.attention.staged import Projections, StagedPass
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.state.batch_state import Chain, chain
 from espalier.kernels.tree.edges import LowRankEdges, Rows
@@ -32,21 +30,10 @@ from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Tree
 
 
-@dataclass(frozen=True)
-class BlockAttend:
-    """The attention of a block pass.  passes: by whether a layer is causal in the block; causal: for each layer."""
-
-    passes: dict[bool, StagedPass]
-    causal: tuple[bool, ...]
-
-    def __call__(self, layer: int, projections: Projections, needed: Tensor | None = None) -> Tensor:
-        return self.passes[self.causal[layer]](layer, projections, needed)
-
-
 class OnePassDrafter(ModelDrafter[BlockModel]):
     def allocate(self) -> None:
         # A row that is not causal sees the whole block, as trained, also rows beyond `steps`.
-        spec, layout, device = self.spec, self.layout, self.pages.device
+        spec, layout, device = self.spec, self.layout, self.device
         self.width = spec.first_proposing + layout.steps if all(spec.causal) else layout.block_rows
         self.known = torch.ones(layout.max_batch, dtype=torch.int64, device=device)
         everything = torch.ones(self.width, self.width, dtype=torch.bool, device=device)
@@ -67,32 +54,31 @@ class OnePassDrafter(ModelDrafter[BlockModel]):
         """Run the block.  Returns the rows that propose depths 1 to steps: [B, steps, H]."""
         first = self.spec.first_proposing
         rows = block_rows(slots, 0, self.known[: slots.batch], self.width, self.spec.mask_token)
-        hidden = self.draft(rows.tokens, rows.positions, self._attend(slots, rows.positions))
+        prefix = Prefix(slots.page_table, slots.prefix_len)
+        nodes = self._nodes(slots, rows.positions)
+        hidden = self.draft(self.cache.begin(prefix, nodes, rows.tokens, rows.positions))
         return hidden[:, first : first + self.layout.steps]
 
-    def _attend(self, slots: BatchState, positions: Tensor) -> BlockAttend:
-        prefix = Prefix(slots.page_table, slots.prefix_len)
+    def _nodes(self, slots: BatchState, positions: Tensor) -> list[Nodes]:
+        """What the rows of a block see, by layer."""
         # Attention uses positions for windows only.
         at = slots.prefix_len[:, None].expand(-1, self.width) if self.spec.windows_from_root else positions
-        passes = {}
-        for is_causal in sorted(set(self.spec.causal)):
-            bits = self.ancestor_bits[is_causal].expand(slots.batch, -1, -1)
-            plan = self.plan(prefix, Nodes(at, at, bits))
-            passes[is_causal] = StagedPass(plan, self.staging, self.width, first_layer=self.first_layer)
-        return BlockAttend(passes, self.spec.causal)
+        nodes = {
+            is_causal: Nodes(at, at, self.ancestor_bits[is_causal].expand(slots.batch, -1, -1))
+            for is_causal in sorted(set(self.spec.causal))
+        }
+        return [nodes[is_causal] for is_causal in self.spec.causal]
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
         assert target_features is not None
-        width = target_features.shape[1]
-        # The context rows of tokens n .. n+length-1.  Padding up to `width` is not committed.
-        positions, _, page_rows = chain(slots, 0, length, width)
-        rows = self.staging.places(positions, width, 0)
-        for i, projections in enumerate(self.draft.context(target_features, positions)):
-            layer = self.first_layer + i
-            projections.write(rows, self.staging.layers[layer], self.pages.scales.get(layer))
-        self.pages.commit(self.staging, rows, page_rows.flatten())
+        # The context rows of tokens n .. n+length-1.  Padding up to their width is not committed.
+        positions, tokens, page_rows = chain(slots, 0, length, target_features.shape[1])
+        prefix = Prefix(slots.page_table, slots.prefix_len)
+        p = self.cache.begin(prefix, Nodes.chain(positions), tokens, page_rows=page_rows.flatten())
+        self.draft.write_context(target_features, p)
+        p.commit()
 
 
 def best_paths(

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from espalier.attention import Nodes, Prefix
-from espalier.attention.staged import StagedPass
 from espalier.kernels.state.batch_state import carried
 from espalier.kernels.tree.edges import Rows
 from espalier.models.draft import DraftOutput
@@ -25,7 +24,7 @@ class PEagleDrafter(AutoregressiveDrafter):
 
     def allocate(self) -> None:
         super().allocate()
-        self.known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.pages.device)
+        self.known = torch.zeros(self.layout.max_batch, dtype=torch.int64, device=self.device)
 
     def begin(self, slots: BatchState) -> Grow:
         if self.layout.num_draft_tokens == 1:
@@ -39,8 +38,8 @@ class PEagleDrafter(AutoregressiveDrafter):
 
     def _mask_rows(self, slots: BatchState) -> DraftOutput:
         width = self.layout.steps - 1
-        positions = one_pass.block_rows(slots, 1, self.known[: slots.batch], width, self.spec.mask_token).positions
+        rows = one_pass.block_rows(slots, 1, self.known[: slots.batch], width, self.spec.mask_token)
         # The rows of tokens 1 .. n are committed; token n is the root.
-        plan = self.plan(Prefix(slots.page_table, slots.num_tokens, first=1), Nodes.chain(positions))
-        attend = StagedPass(plan, self.staging, width, first_layer=self.first_layer)
-        return self.draft.mask_rows(rope_positions(positions, 1), attend)
+        prefix = Prefix(slots.page_table, slots.num_tokens, first=1)
+        p = self.cache.begin(prefix, Nodes.chain(rows.positions), rows.tokens, rope_positions(rows.positions, 1))
+        return self.draft.of_masks(p)

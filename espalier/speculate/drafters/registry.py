@@ -1,14 +1,12 @@
 """The known draft formats, chosen by config.json, and the drafters that need no files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
-from espalier.attention import GroupedBackend
-from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import LayerSpec
+from espalier.attention import ModelCache
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import (
@@ -221,20 +219,13 @@ def load_draft(
     return DRAFT_FORMATS[config.spec.algorithm].make(weights, config, target, position_rows)
 
 
-def make_drafter(
-    algorithm: str,
-    draft: DraftModel | None,
-    layout: RoundLayout,
-    pages: PagedKV,
-    backend: GroupedBackend,
-    layer_specs: Sequence[LayerSpec],
-) -> Drafter:
-    """The drafter of an algorithm.  layer_specs: specs of all layers, the target's first, the draft's last.
+def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, cache: ModelCache) -> Drafter:
+    """The drafter of an algorithm.  cache: of the draft's layers, which are none without a draft.
 
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """
     if algorithm in WITHOUT_FILES:
-        return WITHOUT_FILES[algorithm](layout, RootTrees(layout.max_batch, pages.device))
+        return WITHOUT_FILES[algorithm](layout, RootTrees(layout.max_batch, cache.pages.device))
     if draft is None:
         raise EspalierError(f"algorithm={algorithm!r} needs a draft and none is loaded; pass draft=")
-    return DRAFT_FORMATS[algorithm].drafter(draft, layout, pages, backend, layer_specs)
+    return DRAFT_FORMATS[algorithm].drafter(draft, layout, cache)

@@ -1,0 +1,187 @@
+"""One forward pass as an object: the rows that a model runs, what they see, and where its layers keep what they keep.
+
+`ModelCache.begin` makes every pass, of a round and of a drafter alike.  A layer calls `write`, then `attend`.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from espalier.attention.base import Attention, Nodes, Prefix
+from espalier.attention.grouped import GroupedBackend
+from espalier.cache.kv import PagedKV, StagedKV
+from espalier.cache.layer_spec import LayerSpec
+from espalier.kernels.layers.rope import Rotation
+
+
+class Rope(Hashable, Protocol):
+    """Tables of a RoPE (espalier/models/rope.py)."""
+
+    def rows(self, positions: Tensor) -> Rotation:
+        """cos and sin for positions of any shape, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelCache:
+    """Where the layers of one model keep their rows, and the backends that attend to them.
+
+    specs: of all layers in the pages, the target's first, the draft's last; layers: this model's.
+    """
+
+    specs: Sequence[LayerSpec]
+    layers: range
+    pages: PagedKV
+    staging: StagedKV
+    backend: GroupedBackend
+
+    def begin(
+        self,
+        prefix: Prefix,
+        nodes: Nodes | Sequence[Nodes],
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        *,
+        width: int | None = None,
+        at: int = 0,
+        layers: range | None = None,
+        page_rows: Tensor | None = None,
+        by_layer: bool = False,
+        needed: Tensor | None = None,
+    ) -> "Pass":
+        """A pass of the model over new rows behind a committed prefix.
+
+        nodes: what the rows see; a sequence: by layer, where layers differ.
+        tokens, positions: as in Pass; positions: by default those of the nodes.
+        width: staged rows of each request, by default those of this pass, which writes rows at .. at+Q-1.
+        layers: those that run, by default all of this model.
+        page_rows: [B · Q], where `Pass.commit` copies each row, 0 for padding; None: the caller commits, or nobody.
+        by_layer: each layer commits before it attends, because pieces read one another through the pages, or because
+        draft modules fill different rows.
+        """
+        first = nodes if isinstance(nodes, Nodes) else nodes[0]
+        return Pass(
+            cache=self,
+            prefix=prefix,
+            nodes=nodes,
+            tokens=tokens,
+            positions=first.positions if positions is None else positions,
+            width=tokens.shape[1] if width is None else width,
+            at=at,
+            layers=self.layers if layers is None else layers,
+            page_rows=page_rows,
+            by_layer=by_layer,
+            needed=needed,
+        )
+
+    def commit(self, source: Tensor, rows: Tensor) -> None:
+        """Copy staging rows `source` [N] of all layers to page rows `rows` [N]."""
+        self.pages.commit(self.staging, source, rows)
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward pass of a model, made by `ModelCache.begin`, which describes the other fields.
+
+    tokens: [B, Q] int64.  A negative one is a void node or padding: its row runs with the token of its request's first
+    row, or with token 0 if that is negative too, and goes to no expert.
+    positions: [B, Q] int64, for RoPE.
+    needed: [B] int64, of each request's Q rows the one whose output is read; None: all are.  The last layer writes all
+    rows and computes only these.
+    """
+
+    cache: ModelCache
+    prefix: Prefix
+    nodes: Nodes | Sequence[Nodes]
+    tokens: Tensor
+    positions: Tensor
+    width: int
+    at: int
+    layers: range
+    page_rows: Tensor | None
+    by_layer: bool
+    needed: Tensor | None
+
+    def __post_init__(self) -> None:
+        self._rotations: dict[Hashable, Rotation] = {}
+        self._plans: dict[tuple[int, int], Attention] = {}
+
+    def write(self, layer: int, *values: Any) -> Tensor:
+        """Write what a layer keeps of the new rows to staging.
+
+        layer: its place among those that run; values: as the layer's `keeps.write` takes them.
+        Returns the queries of the rows that the layer computes: [B, Q, heads, k_size], or [B, 1, ...] of those needed.
+        """
+        index, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
+        q = self.cache.specs[index].keeps.write(self.rows, staging.layers[index], pages.scales.get(index), *values)
+        if self.by_layer and self.page_rows is not None:
+            pages.commit_layer(staging, index, self.rows, self.page_rows)
+        kept = self.kept(layer)
+        return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]
+
+    def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
+        """Attention of the queries that `write` returned over the committed rows and the staged rows that they see.
+
+        sink: as Attention.attend takes it.  Returns [B, Q, heads, v_size], or [B, 1, ...] of the rows that are needed.
+        """
+        index, (batch, queries) = self.layers[layer], self.tokens.shape
+        planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
+        k, v = self.cache.specs[index].rows.read(planes)
+        return self._plan(layer).attend(index, q, k, v, sink)
+
+    def commit(self) -> None:
+        """After the last layer: copy the new rows to pages, unless each layer did."""
+        if self.page_rows is not None and not self.by_layer:
+            self.cache.commit(self.rows, self.page_rows)
+
+    def kept(self, layer: int) -> Tensor | None:
+        """[B]: of the B · Q rows, those that the layer computes after its write; None: all."""
+        return self._needed_rows if self.needed is not None and layer == len(self.layers) - 1 else None
+
+    @property
+    def out_shape(self) -> tuple[int, int]:
+        """(B, Q), or (B, 1) of the rows that are needed: the rows behind the last layer."""
+        batch, queries = self.tokens.shape
+        return batch, queries if self.needed is None else 1
+
+    def rotation(self, rope: Rope) -> Rotation:
+        """cos and sin of the rows' positions, looked up once a pass."""
+        if rope not in self._rotations:
+            self.looked_up(rope, rope.rows(self.positions))
+        return self._rotations[rope]
+
+    def looked_up(self, rope: Rope, rotation: Rotation) -> None:
+        """Keep what a launch for another purpose has looked up (espalier/models/layers/embedding.py)."""
+        self._rotations[rope] = rotation
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[B · Q]: the staging rows of this pass, the same for all layers."""
+        return self.cache.staging.places(self.tokens, self.width, self.at)
+
+    @cached_property
+    def _needed_rows(self) -> Tensor:
+        batch, queries = self.tokens.shape
+        assert self.needed is not None
+        return torch.arange(batch, device=self.tokens.device) * queries + self.needed
+
+    @cached_property
+    def _needed_nodes(self) -> Nodes:
+        assert isinstance(self.nodes, Nodes) and self.needed is not None, "only a chain computes single rows"
+        return self.nodes.only(self.needed)
+
+    def _plan(self, layer: int) -> Attention:
+        """The backend's plan, shared by the layers of a group whose queries see the same rows."""
+        if self.kept(layer) is not None:
+            nodes = self._needed_nodes
+        else:
+            nodes = self.nodes if isinstance(self.nodes, Nodes) else self.nodes[layer]
+        backend = self.cache.backend.of_layer[self.layers[layer]]
+        key = (id(backend), id(nodes))
+        if key not in self._plans:
+            self._plans[key] = backend.plan(self.cache.pages, self.cache.specs, self.prefix, nodes)
+        return self._plans[key]

@@ -1,0 +1,89 @@
+"""The residual stream of a pass.
+
+The output of a block is not added to the residual at once: the next norm adds it, in the same pass over the row.
+"""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from espalier.kernels.layers.linear import sum_parts_reference
+from espalier.models.layers.norm import RMSNorm
+
+
+class Reader(Protocol):
+    """A block, or a linear layer, that reads the norm of the stream."""
+
+    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Any]:
+        """(x + delta, the norm of that sum in the form that the block takes).  delta: as RMSNorm.after takes it."""
+        ...
+
+
+class Pending(Protocol):
+    """A block's output that only its own kernel adds."""
+
+    def after(self, norm: RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(x + the output, the norm of that sum)."""
+        ...
+
+
+class Stream:
+    """x: [N, H], the residual of N rows.  delta: what the last block gave and the next norm adds to x.
+
+    live: [N] bool, whether a row's token exists.  Void nodes and padding go to no expert.
+    given: what the first block reads, if the embedding made it; then that block has no norm.
+    inputs: by layer, the sums that were captured.
+    """
+
+    __slots__ = ("x", "delta", "live", "given", "inputs", "_capturing")
+
+    def __init__(self, x: Tensor, live: Tensor | None = None, given: Tensor | None = None) -> None:
+        self.x = x
+        self.delta: Tensor | Pending | None = None
+        self.live = live
+        self.given = given
+        self.inputs: dict[int, Tensor] = {}
+        self._capturing: int | None = None
+
+    def normed(self, norm: RMSNorm | None, reader: Reader) -> Any:
+        """Add what the last block gave.  Returns the norm of the sum, as `reader` takes it.
+
+        norm: None for a first block whose input the embedding made.
+        """
+        if norm is None:
+            rows, self.given = self.given, None
+            assert rows is not None, "only the first block of a draft head reads what the embedding made"
+            return rows
+        if self.delta is None or isinstance(self.delta, Tensor):
+            self.x, rows = reader.read(norm, self.delta, self.x)
+        else:
+            self.x, rows = self.delta.after(norm, self.x)
+        self.delta = None
+        if self._capturing is not None:
+            self.inputs[self._capturing], self._capturing = self.x, None
+        return rows
+
+    def add(self, delta: Tensor | Pending, norm: RMSNorm | None = None) -> None:
+        """Take a block's output, [N, H] or parts of it.  norm: of the output, for families that norm behind a block."""
+        if norm is not None:
+            assert isinstance(delta, Tensor)
+            delta = norm(delta if delta.ndim == 2 else sum_parts_reference(delta, self.x.dtype))
+        self.delta = delta
+
+    def keep(self, rows: Tensor | None) -> None:
+        """Go on with these rows alone; None: with all."""
+        if rows is not None:
+            self.x = self.x[rows]
+            self.live = None if self.live is None else self.live[rows]
+
+    def capture(self, layer: int) -> None:
+        """Keep the input of a layer: the next sum."""
+        self._capturing = layer
+
+    def end(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """The stream behind the last block and the norm of it, [*shape, H] each."""
+        if self.delta is None or isinstance(self.delta, Tensor):
+            x, normed = norm.after(self.delta, self.x)
+        else:
+            x, normed = self.delta.after(norm, self.x)
+        return x.unflatten(0, shape), normed.unflatten(0, shape)
