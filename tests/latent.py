@@ -9,14 +9,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from espalier.attention.staged import LatentProjections
+from espalier.attention import Pass
 from espalier.cache.layer_spec import LatentKV, LayerSpec
-from espalier.kernels.layers.latent import LatentRopeAndNorm
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.layers.latent import LatentForm
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models import CausalLM, DraftModel
-from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 
 KEEPS = LatentKV(size=24, v_size=16)
@@ -27,7 +27,10 @@ EPS = 1e-6
 class LatentAttention:
     """Random weights: every head reads the same latent row."""
 
-    def __init__(self, columns: int, hidden: int, heads: int, seed: int):
+    sink = None
+
+    def __init__(self, columns: int, hidden: int, heads: int, seed: int, rope: RopeTables):
+        self.rope = rope
         generator = torch.Generator().manual_seed(seed)
 
         def drawn(*shape: int) -> Tensor:
@@ -43,10 +46,15 @@ class LatentAttention:
         self.out = linear(hidden, heads * VALUE)
         self.norm = 1 + 0.2 * torch.randn(KEEPS.v_size, generator=generator, dtype=torch.float64)
 
-    def __call__(self, x: Tensor, turn: RopeAndNorm, attend: Attend, layer: int, shape: tuple[int, int]) -> Tensor:
-        q, latent = self.q(x).view(*shape, self.heads, -1), self.latent(x).view(*shape, 1, -1)
-        own = LatentRopeAndNorm(turn.cos, turn.sin, self.norm, EPS)
-        values = attend(layer, LatentProjections(q, latent, own, self.k_up, self.v_up))
+    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.after(delta, x)
+
+    def write(self, layer: int, rows: Tensor, p: Pass) -> Tensor:
+        q, latent = self.q(rows).unflatten(1, (self.heads, -1)), self.latent(rows)[:, None]
+        return p.write(layer, q, latent, p.rotation(self.rope), LatentForm(self.norm, EPS), self.k_up)
+
+    def project(self, attended: Tensor) -> Tensor:
+        values = torch.einsum("bqhr,hvr->bqhv", attended, self.v_up)
         return self.out.in_parts(values.flatten(2).flatten(0, 1))
 
 
@@ -59,13 +67,16 @@ def make_latent(target: CausalLM, draft: DraftModel | None, keeps: str, seed: in
     hidden = target.config.hidden_size
     chosen = [1] if keeps == "mixed" else range(len(target.layer_specs))
     for layer in chosen:
-        block = LatentAttention(hidden, hidden, target.layer_specs[layer].heads, seed + layer)
-        target.layers[layer].attention = block  # type: ignore[attr-defined]
+        replaced = target.layers[layer]  # type: ignore[attr-defined]
+        heads = target.layer_specs[layer].heads
+        replaced.attention = LatentAttention(hidden, hidden, heads, seed + layer, replaced.attention.rope)
     target.kv_scales = tuple(
         KVScales(scales.k[:1], scales.k[:1], scales.dtype) if scales is not None and i in chosen else scales
         for i, scales in enumerate(target.kv_scales)
     )
     target.layer_specs = tuple(latent(spec) if i in chosen else spec for i, spec in enumerate(target.layer_specs))
     if draft is not None and keeps == "latent":
-        draft.attention = LatentAttention(2 * hidden, hidden, draft.layer_specs[0].heads, seed + 100)  # type: ignore[attr-defined]
+        [first] = draft.layers  # type: ignore[attr-defined]
+        heads = draft.layer_specs[0].heads
+        first.attention = LatentAttention(2 * hidden, hidden, heads, seed + 100, first.attention.rope)
         draft.layer_specs = (latent(draft.layer_specs[0]),)

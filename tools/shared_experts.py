@@ -99,7 +99,8 @@ def chain(blocks: Sequence[MixtureMLP], variant: Variant, norm: RMSNorm, x: Tens
         delta = x
         with variant.chosen():
             for call in range(CALLS):
-                _, delta = blocks[call % len(blocks)].after(norm, delta, x)
+                block = blocks[call % len(blocks)]
+                delta = block(block.read(norm, delta, x)[1])
         return delta
 
     return body

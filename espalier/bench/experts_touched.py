@@ -10,7 +10,7 @@ from torch import Tensor
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.kernels.layers.routing import route
-from espalier.models.layers.experts import MixtureMLP, router_logits
+from espalier.models.layers.experts import MixtureMLP, RoutedRows
 
 
 class CountingExperts:
@@ -20,17 +20,17 @@ class CountingExperts:
     """
 
     def __init__(self, mlp: MixtureMLP, counts: list[tuple[int, Tensor]]) -> None:
-        self.mlp, self.counts = mlp, counts
+        self.mlp, self.counts, self.read = mlp, counts, mlp.read
 
-    def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:
-        mlp = self.mlp
-        ids, _ = route(router_logits(x, mlp.router), mlp.bias, mlp.routing)
+    def __call__(self, rows: RoutedRows, live: Tensor | None = None) -> Tensor:
+        mlp, x = self.mlp, rows.x
+        ids, _ = route(rows.logits, mlp.bias, mlp.routing)
         if live is not None:
             ids = ids.masked_fill(~live[:, None], mlp.routing.num_experts)
         has_rows = torch.zeros(mlp.routing.num_experts + 1, dtype=torch.int64, device=x.device)
         has_rows.scatter_(0, ids.flatten(), 1)
         self.counts.append((len(x), has_rows[:-1].sum()))
-        return mlp(x, live)
+        return mlp(rows, live)
 
 
 def mixture_blocks(engine: Engine) -> list[MixtureMLP]:

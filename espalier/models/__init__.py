@@ -11,6 +11,7 @@ __all__ = [
     "DraftModel",
     "DraftOutput",
     "DraftSpec",
+    "Layer",
     "ModelConfig",
     "ModelOutput",
     "draft_verifier",

@@ -7,7 +7,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,13 @@ from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.routing import Routing
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.rope import SPELLINGS, RopeConfig, read_rope, rope_overrides, with_rope_type
+from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
+# (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.
+LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
 
 # Fields that change the computation of models that are not supported, and the values with which they have no effect.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -121,6 +123,10 @@ class Family:
     sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
     experts that the family cannot run yet.
+    embedding_scale, softmax_scale: from the completed config; softmax_scale: None for head_size ** -0.5.
+    ropes: from the completed config, the RoPE fields of each layer, as read_rope takes them; None: all layers have
+    those of the config.
+    load_layer: makes a layer of the family's own; None: loading.py's layer of norms, attention and MLP.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
     values of them.
@@ -136,6 +142,10 @@ class Family:
     qk_norm: bool | str = False
     sinks: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
+    embedding_scale: Callable[[Raw], float] = lambda full: 1.0
+    softmax_scale: Callable[[Raw], float | None] = lambda full: None
+    ropes: Callable[[Raw], Sequence[Raw]] | None = None
+    load_layer: "LoadLayer | None" = None
     latent: bool = False
     honours: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
@@ -146,11 +156,13 @@ class ModelConfig:
     """A decoder's sizes and options.
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
+    rope: of most purposes; ropes: of each layer.
+    logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.
     eos_token_ids: all ids that config.json and generation_config.json name, or those of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    mtp: see Family.
+    embedding_scale, softmax_scale, load_layer, mtp: see Family.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
 
@@ -164,6 +176,7 @@ class ModelConfig:
     intermediate_size: int
     rms_norm_eps: float
     rope: RopeConfig
+    ropes: tuple[RopeConfig, ...]
     max_position: int
     tie_word_embeddings: bool
     attention_bias: bool
@@ -173,9 +186,13 @@ class ModelConfig:
     sinks: bool
     windows: Windows
     experts: Experts | None
+    embedding_scale: float
+    softmax_scale: float | None
+    logit_cap: float | None
     eos_token_ids: tuple[int, ...]
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
+    load_layer: "LoadLayer | None" = field(repr=False)
     mtp: MTPFamily | None
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
@@ -266,7 +283,10 @@ def parse(
     latent = read_latent(full, count, path) if family.latent else None
     kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(full, path, heads, hidden)
     rotated = latent.rope_size if latent else _rotated_size(full, head_size, path)
-    rope, max_position = read_rope(full, rotated, count("max_position_embeddings"), path)
+    longest = count("max_position_embeddings")
+    rope, max_position = read_rope(full, rotated, longest, path)
+    own_fields = [] if family.ropes is None else family.ropes(full)
+    ropes = tuple(read_rope({**full, **own}, rotated, longest, path)[0] for own in own_fields) or (rope,) * layers
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=count("vocab_size"),
@@ -278,6 +298,7 @@ def parse(
         intermediate_size=count("intermediate_size"),
         rms_norm_eps=float(full["rms_norm_eps"]),
         rope=rope,
+        ropes=ropes,
         max_position=max_position,
         tie_word_embeddings=bool(full.get("tie_word_embeddings", False)),
         attention_bias=family.qkv_bias(full),
@@ -287,10 +308,14 @@ def parse(
         sinks=family.sinks,
         windows=_read_windows(full, family, layers, path),
         experts=_read_experts(full, family, path),
+        embedding_scale=family.embedding_scale(full),
+        softmax_scale=family.softmax_scale(full),
+        logit_cap=full.get("final_logit_softcapping") or None,
         # An override replaces what generation_config.json says, too.
         eos_token_ids=_eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
         formats=read_formats(full, path),
+        load_layer=family.load_layer,
         mtp=family.mtp,
         raw=full,
         path=path,

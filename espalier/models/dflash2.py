@@ -20,6 +20,7 @@ from espalier.models.dflash2_config import DFlash2Config
 from espalier.models.layers.decoder import DecoderLayer, capped
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
+from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.weights import Weights
@@ -58,6 +59,8 @@ class ConvolvedLayer(DecoderLayer):
     """A decoder layer with convolutions around its sublayers."""
 
     __slots__ = ("attention_conv", "mlp_conv")
+
+    mlp: GatedMLP
 
     def __init__(self, layer: DecoderLayer, attention_conv: BlockConv, mlp_conv: BlockConv) -> None:
         super().__init__(layer.index, layer.attention_norm, layer.attention, layer.mlp_norm, layer.mlp)

@@ -83,9 +83,11 @@ def load_target(
 def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> Decoder:
     """Build the target from its weights.  Raises EspalierError for a weight that is missing, misshapen or not used."""
     layer_specs = layer_specs_of(config)
-    embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size))
-    rope = RopeTables(config.rope, position_rows, weights.dtype, weights.device)
-    layers = [load_layer(weights, config, f"model.layers.{i}.", i, rope) for i in range(config.num_layers)]
+    scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
+    embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size), scale)
+    tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in config.ropes}
+    load = config.load_layer or load_layer
+    layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
     kv_scales = tuple(
         weights.kv_scales(f"model.layers.{i}.self_attn.", spec.rows) for i, spec in enumerate(layer_specs)
     )
@@ -93,7 +95,7 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     head = _head(weights, config, embed)
     weights.ignore_under(mtp_prefixes(config))
     weights.finish()
-    return Decoder(config, layer_specs, tuple(capture), rope, embed, layers, norm, head, kv_scales)
+    return Decoder(config, layer_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
 
 
 def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
@@ -107,7 +109,7 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     size, latent = config.head_size, config.latent
     if latent is None:
         keeps = KVHeads(config.kv_heads, size, size)
-        return tuple(LayerSpec(config.heads, keeps, window) for window in config.windows)
+        return tuple(LayerSpec(config.heads, keeps, window, config.softmax_scale) for window in config.windows)
     scale = config.rope.latent_mscale**2 * size**-0.5
     row = LatentKV(latent.row_size, latent.kv_rank)
     return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)

@@ -53,6 +53,7 @@ class MTPModule:
     def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         norms = (self.embed_norm.weight, self.embed_norm.eps, self.hidden_norm.weight, self.hidden_norm.eps)
         joined = self.embed(p, self.rope, DraftHidden(hidden, parents, *norms, normed_residual=False))
+        assert joined.given is not None
         s = Stream(self.project(joined.given), joined.live)
         self.layer(s, p)
         return handed_on(self, *s.end(self.norm, p.out_shape))

@@ -175,7 +175,7 @@ def test_a_chain_launches_what_the_engine_launches(name, weights, rows, monkeypa
     monkeypatch.setattr(layer, "grouped_experts", engine)
     monkeypatch.setattr(chains, "grouped_experts", chain)
     x = torch.randn(rows, recipe.shape.target.hidden_size, dtype=dtype)
-    block.mlp(x, torch.ones(rows, dtype=torch.bool))
+    block.mlp(block.mlp.routed(x), torch.ones(rows, dtype=torch.bool))
     shape = recipe_sizes(recipe)
     Weights(dtype, CPU).chain(shape.target_pass(rows), plain, experts=True)()
     assert len(chain.calls) == shape.experts.layers

@@ -11,7 +11,7 @@ from tests.engine.alone import alone, plainly, replace_request
 from tests.engine.test_disturbance import TREES, WISHES, all_undisturbed, mixed
 from tests.engine.watching import run_watched
 from tests.harness import Setup, models, prompts, request
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 from tests.pairwise import in_turn_params
 
 TREE = Setup(page_size=2, topk=4, steps=4, num_draft_tokens=16, max_batch=3)
@@ -99,7 +99,7 @@ def test_logprobs_are_the_raw_targets(overlap: bool, family: str) -> None:
             assert r.logprobs == []
             continue
         tokens = torch.tensor([r.tokens])
-        out = target(tokens, torch.arange(len(r.tokens))[None], DenseAttend(target.layer_specs))
+        out = target(DensePass(tokens, target.layer_specs, torch.arange(len(r.tokens))[None]))
         expected = torch.log_softmax(target.logits(out.hidden), -1)[0, len(r.prompt) - 1 : -1]
         assert [entry.token_id for entry in r.logprobs] == r.output
         for entry, row in zip(r.logprobs, expected, strict=True):

@@ -100,9 +100,11 @@ def test_a_mixtures_block_is_the_norm_and_then_the_block(kernel_device, monkeypa
     )
     norm, live = RMSNorm(weight, eps), torch.arange(rows, device=kernel_device) != 1
     monkeypatch.setattr(norm_router, "takes", lambda residual: False)
-    expected_total, expected = mlp.after(norm, delta, residual, live)
+    expected_total, routed = mlp.read(norm, delta, residual)
+    expected = mlp(routed, live)
     monkeypatch.setattr(norm_router, "takes", lambda residual: True)
-    total, parts = mlp.after(norm, delta, residual, live)
+    total, routed = mlp.read(norm, delta, residual)
+    parts = mlp(routed, live)
     assert torch.equal(total, expected_total) and parts.any()
     torch.testing.assert_close(parts, expected, rtol=2e-2, atol=1e-3)
 
@@ -123,6 +125,7 @@ def test_fp8_experts_take_what_the_norm_rounds(kernel_device, monkeypatch, few):
     found = []
     for rounding in (None, inputs):
         monkeypatch.setattr(experts, "rounding_in_norm", lambda gate_up, x, rounding=rounding: rounding)
-        found.append(mlp.after(norm, delta, residual))
+        total, routed = mlp.read(norm, delta, residual)
+        found.append((total, mlp(routed)))
     (expected_total, expected), (total, parts) = found
     assert torch.equal(total, expected_total) and torch.equal(parts, expected) and parts.any()

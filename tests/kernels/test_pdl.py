@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import espalier.kernels.runtime.pdl as pdl
-from espalier.attention import Nodes, Prefix
-from espalier.attention.staged import StagedPass
-from espalier.attention.triton import TritonAttention
+from espalier.attention import GroupedBackend, ModelCache, Nodes, Prefix
+from espalier.attention.triton import TritonBackend
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.attention.ancestor_bits import pack
@@ -20,9 +19,10 @@ from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_trito
 from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
 from espalier.kernels.attention.rows import Committed, Inputs, Staged
 from espalier.kernels.attention.tree_attention import tree_attention_triton
+from espalier.kernels.layers.latent import LatentForm
 from espalier.kernels.layers.linear import TritonPlan, linear_gated, linear_parts_triton
 from espalier.kernels.layers.norm import add_rms_norm_triton, rms_norm_triton
-from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store_triton
+from espalier.kernels.layers.rope import Rotation, rotate_and_store_triton
 from espalier.kernels.layers.routing import Routing
 from espalier.layout import RoundLayout
 from espalier.models.layers.decoder import DecoderLayer
@@ -31,6 +31,8 @@ from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.stream import Stream
+from espalier.models.rope import RopeConfig, RopeTables
 from espalier.models.weight_formats.dense import dense_weight
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +53,7 @@ class Chain:
         sizes = {"qkv": (HEADS + 2 * KV_HEADS) * SIZE, "out": HIDDEN, "gate_up": 8 * HIDDEN}
         self.weight = {name: random_normal(out, HIDDEN, scale=HIDDEN**-0.5) for name, out in sizes.items()}
         self.weight["down"] = random_normal(HIDDEN, 4 * HIDDEN, scale=HIDDEN**-0.5 / 2)
-        self.rope_and_norm = RopeAndNorm(*torch.randn(2, rows, SIZE, device=device))
+        self.rotation = Rotation(*torch.randn(2, rows, SIZE, device=device))
         self.rows = torch.arange(rows, device=device).flip(0)
         self.kv = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
 
@@ -60,7 +62,7 @@ class Chain:
         for out, down in ((SPLIT, SLOW), (SLOW, SPLIT)):
             # The first layer continues with the stored K and V rows, the second one with the rotated q.
             qkv = linear_parts_triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
-            q, _, _ = rotate_and_store_triton(qkv, self.rope_and_norm, self.rows, *self.kv)
+            q, _, _ = rotate_and_store_triton(qkv, self.rotation, None, self.rows, *self.kv)
             heads = self.kv.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
             attended = linear_parts_triton(heads, self.weight["out"], None, out)
             x, normed = add_rms_norm_triton(attended, x, self.norm, 1e-5)
@@ -85,7 +87,7 @@ class Attended:
 
         self.x = random_normal(rows, HIDDEN)
         self.weight = random_normal(2, (HEADS + 2 * KV_HEADS) * SIZE, HIDDEN, scale=HIDDEN**-0.5)
-        self.rope_and_norm = RopeAndNorm(*torch.randn(2, rows, SIZE, device=device))
+        self.rotation = Rotation(*torch.randn(2, rows, SIZE, device=device))
         self.rows = torch.arange(rows, device=device)
         self.kv = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
         length = torch.tensor([700], device=device)
@@ -110,7 +112,7 @@ class Attended:
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         qkv = linear_parts_triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))
-        return rotate_and_store_triton(qkv, self.rope_and_norm, rows, k, v)[0]
+        return rotate_and_store_triton(qkv, self.rotation, None, rows, k, v)[0]
 
 
 class AttendedOnSmallPages(Attended):
@@ -147,7 +149,8 @@ class Mixture:
     def __call__(self) -> list[torch.Tensor]:
         x, delta = self.x, self.norm(self.x)
         for block in self.blocks:
-            x, delta = block.after(self.norm, delta, x)
+            x, routed = block.read(self.norm, delta, x)
+            delta = block(routed)
         return list(self.norm.after(delta, x))
 
 
@@ -169,15 +172,18 @@ class LatentLayers(MixtureWithShared):
         def random_weight(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device=device, dtype=torch.bfloat16) * shape[-1] ** -0.5
 
+        rope = RopeTables(RopeConfig(self.rope, 10000.0), self.context + rows, torch.bfloat16, device)
+
         def attention() -> LatentAttention:
             down = Linear(dense_weight(random_weight(self.heads * (self.nope + self.rope) + row.size, 2048)))
             up = random_weight(self.heads, 2 * self.nope, self.rank).split(self.nope, 1)
             out = Linear(dense_weight(random_weight(2048, self.heads * self.nope)))
-            return LatentAttention(down, None, None, torch.ones_like(up[0][0, 0]), *up, out, row.size, True)
+            form = LatentForm(torch.ones_like(up[0][0, 0]), 1e-6, True)
+            return LatentAttention(down, None, None, form, *up, out, row.size, rope)
 
         row = LatentKV(self.rank + self.rope, self.rank)
         self.specs = [LayerSpec(self.heads, row)] * 2
-        self.layers = [DecoderLayer(self.norm, attention(), self.norm, block) for block in self.blocks]
+        self.layers = [DecoderLayer(i, self.norm, attention(), self.norm, block) for i, block in enumerate(self.blocks)]
         layout = RoundLayout(1, 0, 1, 1, 64, 32768, 0, max(rows, 16))
         pages = -(-self.context // 64)
         self.pages = PagedKV(layout, 1 + pages, self.specs, 2, torch.bfloat16, device)
@@ -188,17 +194,16 @@ class LatentLayers(MixtureWithShared):
         self.page_table[0, :pages] = 1 + torch.arange(pages, device=device)
         self.length = torch.tensor([self.context], device=device)
         self.nodes = Nodes.chain(self.context + torch.arange(rows, device=device)[None])
-        self.rope_and_norm = RopeAndNorm(*torch.randn(2, rows, self.rope, device=device))
+        backend = GroupedBackend([((0, 1), TritonBackend())])
+        self.cache = ModelCache(self.specs, range(2), self.pages, self.staging, backend)
 
     def __call__(self) -> list[torch.Tensor]:
-        plan = TritonAttention(self.pages, self.specs, Prefix(self.page_table, self.length), self.nodes)
-        rows = len(self.x)
-        attend = StagedPass(plan, self.staging, rows)
-        x, delta = self.x, None
-        for i, layer in enumerate(self.layers):
-            x, normed = self.norm.after(delta, x)
-            x, delta = layer(x, normed, self.rope_and_norm, attend, i, (1, rows))
-        return list(self.norm.after(delta, x))
+        tokens = torch.zeros_like(self.nodes.positions)
+        p = self.cache.begin(Prefix(self.page_table, self.length), self.nodes, tokens)
+        s = Stream(self.x)
+        for layer in self.layers:
+            layer(s, p)
+        return list(s.end(self.norm, p.out_shape))
 
 
 @pytest.mark.parametrize("layers", [Chain, Attended, AttendedOnSmallPages, Mixture, MixtureWithShared, LatentLayers])

@@ -1,13 +1,11 @@
 """rotate_and_store (head norms, RoPE, K and V rows) equals float64 arithmetic; its bits do not depend on the tiling."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store_reference, rotate_and_store_triton
+from espalier.kernels.layers.rope import HeadNorms, Rotation, rotate_and_store_reference, rotate_and_store_triton
 from espalier.kernels.runtime import launch
 from espalier.kernels.state.kv_scales import KVScales
 from tests.oracles.fp8_cache import nearest
@@ -29,28 +27,28 @@ def random_normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def random_rope_and_norm(
+def random_turn(
     rows: int, size: int, normed: bool, dtype: torch.dtype, device: torch.device, rotary: int | None = None
-) -> RopeAndNorm:
+) -> tuple[Rotation, HeadNorms | None]:
     exact = torch.promote_types(dtype, torch.float32)
     angle = 50 * random_normal(rows, (rotary or size) // 2, seed=1)
     cos, sin = angle.cos(), angle.sin()
     cos, sin = (torch.cat(pair, 1).to(exact).to(device) for pair in ((cos, cos), (-sin, sin)))
-    norms = [(1 + 0.2 * random_normal(size, seed=seed)).to(dtype).to(device) if normed else None for seed in (2, 3)]
-    return RopeAndNorm(cos, sin, *norms, 1e-6)
+    norms = ((1 + 0.2 * random_normal(size, seed=seed)).to(dtype).to(device) for seed in (2, 3))
+    return Rotation(cos, sin), HeadNorms(*norms, 1e-6) if normed else None
 
 
-def in_float64(qkv: torch.Tensor, rope_and_norm: RopeAndNorm, kv_heads: int) -> list[torch.Tensor]:
+def in_float64(qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, kv_heads: int) -> list[torch.Tensor]:
     """q, k, v in float64.  The norms' results are rounded to the dtype, as separate norm layers would round them."""
     heads = qkv.shape[1] - 2 * kv_heads
     heads_of = list(qkv.double().split((heads, kv_heads, kv_heads), 1))
-    rotary = rope_and_norm.cos.shape[1]
-    for i, norm in enumerate((rope_and_norm.q_norm, rope_and_norm.k_norm)):
+    rotary = rotation.cos.shape[1]
+    for i in range(2):
         x = heads_of[i]
-        if norm is not None:
-            x = x / (x.pow(2).mean(-1, keepdim=True) + rope_and_norm.eps).sqrt() * norm.double()
+        if norms is not None:
+            x = x / (x.pow(2).mean(-1, keepdim=True) + norms.eps).sqrt() * norms[i].double()
             x = x.to(qkv.dtype).double()
-        cos, sin = rope_and_norm.cos.double()[:, None], rope_and_norm.sin.double()[:, None]
+        cos, sin = rotation.cos.double()[:, None], rotation.sin.double()[:, None]
         values, rest = x[..., :rotary], x[..., rotary:]
         heads_of[i] = torch.cat((values * cos + values.roll(rotary // 2, -1) * sin, rest), -1)
     return heads_of
@@ -66,13 +64,13 @@ def test_heads_are_rotated_and_rows_stored(shape, dtype, normed, make, share, ke
     qkv = random_normal(rows, heads + 2 * kv_heads, size, seed=4).to(dtype).to(kernel_device)
     # partial: for example 6 of the 10 values of a head are rotated.
     rotary = size if share == 1 else -(-size // 4) * 2
-    rope_and_norm = random_rope_and_norm(rows, size, normed, dtype, kernel_device, rotary)
-    expected = in_float64(qkv, rope_and_norm, kv_heads)
+    turn = random_turn(rows, size, normed, dtype, kernel_device, rotary)
+    expected = in_float64(qkv, *turn, kv_heads)
     stored_rows = torch.randperm(2 * rows + 3, generator=torch.Generator().manual_seed(5))[:rows].to(kernel_device)
     k_buffer, v_buffer = (
         torch.full((2 * rows + 3, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device) for _ in range(2)
     )
-    out = make(qkv, rope_and_norm, stored_rows, k_buffer, v_buffer)
+    out = make(qkv, *turn, stored_rows, k_buffer, v_buffer)
     # One rounding.  With norms two, and the first may go the other way than in float64.
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": (32 if normed else 4) * torch.finfo(dtype).eps}
     for value, exact in zip(out, expected, strict=True):
@@ -95,14 +93,14 @@ def test_partial_sums_are_added_in_order_and_rounded_first(shape, normed, parts,
     rotary = size if share == 1 else -(-size // 4) * 2
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
     qkv = random_normal(parts, rows, heads + 2 * kv_heads, size, seed=4).float().to(kernel_device)
-    qkv_before, rope_and_norm = qkv.clone(), random_rope_and_norm(rows, size, normed, dtype, kernel_device, rotary)
+    qkv_before, turn = qkv.clone(), random_turn(rows, size, normed, dtype, kernel_device, rotary)
     total = qkv[0].clone()
     for part in qkv[1:]:
         total += part
     stored_rows = torch.arange(rows, device=kernel_device)
     buffers = torch.full((2, 2, rows, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device)
-    out = make(qkv, rope_and_norm, stored_rows, *buffers[0])
-    expected = make(total.to(dtype), rope_and_norm, stored_rows, *buffers[1])
+    out = make(qkv, *turn, stored_rows, *buffers[0])
+    expected = make(total.to(dtype), *turn, stored_rows, *buffers[1])
     assert torch.equal(qkv, qkv_before) and torch.equal(*buffers)
     for value, expected_value in zip(out, expected, strict=True):
         assert value.dtype == dtype and torch.equal(value, expected_value)
@@ -119,7 +117,7 @@ def test_fp8_rows_are_nearest_to_values_over_scales(shape, parts, normed, share,
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
     rotary = size if share == 1 else -(-size // 4) * 2
     qkv = random_normal(parts or 1, rows, heads + 2 * kv_heads, size, seed=4).to(torch.float32 if parts else dtype)
-    rope_and_norm = random_rope_and_norm(rows, size, normed, dtype, kernel_device, rotary)
+    turn = random_turn(rows, size, normed, dtype, kernel_device, rotary)
     k_scale, v_scale = (0.01 + 0.03 * torch.rand(kv_heads, generator=torch.Generator().manual_seed(s)) for s in (6, 7))
     scales = KVScales(k_scale.to(kernel_device), v_scale.to(kernel_device), dtype)
     stored_rows = torch.arange(rows, device=kernel_device).flip(0)
@@ -129,7 +127,7 @@ def test_fp8_rows_are_nearest_to_values_over_scales(shape, parts, normed, share,
             FP8 if of_fp8 else dtype
         )
         copy = qkv.to(kernel_device, copy=True)
-        out = make(copy if parts else copy[0], rope_and_norm, stored_rows, *buffers, *((scales,) if of_fp8 else ()))
+        out = make(copy if parts else copy[0], *turn, stored_rows, *buffers, *((scales,) if of_fp8 else ()))
         results.append((*out, *(buffer.float() for buffer in buffers)))
     for plain, value in zip(results[0][:3], results[1][:3], strict=True):
         assert value.dtype == dtype and torch.equal(plain, value)
@@ -146,7 +144,7 @@ def test_what_fp8_cannot_hold(make, kernel_device):
     k, v = (torch.zeros(1, 1, 8, device=kernel_device).to(FP8) for _ in range(2))
     zeros = torch.zeros(1, 2, device=kernel_device)
     scales = KVScales.ones(1, torch.float32, kernel_device)
-    make(qkv, RopeAndNorm(zeros, zeros), torch.tensor([0], device=kernel_device), k, v, scales)
+    make(qkv, Rotation(zeros, zeros), None, torch.tensor([0], device=kernel_device), k, v, scales)
     expected = torch.tensor([448.0, -448.0, torch.nan, torch.nan, torch.nan, 0.0, 0.0, 2.0**-9])
     torch.testing.assert_close(v[0, 0].float().cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
@@ -158,7 +156,7 @@ def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, norm
     rows, heads, kv_heads, size = shape
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
     qkv = random_normal(parts or 1, rows, heads + 2 * kv_heads, size, seed=8).to(torch.float32 if parts else dtype)
-    rope_and_norm = random_rope_and_norm(rows, size, normed, dtype, kernel_device)
+    turn = random_turn(rows, size, normed, dtype, kernel_device)
     stored_rows = torch.arange(rows, device=kernel_device)
     results = []
     # 0: every grid counts as oversubscribed; 2**30: none does.
@@ -166,19 +164,19 @@ def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, norm
         monkeypatch.setattr(launch, "PROGRAMS_A_PROCESSOR", programs_per_sm)
         buffers = torch.zeros(2, rows, kv_heads, size, dtype=dtype, device=kernel_device)
         copy = qkv.to(kernel_device, copy=True)
-        out = rotate_and_store_triton(copy if parts else copy[0], rope_and_norm, stored_rows, *buffers)
+        out = rotate_and_store_triton(copy if parts else copy[0], *turn, stored_rows, *buffers)
         results.append([*out, buffers])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_strided_views_are_read_and_written_in_place(kernel_device):
     wide = random_normal(3, 2, 6, 8, seed=7).to(kernel_device)
-    qkv, rope_and_norm = wide[:, 1], random_rope_and_norm(3, 8, False, torch.float64, kernel_device)
-    expected = in_float64(qkv, rope_and_norm, 1)
+    qkv, turn = wide[:, 1], random_turn(3, 8, False, torch.float64, kernel_device)
+    expected = in_float64(qkv, *turn, 1)
     buffers = torch.zeros(5, 2, 2, 8, dtype=torch.float64, device=kernel_device)
     stored_rows = torch.tensor([4, 1, 2], device=kernel_device)
     other = wide[:, 0].clone()
-    out = rotate_and_store_triton(qkv, rope_and_norm, stored_rows, buffers[:, 0, :1], buffers[:, 1, 1:])
+    out = rotate_and_store_triton(qkv, *turn, stored_rows, buffers[:, 0, :1], buffers[:, 1, 1:])
     for value, exact in zip(out, expected, strict=True):
         torch.testing.assert_close(value, exact)
     assert torch.equal(wide[:, 0], other) and not buffers[:, 0, 1].any() and not buffers[:, 1, 0].any()
@@ -187,53 +185,51 @@ def test_strided_views_are_read_and_written_in_place(kernel_device):
 
 
 def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
-    qkv, rope_and_norm = (
+    qkv, turn = (
         torch.zeros(3, 4, 8, device=kernel_device),
-        random_rope_and_norm(3, 8, False, torch.float32, kernel_device),
+        random_turn(3, 8, False, torch.float32, kernel_device),
     )
     buffer, rows = torch.zeros(5, 1, 8, device=kernel_device), torch.arange(3, device=kernel_device)
     for wrong in (
-        (qkv[:2], rope_and_norm, rows, buffer, buffer),
-        (qkv, rope_and_norm, rows[:2], buffer, buffer),
-        (qkv, rope_and_norm, rows.int(), buffer, buffer),
-        (qkv, rope_and_norm, rows, buffer[..., :4], buffer),
-        (qkv, rope_and_norm, rows, buffer, buffer.double()),
-        (qkv.double(), rope_and_norm, rows, buffer.double(), buffer.double()),
-        (qkv[:, None], rope_and_norm, rows, buffer, buffer),
-        (qkv.half()[None], rope_and_norm, rows, buffer, buffer),
+        (qkv[:2], *turn, rows, buffer, buffer),
+        (qkv, *turn, rows[:2], buffer, buffer),
+        (qkv, *turn, rows.int(), buffer, buffer),
+        (qkv, *turn, rows, buffer[..., :4], buffer),
+        (qkv, *turn, rows, buffer, buffer.double()),
+        (qkv.double(), *turn, rows, buffer.double(), buffer.double()),
+        (qkv[:, None], *turn, rows, buffer, buffer),
+        (qkv.half()[None], *turn, rows, buffer, buffer),
     ):
         with pytest.raises(EspalierError, match="needs shape"):
             rotate_and_store_triton(*wrong)
 
 
 def test_a_strided_last_dimension_is_refused(kernel_device):
-    qkv, rope_and_norm = (
+    qkv, turn = (
         torch.zeros(3, 4, 8, device=kernel_device),
-        random_rope_and_norm(3, 8, True, torch.float32, kernel_device),
+        random_turn(3, 8, True, torch.float32, kernel_device),
     )
     buffer, rows = torch.zeros(5, 1, 8, device=kernel_device), torch.arange(3, device=kernel_device)
     strided = torch.zeros(5, 1, 16, device=kernel_device)[..., ::2]
     for wrong in (
-        (torch.zeros(3, 4, 16, device=kernel_device)[..., ::2], rope_and_norm, rows, buffer, buffer),
-        (torch.zeros(2, 3, 4, 16, device=kernel_device)[..., ::2], rope_and_norm, rows, buffer, buffer),
-        (qkv, rope_and_norm, rows, strided, buffer),
-        (qkv, rope_and_norm, rows, buffer, strided),
-        (qkv, replace(rope_and_norm, cos=rope_and_norm.cos.t().contiguous().t()), rows, buffer, buffer),
-        (qkv, replace(rope_and_norm, k_norm=torch.ones(16, device=kernel_device)[::2]), rows, buffer, buffer),
+        (torch.zeros(3, 4, 16, device=kernel_device)[..., ::2], *turn, rows, buffer, buffer),
+        (torch.zeros(2, 3, 4, 16, device=kernel_device)[..., ::2], *turn, rows, buffer, buffer),
+        (qkv, *turn, rows, strided, buffer),
+        (qkv, *turn, rows, buffer, strided),
+        (qkv, turn[0]._replace(cos=turn[0].cos.t().contiguous().t()), turn[1], rows, buffer, buffer),
+        (qkv, turn[0], turn[1]._replace(k=torch.ones(16, device=kernel_device)[::2]), rows, buffer, buffer),
     ):
         with pytest.raises(EspalierError, match="not contiguous in its last dimension"):
             rotate_and_store_triton(*wrong)
 
 
-def test_wrong_numbers_of_heads_and_norms_are_refused(kernel_device):
+def test_wrong_numbers_of_heads_and_rotated_values_are_refused(kernel_device):
     rows = torch.arange(3, device=kernel_device)
-    for heads, size, half_normed in ((4, 7, False), (1, 8, False), (4, 8, True)):
-        rope_and_norm = random_rope_and_norm(3, size + size % 2, False, torch.float32, kernel_device)
-        rope_and_norm = replace(rope_and_norm, cos=rope_and_norm.cos[:, :size], sin=rope_and_norm.sin[:, :size])
-        if half_normed:
-            rope_and_norm = replace(rope_and_norm, q_norm=torch.ones(size, device=kernel_device))
+    for heads, size in ((4, 7), (1, 8)):
+        rotation, _ = random_turn(3, size + size % 2, False, torch.float32, kernel_device)
+        rotation = Rotation(rotation.cos[:, :size], rotation.sin[:, :size])
         buffer = torch.zeros(5, 1, size, device=kernel_device)
         with pytest.raises(EspalierError, match="needs K and V of each KV head"):
             rotate_and_store_triton(
-                torch.zeros(3, heads, size, device=kernel_device), rope_and_norm, rows, buffer, buffer
+                torch.zeros(3, heads, size, device=kernel_device), rotation, None, rows, buffer, buffer
             )

@@ -1,7 +1,6 @@
 """Block drafts give what the code that defines their forms gives (tests/fixtures/block); other forms are refused."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from espalier.attention.staged import HeadProjections, Projections
-from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import LowRankEdges, Rows
 from espalier.models import load_target, read_config
 from espalier.models.block import BlockDraft
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.block import block_directories, make_block_draft
-from tests.oracles.dense import DenseAttend, attended
+from tests.oracles.dense import DensePass
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "block"
 ORIGIN: dict[str, Any] = json.loads((FIXTURES / "origin.json").read_text())
@@ -26,41 +23,31 @@ LOADING = {"dtype": torch.float32, "device": "cpu", "position_rows": 64}
 TOLERANCE = 1e-4
 
 
-@dataclass
-class OverContext:
-    """An `attend` for the rows of a block behind context rows, planes [n, heads, size] by layer."""
+class OverContext(DensePass):
+    """The rows of a block behind context rows.  causal: of each layer."""
 
-    specs: tuple[LayerSpec, ...]
-    context: list[tuple[Tensor, Tensor]]
-    causal: tuple[bool, ...]
-    windows_from_root: bool = True
+    def __init__(
+        self, draft: BlockDraft, tokens: Tensor, positions: Tensor, context: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        super().__init__(tokens, draft.layer_specs, positions, past=context)
+        self.causal, self.windows_from_root = draft.spec.causal, draft.spec.windows_from_root
 
-    def __call__(self, layer: int, projections: Projections) -> Tensor:
-        spec, own = self.specs[layer], attended(projections, self.specs[layer])
-        k, v = (torch.cat((past[None], new), 1) for past, new in zip(self.context[layer], (own.k, own.v), strict=True))
-        k, v = (value.repeat_interleave(spec.heads // value.shape[2], 2) for value in (k, v))
-        rows, behind = own.q.shape[1], k.shape[1] - own.q.shape[1]
-        seen = torch.ones(rows, behind + rows, dtype=torch.bool)
-        if spec.window is not None:
+    def seen(self, layer: int, rows: int, columns: int) -> Tensor:
+        behind, window = columns - rows, self.specs[layer].window
+        seen = torch.ones(1, rows, columns, dtype=torch.bool)
+        if window is not None:
             # Seen from the root, or from each row: the window holds it and the window - 1 rows before it.
             at = behind + torch.arange(rows) * (not self.windows_from_root)
-            seen &= at[:, None] - torch.arange(behind + rows) < spec.window
-        if self.causal[layer]:
-            seen = seen.tril(behind)
-        scores = torch.einsum("bqhd,bkhd->bhqk", own.q, k) * spec.softmax_scale
-        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+            seen &= at[:, None] - torch.arange(columns) < window
+        return seen.tril(behind) if self.causal[layer] else seen
 
 
-def context_planes(draft: BlockDraft, captured: Tensor, first: int) -> list[tuple[Tensor, Tensor]]:
+def context_planes(draft: BlockDraft, captured: Tensor, first: int) -> list[tuple[Tensor, ...]]:
     """K and V of the context rows of tokens first, first + 1, ...: captured [1, n, F]."""
     positions = torch.arange(first, first + captured.shape[1])[None]
-    planes = []
-    for projections, spec in zip(draft.context(captured, positions), draft.layer_specs, strict=True):
-        assert isinstance(projections, HeadProjections)
-        k, v = (torch.zeros(captured.shape[1], spec.rows.kv_heads, spec.rows.k_size) for _ in "kv")
-        projections.write(torch.arange(captured.shape[1]), (k, v))
-        planes.append((k, v))
-    return planes
+    p = DensePass(torch.zeros_like(positions), draft.layer_specs, positions)
+    draft.write_context(captured, p)
+    return [tuple(plane[0] for plane in planes) for planes in p.planes.values()]
 
 
 def two_rounds(draft: BlockDraft, expected: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -77,8 +64,7 @@ def two_rounds(draft: BlockDraft, expected: dict[str, Tensor]) -> dict[str, Tens
         block = torch.full((1, draft.spec.block_rows), draft.spec.mask_token)
         block[0, 0] = tokens[0, anchor]
         positions = anchor + torch.arange(draft.spec.block_rows)[None]
-        attend = OverContext(draft.layer_specs, context, draft.spec.causal, draft.spec.windows_from_root)
-        hidden = draft(block, positions, attend)[:, draft.spec.first_proposing :]
+        hidden = draft(OverContext(draft, block, positions, context))[:, draft.spec.first_proposing :]
         logits = draft.block_logits(hidden)
         made[f"logits.{number}"] = logits[0]
         if draft.edges is not None:
@@ -115,7 +101,7 @@ def test_every_case_agrees(record_property: Any) -> None:
         expected = load_file(FIXTURES / name / "expected.safetensors")
         assert list(draft.spec.capture) == expected["ids"].tolist()
         positions = torch.arange(expected["tokens"].shape[1])[None]
-        captured = target(expected["tokens"], positions, DenseAttend(target.layer_specs)).captured
+        captured = target(DensePass(expected["tokens"], target.layer_specs, positions)).captured
         torch.testing.assert_close(captured, expected["captured"], rtol=TOLERANCE, atol=TOLERANCE)
         ours = two_rounds(draft, expected)
         assert ours.keys() == {key for key in expected if key.startswith(("logits", "edged"))}

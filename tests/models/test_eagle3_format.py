@@ -12,7 +12,7 @@ from torch import Tensor
 from espalier.models import DraftModel, load_target, read_config
 from espalier.models.draft import DraftOutput
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "eagle3"
 CASES: dict[str, dict[str, Any]] = json.loads((FIXTURES / "origin.json").read_text())["cases"]
@@ -33,17 +33,13 @@ def chained_steps(draft: DraftModel, tokens: Tensor, captured: Tensor, shift: in
     second = torch.cat((tokens[:, 2:], torch.zeros(1, 1, dtype=torch.int64)), dim=1)
     positions = torch.arange(width)[None] + shift
     feature = draft.fuse(captured[:, :-1])
-    out0 = draft(first, feature, positions, DenseAttend(draft.layer_specs))
+    out0 = draft(DensePass(first, draft.layer_specs, positions), feature)
     # Both steps in one pass: step 1's row i sees the chain up to i and itself.
     chain, itself = torch.ones(width, width).tril().bool(), torch.eye(width).bool()
     mask = torch.cat((torch.cat((chain, torch.zeros_like(chain)), 1), torch.cat((chain, itself), 1)))[None]
-    attend = DenseAttend(draft.layer_specs, mask)
-    both = draft(
-        torch.cat((first, second), 1),
-        torch.cat((feature, out0.hidden), 1),
-        torch.cat((positions, positions + 1), 1),
-        attend,
-    )
+    tokens, positions = torch.cat((first, second), 1), torch.cat((positions, positions + 1), 1)
+    p = DensePass(tokens, draft.layer_specs, positions, mask=mask)
+    both = draft(p, torch.cat((feature, out0.hidden), 1))
     out1 = DraftOutput(both.hidden[:, width:], both.normed[:, width:])
     return {
         "logits.0": draft.logits(out0),
@@ -64,7 +60,7 @@ def test_every_case_agrees(record_property: Any) -> None:
         expected = load_file(FIXTURES / name / "expected.safetensors")
         assert list(draft.spec.capture) == case["resolved_layer_ids"]
         positions = torch.arange(expected["tokens"].shape[1])[None]
-        captured = target(expected["tokens"], positions, DenseAttend(target.layer_specs)).captured
+        captured = target(DensePass(expected["tokens"], target.layer_specs, positions)).captured
         torch.testing.assert_close(captured, expected["captured"], rtol=TOLERANCE, atol=TOLERANCE)
         # The package rotates by the token's position, we by the feature's: the same up to a shift of all rows.
         worst[name] = max(

@@ -12,7 +12,7 @@ from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from tests.builders import make_target
 from tests.models.reference import load_reference, reference_logits
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 
 LENGTH = 40
 # The factors of DeepSeek-V3 and V2-Lite, over a shorter length.
@@ -103,7 +103,7 @@ def test_logits_and_captured_inputs(variant: str, tmp_path: Path) -> None:
     tokens = torch.randint(0, 16, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     for dtype, tolerance in TOLERANCE.items():
         model = load_target(path, dtype=dtype, device="cpu", position_rows=LENGTH, capture=(2, 0, 1))
-        out = model(tokens, torch.arange(LENGTH).expand(2, -1), DenseAttend(model.layer_specs))
+        out = model(DensePass(tokens, model.layer_specs, torch.arange(LENGTH).expand(2, -1)))
         logits, inputs = reference_logits(load_reference(path, dtype), tokens)
         assert out.captured is not None
         difference = max(
@@ -158,7 +158,7 @@ def test_the_input_of_the_final_norm_can_be_captured(tmp_path: Path) -> None:
     path = make_target(tmp_path)
     model = load_target(path, dtype=torch.float64, device="cpu", position_rows=8, capture=(3,))
     tokens = torch.arange(8)[None]
-    out = model(tokens, tokens, DenseAttend(model.layer_specs))
+    out = model(DensePass(tokens, model.layer_specs, tokens))
     assert out.captured is not None
     torch.testing.assert_close(out.hidden, model.norm(out.captured))
 
@@ -169,7 +169,7 @@ def test_empty_batches_and_rows(tmp_path: Path) -> None:
         model = load_target(path, dtype=dtype, device="cpu", position_rows=8, capture=(1,))
         for shape in ((0, 4), (2, 0)):
             empty = torch.zeros(shape, dtype=torch.int64)
-            out = model(empty, empty, DenseAttend(model.layer_specs))
+            out = model(DensePass(empty, model.layer_specs, empty))
             assert model.logits(out.hidden).shape == (*shape, 16)
 
 

@@ -22,7 +22,7 @@ from espalier.speculate.drafters.registry import draft_algorithm, load_draft, re
 from tests.builders import make_eagle3, make_target
 from tests.harness import LATENT_HEAD
 from tests.models.reference import _norm_float64, _rotary_float64
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 
 WIDTH = 24
 # Fields that would change the config of the oracle: the size of a head is that of the rotated part.
@@ -111,7 +111,7 @@ def test_a_head_computes_what_transformers_computes(variant: str, target: Path, 
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, 16, (1, WIDTH), generator=generator)
     captured = torch.randn(1, WIDTH, 96, generator=generator, dtype=torch.float64)
-    out = draft(tokens, draft.fuse(captured), torch.arange(WIDTH)[None], DenseAttend(draft.layer_specs))
+    out = draft(DensePass(tokens, draft.layer_specs), draft.fuse(captured))
     handed_on, last = Oracle(head)(model.embed.weight[tokens], captured)
     torch.testing.assert_close(out.hidden, handed_on, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(out.normed, last, rtol=1e-9, atol=1e-9)

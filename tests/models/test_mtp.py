@@ -20,7 +20,7 @@ from espalier.startup import load
 from tests.builders import make_target
 from tests.models.reference import load_reference
 from tests.mtp import LAYERS, mtp_directories
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 from tests.oracles.plain_mtp import plain_modules
 
 WIDTH = 12
@@ -67,7 +67,7 @@ def test_a_layer_is_transformers_decoder_layer_behind_the_papers_projection(fami
     hidden = torch.randn(1, WIDTH, 32, generator=generator, dtype=torch.float64)
     positions = torch.arange(WIDTH)[None]
     for i, plain in enumerate(plain_modules(target_path, draft_path, target, draft)):
-        out = draft.modules[i](tokens, hidden, positions, DenseAttend(draft.layer_specs[i : i + 1]))
+        out = draft.modules[i](DensePass(tokens, draft.layer_specs[i : i + 1], positions), hidden)
         x = plain.joined(tokens, hidden)
         x = theirs.layers[LAYERS + i](x, position_embeddings=theirs.rotary_emb(x, positions))
         expected = plain.norm(x[0] if isinstance(x, tuple) else x, "norm")
@@ -88,7 +88,7 @@ def test_a_stored_copy_of_the_targets_matrices_is_shared(tmp_path: Path) -> None
 
     edit_weights(paths[1], store)
     target, draft = loaded(*paths)
-    assert [m.embed is target.embed for m in draft.modules] == [True, False, True]
+    assert [m.embed.weight is target.embed.weight for m in draft.modules] == [True, False, True]
     assert [m.head is target.head for m in draft.modules] == [True, False, True]
     assert torch.equal(draft.modules[1].embed.weight, other)
     assert torch.equal(draft.modules[1].head(torch.eye(32, dtype=torch.float64)), other.T)

@@ -10,7 +10,7 @@ from espalier.models import load_target
 from espalier.speculate.drafters.registry import load_draft
 from tests.harness import directories, models
 from tests.mtp import mtp_directories
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 
 BATCH, WIDTH = 3, 7
 # Of each request.
@@ -33,12 +33,15 @@ def require_same(some: Tensor, whole: Tensor) -> None:
 def test_a_target(family: str, captures_last: bool) -> None:
     path, _ = directories(family)
     target = load_target(path, capture=(1, 3) if captures_last else (1, 2), **LOADING)
-    whole_pass, pass_of_some = DenseAttend(target.layer_specs), DenseAttend(target.layer_specs)
-    whole = target(*rows_of_input(), whole_pass)
-    some = target(*rows_of_input(), pass_of_some, NEEDED)
+    tokens, positions = rows_of_input()
+    whole_pass = DensePass(tokens, target.layer_specs, positions)
+    pass_of_some = DensePass(tokens, target.layer_specs, positions, needed=NEEDED)
+    whole, some = target(whole_pass), target(pass_of_some)
     require_same(some.hidden, whole.hidden)
-    assert some.captured is not None and torch.equal(some.captured, whole.captured)
-    for kept, expected in zip(pass_of_some.kept.values(), whole_pass.kept.values(), strict=True):
+    assert torch.equal(some.inputs[0], whole.inputs[0])
+    # The input of the final norm has the rows of the output.
+    (require_same if captures_last else torch.testing.assert_close)(some.inputs[1], whole.inputs[1])
+    for kept, expected in zip(pass_of_some.planes.values(), whole_pass.planes.values(), strict=True):
         assert all(torch.equal(plane, other) for plane, other in zip(kept, expected, strict=True))
 
 
@@ -60,7 +63,7 @@ def require_draft(draft: Any, module: Any) -> None:
     tokens, positions = rows_of_input()
     size = (BATCH, WIDTH, draft.spec.hidden_size)
     hidden = torch.randn(size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    whole = module(tokens, hidden, positions, DenseAttend(draft.layer_specs))
-    some = module(tokens, hidden, positions, DenseAttend(draft.layer_specs), needed=NEEDED)
+    whole = module(DensePass(tokens, draft.layer_specs, positions), hidden)
+    some = module(DensePass(tokens, draft.layer_specs, positions, needed=NEEDED), hidden)
     require_same(some.hidden, whole.hidden)
     require_same(some.normed, whole.normed)

@@ -14,7 +14,7 @@ from espalier.models.config import Family, full_attention
 from espalier.models.loading import FAMILIES
 from espalier.startup import load
 from tests.builders import make_target
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 
 FAMILY = Family(
     architecture="HazelForCausalLM",
@@ -48,5 +48,5 @@ def test_a_family_is_added_by_its_declaration(tmp_path, monkeypatch):
     monkeypatch.setitem(FAMILIES, FAMILY.architecture, FAMILY)
     assert load.find(EngineConfig(model=path)).target.max_position == 64
     target = load_target(path, dtype=torch.float64, device="cpu", position_rows=64)
-    out = target(tokens, torch.arange(12)[None], DenseAttend(target.layer_specs))
+    out = target(DensePass(tokens, target.layer_specs, torch.arange(12)[None]))
     assert (target.logits(out.hidden) - expected).abs().max() < 1e-5

@@ -1,7 +1,6 @@
 """P-EAGLE heads give what the code that defines the format gives (tests/fixtures/peagle, made by `speculators`)."""
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -11,41 +10,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from espalier.attention.staged import Projections
-from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.draft import DraftOutput
 from espalier.models.peagle import PEagleDraft
 from espalier.speculate.drafters.registry import draft_algorithm, load_draft, read_draft
-from tests.oracles.dense import DenseAttend, attended
+from tests.oracles.dense import DensePass
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "peagle"
 ORIGIN: dict[str, Any] = json.loads((FIXTURES / "origin.json").read_text())
 LOADING = {"dtype": torch.float32, "device": "cpu", "position_rows": 64}
 TOLERANCE = 1e-4
-
-
-@dataclass
-class Cached:
-    """A causal `attend` behind the K and V of earlier passes, which a pass adds to if its rows are kept."""
-
-    specs: tuple[LayerSpec, ...]
-    planes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    keeps: bool = True
-
-    def __call__(self, layer: int, projections: Projections) -> Tensor:
-        spec, own = self.specs[layer], attended(projections, self.specs[layer])
-        past = self.planes.get(layer, (own.k[:, :0], own.v[:, :0]))
-        k, v = (torch.cat(pair, 1) for pair in zip(past, (own.k, own.v), strict=True))
-        if self.keeps:
-            self.planes[layer] = k, v
-        rows, columns = own.q.shape[1], k.shape[1]
-        distance = torch.arange(columns - rows, columns)[:, None] - torch.arange(columns)
-        seen = (distance >= 0) & (distance < (spec.window or columns))
-        k, v = (value.repeat_interleave(spec.heads // value.shape[2], 2) for value in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", own.q, k) * spec.softmax_scale
-        return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 def load(path: Path) -> tuple[Any, PEagleDraft]:
@@ -59,12 +34,21 @@ def load(path: Path) -> tuple[Any, PEagleDraft]:
 def two_rounds(draft: PEagleDraft, expected: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rows of decided tokens up to each root, then mask rows behind it, which are dropped."""
     tokens, made, done = expected["tokens"], {}, 0
-    feature, attend = draft.fuse(expected["captured"]), Cached(draft.layer_specs)
+    feature, specs = draft.fuse(expected["captured"]), draft.layer_specs
+    past: list[list[Tensor]] | None = None
     for number, root in enumerate(ORIGIN["roots"]):
-        positions, attend.keeps = torch.arange(done, root)[None], True
-        out = draft(tokens[:, done + 1 : root + 1], feature[:, done:root], positions, attend)
-        done, attend.keeps = root, False
-        masks = draft.mask_rows(root + torch.arange(len(expected[f"logits.{number}"]) - 1)[None], attend)
+        positions = torch.arange(done, root)[None]
+        decided = DensePass(tokens[:, done + 1 : root + 1], specs, positions, past=past)
+        out = draft(decided, feature[:, done:root])
+        past = [
+            [torch.cat((old, new[0])) for old, new in zip(before, decided.planes[i], strict=True)]
+            for i, before in enumerate(past or [[plane[0, :0] for plane in decided.planes[i]] for i in decided.layers])
+        ]
+        done = root
+        mask_tokens = torch.full((1, len(expected[f"logits.{number}"]) - 1), draft.spec.mask_token)
+        masks = draft.of_masks(
+            DensePass(mask_tokens, specs, root + torch.arange(mask_tokens.shape[1])[None], past=past)
+        )
         normed = torch.cat((out.normed[:, -1:], masks.normed), 1)
         made[f"logits.{number}"] = draft.logits(DraftOutput(normed, normed))[0]
     return made
@@ -84,7 +68,7 @@ def test_every_case_agrees(record_property: Any) -> None:
         assert list(draft.spec.capture) == expected["ids"].tolist()
         assert draft.spec.max_steps == len(expected["logits.0"])
         positions = torch.arange(expected["tokens"].shape[1])[None]
-        captured = target(expected["tokens"], positions, DenseAttend(target.layer_specs)).captured
+        captured = target(DensePass(expected["tokens"], target.layer_specs, positions)).captured
         torch.testing.assert_close(captured, expected["captured"], rtol=TOLERANCE, atol=TOLERANCE)
         worst[name] = worst_of(draft, expected)
     print(f"\n{len(worst)} cases of two rounds, largest difference {max(worst.values()):.1e}")

@@ -160,7 +160,7 @@ def test_experts(tmp_path, kind):
         assert torch.equal(dequantise(mlp.gate_up[expert], DTYPE), gate_up)
         assert torch.equal(dequantise(mlp.down[expert], DTYPE), meant[f"{prefix}{expert}.down_proj.weight"])
     x, live = torch.randn(7, 32, dtype=DTYPE), torch.arange(7) != 3
-    parts = mlp(x, live)
+    parts = mlp(mlp.routed(x), live)
     scores = (x @ meant[f"{LAYER}mlp.gate.weight"].T).softmax(1)
     weights, ids = scores.topk(2)
     expected = torch.zeros(7, 32, dtype=DTYPE)

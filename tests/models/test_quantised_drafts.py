@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from espalier.attention import Pass
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import dequantise
 from espalier.models import load_target, read_config
-from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.mtp_config import stores_mtp
@@ -28,7 +28,7 @@ from tests.builders import make_eagle3, make_target
 from tests.harness import CPU, DTYPE
 from tests.models.test_refusals import edit_weights, refused
 from tests.mtp import mtp_directories, without_target
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 from tests.quantised import KINDS
 
 # A kind of each way to name the tensors of a matrix.
@@ -72,8 +72,8 @@ def mean(path: Path, kind: str) -> None:
 
 def logits(target: Any, draft: Any) -> Tensor:
     positions = torch.arange(TOKENS.shape[1])[None]
-    captured = target(TOKENS, positions, DenseAttend(target.layer_specs)).captured
-    return draft.logits(draft(TOKENS, draft.fuse(captured), positions, DenseAttend(draft.layer_specs)))
+    captured = target(DensePass(TOKENS, target.layer_specs, positions)).captured
+    return draft.logits(draft(DensePass(TOKENS, draft.layer_specs, positions), draft.fuse(captured)))
 
 
 @pytest.fixture
@@ -89,7 +89,8 @@ def test_a_quantised_head_and_its_layers_mean_what_the_format_says(paths, tmp_pa
     mean(dense, kind)
     store(draft, kind)
     made = load(target, draft)[1]
-    linears = (made.fuse.fc, made.attention.qkv, made.attention.out, made.mlp.gate_up, made.mlp.down, made.head)
+    [layer] = made.layers
+    linears = (made.fuse.fc, layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down, made.head)
     assert all(isinstance(linear.weight, QuantisedWeight) for linear in linears)
     torch.testing.assert_close(logits(*load(target, draft)), logits(*load(target, dense)), rtol=1e-6, atol=1e-6)
 
@@ -242,7 +243,7 @@ def test_quantisation_in_a_file_of_its_own_is_read_for_drafts_too(paths):
     assert [formats(name).name for name in ("fc", "lm_head")] == ["fp8", "dense"]
 
 
-def quantised_draft(algorithm: str, path: Path) -> tuple[Any, Callable[[Attend], object], list[tuple[RMSNorm, Linear]]]:
+def quantised_draft(algorithm: str, path: Path) -> tuple[Any, Callable[[Pass], object], list[tuple[RMSNorm, Linear]]]:
     """(draft, a pass of it, its norms in order, each with the layer that reads it)."""
     if algorithm == "eagle3":
         target = make_target(path / "target", "llama", layers=4)
@@ -251,18 +252,17 @@ def quantised_draft(algorithm: str, path: Path) -> tuple[Any, Callable[[Attend],
         target, made = mtp_directories("llama", 1) if algorithm == "mtp" else block_directories("llama", "dspark", 4)
     quantise(made, path / "copy", "fp8", torch.device("cpu"), lambda: None, is_draft=True)
     draft = load(target, path / "copy")[1]
-    positions = torch.arange(TOKENS.shape[1])[None]
     if algorithm == "block":
-        return draft, lambda attend: draft(TOKENS, positions, attend), of_layers(draft.layers)
+        return draft, draft, of_layers(draft.layers)
     [module] = draft.modules
     hidden = torch.randn(*TOKENS.shape, draft.spec.hidden_size, dtype=DTYPE)
-    read = of_layers([module.layer]) if algorithm == "mtp" else [(module.mlp_norm, module.mlp.gate_up)]
-    return draft, lambda attend: module(TOKENS, hidden, positions, attend), read
+    read = of_layers([module.layer] if algorithm == "mtp" else module.layers)
+    return draft, lambda p: module(p, hidden), read
 
 
 def of_layers(layers: Sequence[Any]) -> list[tuple[RMSNorm, Linear]]:
     each = ([(layer.attention_norm, layer.attention.qkv), (layer.mlp_norm, layer.mlp.gate_up)] for layer in layers)
-    return [pair for of_layer in each for pair in of_layer]
+    return [pair for of_layer in each for pair in of_layer if pair[0] is not None]
 
 
 @pytest.mark.parametrize("algorithm", ["eagle3", "mtp", "block"])
@@ -277,6 +277,6 @@ def test_norms_round_for_the_layers_that_read_them(tmp_path, monkeypatch, algori
         return after(norm, delta, residual)
 
     monkeypatch.setattr(RMSNorm, "rounded_after", rounded_after)
-    run(DenseAttend(draft.layer_specs))
+    run(DensePass(TOKENS, draft.layer_specs))
     assert asked == [(norm, layer.rounding) for norm, layer in read]
     assert all(rounding is not None for _, rounding in asked)

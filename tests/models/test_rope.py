@@ -15,7 +15,7 @@ from tests.builders import CONFIGS, make_target
 from tests.models.reference import load_reference, reference_logits
 from tests.models.test_families import relative
 from tests.models.test_refusals import edit_config, refused
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -78,7 +78,7 @@ def test_logits(scaling: str, family: str, tmp_path: Path) -> None:
     in_float32 = ((torch.float32, 1e-5),) if scaling == CHANGES_ALL else ()
     for dtype, tolerance in ((torch.float64, 1e-10), *in_float32):
         model = load_target(path, dtype=dtype, device="cpu", position_rows=300)
-        out = model(tokens, torch.arange(300)[None], DenseAttend(model.layer_specs))
+        out = model(DensePass(tokens, model.layer_specs, torch.arange(300)[None]))
         logits, _ = reference_logits(load_reference(path, dtype), tokens)
         assert relative(model.logits(out.hidden), logits) <= tolerance
 

@@ -1,96 +1,142 @@
 """Attention over one whole sequence at once, in the plainest words: the oracle for whatever keeps K/V in pieces."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from espalier.attention.staged import HeadProjections, LatentProjections, Projections
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.attention import Pass
+from espalier.cache.layer_spec import KVHeads, LayerSpec
+from espalier.kernels.layers.latent import LatentForm
+from espalier.kernels.layers.rope import HeadNorms, Rotation
 from tests.oracles.fp8_cache import LayerScales
 
-
-@dataclass(frozen=True)
-class Attended:
-    """What a layer's projections come to.  q [B, Q, heads, k_size], k, v [B, n, kv_heads, size]; kept: what its planes
-    should hold of the new rows, in their order."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    kept: tuple[Tensor, ...]
+Planes = tuple[Tensor, ...]
 
 
-def attended(
-    projections: Projections, g: LayerSpec, scales: LayerScales | None = None, past: Sequence[Tensor] | None = None
-) -> Attended:
-    """k and v are those of the new rows behind `past`, what the planes hold of [n, kv_heads, size] earlier rows.
+class DensePass(Pass):
+    """A pass whose rows [B, Q] see each other as a causal sequence, within each layer's window.
 
-    scales: of planes in FP8.
+    planes: by layer, what its planes should hold of the new rows: [B, Q, heads, size].
+    positions: 0, 1, ... by default.
+    mask: bool [B, Q, Q], true where row may see column, instead of the causal one (the window then applies to the
+    distance between columns all the same, unless apply_window is off).
+    scales: of each layer, in FP8.
+    past: by layer, what its planes hold of earlier rows, [n, heads, size], which every row sees that the window allows.
     """
-    if isinstance(projections, LatentProjections):
-        assert isinstance(g.keeps, LatentKV)
-        q, latent = latent_of(projections)
-        kept: tuple[Tensor, ...] = (latent,)
-    else:
-        assert isinstance(projections, HeadProjections)
-        q, *heads = heads_of(projections.qkv, projections.rope_and_norm, g)
-        kept = tuple(heads)
-    held = kept = kept if scales is None else scales.stored(kept)
-    if past is not None:
-        held = tuple(
-            torch.cat((before.expand(len(new), *before.shape), new), 1) for before, new in zip(past, kept, strict=True)
-        )
-    meant = held if scales is None else scales.meant(held)
-    k, v = keys_and_values(projections, meant[0]) if isinstance(projections, LatentProjections) else meant
-    return Attended(q, k, v, kept)
+
+    def __init__(
+        self,
+        tokens: Tensor,
+        layer_specs: Sequence[LayerSpec],
+        positions: Tensor | None = None,
+        *,
+        mask: Tensor | None = None,
+        apply_window: bool = True,
+        scales: Sequence[LayerScales] | None = None,
+        past: Sequence[Sequence[Tensor]] | None = None,
+        needed: Tensor | None = None,
+    ) -> None:
+        self.tokens = tokens
+        self.positions = torch.arange(tokens.shape[1]).expand_as(tokens) if positions is None else positions
+        self.layers = range(len(layer_specs))
+        self.needed = needed
+        self.specs, self.mask, self.apply_window, self.scales, self.past = layer_specs, mask, apply_window, scales, past
+        self.planes: dict[int, Planes] = {}
+        self.k_up: dict[int, Tensor] = {}
+        self._rotations = {}
+
+    def write(self, layer: int, *values: Any) -> Tensor:
+        spec = self.specs[layer]
+        if isinstance(spec.keeps, KVHeads):
+            q, *made = heads_of(self._by_request(values[0]), spec, *values[1:])
+        else:
+            q, latent, *rest = values
+            *turned, self.k_up[layer] = rest
+            q, *made = latent_of(self._by_request(q), self._by_request(latent), *turned)
+        self.planes[layer] = tuple(made) if self.scales is None else self.scales[layer].stored(tuple(made))
+        return q if self.kept(layer) is None else q[torch.arange(len(q)), self.needed][:, None]
+
+    def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
+        spec = self.specs[layer]
+        k, v = self.rows_of(layer)
+        k, v = (rows.repeat_interleave(spec.heads // rows.shape[2], 2) for rows in (k, v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * spec.softmax_scale
+        seen = self.seen(layer, self.tokens.shape[1], k.shape[1])
+        if self.kept(layer) is not None:
+            seen = seen.expand(len(q), -1, -1)[torch.arange(len(q)), self.needed][:, None]
+        weights = softmax_of(scores.masked_fill(~seen[:, None], -torch.inf), sink)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    def rows_of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V [B, n, heads, size] of the earlier and the new rows.  The keys of latent rows are made, head by
+        head; their values stay latent."""
+        held = self.planes[layer]
+        if self.past is not None:
+            held = tuple(
+                torch.cat((old.expand(len(new), *old.shape), new), 1)
+                for old, new in zip(self.past[layer], held, strict=True)
+            )
+        meant = held if self.scales is None else self.scales[layer].meant(held)
+        if layer not in self.k_up:
+            k, v = meant
+            return k, v
+        k_up, [latent] = self.k_up[layer], meant
+        heads, _, rank = k_up.shape
+        content, rope = latent[..., 0, :rank], latent[..., rank:].expand(-1, -1, heads, -1)
+        return torch.cat((torch.einsum("hnr,bkr->bkhn", k_up, content), rope), 3), latent[..., :rank]
+
+    def seen(self, layer: int, rows: int, columns: int) -> Tensor:
+        """[1 or B, rows, columns] bool: the last columns are the new rows."""
+        distance = torch.arange(columns - rows, columns)[:, None] - torch.arange(columns)
+        seen = (distance >= 0)[None] if self.mask is None else self.mask
+        window = self.specs[layer].window
+        return seen if window is None or not self.apply_window else seen & (distance < window)
+
+    def _by_request(self, flat: Tensor) -> Tensor:
+        """[B, Q, heads, size] of flat rows."""
+        return flat.view(*self.tokens.shape, *flat.shape[-2:])
 
 
-def keys_and_values(projections: LatentProjections, latent: Tensor) -> tuple[Tensor, Tensor]:
-    """Every head's k and v [B, n, heads, size] of latent rows [B, n, 1, size]."""
-    heads, _, rank = projections.k_up.shape
-    content, rope = latent[..., 0, :rank], latent[..., rank:].expand(-1, -1, heads, -1)
-    k, v = (torch.einsum("hnr,bkr->bkhn", weight, content) for weight in (projections.k_up, projections.v_up))
-    return torch.cat((k, rope), 3), v
-
-
-def latent_of(projections: LatentProjections) -> tuple[Tensor, Tensor]:
+def latent_of(q: Tensor, latent: Tensor, rotation: Rotation, form: LatentForm) -> tuple[Tensor, Tensor]:
     """q [B, Q, heads, nope + rope] and the latent row [B, Q, 1, size]: its first part normed, its last rotated, as in
     q."""
-    turn, latent = projections.rope_and_norm, projections.latent
-    rotary = turn.cos.shape[1]
-    cos, sin = (table.view(*latent.shape[:2], 1, rotary) for table in (turn.cos, turn.sin))
+    rotary = rotation.cos.shape[1]
+    cos, sin = (table.view(*latent.shape[:2], 1, rotary) for table in rotation)
 
     def turned(x: Tensor) -> Tensor:
         content, rope = x.split((x.shape[3] - rotary, rotary), 3)
-        if turn.interleaved:
+        if form.interleaved:
             rope = torch.cat((rope[..., 0::2], rope[..., 1::2]), 3)
         return torch.cat((content, rope * cos + rope.roll(rotary // 2, -1) * sin), 3)
 
-    if turn.norm is not None:
+    if form.norm is not None:
         content, rope = latent.split((latent.shape[3] - rotary, rotary), 3)
-        content = content / (content.pow(2).mean(-1, keepdim=True) + turn.eps).sqrt() * turn.norm
+        content = content / (content.pow(2).mean(-1, keepdim=True) + form.eps).sqrt() * form.norm
         latent = torch.cat((content, rope), 3)
-    return turned(projections.q), turned(latent)
+    return turned(q), turned(latent)
 
 
-def heads_of(qkv: Tensor, turn: RopeAndNorm, g: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of(
+    qkv: Tensor, g: LayerSpec, rotation: Rotation, norms: HeadNorms | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [B, Q, heads, size] of a layer's projections, in their dtype, q and k normed, and their first part
     rotated."""
     assert isinstance(g.keeps, KVHeads)
-    q, k, v = qkv.split((g.heads, g.keeps.kv_heads, g.keeps.kv_heads), 2)
-    rotary = turn.cos.shape[1]
-    cos, sin = (table.view(*qkv.shape[:2], 1, rotary) for table in (turn.cos, turn.sin))
+    kv_heads = g.keeps.kv_heads
+    # Context rows have no queries.
+    q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
+    rotary = rotation.cos.shape[1]
+    cos, sin = (table.view(*qkv.shape[:2], 1, rotary) for table in rotation)
 
-    def turned(x: Tensor, norm: Tensor | None) -> Tensor:
-        if norm is not None:
-            x = x / (x.pow(2).mean(-1, keepdim=True) + turn.eps).sqrt() * norm
+    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
+        if norms is not None:
+            x = x / (x.pow(2).mean(-1, keepdim=True) + norms.eps).sqrt() * weight
         first, rest = x[..., :rotary], x[..., rotary:]
         return torch.cat((first * cos + first.roll(rotary // 2, -1) * sin, rest), 3).to(qkv.dtype)
 
-    return turned(q, turn.q_norm), turned(k, turn.k_norm), v
+    return turned(q, norms and norms.q), turned(k, norms and norms.k), v
 
 
 def softmax_of(scores: Tensor, sink: Tensor | None) -> Tensor:
@@ -99,45 +145,3 @@ def softmax_of(scores: Tensor, sink: Tensor | None) -> Tensor:
         return scores.softmax(-1)
     column = sink[:, None, None].expand(*scores.shape[:3], 1)
     return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
-
-
-class DenseAttend:
-    """An `attend` whose tokens see each other as a causal sequence, within each layer's window.
-
-    layer_specs: one entry a layer.  mask: bool [B, Q, Q], true where row may see column, instead of the causal one (the
-    window then applies to the distance between columns all the same, unless apply_window is off). `kept` holds what
-    each layer's planes should: [B, Q, heads, size].  scales: of each layer, in FP8.
-    """
-
-    def __init__(
-        self,
-        layer_specs: tuple[LayerSpec, ...],
-        mask: Tensor | None = None,
-        apply_window: bool = True,
-        scales: Sequence[LayerScales] | None = None,
-    ) -> None:
-        self.layer_specs = layer_specs
-        self.mask = mask
-        self.apply_window = apply_window
-        self.scales = scales
-        self.kept: dict[int, tuple[Tensor, ...]] = {}
-
-    def __call__(self, layer: int, projections: Projections, needed: Tensor | None = None) -> Tensor:
-        layout = self.layer_specs[layer]
-        own = attended(projections, layout, None if self.scales is None else self.scales[layer])
-        q, k, v, self.kept[layer] = own.q, own.k, own.v, own.kept
-        group = layout.heads // k.shape[2]
-        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * layout.softmax_scale
-        scores = scores.masked_fill(~self._visible(q, layout)[:, None], float("-inf"))
-        values = torch.einsum("bhqk,bkhd->bqhd", softmax_of(scores, projections.sink), v)
-        return values if needed is None else values[torch.arange(len(values)), needed][:, None]
-
-    def _visible(self, q: Tensor, layout: LayerSpec) -> Tensor:
-        batch, width = q.shape[:2]
-        index = torch.arange(width, device=q.device)
-        distance = index[:, None] - index
-        seen = (distance >= 0).expand(batch, width, width) if self.mask is None else self.mask
-        if layout.window is not None and self.apply_window:
-            seen = seen & (distance < layout.window)
-        return seen

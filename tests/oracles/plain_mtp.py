@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.attention import Pass
 from espalier.models import CausalLM
-from espalier.models.base import Attend
 from espalier.models.draft import DraftOutput
+from espalier.models.layers.stream import Stream
 from espalier.models.mtp import MTPDraft, MTPModule
 from tests.mtp import LAYERS, NAMED, NEXTN
 
@@ -40,17 +40,13 @@ class PlainModule:
             halves.reverse()
         return torch.cat(halves, -1) @ self.weights["project"].T
 
-    def __call__(
-        self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend, parents: Tensor | None = None
-    ) -> DraftOutput:
+    def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         assert parents is None
-        x = self.joined(tokens, hidden)
-        at, layer, shape = positions.flatten(), self.module.layer, (x.shape[0], x.shape[1])
-        rope = RopeAndNorm(self.module.rope.cos[at], self.module.rope.sin[at])
-        x = x.flatten(0, 1)
-        x, delta = layer(x, layer.attention_norm(x), rope, attend, 0, shape)
-        x = x + (delta if delta.ndim == 2 else delta.sum(0))
-        normed = self.norm(x, "norm").unflatten(0, shape)
+        s = Stream(self.joined(p.tokens, hidden).flatten(0, 1))
+        self.module.layer(s, p)
+        assert isinstance(s.delta, Tensor)
+        x = s.x + (s.delta if s.delta.ndim == 2 else s.delta.sum(0))
+        normed = self.norm(x, "norm").unflatten(0, p.tokens.shape)
         return DraftOutput(normed, normed)
 
     def output_of(self, hidden: Tensor) -> DraftOutput:

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from espalier.attention.staged import Projections
 from espalier.cache.layer_spec import LayerSpec
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftModel, DraftModule
 from espalier.request import Request
-from tests.oracles.dense import DenseAttend, attended, softmax_of
+from tests.oracles.dense import DensePass
 from tests.oracles.fp8_cache import LayerScales
 from tests.oracles.plain_sampling import draft_scores, plain_pick
 
@@ -99,9 +98,9 @@ class Reference:
     @torch.inference_mode()
     def _pass(self, tokens: tuple[int, ...]) -> Scratch:
         row = torch.tensor([tokens])
-        attend = DenseAttend(self.target.layer_specs, scales=self.scales)
-        out = self.target(row, torch.arange(len(tokens))[None], attend)
-        layers = [tuple(plane[0] for plane in attend.kept[i]) for i in range(len(self.target.layer_specs))]
+        p = DensePass(row, self.target.layer_specs, scales=self.scales)
+        out = self.target(p)
+        layers = [tuple(plane[0] for plane in p.planes[i]) for i in p.layers]
         logits = self.target.logits(out.hidden)[0]
         if self.draft is None:
             return Scratch(tokens, layers, logits, torch.empty(0), [], [])
@@ -124,13 +123,13 @@ class Reference:
     def _module_pass(self, scratch: Scratch, module: int) -> None:
         """One plain pass of a module over all tokens that it has a row of, added to `scratch`."""
         specs, tokens = self.specs_of(module), range(module, len(scratch.tokens))
-        behind, kept = DenseAttend(specs, scales=self.scales_of(module)), [(torch.empty(0),)] * len(specs)
+        kept: list[tuple[Tensor, ...]] = [(torch.empty(0),)] * len(specs)
         handed_on = scratch.features[:0]
         if tokens:
             fed = torch.stack([self.fed(scratch, module, token) for token in tokens])
-            row, positions = torch.tensor([scratch.tokens[module:]]), torch.arange(len(tokens))[None]
-            handed_on = self.modules[module - 1](row, fed[None], positions, behind).hidden[0]
-            kept = [tuple(plane[0] for plane in behind.kept[i]) for i in range(len(specs))]
+            p = DensePass(torch.tensor([scratch.tokens[module:]]), specs, scales=self.scales_of(module))
+            handed_on = self.modules[module - 1](p, fed[None]).hidden[0]
+            kept = [tuple(plane[0] for plane in p.planes[i]) for i in p.layers]
         scratch.draft.append(kept)
         scratch.outs.append(handed_on)
 
@@ -162,8 +161,7 @@ class Reference:
     @torch.inference_mode()
     def next_token(self, request: Request, tokens: Sequence[int]) -> int:
         """The token after `tokens` (prompt and output), by re-forwarding all of them."""
-        attend = DenseAttend(self.target.layer_specs, scales=self.scales)
-        out = self.target(torch.tensor([list(tokens)]), torch.arange(len(tokens))[None], attend)
+        out = self.target(DensePass(torch.tensor([list(tokens)]), self.target.layer_specs, scales=self.scales))
         return plain_pick(self.target.logits(out.hidden)[0, -1], request, tokens)
 
     # The brute-force tree
@@ -250,13 +248,11 @@ class Path:
         fed = torch.stack([torch.stack([self._fed(module, path, depth) for depth in depths]) for path in paths])
         planes = self.scratch.draft[module - 1]
         behind = max(0, n + 1 - module)
-        of_module = reference.specs_of(module), reference.scales_of(module)
-        attend = DenseAttend(of_module[0], scales=of_module[1])
-        if behind:
-            attend = BehindPrefix(*of_module, [[p[:behind] for p in layer] for layer in planes])
         tokens = torch.tensor([path[depths.start - 1 :] for path in paths])
         positions = torch.tensor([[n + depth - module for depth in depths]]).expand(len(paths), -1)
-        return reference.modules[module - 1](tokens, fed, positions, attend).hidden
+        past = [[plane[:behind] for plane in layer] for layer in planes] if behind else None
+        specs, scales = reference.specs_of(module), reference.scales_of(module)
+        return reference.modules[module - 1](DensePass(tokens, specs, positions, scales=scales, past=past), fed).hidden
 
     def _fed(self, module: int, path: tuple[int, ...], depth: int) -> Tensor:
         """The hidden state that feeds the row of path[depth - 1].  From depth N on, module N reads its own output."""
@@ -299,27 +295,3 @@ class Plain:
             if self.upto(count)[-1] in self.request.stop_ids:
                 break
         return self.upto(count)[prompt:]
-
-
-class BehindPrefix:
-    """An `attend` for paths [P, Q] behind planes [n, heads, size] of their prefix: dense and causal, by one mask."""
-
-    def __init__(
-        self, layer_specs: tuple[LayerSpec, ...], scales: Sequence[LayerScales] | None, past: list[list[Tensor]]
-    ):
-        self.layer_specs = layer_specs
-        self.scales = scales
-        self.past = past
-
-    def __call__(self, layer: int, projections: Projections) -> Tensor:
-        scales = None if self.scales is None else self.scales[layer]
-        own = attended(projections, self.layer_specs[layer], scales, self.past[layer])
-        q, k, v = own.q, own.k, own.v
-        behind, new = k.shape[1] - q.shape[1], q.shape[1]
-        g = self.layer_specs[layer]
-        k, v = (value.repeat_interleave(g.heads // value.shape[2], 2) for value in (k, v))
-        distance = torch.arange(behind, behind + new)[:, None] - torch.arange(behind + new)
-        seen = (distance >= 0) & (distance < (g.window or behind + new))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * g.softmax_scale
-        weights = softmax_of(scores.masked_fill(~seen, -torch.inf), projections.sink)
-        return torch.einsum("bhqk,bkhd->bqhd", weights, v)

@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel, load_target, read_config
@@ -15,9 +14,9 @@ from espalier.models.peagle import PEagleDraft
 from espalier.request import Request
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Setup
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 from tests.oracles.plain_block import best_paths
-from tests.oracles.reference_round import BehindPrefix, Node, Reference
+from tests.oracles.reference_round import Node, Reference
 from tests.peagle import peagle_directories
 
 
@@ -54,19 +53,14 @@ class PEagleReference(Reference):
         scratch, root = self.scratch(tokens), len(tokens) - 1
         out = self.draft.output_of(scratch.out(1, root)[None, None])
         # The root's row is at position root - 1.
-        masks = self.draft.mask_rows(root + torch.arange(max(steps - 1, 1))[None], self._behind(scratch.draft[0], root))
+        positions = root + torch.arange(max(steps - 1, 1))[None]
+        past = [[plane[:root] for plane in layer] for layer in scratch.draft[0]] if root else None
+        mask_tokens = torch.full_like(positions, self.draft.spec.mask_token)
+        masks = self.draft.of_masks(DensePass(mask_tokens, self.draft.layer_specs, positions, past=past))
         normed = torch.cat((out.normed, masks.normed), 1)
         logits = self.draft.logits(DraftOutput(normed, normed))[0]
         ids = range(len(logits[0])) if self.draft.d2t is None else self.draft.d2t.tolist()
         return best_paths(lambda path: logits[len(path)], ids, request, tokens, steps, topk, nodes)
-
-    def _behind(self, planes: list[tuple[Tensor, ...]], rows: int) -> DenseAttend | BehindPrefix:
-        specs = self.draft.layer_specs
-        return (
-            BehindPrefix(specs, None, [[plane[:rows] for plane in layer] for layer in planes])
-            if rows
-            else DenseAttend(specs)
-        )
 
 
 @lru_cache

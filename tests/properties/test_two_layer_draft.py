@@ -15,16 +15,16 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from espalier.attention import Pass
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.layout import TreeShape
 from espalier.models import CausalLM, DraftModel, DraftOutput, DraftSpec, ModelConfig, load_target, read_config
-from espalier.models.base import Attend
 from espalier.models.config import Raw, parse
 from espalier.models.layers.linear import Linear
-from espalier.models.rope import RopeTables
+from espalier.models.layers.stream import Stream
 from espalier.models.loading import FAMILIES, layer_specs_of, load_layer
+from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 from espalier.request import Request, SamplingParams
@@ -77,9 +77,9 @@ class ToyDraft:
         size, fed = layer.hidden_size, max(len(self.spec.capture), 1) * target.config.hidden_size
         self.fuse = weights.linear("", ("fuse",), (size,), fed, False)
         self.join = weights.linear("", ("join",), (size,), 2 * size, False)
-        self.layers = [load_layer(weights, layer, f"layers.{i}.", i) for i in range(len(self.layer_specs))]
-        self.norm = weights.norm("norm", size, layer.rms_norm_eps)
         self.rope = RopeTables(layer.rope, position_rows, weights.dtype, weights.device)
+        self.layers = [load_layer(weights, layer, f"layers.{i}.", i, self.rope) for i in range(len(self.layer_specs))]
+        self.norm = weights.norm("norm", size, layer.rms_norm_eps)
         self.embed, self.head, self.d2t = target.embed, target.head, None
         if self.spec.vocab_size != layer.vocab_size:
             self.head = Linear(dense_weight(weights.take("lm_head.weight", self.spec.vocab_size, size)))
@@ -87,27 +87,13 @@ class ToyDraft:
         self.modules = (self,)
         weights.finish()
 
-    def __call__(
-        self,
-        tokens: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        attend: Attend,
-        parents: Tensor | None = None,
-        needed: Tensor | None = None,
-    ) -> DraftOutput:
-        shape = (tokens.shape[0], tokens.shape[1])
-        entered = self.embed(tokens, positions, self.rope)
+    def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
         if parents is not None:
             hidden = hidden.gather(1, parents[..., None].expand(-1, -1, hidden.shape[2]))
-        x, added = self.join(torch.cat((entered.x, hidden.flatten(0, 1)), 1)), None
-        for i, block in enumerate(self.layers):
-            x, normed = block.attention_norm.after(added, x)
-            of_layer = needed if block is self.layers[-1] else None
-            x, added = block(x, normed, RopeAndNorm(entered.cos, entered.sin), attend, i, shape, needed=of_layer)
-        x, normed = self.norm.after(added, x)
-        shape = shape if needed is None else (shape[0], 1)
-        return DraftOutput(x.unflatten(0, shape), normed.unflatten(0, shape))
+        s = Stream(self.join(torch.cat((self.embed(p, self.rope).x, hidden.flatten(0, 1)), 1)))
+        for block in self.layers:
+            block(s, p)
+        return DraftOutput(*s.end(self.norm, p.out_shape))
 
     def output_of(self, hidden: Tensor) -> DraftOutput:
         return DraftOutput(hidden, self.norm(hidden))

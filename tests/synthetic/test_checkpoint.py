@@ -24,7 +24,7 @@ from espalier.synthetic.rope import CLEARANCE, lag_code
 from espalier.synthetic.shapes import LLAMA, QWEN3, SHAPES, Shape, find_shape
 from tests.harness import CPU, request
 from tests.models.reference import load_reference, reference_logits
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 
 REACH = 24
 PROMPT = 32
@@ -117,7 +117,7 @@ def test_transformers_and_espalier_follow_the_rule(family: dict[str, Any], mode:
     tokens = torch.tensor([text])
     logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
     target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
-    own = target.logits(target(tokens, torch.arange(len(text))[None], DenseAttend(target.layer_specs)).hidden)
+    own = target.logits(target(DensePass(tokens, target.layer_specs, torch.arange(len(text))[None])).hidden)
     torch.testing.assert_close(own, logits, rtol=0, atol=1e-9)
     assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
     given = logits[0, PROMPT:].softmax(-1).gather(1, chain.successors(tokens[0, PROMPT:]))
@@ -149,10 +149,10 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
     )
     tokens = torch.tensor(prompts(recipe, 2))
     positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
-    out, again = (m(tokens, positions, DenseAttend(m.layer_specs)) for m in (target, made))
+    out, again = (m(DensePass(tokens, m.layer_specs, positions)) for m in (target, made))
     assert torch.equal(target.logits(out.hidden), made.logits(again.hidden))
     heads = [
-        d.logits(d(tokens, d.fuse(out.captured), positions, DenseAttend(d.layer_specs))) for d in (draft, made_draft)
+        d.logits(d(DensePass(tokens, d.layer_specs, positions), d.fuse(out.captured))) for d in (draft, made_draft)
     ]
     assert torch.equal(*heads) and torch.equal(draft.d2t, made_draft.d2t)
     with pytest.raises(EspalierError, match="already holds"):
@@ -176,7 +176,7 @@ def test_models_in_bfloat16_follow_the_rule(device: str) -> None:
         text = start + recipe.chain().follow(start, 60)
         tokens = torch.tensor([text], device=device)
         positions = torch.arange(len(text), device=device)[None]
-        logits = target.logits(target(tokens, positions, DenseAttend(target.layer_specs)).hidden)
+        logits = target.logits(target(DensePass(tokens, target.layer_specs, positions)).hidden)
         assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
 
 

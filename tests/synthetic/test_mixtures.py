@@ -1,7 +1,6 @@
 """Synthetic models with experts and with latent attention: the chain survives both, and routing is as planted."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -9,12 +8,12 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers.routing import route
 from espalier.models import load_target
-from espalier.models.layers.experts import MixtureMLP, router_logits
+from espalier.models.layers.experts import MixtureMLP, RoutedRows
 from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, build, write
 from tests.harness import CPU
 from tests.models.reference import load_reference, reference_logits
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 from tests.synthetic.mixtures import SUPPORTED, WITH_EXPERTS, mixture
 from tests.synthetic.test_checkpoint import POSITIONS, PROMPT, REACH, an_engine, generate, prompts, tiny
 
@@ -33,7 +32,7 @@ def test_transformers_and_espalier_follow_the_rule(name: str, tmp_path: Path) ->
     tokens = torch.tensor([text])
     logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
     target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
-    own = target.logits(target(tokens, torch.arange(len(text))[None], DenseAttend(target.layer_specs)).hidden)
+    own = target.logits(target(DensePass(tokens, target.layer_specs, torch.arange(len(text))[None])).hidden)
     torch.testing.assert_close(own, logits, rtol=0, atol=1e-9)
     assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
 
@@ -74,17 +73,18 @@ def routed(recipe: Recipe, text: list[int]) -> list[torch.Tensor]:
     target, _ = build(recipe, torch.float32, CPU, POSITIONS)
     seen: list[torch.Tensor] = []
 
-    def noting(mlp: MixtureMLP) -> Any:
-        def call(x: torch.Tensor, live: torch.Tensor | None = None) -> torch.Tensor:
-            seen.append(route(router_logits(x, mlp.router), mlp.bias, mlp.routing)[0])
-            return mlp(x, live)
+    class Noting:
+        def __init__(self, mlp: MixtureMLP) -> None:
+            self.mlp, self.read = mlp, mlp.read
 
-        return call
+        def __call__(self, rows: RoutedRows, live: torch.Tensor | None = None) -> torch.Tensor:
+            seen.append(route(rows.logits, self.mlp.bias, self.mlp.routing)[0])
+            return self.mlp(rows, live)
 
     for layer in target.layers:
         if isinstance(layer.mlp, MixtureMLP):
-            layer.mlp = noting(layer.mlp)
-    target(torch.tensor([text]), torch.arange(len(text))[None], DenseAttend(target.layer_specs))
+            layer.mlp = Noting(layer.mlp)
+    target(DensePass(torch.tensor([text]), target.layer_specs, torch.arange(len(text))[None]))
     return seen
 
 

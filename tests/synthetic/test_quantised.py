@@ -17,7 +17,7 @@ from espalier.startup.build import AS_MODEL, KVDtypes, assemble
 from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, build, total_bytes, write
 from tests.harness import CPU
-from tests.oracles.dense import DenseAttend
+from tests.oracles.dense import DensePass
 from tests.pairwise import in_turn_params
 from tests.synthetic.mixtures import mixture
 from tests.synthetic.test_checkpoint import PLAIN, POSITIONS, a_recipe, generate, prompts, tiny
@@ -63,7 +63,7 @@ def test_text_is_the_chains_and_files_are_what_build_gives(name, weights, tmp_pa
 
 def logits_of(target, text):
     positions = torch.arange(len(text))[None]
-    return target.logits(target(torch.tensor([text]), positions, DenseAttend(target.layer_specs)).hidden)[0]
+    return target.logits(target(DensePass(torch.tensor([text]), target.layer_specs, positions)).hidden)[0]
 
 
 def test_experts_in_mxfp4_are_the_dense_ones_rounded():
@@ -85,9 +85,15 @@ def test_heads_routers_and_columns_that_no_group_divides_stay_dense():
 # int4 takes all columns of these.
 WIDE = tiny(hidden_size=384)
 DRAFTS = {"eagle3": {}, "mtp": {"mtp_layers": 2}, "block": {"block_size": 5}}
+
+
+def of_layer(layer):
+    return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
+
+
 # By draft: matrices that are quantised, as they are stacked when loaded.
 LINEARS = {
-    "eagle3": lambda d: (d.fuse.fc, d.attention.qkv, d.attention.out, d.mlp.gate_up, d.mlp.down, d.head),
+    "eagle3": lambda d: (d.fuse.fc, *of_layer(d.layers[0]), d.head),
     "mtp": lambda d: (*(m.project for m in d.modules), *(m.layer.attention.qkv for m in d.modules)),
     "block": lambda d: (d.fc, *d.context_kv, *(layer.mlp.down for layer in d.layers), d.head),
 }

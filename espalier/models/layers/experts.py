@@ -83,9 +83,11 @@ class MixtureMLP:
         rounded.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        if norm_router.takes(x):
-            total, *routed = norm_router.norm_router_triton(delta, x, norm.weight, norm.eps, self.router, rounding)
-            return total, RoutedRows(*routed)
+        if delta is not None and norm_router.takes(x):
+            total, normed, rounded, logits = norm_router.norm_router_triton(
+                delta, x, norm.weight, norm.eps, self.router, rounding
+            )
+            return total, RoutedRows(normed, rounded, logits)
         total, normed, rounded = norm.both_after(delta, x, rounding)
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
 
