@@ -150,8 +150,8 @@ def _freed_twice(right):
 def _rope_left_out(right):
     def store(*arguments):
         stored = right(*arguments)
-        rope_and_norm, rows, plane = arguments[4:7]
-        plane[..., plane.shape[2] - rope_and_norm.cos.shape[1] :].index_fill_(0, rows, 0)
+        rotation, _, rows, plane = arguments[4:8]
+        plane[..., plane.shape[2] - rotation.cos.shape[1] :].index_fill_(0, rows, 0)
         return stored
 
     return store
@@ -178,9 +178,9 @@ def _mask_row_kept(right):
 
     def block(drafter, slots):
         hidden = right(drafter, slots)
-        first_mask = drafter.staging.row_indices[1 : slots.batch * drafter.width : drafter.width]
-        rows = drafter.pages.rows(slots.page_table, slots.prefix_len[:, None] + 1)
-        drafter.pages.commit(drafter.staging, first_mask, rows.flatten())
+        first_mask = drafter.cache.staging.row_indices[1 : slots.batch * drafter.width : drafter.width]
+        rows = drafter.cache.pages.rows(slots.page_table, slots.prefix_len[:, None] + 1)
+        drafter.cache.commit(first_mask, rows.flatten())
         return hidden
 
     return block

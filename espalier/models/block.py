@@ -91,10 +91,9 @@ class BlockDraft:
         return self.context_norm(self.fc(features))
 
     def write_context(self, features: Tensor, p: Pass) -> None:
-        context = self.fuse(features).flatten(0, 1)
+        context, sizes = self.fuse(features).flatten(0, 1), self.config.layer
         for layer, project in zip(self.layers, self.context_kv, strict=True):
-            kv = project(context)
-            heads = kv.view(len(kv), 2 * self.config.layer.kv_heads, -1)
+            heads = project(context).view(-1, 2 * sizes.kv_heads, sizes.head_size)
             p.write(layer.index, heads, p.rotation(self.rope), _attention(layer).norms)
 
 

@@ -118,10 +118,10 @@ def test_model_groups_and_draft_can_have_different_backends(names):
     setup = replace(SETUP, keeps="mixed", attention=names[0], draft_attention=names[1])
     holds(setup)
     round = setup.engine().executor.runner
-    found = [(layers, made.support.name) for layers, made in round.backend.groups]
+    found = [(layers, made.support.name) for layers, made in round.cache.backend.groups]
     listed = names[0].split(", ")
     assert found == [((0, 2), listed[0]), ((1,), listed[-1])]
-    assert [made.support.name for _, made in round.drafter.backend.groups] == [names[1]]
+    assert [made.support.name for _, made in round.drafter.cache.backend.groups] == [names[1]]
 
 
 def test_a_backend_that_cannot_run_a_group_is_refused_by_name():

@@ -114,7 +114,7 @@ def test_auto_is_what_the_checkpoint_declares(tmp_path, settings, kv_dtype, capl
     target = with_scales(tmp_path, PAIR, STATIC)
     with LLM(model=target, max_context=64, speculation=None, num_pages=9, **settings) as llm:
         planes = llm.engine.executor.runner.pages.layers[0]
-        staged = llm.engine.executor.runner.staging.layers[0]
+        staged = llm.engine.executor.runner.cache.staging.layers[0]
         out = llm.generate([[1, 2, 3]])[0]
     wanted = torch.float8_e4m3fn if kv_dtype == FP8_KV else torch.float32
     assert {plane.dtype for plane in (*planes, *staged)} == {wanted} and out.error is None

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from espalier.attention import CommittedLengths, grouped_backend, staged
-from espalier.cache import kv
-from espalier.cache.kv import PagedKV
+from espalier.attention import CommittedLengths, ModelCache, grouped_backend
+from espalier.cache import kv, layer_spec
+from espalier.cache.kv import PagedKV, StagedKV
 from espalier.guard.faults import plant
 from espalier.kernels.layers.block_conv import block_conv_triton
 from espalier.kernels.layers.block_conv_norm import block_conv_norm_triton
@@ -35,7 +35,7 @@ BY_KERNELS = {
     (one_pass, "select_paths"): select_paths_triton,
     (dflash2, "block_conv"): block_conv_triton,
     (dflash2, "block_conv_norm"): block_conv_norm_triton,
-    (staged, "rotate_and_store"): rotate_and_store_triton,
+    (layer_spec, "rotate_and_store"): rotate_and_store_triton,
     (embedding, "embed_rows"): embed_rows_triton,
     (kv, "commit_rows"): commit_rows_triton,
 }
@@ -53,7 +53,8 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
         "triton" if device.type == "cuda" else "sdpa", device.type, torch.float32, 16, specs, [0, 1]
     )
     pages = PagedKV(layout, layout.most_pages, specs, 0, torch.float32, device)
-    drafter = OnePassDrafter(draft, layout, pages, backend, specs)
+    staging = StagedKV(specs, range(2), layout.draft_rows, torch.float32, device)
+    drafter = OnePassDrafter(draft, layout, ModelCache(specs, range(2), pages, staging, backend))
     table = table_of(SLOTS, VOCAB, device)
     held = torch.arange(layout.max_batch * 4, device=device).view(-1, 4).to(torch.int32)
     table.page_table[1:, :4] = 1 + held
