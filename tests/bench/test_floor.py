@@ -313,9 +313,9 @@ class Spied:
     def __getattr__(self, name):
         return getattr(self.module, name)
 
-    def __call__(self, tokens, *args):
-        self.passes.append((self.number, tokens.shape[1]))
-        return self.module(tokens, *args)
+    def __call__(self, p, *args):
+        self.passes.append((self.number, p.tokens.shape[1]))
+        return self.module(p, *args)
 
     def logits(self, out):
         self.heads.append((self.number, out.normed.shape[1]))

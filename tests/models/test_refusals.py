@@ -15,6 +15,7 @@ from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
+from tests.oracles.dense import DensePass
 
 LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": 8}
 
@@ -177,8 +178,11 @@ def test_shards(target: Path) -> None:
     for file, part in halves.items():
         save_file({name: weights[name] for name in part}, target / file)
     (target / "model.safetensors").unlink()
-    tokens = torch.arange(8)[None]
-    run = lambda: load_target(target, **LOADING)(tokens, tokens, lambda layer, given: given.qkv[:, :, :4]).hidden  # noqa: E731
+
+    def run() -> torch.Tensor:
+        model = load_target(target, **LOADING)
+        return model(DensePass(torch.arange(8)[None], model.layer_specs)).hidden
+
     unindexed = run()
     index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))

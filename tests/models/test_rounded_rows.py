@@ -5,7 +5,6 @@ import torch
 
 from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import RoundedRows
-from espalier.kernels.layers.rope import RopeAndNorm
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
@@ -41,19 +40,19 @@ def test_an_mlp(kernel_device, kind):
 def test_attention(kernel_device):
     kind = "fp8-channel-inputs"
     attention = Attention(
-        layer(HIDDEN, HIDDEN, kernel_device, kind), layer(HIDDEN, HIDDEN, kernel_device, kind), HEADS, None, None
+        layer(HIDDEN, HIDDEN, kernel_device, kind), layer(HIDDEN, HIDDEN, kernel_device, kind), HEADS, rope=None
     )
-    assert attention.reads is attention.qkv
     seen = []
 
-    def attend(_, projections):
-        qkv = projections.qkv
-        seen.append((qkv.sum(0) if qkv.ndim == 5 else qkv).to(DTYPE))
-        return seen[-1]
+    class Written:
+        def rotation(self, rope):
+            pass
+
+        def write(self, _, heads, *turn):
+            seen.append((heads.sum(0) if heads.ndim == 4 else heads).to(DTYPE))
 
     x, rounded = inputs(attention.qkv, kernel_device)
-    rope = RopeAndNorm(*(torch.ones(3, 8, device=kernel_device) for _ in range(2)))
     for given in (x, rounded):
-        attention(given, rope, attend, 0, (1, 3))
+        attention.write(0, given, Written())
     torch.testing.assert_close(seen[1], seen[0], rtol=4e-3, atol=4e-3)
     close(attention.qkv(rounded), attention.qkv(x))
