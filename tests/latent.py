@@ -11,8 +11,7 @@ from torch import Tensor
 
 from espalier.attention.staged import LatentProjections
 from espalier.cache.layer_spec import LatentKV, LayerSpec
-from espalier.kernels.layers.latent import LatentRopeAndNorm
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.rope import LatentRopeAndNorm, RopeAndNorm
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models import CausalLM, DraftModel
 from espalier.models.base import Attend

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from espalier.attention.base import Attention, Nodes
 from espalier.cache.kv import PagedKV, StagedKV
-from espalier.kernels.layers.head_product import head_product
-from espalier.kernels.layers.latent import LatentRopeAndNorm, write_latents
-from espalier.kernels.layers.rope import RopeAndNorm, rotate_and_store
+from espalier.kernels.ops.rope import LatentRopeAndNorm, RopeAndNorm, head_product, rotate_and_store, write_latents
 from espalier.kernels.state.kv_scales import KVScales
 
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from espalier.attention.staged import HeadProjections
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.rope import RopeAndNorm
+from espalier.kernels.ops.tree import gather_rows
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
-from espalier.kernels.tree.gather_rows import gather_rows
 from espalier.models.base import Attend, CausalLM
 from espalier.models.block_config import EDGE_PARTS, BlockConfig
 from espalier.models.draft import Edges

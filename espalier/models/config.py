@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.activation import SILU, Activation
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.experts import Routing
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.mtp_family import MTPFamily

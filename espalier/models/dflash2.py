@@ -12,9 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.block_conv import block_conv
-from espalier.kernels.layers.block_conv_norm import block_conv_norm
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.block_conv import block_conv, block_conv_norm
+from espalier.kernels.ops.rope import RopeAndNorm
 from espalier.kernels.tree.edges import LowRankEdges
 from espalier.models.base import Attend, CausalLM
 from espalier.models.block import BlockDraft, block_parts

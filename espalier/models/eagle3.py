@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.embed_rows import DraftHidden
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.embedding import DraftHidden
+from espalier.kernels.ops.rope import RopeAndNorm
 from espalier.models.base import Attend, CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target

@@ -14,8 +14,8 @@ from functools import cache, partial
 
 from torch import Tensor
 
-from espalier.kernels.layers.embed_rows import DraftHidden
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.embedding import DraftHidden
+from espalier.kernels.ops.rope import RopeAndNorm
 from espalier.models.base import Attend, CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, is_borrowed

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import KeptRows, LatentKV
 from espalier.errors import EspalierError, one_line
-from espalier.kernels.layers.linear_quantised import require_supported
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
+from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from espalier.kernels.layers import scaled_product as of_library
-from espalier.kernels.layers.linear_quantised import linear_quantised, linear_quantised_gated
-from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import (
     FP8,
     InputScales,
@@ -17,7 +15,8 @@ from espalier.kernels.layers.quantised import (
     rounded_inputs,
 )
 from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, is_scaled_product, scaled_product
-from espalier.kernels.layers.silu import silu_mul
+from espalier.kernels.ops.activation import silu_mul
+from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows
 from espalier.kernels.runtime.launch import Chip
 
 ROWS = MAX_KERNEL_ROWS + 3

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from espalier.attention.staged import HeadProjections, LatentProjections, Projections
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.rope import RopeAndNorm
 from tests.oracles.fp8_cache import LayerScales
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.rope import RopeAndNorm
 from espalier.models import CausalLM
 from espalier.models.base import Attend
 from espalier.models.draft import DraftOutput

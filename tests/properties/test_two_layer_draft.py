@@ -17,7 +17,7 @@ from torch import Tensor
 
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.rope import RopeAndNorm
 from espalier.layout import TreeShape
 from espalier.models import CausalLM, DraftModel, DraftOutput, DraftSpec, ModelConfig, load_target, read_config
 from espalier.models.base import Attend

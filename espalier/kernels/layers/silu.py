@@ -5,25 +5,16 @@ Grid: (rows, blocks of BLOCK columns).  Computed in float32 (float64 for float64
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
-from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, require
+from espalier.kernels.ops.activation import require_gated
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
 BLOCK = 1024
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """gate_up [N, 2·I], gate first -> silu(gate) · up [N, I]."""
-    return silu_mul_triton(gate_up) if gate_up.is_cuda else silu_mul_reference(gate_up)
 
 
 @kernel
@@ -45,7 +36,7 @@ def _silu_mul_kernel(
     tl.store(out_ptr + row * size + column, silu_times(gate, up).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def silu_mul_triton(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """Rounds once, at the end.  PyTorch, and so transformers in bfloat16, also rounds silu(gate).
 
     Tolerance: that extra rounding changes a result by 1 ulp of the dtype, or 2 at a tie.  Raises EspalierError for an
@@ -62,15 +53,3 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
             EXACT=exact_type(gate_up.dtype), BLOCK=BLOCK, num_warps=4, **pdl_arguments(chip(gate_up)),
         )  # fmt: skip
     return out
-
-
-def require_gated(size: int) -> int:
-    """Returns `size`, the number of columns of gate and up together.  Raises EspalierError if it is odd."""
-    if size % 2:
-        raise EspalierError(f"gate_up holds gate and then up, so it needs an even number of columns, but has {size}")
-    return size
-
-
-def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)

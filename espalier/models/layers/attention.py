@@ -10,7 +10,7 @@ from torch import Tensor
 
 from espalier.attention.staged import HeadProjections
 from espalier.kernels.layers.quantised import Rows
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.rope import RopeAndNorm
 from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.layers.quantised import InputScales, Rows
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.rope import RopeAndNorm
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import Attend, ModelOutput
 from espalier.models.config import ModelConfig

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from espalier.kernels.layers.embed_rows import DraftHidden, EmbeddedRows, EmbeddingTables, embed_rows
+from espalier.kernels.ops.embedding import DraftHidden, EmbeddedRows, EmbeddingTables, embed_rows
 from espalier.models.layers.rope import RopeTables
 
 

@@ -8,9 +8,8 @@ row of the cache, once (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 from torch import Tensor
 
 from espalier.attention.staged import LatentProjections
-from espalier.kernels.layers.latent import LatentRopeAndNorm
 from espalier.kernels.layers.quantised import Rows
-from espalier.kernels.layers.rope import RopeAndNorm
+from espalier.kernels.ops.rope import LatentRopeAndNorm, RopeAndNorm
 from espalier.models.base import Attend
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
@@ -25,7 +24,7 @@ class LatentAttention:
     q_norm, q: the queries' latent -> [heads · (nope + rope)]; both None if `down` projects the queries themselves.
     kv_norm: [kv_rank], weight of the norm of the row's first part.
     k_up: [heads, nope, kv_rank]; v_up: [heads, v_size, kv_rank].
-    row_size: kv_rank + rope.  interleaved: as in espalier/kernels/layers/latent.py:LatentRopeAndNorm.
+    row_size: kv_rank + rope.  interleaved: as in espalier/kernels/ops/rope.py:LatentRopeAndNorm.
     """
 
     __slots__ = ("down", "q_norm", "q", "kv_norm", "k_up", "v_up", "out", "row_size", "interleaved")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows
-from espalier.kernels.layers.silu import silu_mul
+from espalier.kernels.ops.activation import silu_mul
 
 
 class Weight(ABC):

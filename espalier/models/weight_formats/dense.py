@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers.linear import TritonPlan, linear, linear_gated, linear_parts, write_parts_triton
+from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans, plans_for
+from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
 
 # oneDNN optimises the layout for a given number of rows.  The layout for 16 rows is near the best from 1 to 128 rows.
@@ -67,7 +68,7 @@ class TunedWeight(DenseWeight):
     def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         plan = self._plans.at(len(x))
         if isinstance(plan, TritonPlan):
-            write_parts_triton(x, self.tensor, bias, plan, out)
+            write_parts.triton(x, self.tensor, bias, plan, out)
         else:
             super().write_parts(x, bias, out)
 

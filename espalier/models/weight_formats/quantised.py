@@ -10,13 +10,9 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_quantised import (
-    linear_quantised,
-    linear_quantised_gated,
-    linear_quantised_parts,
-    require_supported,
-)
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, pack_nibbles
+from espalier.kernels.layers.quantised_plans import require_supported
+from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
 from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 

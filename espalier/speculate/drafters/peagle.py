@@ -10,7 +10,7 @@ import torch
 
 from espalier.attention import Nodes, Prefix
 from espalier.attention.staged import StagedPass
-from espalier.kernels.state.batch_state import carried
+from espalier.kernels.ops.state import carried
 from espalier.kernels.tree.edges import Rows
 from espalier.models.draft import DraftOutput
 from espalier.models.peagle import PEagleDraft

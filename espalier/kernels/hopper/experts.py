@@ -1,26 +1,25 @@
-"""The expert product of few pairs and experts in 4 bits, on Hopper: hopper_nibbles.py has its loop.
+"""The expert product of few pairs and experts in 4 bits, on Hopper: hopper/nibbles.py has its loop.
 
 It computes what the kernels of experts.py compute, to the bit.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
-from espalier.kernels.layers.activation import Activation, apply_activation
+from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, rows_of_block, scales_of_row
+from espalier.kernels.hopper.plans import is_hopper_product
+from espalier.kernels.hopper.products import gate_and_up_of, options_of, pointers_of
+from espalier.kernels.layers.activation import apply_activation
 from espalier.kernels.layers.experts_plan import ProductPlan
 from espalier.kernels.layers.experts_shared import tile_and_expert
 from espalier.kernels.layers.experts_tiles import Tiles
-from espalier.kernels.layers.hopper_nibbles import Nibbles, nibble_product, rows_of_block, scales_of_row
-from espalier.kernels.layers.hopper_products import gate_and_up_of, is_hopper_product, options_of, pointers_of
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.runtime.launch import Chip, gluon_kernel
+from espalier.kernels.ops.activation import Activation
+from espalier.kernels.runtime.jit import gluon_kernel
+from espalier.kernels.runtime.launch import Chip
 from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
 
 
 def is_hopper_experts(
