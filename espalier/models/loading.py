@@ -173,9 +173,9 @@ def load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int) -
         attention=load_attention(weights, config, attention, hidden),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=(
-            weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias)
+            weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias, config.activation)
             if experts is None
-            else load_experts(weights, experts, f"{prefix}mlp.", hidden)
+            else load_experts(weights, experts, f"{prefix}mlp.", hidden, config.activation)
         ),
     )
 

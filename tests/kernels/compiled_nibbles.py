@@ -60,7 +60,7 @@ def compiled_hopper(function: JITFunction, code: str, rows: int, zeros: bool, ev
     if function is hopper_linear_kernel:
         constants |= {"GATED": True, "bias_ptr": None}
     else:
-        of_experts = {"ALPHA": 1.702, "UP_OFFSET": 1.0, "LIMIT": 7.0, "SORTED": True, "LIVE": True}
+        of_experts = {"KIND": "silu", "ALPHA": 1.702, "UP_OFFSET": 1.0, "LIMIT": 7.0, "SORTED": True, "LIVE": True}
         constants |= {name: value for name, value in of_experts.items() if name in function.arg_names}
     kinds = KINDS | TILE_KINDS | {"words_ptr": "*i32", "scales_ptr": "*i32" if code == "mxfp4" else "*bf16"}
     source = GluonASTSource(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.experts_tiles import tiles_of
-from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
 from espalier.kernels.ops.linear import sum_parts
 from tests.kernels.treeing import poisoned
@@ -57,7 +57,11 @@ def exact_parts(x, gate_up, down, ids, weights, live=None, biases=None, activati
             if activation.limit is not None:
                 gate = gate.clamp(max=activation.limit)
                 up = up.clamp(-activation.limit, activation.limit)
-            gated = (up + activation.up_offset) * gate / (1 + torch.exp(-activation.alpha * gate))
+            if activation.kind == "gelu_tanh":
+                act = F.gelu(gate, approximate="tanh")
+            else:
+                act = gate / (1 + torch.exp(-activation.alpha * gate))
+            gated = (up + activation.up_offset) * act
             parts[choice, row] = weights[row, choice] * F.linear(gated, down[expert], down_bias[expert])
     return parts
 
@@ -93,12 +97,16 @@ def drawn_biases(gate_up, down):
 
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4], SHAPES[6]], ids=str)
-def test_biases_and_a_clamped_activation(kernel_device, shape, dtype):
+@pytest.mark.parametrize(
+    ("shape", "activation"),
+    [*((SHAPES[i], Activation(alpha=1.702, up_offset=1.0, limit=0.7)) for i in (2, 4, 6)), (SHAPES[4], GELU_TANH)],
+    ids=str,
+)
+def test_biases_and_other_activations(kernel_device, shape, activation, dtype):
     """Rows that are not live get no bias either.  The limit cuts a fourth of the gates."""
     x, gate_up, down, ids, weights = drawn(*shape, kernel_device, dtype)
     live = torch.arange(len(x), device=x.device) % 3 != 1
-    how = (live, drawn_biases(gate_up, down), Activation(alpha=1.702, up_offset=1.0, limit=0.7))
+    how = (live, drawn_biases(gate_up, down), activation)
     exact = exact_parts(x, gate_up, down, ids, weights, *how)
     exact[:, ~live] = 0.0
     assert_close(grouped_experts.reference(x, gate_up, down, ids, weights, *how), exact, dtype)

@@ -5,7 +5,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, block_rows, candidates
-from espalier.kernels.ops.activation import silu_mul
+from espalier.kernels.ops.activation import gated
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.kernels.runtime.launch import SMALLEST_SHARED_MEMORY, Chip
 
@@ -105,21 +105,19 @@ def test_parts_are_written_into_the_tail_of_others(kernel_device, plan):
 @pytest.mark.parametrize(
     ("rows", "size", "num_in"), [(1, 64, 192), (3, 35, 200), (17, 130, 136), (5, 1, 64), (0, 8, 64)]
 )
-def test_gated_equals_silu_mul_of_linear(kernel_device, monkeypatch, plan, bias, rows, size, num_in):
+def test_gated_is_the_activation_of_linear(kernel_device, monkeypatch, plan, bias, rows, size, num_in):
     """Bit for bit, with the activation in the kernel's epilogue or in a kernel of its own.  All sums are exact."""
     x, weight, bias_tensor = drawn_exact(rows, 2 * size, num_in, kernel_device, bias=bias)
     gate_up = linear.triton(x, weight, bias_tensor, plan)
     poisoned(monkeypatch)
     out = linear_gated.triton(x, weight, bias_tensor, plan)
-    assert out.shape == (rows, size) and torch.equal(out, silu_mul.triton(gate_up))
+    assert out.shape == (rows, size) and torch.equal(out, gated.triton(gate_up))
 
 
 @pytest.mark.parametrize(("rows", "plan"), [(100, TritonPlan(128, 64, 1, 8, 3)), (200, TritonPlan(64, 64, 1, 4, 2))])
 def test_gated_at_many_rows(kernel_device, rows, plan):
     x, weight, _ = drawn_exact(rows, 272, 136, kernel_device)
-    assert torch.equal(
-        linear_gated.triton(x, weight, None, plan), silu_mul.triton(linear.triton(x, weight, None, plan))
-    )
+    assert torch.equal(linear_gated.triton(x, weight, None, plan), gated.triton(linear.triton(x, weight, None, plan)))
 
 
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT])

@@ -26,7 +26,7 @@ from espalier.kernels.layers.quantised import (
 )
 from espalier.kernels.layers.quantised_candidates import candidates
 from espalier.kernels.layers.quantised_plans import max_block_in, plan_of, require_supported, rule, tuning_name
-from espalier.kernels.ops.activation import silu_mul
+from espalier.kernels.ops.activation import gated
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows, sum_parts
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.models.weight_formats.quantised import QuantisedWeight
@@ -88,20 +88,20 @@ def test_a_step_of_two_sums_has_the_bits_of_two_steps(kernel_device, kind, num_i
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gated_is_silu_mul_of_the_product(kernel_device, kind):
+def test_gated_is_the_activation_of_the_product(kernel_device, kind):
     matrix, x = drawn(kind, (), 2 * 40, 128, kernel_device), x_of(5, 128, kernel_device)
     if matrix.row_block > 1:
         matrix = replace(matrix, row_block=40)
     plan = plan_for(matrix)
     product = linear_quantised.triton(x, matrix, None, plan)
-    assert torch.equal(linear_quantised_gated.triton(x, matrix, None, plan), silu_mul.triton(product))
+    assert torch.equal(linear_quantised_gated.triton(x, matrix, None, plan), gated.triton(product))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_add_up(kernel_device, kind):
     matrix, x = drawn(kind, (), 48, 192, kernel_device), x_of(2, 192, kernel_device)
     plan = plan_for(matrix, 3)
-    parts = _launch(x, matrix, None, plan, gated=False)
+    parts = _launch(x, matrix, None, plan, is_gated=False)
     assert parts.shape == (3, 2, 48)
     assert torch.equal(sum_parts.reference(parts, DTYPE), linear_quantised.triton(x, matrix, None, plan))
 
@@ -124,11 +124,11 @@ def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
     weight = QuantisedWeight(matrix, "fp8")
     assert weight.rounding == matrix.inputs
     assert_is_the_product(weight.of_rounded(rounded, None, "apply"), x, matrix, None)
-    assert torch.equal(weight.of_rounded(rounded, None, "gated"), silu_mul(weight.of_rounded(rounded, None, "apply")))
+    assert torch.equal(weight.of_rounded(rounded, None, "gated"), gated(weight.of_rounded(rounded, None, "apply")))
 
 
-def product_of_each(gated, whole, matrix):
-    return [(gated, plan_for(matrix)), (whole, plan_for(matrix)), (whole, plan_for(matrix, 3))]
+def product_of_each(of_gated, whole, matrix):
+    return [(of_gated, plan_for(matrix)), (whole, plan_for(matrix)), (whole, plan_for(matrix, 3))]
 
 
 def test_inputs_are_taken_in_the_order_of_the_columns(kernel_device):

@@ -44,9 +44,7 @@ def launch_gated(
     num_experts, _, hidden = gate_up.shape
     _gated_kernel[grid](
         *(x, *pointers_of(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k, num_experts),
-        ALPHA=activation.alpha,
-        UP_OFFSET=activation.up_offset,
-        LIMIT=activation.limit,
+        **activation.constants,
         SORTED=tiles.rows > 1,
         LIVE=tiles.live is not None,
         **options_of(gate_up, tiles.rows, grid, gpu),
@@ -98,8 +96,9 @@ def _gated_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, top_k, num_experts,
-    MXFP4: gl.constexpr, ALPHA: gl.constexpr, UP_OFFSET: gl.constexpr, LIMIT: gl.constexpr, SORTED: gl.constexpr,
-    LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
+    MXFP4: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, UP_OFFSET: gl.constexpr, LIMIT: gl.constexpr,
+    SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EVEN_IN: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """As _gated_kernel (experts.py), without shared experts."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -132,7 +131,7 @@ def _gated_kernel(
     # Rounded before the activation, as the output of a linear layer is.
     gate, up = gate_and_up_of(acc.to(out_ptr.dtype.element_ty))
     OUT: gl.constexpr = gate.type.layout
-    out = apply_activation(gate.to(gl.float32), up.to(gl.float32), ALPHA, UP_OFFSET, LIMIT)
+    out = apply_activation(gate.to(gl.float32), up.to(gl.float32), KIND, ALPHA, UP_OFFSET, LIMIT)
     place, inside, _ = _pairs_of_tile(
         order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(0, OUT),
     )

@@ -13,8 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, rows_of_block
 from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, stages
+from espalier.kernels.layers.activation import silu_times
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.layers.silu import silu_times
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.launch import Chip
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger

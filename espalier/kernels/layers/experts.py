@@ -64,9 +64,9 @@ def _gated_kernel(
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, num_rows, top_k, num_experts,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
-    ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
-    SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr,
+    AHEAD: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the activations of all pairs and pieces, in order of place, to out [(K + SHARED) · N, num_out].
 
@@ -121,7 +121,7 @@ def _gated_kernel(
     # Rounded before the activation, as the output of a linear layer is.
     out_type = out_ptr.dtype.element_ty
     gate, up = gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)
-    out = apply_activation(gate, up, ALPHA, UP_OFFSET, LIMIT).to(out_type)
+    out = apply_activation(gate, up, KIND, ALPHA, UP_OFFSET, LIMIT).to(out_type)
     out_ptrs = out_ptr + place.to(tl.int64)[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(out), mask=inside[:, None] & (column[None, :] < num_out))
 
@@ -213,7 +213,7 @@ def grouped_experts(
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
     if shared is not None:
         require_shared(
-            shared, stored(x), inner, is_plain=isinstance(gate_up, Tensor) and biases is None and activation == SILU
+            shared, stored(x), inner, is_plain=isinstance(gate_up, Tensor) and biases is None and activation.is_silu
         )
     if weights.numel() * hidden == 0:
         pieces = 0 if shared is None else shared.pieces(inner)
@@ -250,10 +250,7 @@ def gated_triton(
         *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
         *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
         **constants,
-        # constexpr: as run-time arguments they would be rounded to float32.
-        ALPHA=activation.alpha,
-        UP_OFFSET=activation.up_offset,
-        LIMIT=activation.limit,
+        **activation.constants,
         AHEAD=PREFETCHED_STEPS * max(plan.block_in, 64),
         **_options(x, gate_up, tiles, plan, 2, pieces, grid),
     )

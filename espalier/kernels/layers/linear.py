@@ -34,6 +34,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.gated import fills_chip, hopper_gated, takes_gated
+from espalier.kernels.layers.activation import silu_times
 from espalier.kernels.layers.linear_plans import (
     DTYPES,
     MAX_ROWS,
@@ -43,8 +44,7 @@ from espalier.kernels.layers.linear_plans import (
     block_rows,
     num_blocks,
 )
-from espalier.kernels.layers.silu import silu_times
-from espalier.kernels.ops.activation import require_gated, silu_mul
+from espalier.kernels.ops.activation import SILU, Activation, gated, require_gated
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import Chip, chip, only_compiles, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait, prefetch
@@ -177,22 +177,24 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPla
         return F.linear(x, weight, bias)
     if isinstance(plan, LibraryPlan):
         return linear_parts_library(x, weight, bias, plan)
-    return _launch(x, weight, bias, plan, gated=False)
+    return _launch(x, weight, bias, plan, is_gated=False)
 
 
-def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """A TritonPlan runs without split-K: the activation in the epilogue saves two launches.  Without a plan, many rows
-    on Hopper have a kernel of their own (hopper/gated.py).
+def linear_gated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, activation: Activation = SILU
+) -> Tensor:
+    """Silu with a TritonPlan runs without split-K: the activation in the epilogue saves two launches.  Without a plan,
+    silu of many rows on Hopper has a kernel of its own (hopper/gated.py).
     """
     require_gated(weight.shape[0])
-    if isinstance(plan, TritonPlan):
-        return _launch(x, weight, bias, replace(plan, splits=1), gated=True)
-    if plan is None and x.is_cuda and takes_gated(x, weight, bias, chip(x)):
+    if activation.is_silu and isinstance(plan, TritonPlan):
+        return _launch(x, weight, bias, replace(plan, splits=1), is_gated=True)
+    if activation.is_silu and plan is None and x.is_cuda and takes_gated(x, weight, bias, chip(x)):
         if fills_chip(len(x), weight.shape[0] // 2, chip(x)):
             return hopper_gated(x, weight)
         if only_compiles():
             hopper_gated(x, weight)
-    return silu_mul.triton(linear(x, weight, bias, plan))
+    return gated.triton(linear(x, weight, bias, plan), activation)
 
 
 def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
@@ -226,17 +228,17 @@ def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan
     require("linear: parts", out, (plan.splits, len(x), weight.shape[0]), torch.float32, x)
     if not out.is_contiguous():
         raise EspalierError(f"linear: parts must be contiguous, but have strides {out.stride()}")
-    _launch(x, weight, bias, plan, gated=False, out=out)
+    _launch(x, weight, bias, plan, is_gated=False, out=out)
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, gated: bool, out: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, is_gated: bool, out: Tensor | None = None
 ) -> Tensor:
     rows, num_in = x.shape
     splits, gpu = plan.splits, chip(x)
     _require(x, weight, bias, plan, gpu)
     num_out, block_written = weight.shape[0], plan.block_out
-    if gated:
+    if is_gated:
         num_out, block_written = num_out // 2, block_written // 2
     if out is None:
         in_parts = splits > 1 and rows * num_out > 0
@@ -247,7 +249,7 @@ def _launch(
         x, weight, bias, out, rows, num_out, num_in, x.stride(0), weight.stride(0),
         BLOCK_ROWS=block_rows(rows), BLOCK_OUT=plan.block_out, BLOCK_IN=plan.block_in,
         EVEN_OUT=num_out % block_written == 0, EVEN_IN=num_in % plan.block_in == 0,
-        BIAS=bias is not None, GATED=gated,
+        BIAS=bias is not None, GATED=is_gated,
         num_warps=plan.warps, num_stages=plan.stages, **pdl_arguments(gpu),
     )  # fmt: skip
     return out

@@ -32,7 +32,7 @@ from espalier.kernels.layers.quantised_nibbles import prefetch_scales
 from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, in_no_words, max_block_in, plan_of
 from espalier.kernels.layers.quantised_tile import CODES, LINE_BYTES, prefetch_codes, quantised_dot
 from espalier.kernels.layers.scaled_product import is_scaled_product, scaled_product
-from espalier.kernels.ops.activation import require_gated, silu_mul
+from espalier.kernels.ops.activation import SILU, Activation, gated, require_gated
 from espalier.kernels.ops.linear import quantise_rows, sum_parts
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, require
@@ -53,19 +53,23 @@ def linear_quantised_parts(
 ) -> Tensor:
     if plan is None and (product := _product_of_library(x, weight, bias)) is not None:
         return product
-    return _launch(x, weight, bias, plan_of(weight, x) if plan is None else plan, gated=False)
+    return _launch(x, weight, bias, plan_of(weight, x) if plan is None else plan, is_gated=False)
 
 
 def linear_quantised_gated(
-    x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
+    x: Rows,
+    weight: QuantisedMatrix,
+    bias: Tensor | None,
+    plan: TritonPlan | None = None,
+    activation: Activation = SILU,
 ) -> Tensor:
     require_gated(weight.shape[0])
     if plan is None and (product := _product_of_library(x, weight, bias)) is not None:
-        return silu_mul.triton(product)
+        return gated.triton(product, activation)
     plan = plan_of(weight, x) if plan is None else plan
-    if plan.splits == 1:
-        return _launch(x, weight, bias, plan, gated=True)
-    return silu_mul.triton(linear_quantised(x, weight, bias, plan))
+    if activation.is_silu and plan.splits == 1:
+        return _launch(x, weight, bias, plan, is_gated=True)
+    return gated.triton(linear_quantised(x, weight, bias, plan), activation)
 
 
 def _product_of_library(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor | None:
@@ -110,11 +114,11 @@ def _linear_quantised_kernel(
     store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, GATED)
 
 
-def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, gated: bool) -> Tensor:
+def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan, is_gated: bool) -> Tensor:
     rows, num_in = stored(x).shape
     _require(x, weight, bias, plan)
     num_out, block_written = weight.shape[0], plan.block_out
-    if gated:
+    if is_gated:
         num_out, block_written = num_out // 2, block_written // 2
     in_parts = plan.splits > 1 and rows * num_out > 0
     shape, dtype = ((plan.splits, rows, num_out), torch.float32) if in_parts else ((rows, num_out), x.dtype)
@@ -126,7 +130,7 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
     gpu = chip(inputs)
     if is_hopper_product(inputs, weight, rows, (plan.block_out, plan.block_in, plan.warps), gpu):
         grid = -(-num_out // block_written), plan.splits
-        launch_linear(inputs, weight, bias, out, grid, gated, gpu)
+        launch_linear(inputs, weight, bias, out, grid, is_gated, gpu)
         return out
     _linear_quantised_kernel[-(-num_out // block_written), plan.splits, -(-rows // tile)](
         *(inputs, input_scales, kernel_codes(weight), weight.scales, weight.zeros, bias, out),
@@ -137,7 +141,7 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
         BLOCK_IN=plan.block_in,
         EVEN_OUT=num_out % block_written == 0,
         EVEN_IN=num_in % plan.block_in == 0,
-        GATED=gated,
+        GATED=is_gated,
         LINES_AHEAD=lines_ahead(x, weight.code, plan),
         num_warps=plan.warps,
         num_stages=plan.stages,

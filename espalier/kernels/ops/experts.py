@@ -13,7 +13,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsPlan
 from espalier.kernels.layers.linear_plans import MIN_BLOCK_ROWS
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
-from espalier.kernels.ops.activation import SILU, Activation, apply_activation_reference
+from espalier.kernels.ops.activation import SILU, Activation, rounded_once
 from espalier.kernels.ops.linear import linear_quantised, sum_parts
 from espalier.kernels.runtime.op import op
 
@@ -194,7 +194,7 @@ def grouped_experts(
     pieces = 0 if shared is None else shared.pieces(inner)
     parts = x.new_zeros(top_k + pieces + extra, len(x), down.shape[1], dtype=weights.dtype)
     if shared is not None:
-        gated = apply_activation_reference(F.linear(x, shared.gate_up), activation)
+        gated = rounded_once(F.linear(x, shared.gate_up), activation)
         for piece, columns in enumerate(gated.split(inner, dim=1)):
             parts[top_k + piece] = F.linear(columns, shared.down[:, piece * inner : (piece + 1) * inner])
     if live is not None:
@@ -205,7 +205,7 @@ def grouped_experts(
         if len(own):
             rows, choices = own // top_k, own % top_k
             gated = _product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-            gated = apply_activation_reference(gated, activation)
+            gated = rounded_once(gated, activation)
             result = _product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
             parts[choices, rows] = result * weights[rows, choices, None]
     return parts

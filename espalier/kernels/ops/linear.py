@@ -16,7 +16,7 @@ from espalier.kernels.layers.quantised import (
     quantise_inputs,
     rounded_inputs,
 )
-from espalier.kernels.ops.activation import require_gated, silu_mul
+from espalier.kernels.ops.activation import SILU, Activation, gated
 from espalier.kernels.runtime.op import op
 
 
@@ -40,13 +40,14 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPla
 
 
 @op("espalier.kernels.layers.linear")
-def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """silu(gate) · up [rows, out / 2], where gate and up are the halves of `linear`: the same bits as silu_mul(linear).
+def linear_gated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, activation: Activation = SILU
+) -> Tensor:
+    """The activation [rows, out / 2] of gate and up, the halves of `linear`: the same bits as gated(linear).
 
     The weight stacks gate over up.  Raises EspalierError for an odd `out`.
     """
-    require_gated(weight.shape[0])
-    return silu_mul.reference(F.linear(x, weight, bias))
+    return gated.reference(F.linear(x, weight, bias), activation)
 
 
 @op("espalier.kernels.layers.linear")
@@ -117,8 +118,11 @@ def linear_quantised_parts(
 
 @op("espalier.kernels.layers.linear_quantised", on="weight.codes")
 def linear_quantised_gated(
-    x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonPlan | None = None
+    x: Rows,
+    weight: QuantisedMatrix,
+    bias: Tensor | None,
+    plan: TritonPlan | None = None,
+    activation: Activation = SILU,
 ) -> Tensor:
-    """silu(gate) · up [rows, out / 2], for a weight that stacks gate over up."""
-    require_gated(weight.shape[0])
-    return silu_mul.reference(linear_quantised.reference(x, weight, bias))
+    """The activation [rows, out / 2] of gate and up, for a weight that stacks gate over up."""
+    return gated.reference(linear_quantised.reference(x, weight, bias), activation)

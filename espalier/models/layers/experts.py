@@ -69,7 +69,8 @@ class MixtureMLP:
         self.biases = biases
         self.activation = activation
         self.shared_tiles = None
-        if shared is not None and shared_gate is None and biases is None and activation == SILU:
+        are_silu = activation.is_silu and (shared is None or shared.activation.is_silu)
+        if shared is not None and shared_gate is None and biases is None and are_silu:
             self.shared_tiles = _as_tiles(shared, gate_up, down)
 
     def __call__(self, x: Tensor, live: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans, plans_for
+from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
 
@@ -39,8 +40,8 @@ class DenseWeight(Weight):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.tensor, bias)
 
-    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_gated(x, self.tensor, bias, None)
+    def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+        return linear_gated(x, self.tensor, bias, None, activation)
 
     def rows_from(self, first: int) -> Weight:
         return dense_weight(self.tensor[first:])
@@ -72,8 +73,8 @@ class TunedWeight(DenseWeight):
         else:
             super().write_parts(x, bias, out)
 
-    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_gated(x, self.tensor, bias, self._plans.at(len(x)))
+    def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+        return linear_gated(x, self.tensor, bias, self._plans.at(len(x)), activation)
 
 
 class PackedWeight(Weight):
