@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.activation import SILU, Activation
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
+from espalier.kernels.ops.experts import Routing
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
@@ -56,6 +56,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "swiglu_limit": (None,),
     "swiglu_alpha": (None,),
 }
+# The activations of a family that honours hidden_act, or names another field (Family.activation_field).
+ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 # Fields that are not counts: (name, type, in words).
 KINDS: tuple[tuple[str, Any, str], ...] = (
     ("rms_norm_eps", int | float, "a positive number"),
@@ -131,6 +133,7 @@ class Family:
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
     values of them.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
+    activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
     """
 
     architecture: str
@@ -149,6 +152,7 @@ class Family:
     latent: bool = False
     honours: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
+    activation_field: str = "hidden_act"
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    embedding_scale, softmax_scale, load_layer, mtp: see Family.
+    embedding_scale, softmax_scale, load_layer, mtp: see Family.  activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
 
@@ -189,6 +193,7 @@ class ModelConfig:
     embedding_scale: float
     softmax_scale: float | None
     logit_cap: float | None
+    activation: Activation
     eos_token_ids: tuple[int, ...]
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
@@ -311,6 +316,7 @@ def parse(
         embedding_scale=family.embedding_scale(full),
         softmax_scale=family.softmax_scale(full),
         logit_cap=full.get("final_logit_softcapping") or None,
+        activation=_read_activation(full, family.activation_field, path),
         # An override replaces what generation_config.json says, too.
         eos_token_ids=_eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
@@ -332,6 +338,15 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+
+
+def _read_activation(full: Raw, field: str, path: Path) -> Activation:
+    """Raises EspalierError for an activation that no kernel computes."""
+    name = full.get(field, "silu")
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        supported = " or ".join(map(repr, ACTIVATIONS))
+        raise EspalierError(f"{path}: {field} = {name!r} is not supported, only {supported}; use another model")
+    return ACTIVATIONS[name]
 
 
 def _require_kinds(full: Raw, path: Path) -> None:

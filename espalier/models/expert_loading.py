@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix
 from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weights import Weights
@@ -25,8 +26,10 @@ from espalier.models.weights import Weights
 Matrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
 
 
-def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> MixtureMLP:
-    """The mixture-of-experts block under `prefix`."""
+def load_experts(
+    weights: Weights, experts: Experts, prefix: str, hidden: int, of_shared: Activation = SILU
+) -> MixtureMLP:
+    """The mixture-of-experts block under `prefix`.  of_shared: the activation of shared experts."""
     routing = experts.routing
     gate_up, down, biases = (_stacked if experts.stored == "stacked" else _apart)(weights, experts, prefix, hidden)
     bias = shared = shared_gate = None
@@ -34,7 +37,8 @@ def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -
         name = f"{experts.router_name}.bias" if routing.logit_bias else "gate.e_score_correction_bias"
         bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
     if experts.shared_size:
-        shared = weights.mlp(f"{prefix}{experts.shared_name}.", hidden, experts.shared_size, experts.shared_bias)
+        name = f"{prefix}{experts.shared_name}."
+        shared = weights.mlp(name, hidden, experts.shared_size, experts.shared_bias, of_shared)
     if experts.shared_gate is not None:
         shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
     return MixtureMLP(

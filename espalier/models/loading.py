@@ -8,8 +8,7 @@ import torch
 
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.layers.latent import LatentForm
-from espalier.kernels.layers.rope import HeadNorms
+from espalier.kernels.ops.rope import HeadNorms, LatentForm
 from espalier.models import deepseek, glm4_moe, gpt_oss, llama, mimo, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, ModelConfig, find_family, parse, read_json
@@ -187,9 +186,9 @@ def load_layer(
         attention=load_attention(weights, config, attention, hidden, rope),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=(
-            weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias)
+            weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias, config.activation)
             if experts is None
-            else load_experts(weights, experts, f"{prefix}mlp.", hidden)
+            else load_experts(weights, experts, f"{prefix}mlp.", hidden, config.activation)
         ),
     )
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.rope import Rotation
-from espalier.kernels.tree.gather_rows import gather_rows
+from espalier.kernels.ops.rope import Rotation
+from espalier.kernels.ops.tree import gather_rows
 
 Raw = dict[str, Any]
 

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import KeptRows, LatentKV
 from espalier.errors import EspalierError, one_line
-from espalier.kernels.layers.linear_quantised import require_supported
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
+from espalier.kernels.layers.quantised_plans import require_supported
+from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
@@ -293,9 +294,9 @@ class Weights:
         scale = self._checked(name, StoredTensor("", stored)).to(self.device, torch.float32)
         return scale.reshape(size).expand(kv_heads).contiguous()
 
-    def mlp(self, prefix: str, hidden: int, inner: int, bias: bool) -> GatedMLP:
+    def mlp(self, prefix: str, hidden: int, inner: int, bias: bool, activation: Activation = SILU) -> GatedMLP:
         gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
-        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), inner, bias))
+        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), inner, bias), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""

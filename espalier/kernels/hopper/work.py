@@ -10,14 +10,13 @@ block holds at most the two before it, so three stages suffice; with two, it giv
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.kernels.attention.work_items import committed_blocks, staged_rows_of
-from espalier.kernels.runtime.launch import gluon_kernel
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
+from espalier.kernels.runtime.jit import gluon_kernel
 
 
 class Constants(NamedTuple):

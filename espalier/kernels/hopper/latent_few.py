@@ -1,25 +1,20 @@
 """Attention over latent rows of 512 + 64 values for at most 16 packed queries of one node each, for Hopper.
 
-hopper_latent.py pads 16 queries to the 64 rows of a tensor core tile, and so computes four times what is needed.  Here
+hopper/latent.py pads 16 queries to the 64 rows of a tensor core tile, and so computes four times what is needed.  Here
 the operands are swapped: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one warpgroup keeps
-up with memory.  Work items, splits, loading warps and stages are those of hopper_latent.py.
+up with memory.  Work items, splits, loading warps and stages are those of hopper/latent.py.
 
     scores [64 rows, 16] = rows · queriesᵀ        out [512, 16] = rowsᵀ · weights [64 rows, 16]
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.hopper import CAPABILITY, RESERVED
-from espalier.kernels.attention.hopper_attend import lse_of, shifted
-from espalier.kernels.attention.hopper_latent import ROPE_SIZE, V_SIZE, block_arguments
-from espalier.kernels.attention.hopper_latent_attend import copy_queries
-from espalier.kernels.attention.hopper_load import load_work_items
-from espalier.kernels.attention.hopper_work import Constants, Rows, extent_of, make_stages, stage_of, wait_until_full
 from espalier.kernels.attention.work_items import (
     Plan,
     block_index,
@@ -28,48 +23,17 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.runtime.launch import Chip, gluon_kernel, unspecialised
+from espalier.kernels.hopper.attend import lse_of, shifted
+from espalier.kernels.hopper.config import FEW_BLOCK_N, MAX_QUERIES, HopperLatentFewConfig
+from espalier.kernels.hopper.latent import block_arguments
+from espalier.kernels.hopper.latent_attend import copy_queries
+from espalier.kernels.hopper.load import load_work_items
+from espalier.kernels.hopper.work import Constants, Rows, extent_of, make_stages, stage_of, wait_until_full
+from espalier.kernels.runtime.jit import gluon_kernel
 
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
-
-# Most packed queries: the columns of a product.
-MAX_QUERIES = 16
-# Rows of a block: the rows of a product.  Two blocks fill shared memory; while one is attended, the other is loaded.
-BLOCK_N = 64
-STAGES = 2
 LOAD_WARPS = 4
 # Registers per thread: at launch, and of the loading warps.
 REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
-
-
-@dataclass(frozen=True)
-class HopperLatentFewConfig:
-    """Launch configuration.  stages: blocks of rows that shared memory holds."""
-
-    stages: int
-
-    programs_per_processor: ClassVar[int] = 1
-    block_m: ClassVar[int] = MAX_QUERIES
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a program, in bytes."""
-        rows = 2 * (MAX_QUERIES + self.stages * BLOCK_N) * (V_SIZE + ROPE_SIZE)
-        return rows + 2 * MAX_QUERIES * BLOCK_N + RESERVED
-
-
-def takes_few(queries: int, heads: int) -> bool:
-    """Whether the kernel takes so many queries of a request."""
-    return queries == 1 and heads <= MAX_QUERIES
-
-
-def choose_hopper_latent_few_config(on: Chip, queries: int, heads: int) -> HopperLatentFewConfig | None:
-    """The launch configuration, or None if this chip or this number of queries cannot run the kernel."""
-    config = HopperLatentFewConfig(STAGES)
-    fits = on.capability == CAPABILITY and config.shared_bytes <= on.shared_memory
-    return config if fits and takes_few(queries, heads) else None
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
@@ -190,9 +154,8 @@ def _attend_work_items(
                 gl.store(partial_lse_ptr + row, lse, mask=head < HEADS)
 
 
-@unspecialised("batch")
-@gluon_kernel
-def _hopper_latent_few_kernel(
+@gluon_kernel(do_not_specialize=["batch"])
+def hopper_latent_few_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first,
@@ -243,7 +206,7 @@ def _hopper_latent_few_kernel(
 
 def hopper_latent_few_arguments(config: HopperLatentFewConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
     """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
-    return block_arguments(pages, page_size, BLOCK_N) | {
+    return block_arguments(pages, page_size, FEW_BLOCK_N) | {
         "STAGES": config.stages,
         "COLUMNS": MAX_QUERIES,
         "LOAD_REGISTERS": LOAD_REGISTERS,

@@ -1,6 +1,6 @@
 """The gated linear layer of many rows on Hopper: silu(x · gateᵀ) · (x · upᵀ), in one persistent kernel.
 
-The library would write gate and up, and silu_mul would read them again: 4% of the time of a prompt's products.
+The library would write gate and up, and a launch would read them again: 4% of the time of a prompt's products.
 
 Grid: as many programs as multiprocessors.  A program computes tiles of [BLOCK_ROWS, BLOCK_OUT] results, one after
 another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA, up to STAGES blocks ahead, across
@@ -12,20 +12,19 @@ Tolerance: as linear.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.silu import silu_times
-from espalier.kernels.runtime.launch import Chip, chip, gluon_kernel, require, unspecialised
-from espalier.kernels.runtime.pdl import HOPPER, pdl_arguments, pdl_trigger_and_wait
+from espalier.kernels.layers.activation import silu_times
+from espalier.kernels.runtime.jit import gluon_kernel
+from espalier.kernels.runtime.launch import HOPPER, Chip, chip, require
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.runtime.tma import aligned_for_copies, tma_descriptor
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
 
 # The fewest rows, and the least share of all waves' places that tiles fill.  Below them the library is faster: it has
 # smaller tiles.
@@ -165,8 +164,7 @@ def _multiply(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, B
     hopper.tma.store_wait(0)
 
 
-@unspecialised("num_rows")
-@gluon_kernel
+@gluon_kernel(do_not_specialize=["num_rows"])
 def _hopper_gated_kernel(
     x_descriptor, weight_descriptor, out_descriptor, num_rows, num_out, num_in,
     BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, BLOCK_IN: gl.constexpr, STAGES: gl.constexpr,
@@ -202,7 +200,7 @@ def _hopper_gated_kernel(
 def hopper_gated(x: Tensor, weight: Tensor) -> Tensor:
     """silu(x · gateᵀ) · (x · upᵀ): x [rows, in], weight [2·out, in], gate over up -> a new tensor [rows, out].
 
-    bfloat16, on Hopper; rows contiguous and aligned to 16 bytes.  The reference is silu_mul of `linear`.
+    bfloat16, on Hopper; rows contiguous and aligned to 16 bytes.  The reference is that of `linear_gated`.
     Raises EspalierError on other shapes, dtypes and layouts.
     """
     (rows, num_in), num_out = x.shape, weight.shape[0] // 2

@@ -7,15 +7,12 @@ rows to the stages that are attended.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.hopper_work import extent_of, stage_of, wait_until_empty, wait_until_full
 from espalier.kernels.attention.work_items import load_work_item, work_item_of
-from espalier.kernels.runtime.launch import gluon_kernel
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
+from espalier.kernels.hopper.work import extent_of, stage_of, wait_until_empty, wait_until_full
+from espalier.kernels.runtime.jit import gluon_kernel
 
 
 @gluon_kernel

@@ -8,17 +8,13 @@ compiler decodes the next weights while it multiplies, and up to 8 rows of input
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from espalier.kernels.runtime.launch import gluon_kernel
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.pdl import pdl_wait
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
-
-# A program's tile of the weight and its warps, and the columns that share a scale of int4.
-BLOCK_OUT, BLOCK_IN, WARPS, GROUP = 64, 256, 4, 128
 
 
 class Nibbles(NamedTuple):

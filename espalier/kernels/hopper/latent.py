@@ -1,89 +1,39 @@
 """Warp-specialized attention over latent rows of 512 + 64 values, for Hopper.
 
 Work items, splits and masks are those of kernels/attention/latent_attention.py.  The loading warps copy each block of
-rows into shared memory once, for K and V.  Two warpgroups attend to them (kernels/attention/hopper_latent_attend.py).
+rows into shared memory once, for K and V.  Two warpgroups attend to them (kernels/hopper/latent_attend.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
-from espalier.kernels.attention.hopper import CAPABILITY, DTYPES, RESERVED
-from espalier.kernels.attention.hopper_convert import convert_work_items
-from espalier.kernels.attention.hopper_latent_attend import score_work_items, value_work_items
-from espalier.kernels.attention.hopper_load import load_work_items
-from espalier.kernels.attention.hopper_work import Constants, Rows, Stages, make_barriers, make_stages
 from espalier.kernels.attention.work_items import ALL, NONE, Plan, wait_and_count_splits
-from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.runtime.launch import Chip, gluon_kernel, unspecialised
-from espalier.kernels.runtime.tma import aligned_for_copies, tma_descriptor
+from espalier.kernels.hopper.config import LATENT_BLOCK_N, ROPE_SIZE, SLOTS, V_SIZE, HopperLatentConfig
+from espalier.kernels.hopper.convert import convert_work_items
+from espalier.kernels.hopper.latent_attend import score_work_items, value_work_items
+from espalier.kernels.hopper.load import load_work_items
+from espalier.kernels.hopper.work import Constants, Rows, Stages, make_barriers, make_stages
+from espalier.kernels.runtime.jit import gluon_kernel
+from espalier.kernels.runtime.tma import tma_descriptor
 
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-
-V_SIZE, ROPE_SIZE = 512, 64
-# Packed queries of a tile.
-BLOCK_M = 64
-# Rows of a block.  Blocks of 64 rows would leave room for only two stages, and are slower (docs/log.md).
-BLOCK_N = 32
-STAGES = 4
-# Buffers in shared memory through which the first attending warpgroup sends blocks of weights to the second.
-SLOTS = 2
 # Warps that copy rows.
 LOAD_WARPS = 4
 # Registers per thread: at launch; of the second attending warpgroup; of the loading warps.  The first attending
 # warpgroup gets the rest, 232.
 REGISTERS_AT_LAUNCH, VALUE_REGISTERS, LOAD_REGISTERS = 168, 200, 72
-# FP8 rows: blocks as they are attended and as they are stored; warps that load and that convert.  The products of a
-# warpgroup need 158 registers at launch, so there are not more warps than for two-byte rows.
-FP8_STAGES, FP8_RAW_STAGES = 2, 4
+# Of FP8 rows: warps that load and that convert.  The products of a warpgroup need 158 registers at launch, so there are
+# not more warps than for two-byte rows.
 FP8_LOAD_WARPS, CONVERT_WARPS = 2, 2
-
-
-@dataclass(frozen=True)
-class HopperLatentConfig:
-    """Launch configuration.  stages: blocks of rows that shared memory holds; raw_stages: blocks of FP8 rows, 0 for
-    two-byte rows."""
-
-    stages: int
-    raw_stages: int = 0
-
-    programs_per_processor: ClassVar[int] = 1
-    block_m: ClassVar[int] = BLOCK_M
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a program, in bytes."""
-        two_byte_rows, fp8_rows = BLOCK_M + self.stages * BLOCK_N, self.raw_stages * BLOCK_N
-        rows = (2 * two_byte_rows + fp8_rows) * (V_SIZE + ROPE_SIZE)
-        return rows + 2 * SLOTS * BLOCK_M * BLOCK_N + 4 * SLOTS * BLOCK_M + RESERVED
-
-
-def choose_hopper_latent_config(on: Chip, fp8: bool = False) -> HopperLatentConfig | None:
-    """The launch configuration, or None if this chip cannot run the kernel.  fp8: whether rows are FP8."""
-    config = HopperLatentConfig(FP8_STAGES, FP8_RAW_STAGES) if fp8 else HopperLatentConfig(STAGES)
-    return config if on.capability == CAPABILITY and config.shared_bytes <= on.shared_memory else None
-
-
-def fits_hopper_latent(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
-    """Whether the kernel takes queries and rows [.., size]: their types, sizes, addresses and strides."""
-    return v_size == V_SIZE and all(
-        tensor.shape[-1] == V_SIZE + ROPE_SIZE
-        and q.dtype in DTYPES
-        and tensor.dtype in (q.dtype, FP8)
-        and aligned_for_copies(tensor)
-        for tensor in (q, *rows)
-    )
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
-@unspecialised("batch")
-@gluon_kernel
-def _hopper_latent_kernel(
+@gluon_kernel(do_not_specialize=["batch"])
+def hopper_latent_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
     scale, batch, queries, rows, first,
@@ -167,7 +117,7 @@ def block_arguments(pages: Tensor, page_size: int, block_n: int) -> dict[str, An
 
 def hopper_latent_arguments(config: HopperLatentConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
     """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
-    return block_arguments(pages, page_size, BLOCK_N) | {
+    return block_arguments(pages, page_size, LATENT_BLOCK_N) | {
         "STAGES": config.stages,
         "RAW_STAGES": config.raw_stages,
         "SLOTS": SLOTS,

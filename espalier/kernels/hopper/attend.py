@@ -7,15 +7,14 @@ each other: the exponentials of one can overlap with the products of another.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from espalier.kernels.attention.hopper_work import extent_of, stage_of, wait_until_empty, wait_until_full
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
 from espalier.kernels.attention.work_items import block_index, let_merge_start, load_work_item, work_item_of
-from espalier.kernels.runtime.launch import gluon_kernel
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
+from espalier.kernels.hopper.work import extent_of, stage_of, wait_until_empty, wait_until_full
+from espalier.kernels.runtime.jit import gluon_kernel
 
 
 class Queries(NamedTuple):
@@ -316,7 +315,7 @@ def _write_work_item(
     results, v_scale_ptr, scale, out, max_score, sum_weights, plan, item, first_packed,
     dtype: gl.constexpr, SINK: gl.constexpr, CONSTANTS: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
 ):
-    """As kernels/attention/attention_blocks.py:_write_work_item."""
+    """As kernels/hopper/attend.py:_write_work_item."""
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     KV_HEADS: gl.constexpr = CONSTANTS.KV_HEADS
     GROUP_SIZE: gl.constexpr = CONSTANTS.GROUP_SIZE

@@ -1,6 +1,6 @@
 """The loading warps of the Hopper kernels: they copy the blocks of each work item into the stages of shared memory.
 
-They run ahead of the attending warps (kernels/attention/hopper_attend.py) by up to STAGES blocks, across work items.
+They run ahead of the attending warps (kernels/hopper/attend.py) by up to STAGES blocks, across work items.
 The `empty` barrier of a stage gives it to the loading warps, the `full` barrier to the attending warps.
 
 TMA copies a block that is contiguous in the pool with one instruction.  All blocks are contiguous if a page holds whole
@@ -10,15 +10,12 @@ bytes per thread; its copies delay the attending warps.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.hopper_work import Rows, extent_of, stage_of, wait_until_empty
 from espalier.kernels.attention.work_items import block_index, load_work_item, work_item_of
-from espalier.kernels.runtime.launch import gluon_kernel
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
+from espalier.kernels.hopper.work import Rows, extent_of, stage_of, wait_until_empty
+from espalier.kernels.runtime.jit import gluon_kernel
 
 
 @gluon_kernel

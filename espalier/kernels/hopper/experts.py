@@ -1,26 +1,25 @@
-"""The expert product of few pairs and experts in 4 bits, on Hopper: hopper_nibbles.py has its loop.
+"""The expert product of few pairs and experts in 4 bits, on Hopper: hopper/nibbles.py has its loop.
 
 It computes what the kernels of experts.py compute, to the bit.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
-from espalier.kernels.layers.activation import Activation, apply_activation
+from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, rows_of_block, scales_of_row
+from espalier.kernels.hopper.plans import is_hopper_product
+from espalier.kernels.hopper.products import gate_and_up_of, options_of, pointers_of
+from espalier.kernels.layers.activation import apply_activation
 from espalier.kernels.layers.experts_plan import ProductPlan
 from espalier.kernels.layers.experts_shared import tile_and_expert
 from espalier.kernels.layers.experts_tiles import Tiles
-from espalier.kernels.layers.hopper_nibbles import Nibbles, nibble_product, rows_of_block, scales_of_row
-from espalier.kernels.layers.hopper_products import gate_and_up_of, is_hopper_product, options_of, pointers_of
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.runtime.launch import Chip, gluon_kernel
+from espalier.kernels.ops.activation import Activation
+from espalier.kernels.runtime.jit import gluon_kernel
+from espalier.kernels.runtime.launch import Chip
 from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
 
 
 def is_hopper_experts(
@@ -45,9 +44,7 @@ def launch_gated(
     num_experts, _, hidden = gate_up.shape
     _gated_kernel[grid](
         *(x, *pointers_of(gate_up), bias, *tiles.pointers, out, out.shape[1], hidden, x.stride(0), top_k, num_experts),
-        ALPHA=activation.alpha,
-        UP_OFFSET=activation.up_offset,
-        LIMIT=activation.limit,
+        **activation.constants,
         SORTED=tiles.rows > 1,
         LIVE=tiles.live is not None,
         **options_of(gate_up, tiles.rows, grid, gpu),
@@ -99,8 +96,9 @@ def _gated_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr,
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, top_k, num_experts,
-    MXFP4: gl.constexpr, ALPHA: gl.constexpr, UP_OFFSET: gl.constexpr, LIMIT: gl.constexpr, SORTED: gl.constexpr,
-    LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EVEN_IN: gl.constexpr, DEPENDENT: gl.constexpr,
+    MXFP4: gl.constexpr, KIND: gl.constexpr, ALPHA: gl.constexpr, UP_OFFSET: gl.constexpr, LIMIT: gl.constexpr,
+    SORTED: gl.constexpr, LIVE: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, EVEN_IN: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """As _gated_kernel (experts.py), without shared experts."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -133,7 +131,7 @@ def _gated_kernel(
     # Rounded before the activation, as the output of a linear layer is.
     gate, up = gate_and_up_of(acc.to(out_ptr.dtype.element_ty))
     OUT: gl.constexpr = gate.type.layout
-    out = apply_activation(gate.to(gl.float32), up.to(gl.float32), ALPHA, UP_OFFSET, LIMIT)
+    out = apply_activation(gate.to(gl.float32), up.to(gl.float32), KIND, ALPHA, UP_OFFSET, LIMIT)
     place, inside, _ = _pairs_of_tile(
         order_ptr, ends_ptr, tile_begins_ptr, tile, expert, SORTED, ROWS, gl.SliceLayout(0, OUT),
     )

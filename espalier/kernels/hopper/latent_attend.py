@@ -7,16 +7,13 @@ shared memory.  While it computes the weights of a block, the tensor cores multi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
 
-from espalier.kernels.attention.hopper_attend import attend_work_item, lse_of, packed_queries, queries_of
-from espalier.kernels.attention.hopper_work import extent_of, stage_of, wait_until_empty, wait_until_full
 from espalier.kernels.attention.work_items import let_merge_start, load_work_item, work_item_of
-from espalier.kernels.runtime.launch import gluon_kernel
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
+from espalier.kernels.hopper.attend import attend_work_item, lse_of, packed_queries, queries_of
+from espalier.kernels.hopper.work import extent_of, stage_of, wait_until_empty, wait_until_full
+from espalier.kernels.runtime.jit import gluon_kernel
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.

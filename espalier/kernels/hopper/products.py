@@ -1,63 +1,23 @@
-"""The linear layer of few rows and a weight in 4 bits, on Hopper: hopper_nibbles.py has its loop.
+"""The linear layer of few rows and a weight in 4 bits, on Hopper: hopper/nibbles.py has its loop.
 
 It computes what the kernel of linear_quantised.py computes, to the bit.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon import language as gl
 
-from espalier.kernels.layers.hopper_nibbles import (
-    BLOCK_IN,
-    BLOCK_OUT,
-    GROUP,
-    WARPS,
-    Nibbles,
-    nibble_product,
-    rows_of_block,
-)
+from espalier.kernels.hopper.nibbles import Nibbles, nibble_product, rows_of_block
+from espalier.kernels.hopper.plans import BLOCK_IN, FEW_ROWS, MAX_ROWS, WARPS, stages
+from espalier.kernels.layers.activation import silu_times
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.layers.silu import silu_times
-from espalier.kernels.runtime.launch import Chip, gluon_kernel
-from espalier.kernels.runtime.pdl import HOPPER, pdl_arguments, pdl_trigger
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-
-# Rows of a tile.
-FEW_ROWS, MAX_ROWS = 8, 16
-# block_out, block_in and warps of the plans that the kernels take.
-TILE = (BLOCK_OUT, BLOCK_IN, WARPS)
-MAX_STAGES, MAX_SPLITS, MIN_STEPS = 8, 8, 2
-# Programs that share a multiprocessor if there are as many.
-PROGRAMS = 4
-
-
-def takes_format(weight: QuantisedMatrix, dtype: torch.dtype, rows: int, gpu: Chip) -> bool:
-    """Whether the kernels can multiply the weight with `rows` rows, or tiles of as many, of this dtype."""
-    is_int4 = weight.code == "int4" and weight.group == GROUP < weight.shape[-1]
-    is_few = gpu.capability == HOPPER and rows <= MAX_ROWS
-    return is_few and dtype == torch.bfloat16 and (weight.code == "mxfp4" or is_int4)
-
-
-def is_hopper_product(x: Tensor, weight: QuantisedMatrix, rows: int, tile: tuple[int, int, int], gpu: Chip) -> bool:
-    """Whether these kernels, or those of hopper_experts.py, take a product.
-
-    x: all inputs; rows: of a tile of them; tile: block_out, block_in and warps of the plan.  The kernels choose their
-    stages themselves.
-    """
-    # Copies of 16 bytes, and places in 32 bits.
-    is_aligned = x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 and len(x) * x.stride(0) < 2**31
-    return takes_format(weight, x.dtype, rows, gpu) and tile == TILE and is_aligned
-
-
-def splits_of(num_out: int, num_in: int, gpu: Chip) -> int:
-    """The splits of a layer that is split: all programs run at once, each with MIN_STEPS steps at least."""
-    blocks, steps = -(-num_out // BLOCK_OUT), -(-num_in // BLOCK_IN)
-    return max(min(PROGRAMS * gpu.processors // blocks, MAX_SPLITS, steps // MIN_STEPS), 1)
+from espalier.kernels.runtime.jit import gluon_kernel
+from espalier.kernels.runtime.launch import Chip
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger
 
 
 def launch_linear(
@@ -88,13 +48,6 @@ def options_of(weight: QuantisedMatrix, rows: int, grid: tuple[int, int], gpu: C
         "num_warps": WARPS,
         **pdl_arguments(gpu),
     }
-
-
-def stages(tile: int, programs: int, gpu: Chip) -> int:
-    """As many as fit when programs share a multiprocessor, of `programs` programs with `tile` rows of inputs."""
-    stage = BLOCK_OUT * BLOCK_IN // 2 + BLOCK_OUT * BLOCK_IN // 32 + tile * BLOCK_IN * 2
-    sharing = min(-(-programs // gpu.processors), PROGRAMS)
-    return max(min(gpu.shared_memory_of(sharing) // stage, MAX_STAGES), 2)
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
