@@ -4,8 +4,6 @@ The defaults of missing fields differ by family, so each family file declares th
 """
 
 import difflib
-import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.routing import Routing
+from espalier.model_files import MAX_LAYERS, MAX_NUMBER, MAX_SIZE
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.mtp_family import MTPFamily
@@ -187,21 +186,6 @@ class ModelConfig:
         return declared_kv_dtype(self.raw)
 
 
-def read_json(path: Path) -> Raw:
-    """The JSON object of a file.  Raises EspalierError naming the file if it is missing or holds no JSON object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EspalierError(
-            f"{path} does not exist; give the path of a Hugging Face model directory with config.json and *.safetensors"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise EspalierError(f"{path} is not readable JSON ({error}); download the file again") from None
-    if not isinstance(value, dict):
-        raise EspalierError(f"{path} holds a {type(value).__name__}, not a JSON object; download it again")
-    return value
-
-
 def architecture_of(raw: Raw) -> str | None:
     """The first name in `architectures`, or model_type without it; None if that is no name."""
     names = raw.get("architectures") or [raw.get("model_type")]
@@ -317,9 +301,16 @@ def _require_kinds(full: Raw, path: Path) -> None:
         is_missing = value is None and words.endswith("null")
         is_right = isinstance(value, kind) and not isinstance(value, bool)
         if is_right and isinstance(value, int | float):
-            is_right = 0 < value < math.inf
+            is_right = 0 < value <= MAX_NUMBER
         if not is_missing and not is_right:
-            raise EspalierError(f"{path}: {name} = {value!r}; {words} is needed; correct it or pass model_overrides")
+            raise EspalierError(
+                f"{path}: {name} = {shown(value)}; {words} is needed; correct it or pass model_overrides"
+            )
+    count = full.get("num_nextn_predict_layers")
+    if count is not None and (type(count) is not int or not 0 <= count <= MAX_LAYERS):
+        raise EspalierError(
+            f"{path}: num_nextn_predict_layers = {shown(count)}; 0 to {MAX_LAYERS} or null is needed; correct it"
+        )
 
 
 def _with_partial_rotation(full: Raw) -> Raw:
@@ -359,10 +350,11 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
 
 def _count(full: Raw, path: Path, name: str) -> int:
     """The positive integer of a field.  Raises EspalierError naming a field that has none."""
-    value = full.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    value, most = full.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise EspalierError(
-            f"{path}: {name} = {value!r}; a positive integer is needed; correct it or pass model_overrides"
+            f"{path}: {name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass "
+            "model_overrides"
         )
     return value
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError
+from espalier.model_files import MAX_NUMBER
 from espalier.models.layers.rope import RopeConfig
 
 Raw = dict[str, Any]
@@ -86,7 +87,7 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
         raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(TYPES)}")
     for name, value in parameters.items():
-        is_number = isinstance(value, int | float) and (name not in POSITIVE or 0 < value < math.inf)
+        is_number = isinstance(value, int | float) and abs(value) <= MAX_NUMBER and (name not in POSITIVE or value > 0)
         if name not in NOT_NUMBERS and value is not None and not is_number:
             words = "a positive number" if name in POSITIVE else "a number"
             raise EspalierError(f"{path}: rope parameter {name} = {value!r}; {words} is needed; correct it")

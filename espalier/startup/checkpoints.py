@@ -5,6 +5,7 @@ from os import PathLike
 from pathlib import Path
 
 from espalier.errors import EspalierError, one_line
+from espalier.model_files import require_files
 
 BUNDLED = "bundled"
 BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
@@ -74,6 +75,7 @@ def _is_directory(what: str, path: Path) -> bool:
             return False
         if not (path / "config.json").exists():
             raise EspalierError(f"{what}={str(path)!r} holds no config.json; give the directory that holds {files}")
+        require_files(path)
     except OSError as error:
         raise EspalierError(
             f"{what}={str(path)!r} cannot be read ({error.strerror}); give a directory that you can read"

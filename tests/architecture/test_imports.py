@@ -29,7 +29,8 @@ MAX_FUNCTION_LINES = 70
 FLOORS = (
     ("counterparts",),
     ("errors", "cores", "stats", "logprobs", "turn"),
-    ("limits", "chat", "grammar"),
+    ("limits", "chat", "grammar", "model_files"),
+    ("tokenizer_files",),
     ("config", "request", "text", "text_bound"),
     ("tools",),
     ("inputs",),

@@ -11,6 +11,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
+from espalier.model_files import naming_config, read_json
 from espalier.models import (
     block,
     block_config,
@@ -24,7 +25,7 @@ from espalier.models import (
     peagle_config,
 )
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw, architecture_of, read_json
+from espalier.models.config import ModelConfig, Raw, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel
 from espalier.models.loading import FAMILIES, read_raw
 from espalier.models.weights import Weights, shards_of
@@ -200,7 +201,8 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
     """
     path = Path(path)
     raw = read_raw(path)
-    return format_of(raw, path).read(path, raw, target)
+    with naming_config(path):
+        return format_of(raw, path).read(path, raw, target)
 
 
 def load_draft(
