@@ -19,8 +19,9 @@ MAX_CONFIG_BYTES = 8 * 2**20
 MAX_BYTES = 128 * 2**20
 # Levels of objects and lists.  Published files have at most 10.
 MAX_DEPTH = 64
-# Of layers, which take memory before a weight is read, and of any other size in a config.
+# Sizes in a config: of layers, of the values of a head, and of anything else.
 MAX_LAYERS = 1024
+MAX_HEAD_SIZE = 2**14
 MAX_SIZE = 2**31 - 1
 # Of other numbers: float32 has it, and its square.
 MAX_NUMBER = 1e15

@@ -28,12 +28,10 @@ def hugging_face_tokenizer(path: Path) -> Any:
     """
     require_files(path)
     _refuse_code(path)
-    options = {"trust_remote_code": False, "local_files_only": True}
     kind = tokenizer_class(path)
     try:
-        if kind.__name__ == "AutoTokenizer":
-            options["config"] = _config_of_type(path)
-        hf = kind.from_pretrained(str(path), **options)
+        given = {"config": _config_of_type(path)} if kind.__name__ == "AutoTokenizer" else {}
+        hf = kind.from_pretrained(str(path), trust_remote_code=False, local_files_only=True, **given)
     except Exception as error:  # transformers raises many types
         raise EspalierError(
             f"the tokenizer in {path} cannot be loaded ({one_line(error)}); "

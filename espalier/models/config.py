@@ -14,7 +14,7 @@ from typing import Any, Literal
 from espalier.errors import EspalierError, shown
 from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.routing import Routing
-from espalier.model_files import MAX_LAYERS, MAX_NUMBER, MAX_SIZE
+from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layers.rope import RopeConfig
 from espalier.models.mtp_family import MTPFamily
@@ -23,6 +23,9 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declar
 
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
+# Of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
+HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZES, MAX_HEAD_SIZE)}
 
 # Fields that change the computation of models that are not supported, and the values with which they have no effect.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -350,7 +353,7 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
 
 def _count(full: Raw, path: Path, name: str) -> int:
     """The positive integer of a field.  Raises EspalierError naming a field that has none."""
-    value, most = full.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+    value, most = full.get(name), MOST.get(name, MAX_SIZE)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise EspalierError(
             f"{path}: {name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass "
@@ -364,10 +367,10 @@ def _kv_heads(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]
     head_size = hidden // heads if full.get("head_dim") is None else _count(full, path, "head_dim")
     name = "num_key_value_heads"
     kv_heads = heads if full.get(name) is None else _count(full, path, name)
-    if heads % kv_heads or head_size % 2:
+    if heads % kv_heads or head_size % 2 or not 0 < head_size <= MAX_HEAD_SIZE:
         raise EspalierError(
             f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
-            "of key-value heads, and the size must be even; correct the config or override the fields"
+            f"of key-value heads, and the size even, 2 to {MAX_HEAD_SIZE}; correct the config or override the fields"
         )
     return kv_heads, head_size
 

@@ -9,7 +9,7 @@ import torch
 from espalier.attention import GroupedBackend
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.layout import RoundLayout
 from espalier.model_files import naming_config, read_json
 from espalier.models import (
@@ -154,7 +154,7 @@ def _why_unknown(raw: Raw, path: Path) -> str:
     if name in MTP_NOT_BUILT:
         return f"{name!r} (the MTP layers of {MTP_NOT_BUILT[name]}) is not supported yet"
     if declared is not None:
-        return f"speculators_model_type {declared!r} is not supported"
+        return f"speculators_model_type {shown(declared)} is not supported"
     remedy = " (it is a whole model: pass it as model=)" if name in FAMILIES else ""
     return f"architecture {name!r} is not a known draft{remedy}"
 
