@@ -29,7 +29,7 @@ MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD
 
 # Fields that change the computation of models that are not supported, and the values with which they have no effect.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
+    "hidden_act": ("silu", "swish"),
     "attn_logit_softcapping": (None, 0, 0.0),
     "final_logit_softcapping": (None, 0, 0.0),
     "partial_rotary_factor": (None, 1, 1.0),

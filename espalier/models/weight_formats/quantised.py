@@ -19,6 +19,7 @@ from espalier.kernels.layers.linear_quantised import (
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, pack_nibbles
 from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.tokenizer_files import may_not_end
 
 # Dtypes of scales.  Loading keeps the stored one.
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -159,11 +160,13 @@ def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _is_pattern(name: str) -> bool:
+    if not name.startswith("re:"):
+        return True
     try:
-        re.compile(name.removeprefix("re:"))
+        re.compile(name[3:])
     except re.error:
-        return not name.startswith("re:")
-    return True
+        return False
+    return not may_not_end(name[3:])
 
 
 def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
