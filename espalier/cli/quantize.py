@@ -16,7 +16,7 @@ from espalier.errors import EspalierError
 from espalier.llm import prepare
 from espalier.models.draft import draft_verifier
 from espalier.models.quantise import QuantiseReport, quantise
-from espalier.models.quantisers import GROUP
+from espalier.models.quantisers import GROUPS
 from espalier.models.weights import shards_of
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup.checkpoints import find_target
@@ -139,8 +139,12 @@ def _rows_of(written: QuantiseReport, seconds: float) -> Rows:
         ["size", f"{written.written_bytes / 1e9:.3f} GB, {share:.0%} of the original"],
         ["time", f"{seconds:.1f} s"],
     ]
+    for group, count in written.small_groups.items():
+        rows.append([f"in groups of {group}", f"{count}: {GROUPS[0]} does not divide their columns"])
     if written.dense:
-        rows.append(["not quantised", f"{len(written.dense)}: columns no multiple of {GROUP}, as {written.dense[0]}"])
+        rows.append(
+            ["not quantised", f"{len(written.dense)}: columns no multiple of {GROUPS[-1]}, as {written.dense[0]}"]
+        )
     return rows
 
 
