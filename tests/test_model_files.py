@@ -21,6 +21,7 @@ from espalier.model_files import MAX_CONFIG_BYTES, MAX_DEPTH, read_json, require
 from espalier.models import load_target, read_config
 from espalier.models.weights import INDEX, shards_of
 from espalier.speculate.drafters.registry import load_draft, read_draft
+from espalier.startup.checkpoints import find_target
 from tests.block import block_directories
 from tests.builders import make_target
 from tests.folders import new_folder
@@ -70,6 +71,29 @@ def test_only_regular_files_are_opened(kind: str, tmp_path: Path) -> None:
         KINDS[kind](path / name)
         assert f"{path / name} is {kind}, not a regular file" in refusal(lambda path=path: LLM(path))
         shutil.rmtree(path)
+
+
+@pytest.mark.parametrize("what", ["a file", "no file", "a folder", "a folder with config.json", "mixed case"])
+def test_gguf_is_named(what: str, tmp_path: Path) -> None:
+    path = make_target(tmp_path / "model")
+    (path / "model.safetensors").rename(path / ("model.GGUF" if what == "mixed case" else "model.gguf"))
+    if what in ("a folder", "mixed case"):
+        (path / "config.json").unlink()
+    given = {"a file": path / "model.gguf", "no file": Path("owner/model.gguf")}.get(what, path)
+    for setting in ("model", "draft"):
+        said = refusal(lambda setting=setting: LLM(**{setting: given}))
+        assert f"{setting}='{given}' is in the GGUF format" in said and "give the Hugging Face directory" in said
+
+
+def test_gguf_beside_safetensors_does_not_matter(tmp_path: Path) -> None:
+    path = make_target(tmp_path)
+    (path / "model.gguf").write_bytes(b"")
+    assert find_target(path) == path
+
+
+def test_a_repository_without_config_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    assert "no config.json on the Hugging Face hub, as repositories of GGUF" in refusal(lambda: find_target("own/er"))
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX, "model.safetensors"])

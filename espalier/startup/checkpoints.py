@@ -15,6 +15,7 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # A draft is refused if it has the last of these files (espalier/models/block_config.py:MASK_EMBEDDING).
 FILES_OF_DRAFT = [*FILES, "pytorch_model*.bin", "mask_embedding.pt"]
 # Folders, and the copy of all weights under the publisher's own names that Mistral's repositories have.
+GGUF = ".gguf"
 NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]
 
 
@@ -69,6 +70,11 @@ def _is_directory(what: str, path: Path) -> bool:
     """Whether `path` is a directory.  Raises EspalierError for a file, or a directory that is no checkpoint."""
     files = "a draft's config.json and weights" if what.endswith("draft") else "config.json and *.safetensors"
     try:
+        if path.suffix.lower() == GGUF or (path.is_dir() and _holds_gguf(path)):
+            raise EspalierError(
+                f"{what}={str(path)!r} is in the GGUF format, which is not read; give the Hugging Face directory or id "
+                f"that it was made from, with {files}"
+            )
         if path.is_file():
             raise EspalierError(f"{what}={str(path)!r} is a file; give the directory that holds {files}")
         if not path.is_dir():
@@ -83,6 +89,12 @@ def _is_directory(what: str, path: Path) -> bool:
     return True
 
 
+def _holds_gguf(path: Path) -> bool:
+    """Whether the only weights in a directory are GGUF files."""
+    suffixes = {file.suffix.lower() for file in path.iterdir()}
+    return GGUF in suffixes and not suffixes & {".safetensors", ".bin"}
+
+
 def _may_be_hub_id(name: str) -> bool:
     owner, _, repository = name.partition("/")
     return bool(owner and repository) and "/" not in repository and not name.startswith((".", "~"))
@@ -93,9 +105,16 @@ def _download(what: str, name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=NOT_DOWNLOADED))
+        path = Path(snapshot_download(name, allow_patterns=files, ignore_patterns=NOT_DOWNLOADED))
     except Exception as error:  # no network, no such repository, no permission, no space: each has another class
         raise EspalierError(
             f"{what}={name!r} is not a directory, and the download from the Hugging Face hub failed "
             f"({one_line(error)}); check the name and the network, or give a directory"
         ) from None
+    if not (path / "config.json").exists():
+        raise EspalierError(
+            f"{what}={name!r} has no config.json on the Hugging Face hub, as repositories of GGUF files have none; "
+            "give the id of the model that it was made from"
+        )
+    require_files(path)
+    return path
