@@ -129,8 +129,8 @@ def _means(first: ModelRun, second: ModelRun) -> list[float]:
     for (ours, tokens), (theirs, _) in zip(first.logprobs(), second.logprobs(), strict=True):
         agrees = (ours.argmax(-1) == theirs.argmax(-1)).sum()
         losses = [-each.gather(-1, tokens[:, None].to(each.device)).sum() for each in (ours, theirs)]
-        sums = len(tokens), agrees, kl_divergence(ours, theirs).sum(), *losses
-        totals += torch.tensor([float(each) for each in sums], dtype=torch.float64)
+        sums = torch.stack([agrees, kl_divergence(ours, theirs).sum(), *losses]).cpu().double()
+        totals += torch.cat([torch.tensor([float(len(tokens))], dtype=torch.float64), sums])
     return [float(totals[0]), *(totals[1:] / totals[0]).tolist()]
 
 
