@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, TypedDict
 
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError, one_line, tokenizing
 
 # Some tokenizers do not declare their turn tokens as special; their names match this pattern.
 CONTROL = re.compile(r"<[|｜].*[|｜]>")
@@ -122,7 +122,8 @@ class ChatTemplate:
             raise _refused(error) from None
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        with tokenizing():
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse parameters of transformers' function, and names that the template does not read.
@@ -229,7 +230,8 @@ class SpecialTokens:
             done = end
         text = "".join([*parts, prompt.text[done:]])
         # Unlike `encode`, encode_batch releases the GIL.
-        [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        with tokenizing():
+            [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 
     @cached_property

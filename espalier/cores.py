@@ -1,10 +1,30 @@
-"""The CPU cores that this process may use."""
+"""The CPU cores that this process may use, and how its threads wait for each other."""
 
 import os
+import sys
 from pathlib import Path
 
 CPUS = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+# What GNU's OpenMP, which PyTorch's threads come from, reads when it is loaded.
+SPIN_COUNT = "GOMP_SPINCOUNT"
+WAIT_POLICY = "OMP_WAIT_POLICY"
+# Some microseconds.  By default a thread spins for milliseconds before it sleeps, on a core that the thread which it
+# waits for may need: on shared cores, two threads are then many times slower than one (docs/log.md).
+SPINS = "1000"
+
+
+def bound_spinning() -> None:
+    """Let PyTorch's threads sleep soon where they wait, unless the user says how they wait, or PyTorch is loaded."""
+    if "torch" not in sys.modules and not waits_shortly():
+        os.environ[SPIN_COUNT] = SPINS
+
+
+def waits_shortly() -> bool:
+    """Whether it was said how threads wait, by the user or by `bound_spinning`."""
+    return SPIN_COUNT in os.environ or WAIT_POLICY in os.environ
 
 
 def available_cores() -> int:

@@ -23,6 +23,7 @@ from espalier.layout import TreeShape
 from espalier.masking.compile import CompiledGrammar, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
+from espalier.startup.cpu_costs import warn_of_cpu_costs
 from espalier.startup.generation_config import end_tokens, generation_config
 from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
 from espalier.stats import SpeculationStats
@@ -63,6 +64,7 @@ class LLM:
     def _load(self, prepared: "Prepared") -> None:
         _plant_fault(prepared.config.plant_fault)
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
+        warn_of_cpu_costs(prepared.config, prepared.resolved, prepared.checkpoint)
         with frames_cleared():
             self._use(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
 

@@ -78,7 +78,7 @@ def layer_times(
     for run in {(run.name, run.shape): run for run in shape.target_pass(1)}.values():
         if run.heads > 1 or "router" in run.name or run.name[-4:] == "gate" or run.name == "lm_head":
             continue
-        if weights != DENSE and run.shape[1] % QUANTISERS[weights].columns:
+        if weights != DENSE and run.shape[1] % QUANTISERS[weights].groups[0]:
             continue
         first = made.drawn(run.shape, weights)
         copies = [first, *(made.drawn(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]

@@ -202,7 +202,7 @@ def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:
     """Of a format for stacked experts: those of dense layers, as `espalier bench linears` multiplies them."""
     if weights == DENSE or not QUANTISERS[weights].experts:
         return model.shapes(weights)
-    columns = QUANTISERS[weights].columns
+    columns = QUANTISERS[weights].groups[0]
     runs = (run for run in model.target_pass(1)[:-1] if run.heads == 1 and run.shape[1] % columns == 0)
     return tuple(dict.fromkeys(run.shape for run in runs))
 

@@ -31,6 +31,8 @@ def load_experts(
 ) -> MixtureMLP:
     """The mixture-of-experts block under `prefix`.  of_shared: the activation of shared experts."""
     routing = experts.routing
+    # First: it refuses a wrong number of experts before they are read.
+    router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
     gate_up, down, biases = (_stacked if experts.stored == "stacked" else _apart)(weights, experts, prefix, hidden)
     bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
@@ -43,7 +45,7 @@ def load_experts(
         shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
     return MixtureMLP(
         routing,
-        weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden),
+        router,
         bias,
         gate_up,
         down,
@@ -75,6 +77,8 @@ def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Ma
     if weights.formats(f"{prefix}experts").name != DENSE:
         quantised = _stacked_quantised(weights, experts, f"{prefix}experts", hidden)
         return *quantised, _stacked_biases(weights, experts, name, hidden)
+    weights.require_shape(f"{name}gate_up_proj", (count, hidden, 2 * size))
+    weights.require_shape(f"{name}down_proj", (count, size, hidden))
     gate_up, down = weights.empty(count, 2 * size, hidden), weights.empty(count, hidden, size)
     for expert, stored in enumerate(weights.take_each(f"{name}gate_up_proj", count, hidden, 2 * size)):
         gate_up[expert].view(2, size, hidden).copy_(_halves(stored).permute(1, 2, 0))

@@ -28,7 +28,7 @@ from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
 from espalier.server.stored import Store
 from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES
-from espalier.text import tokenizer_class
+from espalier.tokenizer_files import tokenizer_class
 
 log = logging.getLogger("espalier.server")
 # Limit for sending pending output to clients at the end.

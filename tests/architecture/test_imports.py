@@ -29,7 +29,8 @@ MAX_FUNCTION_LINES = 70
 FLOORS = (
     ("counterparts",),
     ("errors", "cores", "stats", "logprobs", "turn"),
-    ("limits", "chat", "grammar"),
+    ("limits", "chat", "grammar", "model_files"),
+    ("tokenizer_files",),
     ("config", "request", "text", "text_bound"),
     ("tools",),
     ("inputs",),
@@ -55,6 +56,8 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MUTABLE = {"dict", "list", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray"}
 # What containers can do and their frozen counterparts cannot.
 MUTATORS = {*dir(list), *dir(dict), *dir(set)} - {*dir(tuple), *dir(frozenset), *dir(MappingProxyType)}
+# Functions of transformers that load something which may be code of a checkpoint.
+LOADS = re.compile(r"from_pretrained|from_config|get_class_from_dynamic_module|load_custom_generate|pipeline")
 OWNERLESS = re.compile(r"\b(?:TODO|FIXME)\b(?!.*\(owner:)")
 
 
@@ -204,6 +207,20 @@ def imported_first(tree: ast.Module) -> Iterator[str]:
             yield from (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
 
 
+def runs_code_of_a_checkpoint(source: str) -> list[str]:
+    """Calls into transformers that load something and do not say that a checkpoint's code stays off."""
+    if not LOADS.search(source):
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and LOADS.fullmatch(ast.unparse(node.func).rpartition(".")[2]):
+            says = {each.arg: each.value for each in node.keywords}
+            off = says.get("trust_remote_code")
+            if not (isinstance(off, ast.Constant) and off.value is False):
+                found.append(f"line {node.lineno}: {ast.unparse(node.func)} without trust_remote_code=False")
+    return found
+
+
 def ownerless_comments(source: str) -> list[str]:
     if not OWNERLESS.search(source):
         return []
@@ -243,6 +260,11 @@ def test_guard_is_reached_through_one_hook():
 
 def test_no_state_stands_in_a_module():
     found = breaches(lambda source: found_in(source).state)
+    assert not found, "\n".join(found)
+
+
+def test_a_checkpoints_code_never_runs():
+    found = breaches(runs_code_of_a_checkpoint)
     assert not found, "\n".join(found)
 
 
@@ -303,6 +325,22 @@ def test_an_upward_import_is_seen(room, source):
 )
 def test_a_downward_import_is_not(room, source):
     assert upward_imports(source, room) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("AutoTokenizer.from_pretrained(path)", 1),
+        ("x.from_pretrained(path, trust_remote_code=remote)", 1),
+        ("x.from_pretrained(path, **options)", 1),
+        ("get_class_from_dynamic_module(name, path)", 1),
+        ("AutoModel.from_config(config)", 1),
+        ("pipeline('text-generation', model=path)", 1),
+        ("AutoTokenizer.from_pretrained(path, trust_remote_code=False)", 0),
+    ],
+)
+def test_code_of_a_checkpoint_is_seen(source, count):
+    assert len(runs_code_of_a_checkpoint(source)) == count
 
 
 @pytest.mark.parametrize(

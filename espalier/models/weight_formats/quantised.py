@@ -16,6 +16,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
 from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.tokenizer_files import may_not_end
 
 # Dtypes of scales.  Loading keeps the stored one.
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -163,11 +164,13 @@ def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _is_pattern(name: str) -> bool:
+    if not name.startswith("re:"):
+        return True
     try:
-        re.compile(name.removeprefix("re:"))
+        re.compile(name[3:])
     except re.error:
-        return not name.startswith("re:")
-    return True
+        return False
+    return not may_not_end(name[3:])
 
 
 def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
