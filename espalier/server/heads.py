@@ -5,7 +5,7 @@ protocol, and the parser would take the body for that protocol (RFC 9110, sectio
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from espalier.server.errors import ApiError
 
@@ -32,34 +32,46 @@ class Frames:
     def __init__(self) -> None:
         # The part of a head, a chunk's size or a trailer that has arrived.
         self._held = b""
-        self._read = self._head
+        # What comes next but for heads; None for a head.
+        self._rest: Callable[[bytes, int], int] | None = None
         self._left = 0
         self._num_trailer_bytes = 0
         self._is_chunked = False
 
     def take(self, data: bytes) -> Iterator[bytes]:
         """Yield what the parser may read.  Raises ApiError for a head that is refused; nothing may follow then."""
-        while data:
-            passed, data = self._read(data)
-            if passed:
-                yield passed
+        passed: list[bytes] = []
+        at = start = 0
+        try:
+            while at < len(data):
+                if self._rest is not None:
+                    at = self._rest(data, at)
+                    continue
+                passed.append(data[start:at])
+                head, at = self._head(data, at)
+                passed.append(head)
+                start = at
+        finally:
+            if whole := b"".join([*passed, data[start:at]]):
+                yield whole
 
-    # Each of these returns what passes, and what is left for the next state.
-
-    def _head(self, data: bytes) -> tuple[bytes, bytes]:
-        searched = max(0, len(self._held) - len(END) + 1)
-        data = self._held + data if self._held else data.lstrip(b"\r\n")
-        end = data.find(END, searched)
-        head = data if end < 0 else data[: end + len(END)]
+    def _head(self, data: bytes, at: int) -> tuple[bytes, int]:
+        """What passes, and the place in the data that follows it."""
+        num_held = len(self._held)
+        data = self._held + data[at:]
+        searched = max(0, num_held - len(END) + 1)
+        begin = 0 if num_held else len(data) - len(data.lstrip(b"\r\n"))
+        end = data.find(END, max(begin, searched))
+        head = data[begin:] if end < 0 else data[begin : end + len(END)]
         if len(head) > MAX_HEAD_BYTES:
             raise ApiError(431, f"the request's head is larger than {MAX_HEAD_BYTES} bytes; send fewer headers")
         if not START.match(head) or BARE_LF.search(head, max(0, searched - 1)):
             raise ApiError(400, UNREADABLE)
         if end < 0:
-            self._held = data
-            return b"", b""
+            self._held = head
+            return b"", at + len(data) - num_held
         self._held = b""
-        return self._checked(head), data[len(head) :]
+        return self._checked(head), at + end + len(END) - num_held
 
     def _checked(self, head: bytes) -> bytes:
         """The head as the parser reads it; sets the state for what follows it."""
@@ -85,46 +97,48 @@ class Frames:
         # The parser refuses what is no number, and a length beside chunks.
         self._left = int(length) if length.isdigit() else 0
         self._num_trailer_bytes = 0
-        self._read = self._size if self._is_chunked else self._body if self._left else self._head
+        self._rest = self._size if self._is_chunked else self._body if self._left else None
         if b"upgrade" in fields:
             head = FIELDS.sub(_without_upgrade, head)
         return head
 
-    def _body(self, data: bytes) -> tuple[bytes, bytes]:
-        passed, data = data[: self._left], data[self._left :]
-        self._left -= len(passed)
+    # Each of these passes what it reads, and gives the place in the data that follows.
+
+    def _body(self, data: bytes, at: int) -> int:
+        size = min(self._left, len(data) - at)
+        self._left -= size
         if not self._left:
-            self._read = self._size if self._is_chunked else self._head
-        return passed, data
+            self._rest = self._size if self._is_chunked else None
+        return at + size
 
-    def _line(self, data: bytes) -> tuple[bytes, bytes]:
-        """What arrived of a line, and what is behind it.  `_held` is the whole line, or what there is of it."""
-        end = data.find(b"\n") + 1
-        passed = data[:end] if end else data
-        self._held += passed
-        self._num_trailer_bytes += len(passed)
-        if max(self._num_trailer_bytes, len(self._held)) > MAX_HEAD_BYTES:
+    def _line(self, data: bytes, at: int) -> tuple[bytes | None, int]:
+        """A line, None while its end has not arrived."""
+        end = data.find(b"\n", at) + 1 or len(data)
+        line = self._held + data[at:end]
+        self._num_trailer_bytes += end - at
+        if self._num_trailer_bytes > MAX_HEAD_BYTES:
             raise ApiError(431, f"a chunk's line or the trailers are larger than {MAX_HEAD_BYTES} bytes; send less")
-        return passed, data[len(passed) :]
+        is_whole = line.endswith(b"\n")
+        self._held = b"" if is_whole else line
+        return line if is_whole else None, end
 
-    def _size(self, data: bytes) -> tuple[bytes, bytes]:
-        passed, data = self._line(data)
-        if passed.endswith(b"\n"):
-            size = SIZE.match(self._held)
+    def _size(self, data: bytes, at: int) -> int:
+        line, at = self._line(data, at)
+        if line is not None:
+            size = SIZE.match(line)
             if size is None:
                 raise ApiError(400, UNREADABLE)
-            self._held, self._num_trailer_bytes = b"", 0
+            self._num_trailer_bytes = 0
             # A chunk ends with CR LF.
             self._left = int(size[0], 16) and int(size[0], 16) + 2
-            self._read = self._body if self._left else self._trailer
-        return passed, data
+            self._rest = self._body if self._left else self._trailer
+        return at
 
-    def _trailer(self, data: bytes) -> tuple[bytes, bytes]:
-        passed, data = self._line(data)
-        if passed.endswith(b"\n"):
-            is_last, self._held = self._held == b"\r\n", b""
-            self._read = self._head if is_last else self._trailer
-        return passed, data
+    def _trailer(self, data: bytes, at: int) -> int:
+        line, at = self._line(data, at)
+        if line == b"\r\n":
+            self._rest = None
+        return at
 
 
 def _refuse_codings(codings: bytes) -> None:
