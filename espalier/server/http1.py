@@ -1,5 +1,6 @@
 """One HTTP connection: uvicorn's, with this server's error format and support for half-closed connections."""
 
+import asyncio
 import logging
 import socket
 from http.client import responses
@@ -9,6 +10,7 @@ import msgspec
 from starlette.types import Scope
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from espalier.server.connections import Room
 from espalier.server.errors import ApiError
 from espalier.server.heads import UNREADABLE, Frames
 from espalier.server.logs import new_request_id, request_id
@@ -34,11 +36,20 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
     half_closed = False
     app_state: dict[str, Any]
 
-    def __init__(self, *args: Any, **named: Any):
+    def __init__(self, *args: Any, room: Room, **named: Any):
         super().__init__(*args, **named)
+        self.room = room
         # uvicorn gives each request a copy: connection_of.
         self.app_state = {**self.app_state, "connection": self}
         self.frames = Frames()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.room.enter(self, self.loop.time())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.room.leave(self)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         # uvicorn learns of the data also if none of it passes yet: its timer of idle connections ends.
@@ -90,6 +101,7 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.room.renew(self)
         # After FIN no request follows, except one that was pipelined and now runs.
         if self.half_closed and self.cycle.response_complete:
             self.transport.close()

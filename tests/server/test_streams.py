@@ -12,6 +12,7 @@ from espalier.server import answers, chat_answers, front, response_answers
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.engines import Generation
 from espalier.server.front import Front, FrontOptions
+from espalier.server.connections import Room
 from espalier.server.http1 import Connection
 from espalier.server.protocol import Part
 from tests.server.scripted import ScriptedClient
@@ -84,7 +85,7 @@ def ask(tokenizer, monkeypatch):
             app, _ = make_app(Front(engines, FrontOptions(("m",))), ApiOptions())
             config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off", ws="none")
             config.load()
-            connection, transport = Connection(config, uvicorn.server.ServerState(), {}), Transport(pauses)
+            connection, transport = Connection(config, uvicorn.server.ServerState(), {}, room=Room(None)), Transport(pauses)
             transport.connection = connection
             connection.connection_made(transport)
             connection.data_received(request_of(path, {"model": "m", "stream": True, **body}, {"x-request-id": "same"}))
