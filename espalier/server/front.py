@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from espalier.chat import Steps, finish
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
@@ -31,6 +33,7 @@ from espalier.server.logs import request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
+from espalier.server.templates import Templates
 from espalier.text import load_tokenizer
 from espalier.tools.formats import AUTO, find_formats
 
@@ -120,9 +123,27 @@ class Front:
         capacity = engines.max_slots + options.max_queue
         limits = BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized, facts.max_position)
         self.bodies = BodyReader(limits)
+        self.templates: Templates | None = None
         self._num_entering = 0
         self._logged_fields: set[str] = set()
         self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
+
+    def render_aside(self) -> None:
+        """From now on, render chat templates in a process of their own.  Without this, the lanes render them."""
+        hf = None if self.inputs.tokenizer is None else self.inputs.tokenizer.hf
+        if getattr(hf, "chat_template", None):
+            self.templates = Templates(hf)
+
+    async def rendered(self, work: Callable[..., Steps], *values: Any, size: int) -> list[int]:
+        """The tokens of a conversation: Lanes.finish.  Raises ApiError."""
+        if self.templates is not None:
+            render = self.templates.render
+            return await self.lanes.finish(work, *values, render=render, size=size, field="messages")
+
+        def whole(inputs: InputProcessor) -> list[int]:
+            return finish(work(inputs, *values), inputs.text_of("a conversation").render)
+
+        return await self.lanes.run(whole, size=size, field="messages")
 
     @property
     def max_detokenized(self) -> int:
@@ -248,6 +269,8 @@ class Front:
 
     async def close(self) -> None:
         self.lanes.close()
+        if self.templates is not None:
+            await self.templates.close()
         await self.bodies.close()
 
 

@@ -40,6 +40,8 @@ STALLED_AT_CLOSE_S = 1.0
 STALLED_AT_DRAIN_S = 5.0
 # New objects after which the youngest generation is collected.
 COLLECT_AFTER = 20_000
+# Whether the template process starts before the first conversation.
+STARTS_TEMPLATES = True
 # Connections that wait to be accepted.
 BACKLOG = 2048
 # uvicorn ticks ten times a second.
@@ -161,6 +163,9 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
         front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
+        front.render_aside()
+        if STARTS_TEMPLATES and front.templates is not None:
+            await front.templates.start()
         batches = None if store is None else Batches(store, _batch_concurrency(front))
         app, gate = make_app(front, options.api, batches)
         config = uvicorn.Config(
