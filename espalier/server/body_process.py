@@ -14,6 +14,7 @@ from espalier.server.aside import LENGTH, framed
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.errors import ApiError
 
+
 def answer(name: str, content_type: str, data: bytes, limits: BodyLimits) -> tuple[Any, tuple[Any, ...] | None]:
     """(body, None), or (None, arguments of the ApiError)."""
     try:

@@ -16,8 +16,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
-from espalier.server.front import CLIENT_LEFT
+from espalier.server.front import CLIENT_LEFT, UNLIMITED
 from espalier.server.logs import new_request_id, request_id
+from espalier.server.shares import BATCHES, client
 
 log = logging.getLogger("espalier.server")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -73,6 +74,7 @@ class Gate:
         request_id.set(client_id if CLIENT_ID.fullmatch(client_id) else new_request_id())
         # espalier/server/connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
+        client.set(BATCHES if UNLIMITED in scope["state"] else (scope.get("client") or ("",))[0])
         refused: ApiError | None = None
         began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive, scope["path"])
         self.num_open += 1

@@ -1,5 +1,7 @@
 """The frames of HTTP/1, however they are cut: heads are refused or pass, bodies pass, and no `Upgrade` does."""
 
+from itertools import pairwise
+
 import httptools
 import pytest
 from hypothesis import given
@@ -10,12 +12,12 @@ from espalier.server.heads import MAX_HEAD_BYTES, MAX_HEAD_LINES, Frames
 
 BODIES = st.binary(max_size=40)
 FIELDS = st.lists(
-    st.sampled_from([b"x: y", b"connection: Upgrade, HTTP2-Settings", b"X-Upgrade: h2c", b"accept:", b"HTTP2-Settings: AAEA"]),
+    st.sampled_from(
+        [b"x: y", b"connection: Upgrade, HTTP2-Settings", b"X-Upgrade: h2c", b"accept:", b"HTTP2-Settings: AAEA"]
+    ),
     max_size=4,
 )
-UPGRADES = st.lists(
-    st.sampled_from([b"Upgrade: h2c", b"upgrade:TLS/1.0", b"UPGRADE: websocket"]), max_size=2
-)
+UPGRADES = st.lists(st.sampled_from([b"Upgrade: h2c", b"upgrade:TLS/1.0", b"UPGRADE: websocket"]), max_size=2)
 
 
 @st.composite
@@ -54,7 +56,7 @@ def test_requests_pass_whole_without_upgrade_however_they_are_cut(sent, cuts):
     edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
     frames, parsed, passed = Frames(), Parsed(), b""
     parser = httptools.HttpRequestParser(parsed)
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         for part in frames.take(data[start:end]):
             parser.feed_data(part)
             passed += part
@@ -101,6 +103,8 @@ def test_a_head_that_the_parser_must_not_read_is_refused_however_it_is_cut(sent,
         assert refused.value.status_code == status
 
 
-@pytest.mark.parametrize("sent", [head(start=b"GET / HTTP/1.0"), b"\r\n" + head(b"host:"), head(b"host: x", b"TE: gzip")])
+@pytest.mark.parametrize(
+    "sent", [head(start=b"GET / HTTP/1.0"), b"\r\n" + head(b"host:"), head(b"host: x", b"TE: gzip")]
+)
 def test_what_http_allows_passes(sent):
     assert b"".join(Frames().take(sent)) == sent.lstrip()

@@ -21,43 +21,42 @@ from espalier.server.http1 import Connection
 QUIET, UNREAD, SENDING, BUSY = range(4)
 
 
-def connection(state, closed):
-    cycle = None if state == QUIET else SimpleNamespace(response_complete=state == UNREAD, more_body=state == SENDING)
-    made = SimpleNamespace(cycle=cycle)
-    made.transport = SimpleNamespace(
-        abort=lambda: closed.append(made), get_write_buffer_size=lambda: int(made.state == UNREAD)
-    )
-    made.state = state
-    return type("Made", (), {**vars(made), "__hash__": object.__hash__})()
+class Made:
+    """A connection in a state, as Room sees it."""
+
+    def __init__(self, state, aborted):
+        self.state = state
+        has_request = SimpleNamespace(response_complete=state == UNREAD, more_body=state == SENDING)
+        self.cycle = None if state == QUIET else has_request
+        self.transport = SimpleNamespace(
+            abort=lambda: aborted.append(self), get_write_buffer_size=lambda: int(state == UNREAD)
+        )
 
 
 @given(st.lists(st.sampled_from((QUIET, UNREAD, SENDING, BUSY)), min_size=1, max_size=12), st.integers(1, 6), st.data())
 def test_the_oldest_that_nobody_waits_for_is_closed(states, limit, data):
-    room, held = Room(limit), []
+    room, held, aborted = Room(limit), [], []
     for number, state in enumerate(states):
-        closed = []
-        made = connection(state, closed)
-        made.transport.abort = lambda made=made: aborted.append(made)
-        aborted = []
-        for each in held:
-            each.transport.abort = lambda each=each: aborted.append(each)
+        before, made = list(held), Made(state, aborted)
         room.enter(made, float(number))
         held.append(made)
-        if len(held) <= limit:
+        if len(held) > limit:
+            quiet = [each for each in before if each.state == QUIET]
+            waits = [each for each in before if each.state in (UNREAD, SENDING)]
+            [closed] = aborted
+            assert closed is [*quiet, *waits, made][0]
+            held.remove(closed)
+        else:
             assert not aborted
-            continue
-        before = held[:-1]
-        ranked = [each for each in before if each.state == QUIET] + [
-            each for each in before if each.state in (UNREAD, SENDING)
-        ]
-        assert aborted == [ranked[0] if ranked else made]
-        held.remove(aborted[0])
+        aborted.clear()
         if held and data.draw(st.booleans()):
             ended = data.draw(st.sampled_from(held))
             room.renew(ended)
             held.remove(ended)
             held.append(ended)
-    assert len(held) <= limit
+        if held and data.draw(st.booleans()):
+            room.leave(left := data.draw(st.sampled_from(held)))
+            held.remove(left)
 
 
 def test_idle_connections_shut_nobody_out(caplog):
@@ -116,11 +115,11 @@ def test_the_limit_of_connections_follows_from_that_of_open_files(monkeypatch):
 
 
 def test_accepts_that_fail_are_logged_once_a_minute_without_a_traceback(caplog):
-    now, passed = 0.0, []
-    loop = SimpleNamespace(time=lambda: now, default_exception_handler=passed.append)
+    seconds, passed = iter((0.0, *map(float, range(1, 70)))), []
+    loop = SimpleNamespace(time=lambda: next(seconds), default_exception_handler=passed.append)
     loop.set_exception_handler = lambda handle: setattr(loop, "handle", handle)
     descriptors.report_full_rarely(loop)
-    for now in (0.0, *range(1, 70)):
+    for _ in range(70):
         loop.handle(loop, {"exception": OSError(errno.EMFILE, "Too many open files")})
     lines = [(record.getMessage(), record.exc_info) for record in caplog.records]
     assert [(line.partition(", ")[2], trace) for line, trace in lines] == [

@@ -54,7 +54,7 @@ def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch)
         # What Python cannot interrupt.
         os.kill(process.pid, signal.SIGSTOP)
         monkeypatch.setattr(templates, "MAX_WALL_S", 0.2)
-        with pytest.raises(EspalierError, match="0.2 s and the memory"):
+        with pytest.raises(EspalierError, match=r"0\.2 s and the memory"):
             await aside.render(asked)
         monkeypatch.setattr(templates, "MAX_WALL_S", 60.0)
         assert await aside.render(asked)

@@ -19,7 +19,9 @@ from espalier.server.gate import Gate
 from espalier.server.stored import Store
 
 LIMITS = BodyLimits(100, 100, 4, 100)
-CODECS = sorted({*aliases, *aliases.values(), "undefined", "idna", "unicode_escape", "raw_unicode_escape", "x", "utf-8\\"})
+CODECS = sorted(
+    {*aliases, *aliases.values(), "undefined", "idna", "unicode_escape", "raw_unicode_escape", "x", "utf-8\\"}
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,9 @@ def test_a_range_is_that_part_of_the_file_or_an_error_as_documented(client, kept
         assert answer.headers["content-range"] == "bytes */10"
 
 
-@pytest.mark.parametrize("asked", ["bytes", "lines=1-2", "bytes=a-b", "bytes=" + "9" * 5000 + "-", "bytes=-", "bytes=9-1"])
+@pytest.mark.parametrize(
+    "asked", ["bytes", "lines=1-2", "bytes=a-b", "bytes=" + "9" * 5000 + "-", "bytes=-", "bytes=9-1"]
+)
 def test_a_range_that_is_none_is_an_error_as_documented(client, kept, asked):
     id = next(iter(kept.files), None) or upload(client).json()["id"]
     answer = client.get(f"/v1/files/{id}/content", headers={"range": asked})
