@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
 from espalier.server.front import CLIENT_LEFT, UNLIMITED
+from espalier.server.heads import MAX_LENGTH_DIGITS
 from espalier.server.logs import new_request_id, request_id
 from espalier.server.shares import BATCHES, client
 
@@ -153,8 +154,9 @@ class Upload:
     async def check_length(self, headers: Headers) -> None:
         """Refuse a body by its Content-Length.  Raises ApiError."""
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self.max_bytes:
-            await self._drop(int(length))
+        # Python refuses to read a number of thousands of digits.
+        if length.isdecimal() and (number := int(length.lstrip("0")[:MAX_LENGTH_DIGITS] or "0")) > self.max_bytes:
+            await self._drop(number)
 
     async def _drop(self, length: int = 0) -> None:
         """Refuse a too large body.  Read a moderately large one to its end first: a client that sends does not read."""
