@@ -1,7 +1,6 @@
 """Requests of all kinds at once, many of which leave: everyone who stays is answered and nothing is left behind."""
 
 import asyncio
-import json
 import random
 import subprocess
 import sys
