@@ -57,7 +57,6 @@ class Turns:
         line = self._lines.get(client)
         if line is None:
             line = self._lines[client] = Line(self.now if client is not RETURNED else -1)
-        line.turn = max(line.turn, self.now if client is not RETURNED else -1)
         line.num_waiting += 1
         heappush(line.heap, entry)
         self._next = None

@@ -109,12 +109,17 @@ def _add_files(app: FastAPI, batches: Batches) -> None:
 
     @app.post(FILES, include_in_schema=False)
     async def upload(http: Request) -> Response:
-        content_type = http.headers.get("content-type", "")
-        require_utf8(content_type)
-        if not content_type.lower().startswith("multipart/form-data"):
-            raise ApiError(415, f"content-type {shown(content_type)} is not supported; send multipart/form-data")
-        with transfers.one(), _storing():
-            return await stored(http)
+        try:
+            content_type = http.headers.get("content-type", "")
+            require_utf8(content_type)
+            if not content_type.lower().startswith("multipart/form-data"):
+                raise ApiError(415, f"content-type {shown(content_type)} is not supported; send multipart/form-data")
+            with transfers.one(), _storing():
+                return await stored(http)
+        except ApiError:
+            # Else a client that sends all before it reads would find its connection closed.
+            await http.scope["state"]["upload"].finish()
+            raise
 
     async def stored(http: Request) -> Response:
         async with http.form(max_files=1, max_fields=8) as form:

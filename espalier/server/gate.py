@@ -78,6 +78,7 @@ class Gate:
         client.set(BATCHES if UNLIMITED in scope["state"] else (scope.get("client") or ("",))[0])
         refused: ApiError | None = None
         began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive, scope["path"])
+        scope["state"]["upload"] = upload
         self.num_open += 1
         try:
             self._check_key(scope["path"], headers)
@@ -157,6 +158,11 @@ class Upload:
         # Python refuses to read a number of thousands of digits.
         if length.isdecimal() and (number := int(length.lstrip("0")[:MAX_LENGTH_DIGITS] or "0")) > self.max_bytes:
             await self._drop(number)
+
+    async def finish(self) -> None:
+        """Read the rest of the body and drop it: a client that sends does not read.  Raises ApiError."""
+        while not self.complete:
+            await self()
 
     async def _drop(self, length: int = 0) -> None:
         """Refuse a too large body.  Read a moderately large one to its end first: a client that sends does not read."""

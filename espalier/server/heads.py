@@ -12,6 +12,9 @@ from espalier.server.errors import ApiError
 # Of a head, and of the trailers.
 MAX_HEAD_BYTES = 65536
 MAX_HEAD_LINES = 256
+# More chunks than this must have this many bytes on average.
+FEW_CHUNKS = 16384
+MIN_CHUNK_BYTES = 32
 # 2**63 has as many digits.
 MAX_LENGTH_DIGITS = 19
 UNREADABLE = (
@@ -35,7 +38,7 @@ class Frames:
         # What comes next but for heads; None for a head.
         self._rest: Callable[[bytes, int], int] | None = None
         self._left = 0
-        self._num_trailer_bytes = 0
+        self._num_trailer_bytes = self._num_chunks = self._chunk_bytes = 0
         self._is_chunked = False
 
     def take(self, data: bytes) -> Iterator[bytes]:
@@ -96,7 +99,7 @@ class Frames:
             raise ApiError(400, f"a content-length of {len(length)} characters is not supported; send a plain number")
         # The parser refuses what is no number, and a length beside chunks.
         self._left = int(length) if length.isdigit() else 0
-        self._num_trailer_bytes = 0
+        self._num_trailer_bytes = self._num_chunks = self._chunk_bytes = 0
         self._rest = self._size if self._is_chunked else self._body if self._left else None
         if b"upgrade" in fields:
             head = FIELDS.sub(_without_upgrade, head)
@@ -129,6 +132,11 @@ class Frames:
             if size is None:
                 raise ApiError(400, UNREADABLE)
             self._num_trailer_bytes = 0
+            self._num_chunks += 1
+            self._chunk_bytes += int(size[0], 16)
+            if self._num_chunks > FEW_CHUNKS and self._chunk_bytes < MIN_CHUNK_BYTES * self._num_chunks:
+                # Each costs the event loop as much as a small request's header.
+                raise ApiError(400, f"{FEW_CHUNKS} chunks of less than {MIN_CHUNK_BYTES} bytes; send larger ones")
             # A chunk ends with CR LF.
             self._left = int(size[0], 16) and int(size[0], 16) + 2
             self._rest = self._body if self._left else self._trailer

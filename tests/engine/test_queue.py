@@ -45,19 +45,25 @@ def test_removed_entries_do_not_stay_behind_a_request_that_waits():
     assert len(line.heap) < 10 and queue.first() is first
 
 
-CALLS = st.tuples(st.sampled_from(["add", "add", "take", "take", "remove"]), st.integers(0, 3), st.integers(0, 1))
+# (verb, client, priority, whether it had a slot before)
+CALLS = st.tuples(
+    st.sampled_from(["add"] * 6 + ["take"] * 5 + ["remove"]),
+    st.sampled_from((0, 0, 0, 1, 1, 2)),
+    st.sampled_from((1, 1, 1, 1, 1, 0)),
+    st.integers(0, 9).map(lambda drawn: drawn == 9),
+)
 
 
-@given(st.lists(CALLS, max_size=120))
+@given(st.lists(CALLS, min_size=20, max_size=150))
 def test_clients_that_wait_are_served_in_turns(calls):
     """While two of them wait, neither is served twice more often; each client's requests go by arrival; a better
     priority goes first; one that had a slot before goes before all of its priority."""
-    queue, waiting, served = WaitingQueue(), [], dict.fromkeys(combinations(range(4), 2), 0)
-    for number, (verb, client, priority) in enumerate(calls):
+    queue, waiting, served = WaitingQueue(), [], dict.fromkeys(combinations(range(3), 2), 0)
+    for number, (verb, client, priority, is_back) in enumerate(calls):
         if verb == "add":
             added = request(number, [1])
             added.client, added.priority, added.arrival = str(client), priority, number
-            added.generation = int(number % 11 == 10)
+            added.generation = int(is_back)
             queue.add(added)
             waiting.append(added)
         elif verb == "remove" and waiting:

@@ -87,6 +87,7 @@ def head(*lines, start=b"POST / HTTP/1.1"):
         (head(b"host: x", b"transfer-encoding: chunked") + b"g\r\n", 400),
         (head(b"host: x", b"transfer-encoding: chunked") + b"1;" + b"x" * MAX_HEAD_BYTES, 431),
         (head(b"host: x", b"transfer-encoding: chunked") + b"0\r\n" + b"a: b\r\n" * 11_000, 431),
+        (head(b"host: x", b"transfer-encoding: chunked") + b"1;\r\na\r\n" * 17_000, 400),
         (head(start=b"CONNECT x:1 HTTP/1.1"), 405),
         (b"GET / HTTP/1.1\nhost: x\n\n", 400),
         (b"GET / HTTP/2", 400),
