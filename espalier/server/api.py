@@ -86,13 +86,15 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 @dataclass(frozen=True)
 class ApiOptions:
     """api_key: None if clients need none; cors_origins: origins whose pages may call the server; body_timeout_s: limit
-    for reading the headers, and for reading the body, None for no limit; max_file_bytes: for an upload of a file."""
+    for reading the headers, and for reading the body, None for no limit; max_file_bytes: for an upload of a file;
+    more_keys: of further clients, beside api_key."""
 
     api_key: str | None = None
     cors_origins: Sequence[str] = ()
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float | None = 60.0
     max_file_bytes: int = 200 * 2**20
+    more_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Raises EspalierError for an origin that no browser sends."""
@@ -122,6 +124,7 @@ def make_app(server: Server, options: ApiOptions, batches: Batches | None = None
         lambda path, status: _count(server, path, status),
         options.body_timeout_s,
         None if batches is None else options.max_file_bytes,
+        options.more_keys,
     )
     if not options.cors_origins:
         return gate, gate

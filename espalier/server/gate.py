@@ -8,7 +8,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -35,7 +35,8 @@ class Gate:
     """Wraps an app.
 
     answered(path, status): called at the end of each response; body_timeout_s: limit for reading one body, None for no
-    limit; max_file_bytes: for uploads of files, None for a server without them; num_open: requests in progress.
+    limit; max_file_bytes: for uploads of files, None for a server without them; more_keys: beside api_key, several keys
+    tell clients apart; num_open: requests in progress.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class Gate:
         answered: Callable[[str, int], None],
         body_timeout_s: float | None = None,
         max_file_bytes: int | None = None,
+        more_keys: Sequence[str] = (),
     ):
         self.app = app
-        self.api_key = api_key
+        self.keys = [key.encode() for key in (api_key, *more_keys) if key is not None]
         self.max_body_bytes = max_body_bytes
         self.answered = answered
         self.body_timeout_s = body_timeout_s
@@ -106,14 +108,17 @@ class Gate:
             self.answered(getattr(route, "path", "other"), status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        if self.api_key is not None and path not in OPEN_PATHS:
+        if self.keys and path not in OPEN_PATHS:
             # Starlette decodes header bytes as latin-1.
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self.api_key.encode()):
+            matches = [hmac.compare_digest(key.encode("latin-1"), each) for each in self.keys]
+            if scheme.lower() != "bearer" or not any(matches):
                 message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
                 error = ApiError(401, message, code="invalid_api_key")
                 error.headers = {"www-authenticate": "Bearer"}
                 raise error
+            if len(self.keys) > 1 and client.get() != BATCHES:
+                client.set(f"key {matches.index(True)}")
 
 
 def _shown(scope: Scope) -> str:

@@ -1,10 +1,14 @@
 """Admission by clients: one that fills the queue leaves a share of it, and alone it has all of it."""
 
+import asyncio
 from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from espalier.server.front import without_timeout
+from espalier.server.gate import Gate
 from espalier.server.shares import BATCHES, PARTS, Shares, client
 
 NAMES = ("a", "b", "c", BATCHES)
@@ -47,3 +51,36 @@ def test_what_all_have_is_bounded_and_a_small_client_enters(calls, max_queue):
             held += num_samples
         assert held <= capacity + share
     client.set("")
+
+
+@pytest.mark.parametrize(
+    ("keys", "sent", "address", "name"),
+    [
+        ((), "whatever", "10.0.0.1", "10.0.0.1"),
+        (("a",), "a", "10.0.0.1", "10.0.0.1"),
+        (("a", "b"), "b", "10.0.0.1", "key 1"),
+        (("a", "b"), "a", None, "key 0"),
+        (("a", "b"), "c", "10.0.0.1", None),
+        ((), "", None, ""),
+    ],
+)
+def test_a_client_is_its_key_where_there_are_several_and_else_its_address(keys, sent, address, name):
+    names, statuses = [], []
+
+    async def app(scope, receive, send):
+        names.append(client.get())
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    async def ask():
+        gate = Gate(app, keys[0] if keys else None, 100, lambda *_: None, more_keys=keys[1:])
+        headers = [(b"authorization", b"Bearer " + sent.encode())]
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
+        scope["client"] = None if address is None else (address, 1)
+        for each in (gate, without_timeout(gate)):
+            await each({**scope, "state": {}}, None, send)
+
+    asyncio.run(ask())
+    assert names == ([] if name is None else [name, BATCHES])
+    assert (401 in statuses) == (name is None)
