@@ -21,6 +21,7 @@ log = logging.getLogger("espalier.server")
 CHECK_S = 0.1
 FIRST_PROBE = 3
 CHECKS_PER_PROBE = 100
+LINGER_S = 2.0
 # RFC 9110, section 15.2: an HTTP/1.1 client ignores interim responses that it did not ask for, whatever their number.
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -34,6 +35,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
     """
 
     half_closed = False
+    # Once an error was sent for what is no HTTP: what else comes is dropped.
+    is_refused = False
     app_state: dict[str, Any]
 
     def __init__(self, *args: Any, room: Room, **named: Any):
@@ -52,13 +55,15 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.is_refused:
+            return
         # uvicorn learns of the data also if none of it passes yet: its timer of idle connections ends.
         passed = False
         try:
             for part in self.frames.take(data):
                 passed = True
                 super().data_received(part)
-                if self.transport.is_closing():
+                if self.is_refused or self.transport.is_closing():
                     return
             if not passed:
                 super().data_received(b"")
@@ -76,6 +81,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
 
     def eof_received(self) -> bool:
         """Whether the connection stays open."""
+        if self.is_refused:
+            return False
         cycle = self.cycle
         self.half_closed = (
             cycle is not None
@@ -118,7 +125,19 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
         cycle = self.cycle
         if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
             self.transport.write(_refusal(error, self.client))
-        self.transport.close()
+            self._linger()
+        else:
+            self.transport.close()
+
+    def _linger(self) -> None:
+        """Close, but read on for LINGER_S: a client that still sends would lose the response to a TCP reset."""
+        self.is_refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            # As uvicorn does where a connection is lost: nothing may be written behind the error.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.abort)
 
 
 def connection_of(scope: Scope) -> Connection | None:

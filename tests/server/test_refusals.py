@@ -474,6 +474,13 @@ def test_a_head_or_trailer_without_end_is_refused(served, start, line):
     assert answer[1]["connection"] == "close"
 
 
+def test_who_still_sends_when_it_is_refused_reads_why(served):
+    """Megabytes behind what was refused would reset the connection, and the error would be lost."""
+    sent = CHUNKED % b"tokenize" + b"1\r\na\r\n" * 17_000 + bytes(3 * 2**20)
+    [answer] = answers([sent], served.port)
+    assert "send larger ones" in error_of(answer)["message"]
+
+
 def test_who_leaves_in_the_midst_of_a_body_is_no_defect(served):
     head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\nx-request-id: left-early\r\ncontent-type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", served.port), 20) as connection:
