@@ -204,11 +204,12 @@ class LLM:
         priority: int = 0,
         detokenize: bool = True,
         grammar: CompiledGrammar | None = None,
+        client: str = "",
     ) -> list[Request]:
         """The n requests of one prompt, not queued.  Requests 1 to n - 1 wait until the first has cached the prompt.
 
         name: prefix of their ids, by default the prompt's number; detokenize: whether chunks have text; grammar:
-        `params.grammar`, compiled.
+        `params.grammar`, compiled; client: whose requests take turns with those of others.
         """
         number = self._num_requests
         self._num_requests += 1
@@ -228,6 +229,7 @@ class LLM:
                 masker=None if grammar is None else _masker(grammar, params),
                 index=i,
                 after=group[0] if group else None,
+                client=client,
             )
             group.append(request)
         return group

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
-from espalier.chat import ChatOptions, ChatTemplate
+from espalier.chat import ChatOptions, ChatTemplate, Rendering, Steps, finish
 from espalier.errors import tokenizing
 from espalier.tokenizer_files import hugging_face_tokenizer
 
@@ -115,17 +115,25 @@ class Tokenizer:
         """Whether the chat template reads a variable."""
         return self._template.reads(variable)
 
-    def chat(
+    def chat_steps(
         self,
         messages: Sequence[Mapping[str, Any]],
         check: Callable[[str], None] | None = None,
         **options: Unpack[ChatOptions],
-    ) -> list[int]:
-        """Token ids of a conversation (chat.ChatOptions).  check: called with the rendered text before tokenization.
+    ) -> Steps:
+        """To the token ids of a conversation (chat.ChatOptions).  check: called with the rendered text.
 
         Raises EspalierError.
         """
-        return self._template.tokens(messages, options, check)
+        return self._template.steps(messages, options, check)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> list[int]:
+        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
+        return finish(self.chat_steps(messages, **options), self.render)
+
+    def render(self, rendering: Rendering) -> str:
+        """The chat template's text.  Raises EspalierError."""
+        return self._template.render(rendering)
 
     def sink(
         self,

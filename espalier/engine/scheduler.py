@@ -154,7 +154,7 @@ class Scheduler:
         try:
             while self.free_slots and (request := self.waiting.first()) is not None:
                 if self._waits_for_sibling(request):
-                    skipped.append(self.waiting.take())
+                    skipped.append(self.waiting.set_aside())
                 elif self._enter_slot(request):
                     self.waiting.take()
                 else:
