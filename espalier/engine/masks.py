@@ -25,8 +25,8 @@ NO_TOKEN_LEFT = (
     "change the grammar"
 )
 TOOK_TOO_LONG = (
-    f"the grammar took more than {GRAMMAR_S:g} s to say which tokens may follow the output so far; write it so that each "
-    "text can be read in one way only, or make it smaller"
+    f"the grammar took more than {GRAMMAR_S:g} s to find the tokens that may follow the output so far; write it so "
+    "that each text can be read in one way only, or make it smaller"
 )
 NOTHING_KNOWN = KnownNext([], None)
 

@@ -22,7 +22,7 @@ class KnownNext:
 class TokenMasker(Protocol):
     """Decides which tokens may follow in one request, token by token: a grammar (espalier/masking/masker.py).
 
-    All but `push` may take long.  The engine calls them in threads, one at a time, and gives up one that takes too long.
+    All but `push` may take long.  The engine calls them in threads, one at a time, and gives up what takes too long.
     """
 
     def push(self, token_id: int) -> None:

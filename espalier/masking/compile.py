@@ -25,7 +25,7 @@ from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
 from espalier.grammar.tag import enforceable_tag
 from espalier.masking.masker import GrammarMasker, allowed_tokens
-from espalier.masking.trial import try_first_bytes, try_masks
+from espalier.masking.trial import try_bytes, try_masks
 from espalier.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -169,6 +169,8 @@ class GrammarCompiler:
     # With xgrammar
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+        # First for bytes alone: to compile an ambiguous grammar for all tokens may take hours.
+        try_bytes(lambda compiler: compile_form(compiler, grammar))
         compiler, num_bytes = self._compiler(grammar.kind == "structural_tag")
         form = compile_form(compiler, grammar)
         if form.memory_size_bytes > MAX_GRAMMAR_BYTES:
@@ -177,11 +179,10 @@ class GrammarCompiler:
                 f"{MAX_GRAMMAR_BYTES // 2**20}; use a simpler one"
             )
         compiled = CompiledGrammar(form, self.tokenizer, self.vocab_size)
-        try_first_bytes(compiled.masker((0,)).matcher)
         # A masker needs an end token, which hides what that token spells.
         if not any(allowed_tokens(compiled.masker((end,)).root_mask()).size for end in (0, 1)):
             raise EspalierError("the grammar allows no text that this model's tokens can spell; change it")
-        try_masks(lambda: compiled.masker((0,)), num_bytes, end=0)
+        try_masks(form, num_bytes)
         return compiled
 
     def _compiler(self, names_special: bool) -> "tuple[xgrammar.GrammarCompiler, np.ndarray]":

@@ -8,76 +8,81 @@ time (engine/mask_threads.py).
 import random
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from espalier.errors import EspalierError
+from espalier.sampling.mask import mask_words
 
 if TYPE_CHECKING:
-    from espalier.masking.masker import GrammarMasker
+    import xgrammar
 
 # The processor time of one mask, and of reading one byte.  A mask reads the first bytes of many tokens, so a byte that
 # takes this long foretells a mask that takes a thousand times as long.
 MASK_S = 0.02
 BYTE_S = 0.001
-# The sample texts.  With longer tokens the first masks might take too long already.
+# The sample texts.
 NUM_SAMPLES = 4
-NUM_TOKENS = 64
+NUM_TOKENS = 96
+# Of these a sample takes no longer token before others: the masks behind it might take too long already.
 MAX_TOKEN_BYTES = 8
-NUM_FIRST_BYTES = 16
 # The processor time after which no sample begins.
-TRIAL_S = 0.5
+TRIAL_S = 0.25
+# A matcher needs an end token, and hides what that token spells.
+END = 0
 
 
-def try_first_bytes(matcher: Any) -> None:
-    """Read a text that repeats each byte while it can, without a mask.  Raises EspalierError.
+def try_bytes(compile_for: "Callable[[xgrammar.GrammarCompiler], xgrammar.CompiledGrammar]") -> None:
+    """Compile a grammar for a vocabulary of single bytes, and try its masks.  Raises EspalierError."""
+    try:
+        form = compile_for(_byte_compiler())
+    except Exception:  # to be raised again where it is compiled for all tokens
+        return
+    try_masks(form, np.ones(256, dtype=np.int64))
 
-    matcher: xgrammar.GrammarMatcher, which is left where it was.
+
+@cache
+def _byte_compiler() -> "xgrammar.GrammarCompiler":
+    import xgrammar
+
+    vocabulary = [bytes([byte]) for byte in range(256)]
+    info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
+    return xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+
+
+def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
+    """Generate texts from the masks alone.  Raises EspalierError if a mask, or to read a token, takes too long.
+
+    num_bytes: [vocab_size] int, of each token.
     """
-    byte = b"\0"
-    count = 0
-    while count < NUM_FIRST_BYTES:
-        each = (byte, *(bytes([code]) for code in range(256)))
-        took_s, byte = next(((s, b) for b in each for s, ok in [_timed(matcher.accept_string, b)] if ok), (0.0, b""))
-        if not byte:
-            break
-        count += 1
-        _require(took_s <= BYTE_S, count)
-    matcher.reset()
+    import xgrammar
 
-
-def try_masks(masker: Callable[[], "GrammarMasker"], num_bytes: np.ndarray, end: int) -> None:
-    """Generate texts from the masks alone.  Raises EspalierError if a mask, or reading a token, takes too long.
-
-    masker: makes one at the beginning of a text; num_bytes: [vocab_size] int, of each token; end: ends a text.
-    """
     begun = time.thread_time()
     for seed in range(NUM_SAMPLES):
-        if time.thread_time() - begun > TRIAL_S:
-            return
-        _try_one(masker(), num_bytes, end, random.Random(seed), repeats=seed == 0, prefers_long=seed < 2)
+        if time.thread_time() - begun < TRIAL_S:
+            matcher = xgrammar.GrammarMatcher(form, override_stop_tokens=[END])
+            _try_one(matcher, num_bytes, random.Random(seed), repeats=seed == 0, prefers_long=seed < 2)
 
 
-def _try_one(
-    masker: "GrammarMasker", num_bytes: np.ndarray, end: int, rng: random.Random, repeats: bool, prefers_long: bool
-) -> None:
+def _try_one(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats: bool, prefers_long: bool) -> None:
     """repeats: a token comes again while it may, since a repeated text can often be read in the most ways."""
-    length, token = 0, end
+    mask = np.zeros((1, mask_words(len(num_bytes))), dtype=np.int32)
+    length, token = 0, END
     for _ in range(NUM_TOKENS):
-        took_s, mask = _timed(masker.root_mask)
+        took_s = _time_of(matcher.fill_next_token_bitmask, mask)
         # Once more, because the first time may be the system's.
-        _require(took_s <= MASK_S or _timed(masker.root_mask)[0] <= MASK_S, length)
-        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        allowed = allowed[allowed != end]
+        _require(took_s <= MASK_S or _time_of(matcher.fill_next_token_bitmask, mask) <= MASK_S, length)
+        allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), count=len(num_bytes), bitorder="little"))
+        allowed = allowed[(num_bytes[allowed] > 0) & (allowed != END)]
         if not allowed.size:
             return
         if not (repeats and token in allowed):
             token = int(rng.choice(_longest(allowed, num_bytes) if prefers_long else allowed))
-        masker.push(token)
-        took_s, _ = _timed(lambda: masker.is_lost)
+        took_s = _time_of(matcher.accept_token, token)
         length += int(num_bytes[token])
-        _require(took_s <= BYTE_S * max(1, num_bytes[token]), length)
+        _require(took_s <= BYTE_S * num_bytes[token], length)
 
 
 def _longest(tokens: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
@@ -85,16 +90,16 @@ def _longest(tokens: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
     return tokens[sizes == sizes.max()]
 
 
-def _timed(call: Callable[..., Any], *arguments: Any) -> tuple[float, Any]:
-    """(processor time in seconds, result)"""
+def _time_of(call: Callable[..., Any], *arguments: Any) -> float:
+    """Processor time in seconds."""
     begun = time.thread_time()
-    result = call(*arguments)
-    return time.thread_time() - begun, result
+    call(*arguments)
+    return time.thread_time() - begun
 
 
 def _require(is_fast: bool, length: int) -> None:
     if not is_fast:
         raise EspalierError(
-            f"the grammar is too ambiguous: after {length} bytes of a sample text, to find the next tokens takes more "
-            f"than {1e3 * MASK_S:g} ms; write it so that each text can be read in one way only, or make it smaller"
+            f"the grammar is too ambiguous: behind {length} bytes of a sample text it takes too long to find the next "
+            "tokens; write it so that each text can be read in one way only, or make it smaller"
         )
