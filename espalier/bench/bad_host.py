@@ -48,6 +48,11 @@ def _parts() -> dict[str, Any]:
     return {"model": NAME, "messages": [{"role": "user", "content": [part] * 100_000}]}
 
 
+def _ambiguous(root: str) -> dict[str, Any]:
+    """A request whose grammar reads a text s in a number of ways that grows with its length."""
+    return SHORT | {"max_tokens": 400, "guided_grammar": f'root ::= {root}\ns ::= s s | s s s | [ -~] | ""'}
+
+
 ATTACKS = (
     Attack("nothing", 0, "/v1/completions", lambda: SHORT),
     Attack("4 MB prompt", 3, "/v1/completions", lambda: SHORT | {"prompt": _text()}),
@@ -61,6 +66,9 @@ ATTACKS = (
         "/v1/completions",
         lambda: SHORT | {"logit_bias": {str(i): 1 for i in range(250_000)}},
     ),
+    Attack("ambiguous grammar", 3, "/v1/completions", lambda: _ambiguous("s")),
+    # Refused nowhere, because it begins with more tokens than are tried.
+    Attack("grammar ambiguous later", 3, "/v1/completions", lambda: _ambiguous(r'[\x02]{200} s "\x01"')),
     Attack("half-closed posts", 8, "/v1/completions", lambda: SHORT | {"max_tokens": 8}, half_closed=True),
 )
 
