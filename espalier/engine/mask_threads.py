@@ -124,10 +124,13 @@ class _Queue:
         """A thread ends.  The last one closes the pipe."""
         with self.lock:
             self.num_threads -= 1
-            if not self.num_threads and self.ends is not None:
-                for end in self.ends:
-                    os.close(end)
-                self.ends = None
+            if not self.num_threads:
+                self._close()
+
+    def _close(self) -> None:
+        for end in self.ends or ():
+            os.close(end)
+        self.ends = None
 
     def abandon(self, thread: "_MaskThread") -> None:
         thread.is_abandoned = True
@@ -141,6 +144,9 @@ class _Queue:
             self.num_abandoned -= 1
 
     def end(self) -> None:
+        """End the threads that take calls."""
+        if not self.num_threads:
+            self._close()
         for _ in range(self.num_threads):
             self.put(None)
 
