@@ -11,13 +11,13 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from espalier.cores import available_cores, lower_priority
 
-# The processor time that the grammar of one request may take before the engine goes on without it.  Ordinary grammars
-# take less than a hundredth.
+# The processor time that the grammar of one request may take in a round, half of what it took in the round before
+# included.  Then the engine goes on without it.  Ordinary grammars take less than a hundredth.
 GRAMMAR_S = 0.25
 # While so many abandoned threads run, requests with a grammar are refused.
 MAX_ABANDONED = 4
@@ -30,7 +30,7 @@ Work = Callable[[int], Any]
 
 
 class MaskThreads:
-    """A pool of threads that can be abandoned.  limit_s: the processor time that one piece of work may take."""
+    """A pool of threads that can be abandoned.  limit_s: the processor time that one request may take in a round."""
 
     def __init__(self, limit_s: float = GRAMMAR_S):
         self.limit_s = limit_s
@@ -43,14 +43,16 @@ class MaskThreads:
         """Abandoned threads that still run."""
         return self.queue.num_abandoned
 
-    def run(self, work: Work, count: int, *, at_once: bool = False) -> list[Any]:
+    def run(
+        self, work: Work, count: int, *, at_once: bool = False, limits_s: Sequence[float] | None = None
+    ) -> list[Any]:
         """work(0) to work(count - 1), each its result or TOO_SLOW.  Raises what a piece of work raises.
 
-        at_once: several threads begin; else one does, and others help once one is too slow.
+        limits_s: of each piece of work, by default limit_s.  at_once: several threads begin; else one does, and others help once one is too slow.
         """
-        call = _Call(work, count)
+        call = _Call(work, count, limits_s or [self.limit_s] * count)
         self._send(call, min(count, available_cores()) if at_once else min(count, 1))
-        wait_s = self.limit_s
+        wait_s = max(min(call.limits_s, default=0.0), self.limit_s / 10)
         while call.left and not call.ended.acquire(timeout=wait_s):
             wait_s = self._abandon_slow(call)
         if call.error is not None:
@@ -70,7 +72,7 @@ class MaskThreads:
         wait_s = self.limit_s
         with call.lock:
             for thread in [each for each in self.threads if each.job is not None and each.job[0] is call]:
-                left_s = self.limit_s - thread.used_s()
+                left_s = thread.left_s()
                 if left_s <= 0:
                     self._abandon(thread)
                     call.left -= 1
@@ -157,8 +159,9 @@ class _Call:
     places: the numbers that no thread has taken; left: how many have no result; lock: of what a thread leaves here.
     """
 
-    def __init__(self, work: Work, count: int):
+    def __init__(self, work: Work, count: int, limits_s: Sequence[float]):
         self.work = work
+        self.limits_s = limits_s
         self.places = itertools.count()
         self.count = count
         self.left = count
@@ -170,7 +173,7 @@ class _Call:
 
 
 class _MaskThread(threading.Thread):
-    """A thread of the pool.  job: (call, the thread's time at the beginning) of the piece of work that it does."""
+    """A thread of the pool.  job: (call, the thread's time at which it is too slow) of its piece of work."""
 
     def __init__(self, queue: _Queue):
         # A daemon: the interpreter does not wait for it.
@@ -180,10 +183,10 @@ class _MaskThread(threading.Thread):
         self.job: tuple[_Call, float] | None = None
         queue.enter()
 
-    def used_s(self) -> float:
-        """Processor time that its piece of work has used."""
+    def left_s(self) -> float:
+        """Processor time that its piece of work may still take."""
         assert self.job is not None
-        return _thread_time(self) - self.job[1]
+        return self.job[1] - _thread_time(self)
 
     def run(self) -> None:
         call = self.queue.get()
@@ -200,7 +203,7 @@ class _MaskThread(threading.Thread):
 
     def _do(self, call: _Call, place: int) -> None:
         result, error = None, None
-        self.job = call, _thread_time(self)
+        self.job = call, _thread_time(self) + call.limits_s[place]
         try:
             result = call.work(place)
         except BaseException as raised:

@@ -3,10 +3,11 @@
 A grammar whose masks take too long (mask_threads.py) allows no token from then on, so its request ends.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from torch import Tensor
@@ -107,6 +108,8 @@ class MaskBuilder:
         self.steps = steps
         self.threads = MaskThreads()
         self.too_slow: WeakSet[TokenMasker] = WeakSet()
+        # Processor time of each in this round, and half of that before.
+        self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
     def of_nodes(self, maskers: Maskers, trees: Trees) -> RowMasks:
         """The tokens that may follow each node of each tree."""
@@ -140,6 +143,7 @@ class MaskBuilder:
     def guide(self, maskers: Maskers) -> GuideRows | None:
         """What is known before a tree is drafted; None without a tree or a grammar."""
         rows = _masked(maskers)
+        self._begin_round(maskers)
         if not rows or not self.steps:
             return None
         forced = np.full((len(rows), self.steps), -1, dtype=np.int64)
@@ -199,12 +203,24 @@ class MaskBuilder:
         def ask(place: int) -> Any:
             masker = maskers[place]
             assert masker is not None
-            return TOO_SLOW if masker in self.too_slow else question(place, masker)
+            if masker in self.too_slow or limits_s[place] <= 0:
+                return TOO_SLOW
+            begun = time.thread_time()
+            answer = question(place, masker)
+            self._used_s[masker] = self._used_s.get(masker, 0.0) + time.thread_time() - begun
+            return answer
 
-        answers = self.threads.run(ask, len(maskers), at_once=at_once)
+        used_s = [0.0 if masker is None else self._used_s.get(masker, 0.0) for masker in maskers]
+        limits_s = [self.threads.limit_s - used for used in used_s]
+        answers = self.threads.run(ask, len(maskers), at_once=at_once, limits_s=limits_s)
         slow = (masker for masker, answer in zip(maskers, answers, strict=True) if answer is TOO_SLOW)
         self.too_slow.update(masker for masker in slow if masker is not None)
         return answers
+
+    def _begin_round(self, maskers: Maskers) -> None:
+        for masker in maskers:
+            if masker is not None and masker in self._used_s:
+                self._used_s[masker] /= 2
 
     def close(self) -> None:
         """End the threads."""
