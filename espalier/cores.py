@@ -1,11 +1,14 @@
-"""The CPU cores that this process may use, and how its threads wait for each other."""
+"""The CPU cores that this process may use, how its threads wait for each other, and the share of a thread."""
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 CPUS = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
+# A tenth of the share of others.  With the lowest, a thread could hold the GIL for long while it waits for a core.
+LOW_PRIORITY = 10
 
 
 # What GNU's OpenMP, which PyTorch's threads come from, reads when it is loaded.
@@ -35,6 +38,13 @@ def available_cores() -> int:
 def physical_cores() -> int:
     """Number of physical cores, limited by the affinity mask and the cgroup's quota; at least 1."""
     return max(1, min(len({_siblings(core) for core in _affinity()}), _quota()))
+
+
+def lower_priority(native_id: int) -> None:
+    """Give a thread a small share where others want the core.  Only Linux has priorities of threads."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, native_id, LOW_PRIORITY)
 
 
 def _affinity() -> set[int]:

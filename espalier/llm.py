@@ -15,12 +15,13 @@ from typing import Any, Unpack
 from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
+from espalier.engine.mask_threads import MAX_ABANDONED
 from espalier.errors import EspalierError, frames_cleared, refuses_unknown_keywords, require_fields, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
 from espalier.layout import TreeShape
-from espalier.masking.compile import CompiledGrammar, GrammarCompiler
+from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
 from espalier.startup.cpu_costs import warn_of_cpu_costs
@@ -194,6 +195,10 @@ class LLM:
         if grammar is None:
             return None
         assert self.grammars is not None, "a model without a tokenizer refuses grammars"
+        if self.engine.num_abandoned_grammars >= MAX_ABANDONED:
+            refused: Future[CompiledGrammar] = Future()
+            refused.set_exception(CompilerBusy("grammars of earlier requests take too long to end; retry later"))
+            return refused
         return self.grammars.submit(grammar)
 
     def group(

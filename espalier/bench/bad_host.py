@@ -81,6 +81,13 @@ TEMPLATE = (
     "{% if 'forever' in messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
     "{% endfor %}{% endif %}{{ messages[0].content }}"
 )
+
+
+def _ambiguous(root: str) -> dict[str, Any]:
+    """A request whose grammar reads a text s in a number of ways that grows with its length."""
+    return SHORT | {"max_tokens": 400, "guided_grammar": f'root ::= {root}\ns ::= s s | s s s | [ -~] | ""'}
+
+
 ATTACKS = (
     Attack("nothing", 0, "/v1/completions", lambda: SHORT),
     Attack("4 MB prompt", 3, "/v1/completions", lambda: SHORT | {"prompt": _text()}),
@@ -94,6 +101,9 @@ ATTACKS = (
         "/v1/completions",
         lambda: SHORT | {"logit_bias": {str(i): 1 for i in range(250_000)}},
     ),
+    Attack("ambiguous grammar", 3, "/v1/completions", lambda: _ambiguous("s")),
+    # Refused nowhere, because it begins with more tokens than are tried.
+    Attack("grammar ambiguous later", 3, "/v1/completions", lambda: _ambiguous(r'[\x02]{200} s "\x01"')),
     Attack("half-closed posts", 8, "/v1/completions", lambda: SHORT | {"max_tokens": 8}, half_closed=True),
     Attack("form in punycode", 3, sent=lambda: _form("punycode")),
     Attack("form in unicode_escape", 3, sent=lambda: _form("unicode_escape")),
