@@ -28,7 +28,7 @@ class Characters(NamedTuple):
 
 
 def exactly(ranges: Iterable[tuple[int, int]]) -> Characters:
-    made = union(ranges)
+    made = complement(complement(union(ranges)))  # without surrogates
     return Characters(made, made)
 
 

@@ -70,11 +70,13 @@ def check_escapes(ebnf: str) -> None:
 
 
 def require_finite_rules(ebnf: str) -> None:
-    """Refuse a grammar with a rule that can be reached and of which no text ends.  Raises EspalierError.
+    """Refuse escapes that are no characters, and rules that can be reached and of which no text ends.
 
-    It reads the grammar with xgrammar, and raises its RuntimeError for one that cannot be read.
+    Raises EspalierError.  It reads the grammar with xgrammar, and raises its RuntimeError for one that cannot be read.
     """
     import xgrammar
+
+    check_escapes(ebnf)
 
     for name in _endless_rules(json.loads(xgrammar.Grammar.from_ebnf(ebnf).serialize_json())):
         raise EspalierError(f"the grammar's rule {shown(name)} allows no finite text; give it a branch that ends")

@@ -6,7 +6,7 @@ never more.
 
 from math import inf, isqrt
 
-from espalier.grammar.regex_tree import NOTHING, Alt, Chars, Node, Repeat, Seq, alt, repeat, seq
+from espalier.grammar.regex_tree import EMPTY, NOTHING, Alt, Chars, Node, Repeat, Seq, alt, repeat, seq
 
 
 def of_length(node: Node, least: int, most: int | None) -> Node:
@@ -45,10 +45,10 @@ def _at_most(node: Node, most: int) -> Node:
     low, high = bounds(node.part)
     if low == high:
         return repeat(node.part, node.least, most // low)
-    # About as many repetitions as each may have characters.
-    times = max(node.least, min(most // max(low, 1), isqrt(most)))
-    times = times if node.most is None else min(times, node.most)
-    return repeat(_at_most(node.part, most // times), node.least, times) if times else repeat(node.part, 0, 0)
+    limit = most // max(low, 1) if node.most is None else min(node.most, most // max(low, 1))
+    # A few that are long, or many that are short.
+    shapes = sorted({max(node.least, min(limit, times)) for times in (1, 3, isqrt(most))} - {0})
+    return alt([repeat(_at_most(node.part, most // times), node.least, times) for times in shapes] or [EMPTY])
 
 
 def _share(parts: tuple[Node, ...], spare: int) -> Node:

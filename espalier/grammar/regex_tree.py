@@ -108,13 +108,19 @@ def text_of(node: Node) -> str:
     if isinstance(node, Alt):
         return "|".join(map(text_of, node.branches))
     assert isinstance(node, Repeat), "anchors are resolved before"
+    return _repeated(node)
+
+
+def _repeated(node: Repeat) -> str:
+    """xgrammar reads "?" and {2,} wrongly behind a part that may end and also go on.  So such a part has neither."""
+    least, most = node.least, node.most
     part = text_of(node.part)
-    return (part if isinstance(node.part, Chars) else f"({part})") + _times(node.least, node.most)
-
-
-def _times(least: int, most: int | None) -> str:
-    known = {(0, 1): "?", (0, None): "*", (1, None): "+", (least, least): f"{{{least}}}"}
-    return known.get((least, most), f"{{{least},{'' if most is None else most}}}")
+    part = part if isinstance(node.part, Chars) else f"({part})"
+    if most is None:
+        return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")
+    if (least, most) == (0, 1) and isinstance(node.part, Chars):
+        return f"{part}?"
+    return part + (f"{{{least}}}" if least == most else f"{{{least},{most}}}")
 
 
 def _class(ranges: Ranges) -> str:

@@ -44,7 +44,7 @@ BREAKS = (r"\n", '"', r"\\", r"\t")
 
 def random_regex(rng: random.Random, depth: int = 0, breaks: tuple[str, ...] = BREAKS) -> str:
     """breaks: parts that JSON escapes."""
-    kinds = ["letter"] * 4 + ["class", "set", "set", "escaped", "dot", "break"] + ["group"] * (3 - depth)
+    kinds = ["letter"] * 4 + ["class", "set", "set", "escaped", "dot", "break"] + ["group"] * (5 - 2 * depth)
     made = ""
     for _ in range(rng.randint(1, 3)):
         kind = rng.choice(kinds)
@@ -58,7 +58,7 @@ def random_regex(rng: random.Random, depth: int = 0, breaks: tuple[str, ...] = B
             part = rng.choice(("(", "(?:")) + "|".join(branches) + ")"
         else:
             part = rng.choice({"class": CLASSES, "escaped": ESCAPED, "dot": (".",), "break": breaks or ("b",)}[kind])
-        made += part + (rng.choice(TIMES) if rng.random() < 0.3 else "")
+        made += part + (rng.choice(TIMES) if rng.random() < 0.4 else "")
     return made
 
 
