@@ -8,6 +8,7 @@ releases the GIL, so other requests go on.
 """
 
 import copy
+import json
 import re
 import threading
 from collections import OrderedDict
@@ -20,10 +21,11 @@ import numpy as np
 from espalier.cores import lower_priority, physical_cores
 from espalier.errors import EspalierError, one_line
 from espalier.grammar.choices import ebnf_of_choices
-from espalier.grammar.pattern import enforceable_regex
+from espalier.grammar.finite import require_finite_rules
+from espalier.grammar.regex import ebnf_of_regex
 from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
-from espalier.grammar.tag import enforceable_tag
+from espalier.grammar.tag import ebnf_parts, enforceable_tag
 from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.masking.trial import try_bytes, try_masks
 from espalier.text import Tokenizer
@@ -212,12 +214,16 @@ def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgr
     if grammar.kind == "json_schema":
         return compiler.compile_json_schema(enforceable(grammar.spec, grammar.strict), **options)
     if grammar.kind == "regex":
-        return compiler.compile_regex(enforceable_regex(grammar.spec))
+        return compiler.compile_grammar(ebnf_of_regex(grammar.spec))
     if grammar.kind == "ebnf":
+        require_finite_rules(grammar.spec)
         return compiler.compile_grammar(grammar.spec)
     if grammar.kind == "choice":
         return compiler.compile_grammar(ebnf_of_choices(grammar.spec))
-    return compiler.compile_structural_tag(enforceable_tag(grammar.spec, grammar.strict))
+    tag = enforceable_tag(grammar.spec, grammar.strict)
+    for part in ebnf_parts(json.loads(tag)):
+        require_finite_rules(part)
+    return compiler.compile_structural_tag(tag)
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> list[bytes]:
