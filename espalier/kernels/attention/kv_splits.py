@@ -26,25 +26,11 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 @kernel(do_not_specialize=["first", "num_splits", "max_splits"])
 def _kv_splits_kernel(
-    length_ptr,
-    position_ptr,
-    split_ptr,
-    start_ptr,
-    batch,
-    queries,
-    first,
-    num_splits,
-    max_splits,
-    length_b,
-    position_b,
+    length_ptr, position_ptr, split_ptr, start_ptr, batch, queries, first, num_splits, max_splits, length_b, position_b,
     position_q,
-    WINDOW: tl.constexpr,
-    STEP: tl.constexpr,
-    MIN_ROWS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
+    WINDOW: tl.constexpr, STEP: tl.constexpr, MIN_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-):
+):  # fmt: skip
     request = tl.arange(0, BLOCK_B)
     request_exists = request < batch
     length = tl.load(length_ptr + request * length_b, mask=request_exists, other=0).to(tl.int32)

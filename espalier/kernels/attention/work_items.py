@@ -144,14 +144,9 @@ def block_index(t, num_lower, num_unmasked):
 
 @kernel
 def staged_rows_of(
-    tile,
-    rows,
-    STAGED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    tile, rows,
+    STAGED: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Staged rows low .. high, out of `rows`, that a query tile may see.  A chain ends at the tile's last query."""
     low = 0
     high = rows

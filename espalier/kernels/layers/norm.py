@@ -32,26 +32,11 @@ WARP_VALUES, MAX_WARPS = 128, 16
 
 @kernel
 def _rms_norm_kernel(
-    x_ptr,
-    delta_ptr,
-    weight_ptr,
-    sum_ptr,
-    out_ptr,
-    x_row_stride,
-    delta_row_stride,
-    delta_split_stride,
-    values_ptr,
-    scales_ptr,
-    static_ptr,
-    EPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    MOST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, x_row_stride, delta_row_stride, delta_split_stride, values_ptr,
+    scales_ptr, static_ptr,
+    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta.
 
     out_ptr: None, or the norm is written.  values_ptr: None, or it is rounded to FP8 with a scale for GROUP columns, as
@@ -154,14 +139,8 @@ def _launch(
     addend = x if delta is None else delta if delta.stride(-1) == 1 else delta.contiguous()
     block = power_of_two(size)
     _rms_norm_kernel[(rows,)](
-        x,
-        addend,
-        weight.contiguous(),
-        x if total is None else total,
-        out,
-        x.stride(0),
-        addend.stride(-2),
-        addend.stride(0),
+        *(x, addend, weight.contiguous(), x if total is None else total, out),
+        *(x.stride(0), addend.stride(-2), addend.stride(0)),
         # constexpr: as a run-time argument eps would be rounded to float32.
         EPS=eps,
         SIZE=size,

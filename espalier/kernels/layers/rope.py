@@ -141,29 +141,15 @@ def rotate_and_store(
     count, num_heads, size = out.shape
     kv_heads = k_buffer.shape[1]
     heads, rotary = num_heads - 2 * kv_heads, rope_and_norm.cos.shape[1]
-    q_norm, k_norm = (
-        rope_and_norm.cos if norm is None else norm for norm in (rope_and_norm.q_norm, rope_and_norm.k_norm)
-    )
+    norms = (rope_and_norm.q_norm, rope_and_norm.k_norm)
+    q_norm, k_norm = (rope_and_norm.cos if norm is None else norm for norm in norms)
     blocks = BLOCKS_PER_PROGRAM if oversubscribed(count * -(-num_heads // HEADS_PER_BLOCK), chip(qkv)) else 1
     if count:
         _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_PER_BLOCK)))](
-            parts,
-            out,
-            rope_and_norm.cos,
-            rope_and_norm.sin,
-            q_norm,
-            k_norm,
-            rows,
-            k_buffer,
-            v_buffer,
+            *(parts, out, rope_and_norm.cos, rope_and_norm.sin, q_norm, k_norm, rows, k_buffer, v_buffer),
             *((None, None) if scales is None else (scales.k, scales.v)),
-            *parts.stride()[:3],
-            *out.stride()[:2],
-            rope_and_norm.cos.stride(0),
-            rope_and_norm.sin.stride(0),
-            rows.stride(0),
-            *k_buffer.stride()[:2],
-            *v_buffer.stride()[:2],
+            *(*parts.stride()[:3], *out.stride()[:2], rope_and_norm.cos.stride(0), rope_and_norm.sin.stride(0)),
+            *(rows.stride(0), *k_buffer.stride()[:2], *v_buffer.stride()[:2]),
             # constexpr: as a run-time argument eps would be rounded to float32.
             EPS=rope_and_norm.eps,
             HEADS=heads,
@@ -204,7 +190,8 @@ def _check(
     require("rope: rows", rows, (count,), torch.int64, qkv)
     require_rows("rope: k_buffer", k_buffer, (-1, kv_heads, size), scales, qkv)
     require_rows("rope: v_buffer", v_buffer, (-1, kv_heads, size), scales, qkv)
-    for name, norm in (("q_norm", rope_and_norm.q_norm), ("k_norm", rope_and_norm.k_norm)):
+    norms = (rope_and_norm.q_norm, rope_and_norm.k_norm)
+    for name, norm in zip(("q_norm", "k_norm"), norms, strict=True):
         if norm is not None:
             require(f"rope: {name}", norm, (size,), None, qkv)
     if (
@@ -217,16 +204,7 @@ def _check(
             f"rope: got qkv {list(qkv.shape)}, {kv_heads} KV heads and {rotary} values per head to rotate: it needs "
             "K and V of each KV head, an even number of rotated values within the head, and both head norms or none"
         )
-    for tensor in (
-        parts,
-        qkv,
-        rope_and_norm.cos,
-        rope_and_norm.sin,
-        k_buffer,
-        v_buffer,
-        rope_and_norm.q_norm,
-        rope_and_norm.k_norm,
-    ):
+    for tensor in (parts, qkv, rope_and_norm.cos, rope_and_norm.sin, k_buffer, v_buffer, *norms):
         if tensor is not None and tensor.stride(-1) != 1:
             raise EspalierError(
                 f"rope: a tensor {list(tensor.shape)} with strides {tensor.stride()} is not contiguous in its last "
