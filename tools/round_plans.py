@@ -28,10 +28,10 @@ from espalier.engine.cuda import CudaExecutor, Graph
 from espalier.engine.launch_input import of_dummies
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import takes_format
-from espalier.kernels.layers import linear_quantised, quantised_candidates, quantised_plans
+from espalier.kernels.layers import linear_quantised, quantised_plans
 from espalier.kernels.layers.linear_plans import LinearPlan, TritonPlan, candidates
-from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
+from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import PLAIN, LaunchForm
@@ -100,7 +100,7 @@ def neighbours(product: Met, rows: int, gpu: Chip) -> list[LinearPlan]:
     """
     plan, weight = product.plan, product.weight
     if isinstance(weight, QuantisedMatrix):
-        found: Sequence[Any] = quantised_candidates.candidates(rows, weight, gpu)
+        found: Sequence[Any] = quantised_plans.candidates(rows, weight, gpu)
         if takes_format(weight, torch.bfloat16, rows, gpu):
             # That kernel chooses its stages itself.
             found = [each for each in found if each.stages == plan.stages]

@@ -6,7 +6,7 @@ from torch import Tensor
 from espalier.attention.base import Attention, CommittedLengths
 from espalier.attention.support import By, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
-from espalier.kernels.attention.masked_attention import masked_attention
+from espalier.kernels.ops.attention import masked_attention
 
 
 class ReferenceAttention(Attention):

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from espalier.bench.expert_product import ChainInputs, LayerExperts
 from espalier.bench.linears import RoutedExperts, Run, Shape
-from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
+from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.experts import SharedExperts, grouped_experts
 from espalier.kernels.ops.linear import linear_quantised, quantise_rows
 from espalier.kernels.runtime.launch import chip

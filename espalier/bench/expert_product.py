@@ -12,7 +12,7 @@ from torch import Tensor
 from espalier.bench.linears import RoutedExperts
 from espalier.bench.timing import Stopwatch
 from espalier.kernels.layers.experts_plan import ExpertsShape
-from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, grouped_experts
 from espalier.models.quantisers import QUANTISERS

@@ -15,10 +15,11 @@ from espalier.bench.chains import Matrix, Weights
 from espalier.bench.expert_product import ExpertProduct, stored_experts
 from espalier.bench.linears import ModelShape, Shape, shape_named
 from espalier.bench.timing import Stopwatch
-from espalier.kernels.layers.linear_tuning import DENSE, plans_for
+from espalier.kernels.layers.linear_tuning import plans_for
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import plan_of
 from espalier.kernels.layers.scaled_product import is_scaled_product
+from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
 from espalier.models.quantisers import QUANTISERS, find_quantiser
 from espalier.terminal.console import QUIET, print_header, print_table, require_writable, stdout, write_json

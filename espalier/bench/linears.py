@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from espalier.kernels.layers.experts_plan import ExpertsShape
-from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.models.block_config import EDGE_PARTS, BlockConfig, EdgeKind

@@ -21,7 +21,7 @@ from espalier.bench.instrument import record_launches
 from espalier.bench.linears import ModelShape
 from espalier.bench.timing import PeakMeter
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.layers.tuning_table import DENSE
 from espalier.request import Request
 from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.terminal.console import print_table, stdout, write_json

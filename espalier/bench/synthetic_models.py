@@ -18,7 +18,7 @@ from espalier.config import ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.drafts import MAX_STEPS
 from espalier.layout import LaunchForm, RoundLayout
 from espalier.models import CausalLM, DraftModel

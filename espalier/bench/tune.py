@@ -30,19 +30,12 @@ from espalier.bench.timing import Stopwatch
 from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
-from espalier.kernels.layers import experts_tuning, quantised_candidates, quantised_plans
+from espalier.kernels.layers import quantised_plans
+from espalier.kernels.layers.experts_tuning import EXPERTS as EXPERT_TABLES
 from espalier.kernels.layers.linear_plans import LibraryPlan, LinearPlan, TritonPlan, candidates
-from espalier.kernels.layers.linear_tuning import (
-    DENSE,
-    ROWS_BUCKETS,
-    LinearPlans,
-    Table,
-    measured_plans,
-    own_file,
-    read,
-    write,
-)
+from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS, LinearPlans, measured_plans
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
+from espalier.kernels.layers.tuning_table import DENSE, TuningTable, own_file
 from espalier.kernels.ops.linear import (
     linear,
     linear_gated,
@@ -125,8 +118,8 @@ def run(args: Namespace, config: EngineConfig) -> int:
         require_writable("--choices", path)
     if path.exists():
         # They raise if `write` could not add to the file.
-        read(path)
-        experts_tuning.read(path)
+        LINEARS.read(path)
+        EXPERT_TABLES.read(path)
     if args.seconds is not None and not args.seconds > 0:
         raise EspalierError(f"--seconds={args.seconds:g} is not supported; use a number above 0")
     require_gpu("--tune")
@@ -163,12 +156,12 @@ def _run(args: Namespace, config: EngineConfig) -> int:
     table: PlanTable = {}
 
     def keep(found: PlanTable) -> None:
-        write(path, Table(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format))
+        LINEARS.write(path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format))
 
     # Of buckets that are not measured.
     kept = dict(measured_plans(tuner.chip, tuner.format, DTYPES[dtype]))
-    for known in read(path) if path.exists() else ():
-        kept |= known.shapes if known.key == (tuner.chip, dtype, tuner.format) else {}
+    for known in LINEARS.read(path) if path.exists() else ():
+        kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:
         for rows in ROWS_BUCKETS:
             alone |= tuner.alone(shapes, rows)
@@ -304,7 +297,7 @@ class Tuner:
     def _candidates(self, shape: Shape, rows: int) -> Sequence[TritonPlan | LibraryPlan]:
         weight = self.copies(shape)[0]
         if isinstance(weight, QuantisedMatrix):
-            plans: Sequence[TritonPlan | LibraryPlan] = quantised_candidates.candidates(rows, weight, self.chip)
+            plans: Sequence[TritonPlan | LibraryPlan] = quantised_plans.candidates(rows, weight, self.chip)
         else:
             plans = candidates(rows, *shape, self.chip)
         return plans[:FEW_CANDIDATES] if self.is_limited else plans

@@ -25,7 +25,8 @@ from espalier.kernels.layers.experts_plan import (
     candidates,
     rule,
 )
-from espalier.kernels.layers.experts_tuning import ExpertsTable, write
+from espalier.kernels.layers.experts_tuning import EXPERTS
+from espalier.kernels.layers.tuning_table import TuningTable
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
@@ -188,8 +189,8 @@ def run(models: Sequence[ModelShape], dtype: torch.dtype, path: Path) -> None:
         for shape in shapes:
             measured = list(tuner.measure(shape))
             plans = tuple(bucket[0].plan for bucket in measured)
-            table = ExpertsTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, versions())
-            write(path, table)
+            table = TuningTable(tuner.chip, str(dtype).removeprefix("torch."), {shape.size: plans}, versions())
+            EXPERTS.write(path, table)
             rows += [_row(each, bandwidth) for bucket in measured for each in bucket]
             advance()
     print_table(rows)

@@ -1,7 +1,7 @@
 """The tensors of the KV cache: pages hold committed rows, staging holds the rows of the current pass.
 
 Rows get from staging to pages only by `commit` and `commit_layer`.  A page row is `page * page_size + offset`
-(kernels/state/page_rows.py); cache/pages.py tracks who holds which page.  Destination 0, a row of the dummy page, means
+(kernels/ops/state.py); cache/pages.py tracks who holds which page.  Destination 0, a row of the dummy page, means
 that a row is not kept.  Row 0 stays zero, so a masked read of it is finite.
 """
 

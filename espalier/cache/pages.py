@@ -23,7 +23,7 @@ class PagePool:
 
     `allocate` takes the pages that were freed last, in the order in which they were held; at the start it takes the
     lowest ids.  This costs O(1) for each page, is deterministic, leaves unused memory untouched, and keeps consecutive
-    pages together: attention copies their rows as one block (kernels/attention/contiguous_blocks.py).
+    pages together: attention copies their rows as one block (kernels/attention/kv_splits.py).
 
     on_shared: called with (page, True) when a page gets its second holder, and with (page, False) when it is back to
     one holder.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.layers.tuning_table import DENSE
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
 from espalier.models.loading import make_target

@@ -12,8 +12,9 @@ from espalier.bench.tune import Measured, Tuner, plans_by_shape
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan
-from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans, Table, read, write
+from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS, LinearPlans
 from espalier.kernels.layers.quantised_plans import max_block_in
+from espalier.kernels.layers.tuning_table import TuningTable
 from espalier.synthetic.checkpoint import Recipe
 from tests.synthetic.mixtures import mixture
 
@@ -109,10 +110,10 @@ def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, mon
     path = tmp_path / "choices.json"
     args = Namespace(shapes="wide", choices=path, tune="linears", weights=weights, draft_weights=None, seconds=None)
     tune._run(args, EngineConfig(dtype="bfloat16"))
-    [table] = read(path)
-    assert (table.format, set(table.shapes)) == (format, {(768, 256), (256, 256), (2048, 256), (256, 1024)})
+    [table] = LINEARS.read(path)
+    assert (table.format, set(table.plans)) == (format, {(768, 256), (256, 256), (2048, 256), (256, 1024)})
     own = kept.tuner.weights.drawn((2048, 256), weights)
-    plans = [plan for plans in table.shapes.values() for plan in plans.by_bucket]
+    plans = [plan for plans in table.plans.values() for plan in plans.by_bucket]
     assert all(isinstance(plan, TritonPlan) and max_block_in(own) % plan.block_in == 0 for plan in plans)
 
 
@@ -151,13 +152,13 @@ def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatc
         Tuner, "_us", lambda self, x, w, plans, turns: asked.append(len(plans)) or us(self, x, w, plans, 1)
     )
     path, known = tmp_path / "choices.json", LinearPlans((None, None, None, None, FIRST))
-    write(path, Table(tuner.chip, "bfloat16", {(768, 256): known}, {}, "int4-1x128"))
+    LINEARS.write(path, TuningTable(tuner.chip, "bfloat16", {(768, 256): known}, {}, "int4-1x128"))
     args = Namespace(shapes="wide", choices=path, tune="linears", weights="int4", draft_weights=None, seconds=40.0)
     tune._run(args, EngineConfig(dtype="bfloat16"))
-    [table] = read(path)
-    first, *_, last = table.shapes[768, 256].by_bucket
+    [table] = LINEARS.read(path)
+    first, *_, last = table.plans[768, 256].by_bucket
     assert first is not None and last == FIRST
-    plans = [plan for plans in table.shapes.values() for plan in plans.by_bucket]
+    plans = [plan for plans in table.plans.values() for plan in plans.by_bucket]
     assert None in plans and "the time was over" in capsys.readouterr().out
     # Alone plans are measured one by one; then the best of them together.
     assert asked.count(1) <= 2 * sum(plan is not None for plan in plans)

@@ -21,11 +21,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from espalier.kernels.attention.contiguous_blocks import _contiguous_blocks_kernel
-from espalier.kernels.attention.kv_splits import _kv_splits_kernel
+from espalier.kernels.attention.kv_splits import _contiguous_blocks_kernel, _kv_splits_kernel
 from espalier.kernels.attention.latent_attention import _constants as latent_constants
 from espalier.kernels.attention.latent_attention import _latent_attention_kernel
-from espalier.kernels.attention.merge_splits import _merge_splits_kernel
+from espalier.kernels.attention.merge import _merge_splits_kernel
 from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel
 from espalier.kernels.attention.triton_config import choose_config, choose_latent_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from espalier.kernels.attention.contiguous_blocks import STEP_BLOCKS
+from espalier.kernels.attention.kv_splits import STEP_BLOCKS
 from espalier.kernels.hopper.attention import BLOCK_N
 from espalier.kernels.ops.attention import count_contiguous_blocks
 from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers import experts_tuning, linear_tuning
+from espalier.kernels.layers import experts_tuning, tuning_table
 from espalier.kernels.layers.experts_plan import (
     PAIRS_BUCKETS,
     ROWS_OF_BUCKET,
@@ -16,8 +16,9 @@ from espalier.kernels.layers.experts_plan import (
     candidates,
     rule,
 )
-from espalier.kernels.layers.experts_tuning import ExpertsTable, plan_for, read, write
-from espalier.kernels.layers.linear_tuning import CHOICES_FILE, SHIPPED, LinearPlans, Table
+from espalier.kernels.layers.experts_tuning import EXPERTS, plan_for
+from espalier.kernels.layers.linear_tuning import LINEARS, LinearPlans
+from espalier.kernels.layers.tuning_table import CHOICES_FILE, SHIPPED, TuningTable
 from espalier.kernels.runtime.launch import Chip
 
 CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
@@ -36,9 +37,9 @@ SMALL, LARGE = plans(100), plans(200)
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
     path = tmp_path / "shipped.json"
-    linear_tuning.write(path, Table(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
-    write(path, ExpertsTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"}))
-    monkeypatch.setattr(experts_tuning, "SHIPPED", path)
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
+    EXPERTS.write(path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"}))
+    monkeypatch.setattr(tuning_table, "SHIPPED", path)
     monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "own.json"))
     experts_tuning._active_plans.cache_clear()
     yield path
@@ -46,12 +47,15 @@ def shipped(tmp_path, monkeypatch):
 
 
 def test_both_kinds_of_tables_share_a_file(shipped):
-    other = ExpertsTable(replace(CHIP, processors=11), "bfloat16", {(8, 8): LARGE})
-    write(shipped, other)
-    write(shipped, ExpertsTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
-    linear_tuning.write(shipped, Table(CHIP, "bfloat16", {(64, 128): LinearPlans()}))
-    assert read(shipped)[0] == other and read(shipped)[1].sizes == {(2048, 768): LARGE, (4096, 4096): LARGE}
-    assert linear_tuning.read(shipped)[0].shapes == {(8, 16): LinearPlans(), (64, 128): LinearPlans()}
+    other = TuningTable(replace(CHIP, processors=11), "bfloat16", {(8, 8): LARGE})
+    EXPERTS.write(shipped, other)
+    EXPERTS.write(shipped, TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
+    LINEARS.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): LinearPlans()}))
+    assert EXPERTS.read(shipped)[0] == other and EXPERTS.read(shipped)[1].plans == {
+        (2048, 768): LARGE,
+        (4096, 4096): LARGE,
+    }
+    assert LINEARS.read(shipped)[0].plans == {(8, 16): LinearPlans(), (64, 128): LinearPlans()}
 
 
 @pytest.mark.parametrize("text", ["[]", '{"experts": [{}]}', '{"experts": [{"chip": 1}]}'])
@@ -59,7 +63,7 @@ def test_a_file_of_another_form_is_refused_by_name(tmp_path, text):
     path = tmp_path / "choices.json"
     path.write_text(text)
     with pytest.raises(EspalierError, match=r"choices\.json is no table of experts"):
-        read(path)
+        EXPERTS.read(path)
 
 
 def test_rows_find_their_bucket_by_the_pairs_of_an_expert(shipped):
@@ -82,7 +86,7 @@ def test_a_size_that_was_not_measured_takes_the_nearest(shipped):
 
 
 def test_the_users_plans_come_first(shipped, tmp_path):
-    write(tmp_path / "own.json", ExpertsTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
+    EXPERTS.write(tmp_path / "own.json", TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
     assert plan_for(SHAPE, 16, torch.bfloat16, CHIP) == LARGE[1]
 
 
@@ -92,8 +96,8 @@ def test_other_chips_and_dtypes_take_the_rule(shipped):
 
 
 def test_shipped_plans_fit_their_chips():
-    for table in read(SHIPPED):
-        for of_size in table.sizes.values():
+    for table in EXPERTS.read(SHIPPED):
+        for of_size in table.plans.values():
             for plan, (_, tile_rows) in zip(of_size, ROWS_OF_BUCKET, strict=True):
                 assert plan.rows in tile_rows
                 assert plan.gated in candidates(plan.rows, 2, table.chip)

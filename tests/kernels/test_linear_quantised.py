@@ -10,7 +10,7 @@ from espalier.kernels.layers import quantise_rows as quantise_rows_launcher
 from espalier.kernels.layers import quantised_plans
 from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.layers.linear_quantised import _launch, lines_ahead
-from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans
+from espalier.kernels.layers.linear_tuning import LinearPlans
 from espalier.kernels.layers.quantised import (
     FP8,
     SPREAD,
@@ -24,8 +24,15 @@ from espalier.kernels.layers.quantised import (
     pack_nibbles,
     quantise_inputs,
 )
-from espalier.kernels.layers.quantised_candidates import candidates
-from espalier.kernels.layers.quantised_plans import max_block_in, plan_of, require_supported, rule, tuning_name
+from espalier.kernels.layers.quantised_plans import (
+    candidates,
+    max_block_in,
+    plan_of,
+    require_supported,
+    rule,
+    tuning_name,
+)
+from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import gated
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows, sum_parts
 from espalier.kernels.runtime.launch import Chip, chip

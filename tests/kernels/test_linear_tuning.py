@@ -8,24 +8,13 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers import linear_tuning
+from espalier.kernels.layers import linear_tuning, tuning_table
 from espalier.kernels.layers.linear_plans import DTYPES, LibraryPlan, TritonPlan, candidates, rule
-from espalier.kernels.layers.linear_tuning import (
-    CHOICES_FILE,
-    DENSE,
-    ROWS_BUCKETS,
-    SHIPPED,
-    LinearPlans,
-    Table,
-    own_file,
-    plans_for,
-    plans_on,
-    read,
-    write,
-)
+from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS, LinearPlans, plans_for, plans_on
 from espalier.kernels.layers.quantised import Code, InputScales, QuantisedMatrix
-from espalier.kernels.layers.quantised_candidates import candidates as quantised_candidates
+from espalier.kernels.layers.quantised_plans import candidates as quantised_candidates
 from espalier.kernels.layers.quantised_plans import tuning_name
+from espalier.kernels.layers.tuning_table import CHOICES_FILE, DENSE, SHIPPED, TuningTable, own_file
 from espalier.kernels.ops.linear import linear, linear_parts
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.linear import Linear
@@ -44,18 +33,18 @@ def test_rows_find_their_bucket():
 
 
 def test_write_then_read(tmp_path):
-    path, table = tmp_path / "deep" / "choices.json", Table(CHIP, "bfloat16", {(64, 128): SOME}, {"gpu": "one"})
-    write(path, table)
-    assert read(path) == [table]
+    path, table = tmp_path / "deep" / "choices.json", TuningTable(CHIP, "bfloat16", {(64, 128): SOME}, {"gpu": "one"})
+    LINEARS.write(path, table)
+    assert LINEARS.read(path) == [table]
 
 
 def test_writing_keeps_shapes_that_are_not_overwritten(tmp_path):
     path = tmp_path / "choices.json"
-    write(path, Table(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
-    write(path, Table(CHIP, "float16", {(64, 128): SOME}))
-    write(path, Table(CHIP, "bfloat16", {(64, 128): LinearPlans()}, format="int8"))
-    write(path, Table(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
-    tables = {(table.dtype, table.format): table.shapes for table in read(path)}
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
+    LINEARS.write(path, TuningTable(CHIP, "float16", {(64, 128): SOME}))
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): LinearPlans()}, format="int8"))
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
+    tables = {(table.dtype, table.format): table.plans for table in LINEARS.read(path)}
     assert tables == {
         ("bfloat16", DENSE): {(64, 128): SOME, (8, 16): LinearPlans()},
         ("bfloat16", "int8"): {(64, 128): LinearPlans()},
@@ -67,24 +56,28 @@ def test_writing_keeps_shapes_that_are_not_overwritten(tmp_path):
 def test_reading_refuses_plans_that_cannot_be_launched(tmp_path, wrong):
     path = tmp_path / "choices.json"
     plan = replace(TritonPlan(64, 128, 2, 4, 3), **wrong)
-    write(path, Table(CHIP, "bfloat16", {(64, 128): LinearPlans((plan, None, None, None, None))}))
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): LinearPlans((plan, None, None, None, None))}))
     with pytest.raises(EspalierError, match=r"choices\.json is no table of linear layers"):
-        read(path)
+        LINEARS.read(path)
 
 
 @pytest.mark.parametrize("wrong", [(1, 1), (2, 2), (0, 2), (1, -1)])
 def test_reading_refuses_library_plans_without_exactly_one_division(tmp_path, wrong):
     path = tmp_path / "choices.json"
-    write(path, Table(CHIP, "bfloat16", {(64, 128): LinearPlans((None, None, None, None, LibraryPlan(*wrong)))}))
+    LINEARS.write(
+        path, TuningTable(CHIP, "bfloat16", {(64, 128): LinearPlans((None, None, None, None, LibraryPlan(*wrong)))})
+    )
     with pytest.raises(EspalierError, match="one of pieces and splits at 1"):
-        read(path)
+        LINEARS.read(path)
 
 
 def test_reading_refuses_splits_that_do_not_divide_in(tmp_path):
     path = tmp_path / "choices.json"
-    write(path, Table(CHIP, "bfloat16", {(64, 100): LinearPlans((None, None, None, None, LibraryPlan(1, 3)))}))
+    LINEARS.write(
+        path, TuningTable(CHIP, "bfloat16", {(64, 100): LinearPlans((None, None, None, None, LibraryPlan(1, 3)))})
+    )
     with pytest.raises(EspalierError, match="do not divide the 100 columns"):
-        read(path)
+        LINEARS.read(path)
 
 
 def test_a_user_without_a_home_directory(monkeypatch, tmp_path):
@@ -104,24 +97,24 @@ def test_a_file_of_another_format_is_refused_by_name(tmp_path, text):
     path = tmp_path / "choices.json"
     path.write_text(text)
     with pytest.raises(EspalierError, match=r"choices\.json is no table of linear layers"):
-        read(path)
+        LINEARS.read(path)
 
 
 def test_a_table_of_other_buckets_is_refused(tmp_path):
     path = tmp_path / "choices.json"
-    write(path, Table(CHIP, "bfloat16", {(64, 128): SOME}))
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME}))
     path.write_text(path.read_text().replace('"32"', '"48"'))
     with pytest.raises(EspalierError, match="16, 32, 64"):
-        read(path)
+        LINEARS.read(path)
 
 
 @pytest.fixture
 def active_plans(tmp_path, monkeypatch):
     """The plans that are used with a shipped table and a user's table for CHIP."""
     shipped, user = tmp_path / "shipped.json", tmp_path / "own.json"
-    write(shipped, Table(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
-    write(user, Table(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
-    monkeypatch.setattr(linear_tuning, "SHIPPED", shipped)
+    LINEARS.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
+    LINEARS.write(user, TuningTable(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
+    monkeypatch.setattr(tuning_table, "SHIPPED", shipped)
     monkeypatch.setenv(CHOICES_FILE, str(user))
     linear_tuning._active_plans.cache_clear()
     yield lambda gpu, dtype="bfloat16", format=DENSE: linear_tuning._active_plans((gpu, dtype, format), own_file())
@@ -146,16 +139,16 @@ def test_another_dtype_does_not_use_the_table(active_plans):
 
 
 def test_another_format_does_not_use_the_table(active_plans):
-    write(own_file(), Table(CHIP, "bfloat16", {(64, 128): LinearPlans((OTHER,) * 5)}, format="int8"))
+    LINEARS.write(own_file(), TuningTable(CHIP, "bfloat16", {(64, 128): LinearPlans((OTHER,) * 5)}, format="int8"))
     assert active_plans(CHIP) == {(64, 128): SOME, (8, 16): LinearPlans()}
     assert active_plans(CHIP, format="int8") == {(64, 128): LinearPlans((OTHER,) * 5)}
 
 
 def test_a_table_without_a_format_is_for_dense_weights(tmp_path):
-    path, table = tmp_path / "choices.json", Table(CHIP, "bfloat16", {(64, 128): SOME})
-    write(path, table)
+    path, table = tmp_path / "choices.json", TuningTable(CHIP, "bfloat16", {(64, 128): SOME})
+    LINEARS.write(path, table)
     path.write_text(path.read_text().replace('   "format": "dense",\n', ""))
-    assert "format" not in path.read_text() and read(path) == [table]
+    assert "format" not in path.read_text() and LINEARS.read(path) == [table]
 
 
 def test_active_plans_are_logged_once(active_plans, caplog):
@@ -273,9 +266,9 @@ FORMATS = {
 
 
 def test_shipped_plans_are_candidates_on_their_chips():
-    for table in read(SHIPPED):
+    for table in LINEARS.read(SHIPPED):
         assert getattr(torch, table.dtype) in DTYPES
-        for shape, plans in table.shapes.items():
+        for shape, plans in table.plans.items():
             for rows, plan in zip(ROWS_BUCKETS, plans.by_bucket, strict=True):
                 if plan is None:
                     continue
@@ -290,6 +283,6 @@ def test_shipped_plans_are_candidates_on_their_chips():
 
 def test_the_file_is_json_with_one_line_per_plan(tmp_path):
     path = tmp_path / "choices.json"
-    write(path, Table(CHIP, "bfloat16", {(64, 128): SOME}))
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME}))
     assert json.loads(path.read_text())["tables"][0]["shapes"]["64x128"]["32"] is None
     assert '"16": { "block_out": 64, "block_in": 128, "splits": 2, "warps": 4, "stages": 3 }' in path.read_text()

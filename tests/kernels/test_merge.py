@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from espalier.kernels.attention.masked_attention import masked_attention
-from espalier.kernels.ops.attention import merge
+from espalier.kernels.ops.attention import masked_attention, merge
 
 # float64: a few roundings of sums of about ten terms of size one.
 TOLERANCE = 1e-12

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.merge_splits import MOST_FEW, PROGRAMS_PER_PROCESSOR
+from espalier.kernels.attention.merge import MOST_FEW, PROGRAMS_PER_PROCESSOR
 from espalier.kernels.ops.attention import PartialResults, merge_splits
 from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import chip

@@ -267,7 +267,7 @@ def times_scale(values, scale_ptr, head):
 
 @kernel
 def share_beside_sink(lse, sink_ptr, head):
-    """The share of the softmax that rows keep when the sink of their head joins (masked_attention.py:with_sink).
+    """The share of the softmax that rows keep when the sink of their head joins (attention.py:with_sink).
 
     lse: of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
     """

@@ -1,4 +1,8 @@
-"""Merges attention over two disjoint sets of keys by their log-sum-exps (Ye et al. 2025, FlashInfer, section 2.2)."""
+"""Merges of attention results by their log-sum-exps (Ye et al. 2025, FlashInfer, section 2.2).
+
+`merge`: of two disjoint sets of keys.  `merge_splits`: of each request's splits, in position order.  The order of the
+sums depends only on the request's own splits, not on the batch.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.ops.attention import Part
+from espalier.errors import EspalierError
+from espalier.kernels.attention.attention_blocks import share_beside_sink
+from espalier.kernels.ops.attention import Part, PartialResults
+from espalier.kernels.ops.kv_splits import KVSplits
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
-from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
 
 @kernel
@@ -67,3 +74,138 @@ def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
             **pdl_arguments(chip(out)),
         )
     return out
+
+
+# Floats that one program (one warp) loads at once, for one (query, head) pair.
+PROGRAM_VALUES = 4096
+# A request with few splits is merged without the room for all splits of a long one, and several pairs at once.  Few:
+# num_splits of the policy as a power of two, and at least LEAST_FEW.  Above MOST_FEW all requests have the same room.
+LEAST_FEW, MOST_FEW = 4, 8
+# Splits of all pairs that are merged at once.
+ROWS_AT_ONCE = 16
+# Values of a pair that one program merges.  Wider values, or those of more splits, are divided among programs: latent
+# attention has few pairs, but up to 128 splits of 512 values.
+MIN_PART_SIZE, MAX_PART_SIZE = 32, 128
+# Size of the persistent grid.  Four times as many programs would fit, but each costs time to start, even if there is
+# nothing to merge (docs/log.md).
+PROGRAMS_PER_PROCESSOR = 8
+
+
+@kernel
+def _merge_pairs(
+    partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr,
+    PAIRS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Merge PAIRS (query, head) pairs, the first is `pair`, of one request, and write out and lse.
+
+    start, count: of the request's splits; count is at most BLOCK_SPLITS, and 0 if there is nothing to merge.
+    Offsets have 32 bits, which the launcher checks.
+    """
+    pairs = tl.arange(0, PAIRS)
+    index = tl.arange(0, BLOCK_SPLITS)
+    size = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    first_row = start * pairs_per_request + pair % pairs_per_request
+    row = index[None, :] * pairs_per_request + pairs[:, None]
+    exists = (index < count)[None, :]
+    # Loaded before the log-sum-exps, so that both loads overlap.
+    partial_out = tl.load(
+        partial_ptr + first_row * V_SIZE + (row * V_SIZE)[:, :, None] + size[None, None, :],
+        mask=exists[:, :, None] & (size < V_SIZE)[None, None, :], other=0.0,
+    )  # fmt: skip
+    partial_lse = tl.load(partial_lse_ptr + first_row + row, mask=exists, other=float("-inf"))
+    max_lse = tl.max(partial_lse, 1)
+    shift = tl.where(max_lse == float("-inf"), 0.0, max_lse)
+    weight = tl.exp2(partial_lse - shift[:, None])
+    total_weight = tl.sum(weight, 1)
+    divisor = tl.where(total_weight == 0.0, 1.0, total_weight)
+    lse = tl.where(total_weight == 0.0, float("-inf"), shift + tl.log2(divisor))
+    out = tl.sum(weight[:, :, None] * partial_out, 1) / divisor[:, None]
+    if SINK:
+        out = out * share_beside_sink(lse, sink_ptr, (pair + pairs) % HEADS)[:, None]
+    merged = count > 0
+    at = pair * V_SIZE + (pairs * V_SIZE)[:, None] + size[None, :]
+    tl.store(out_ptr + at, out, mask=merged & (size < V_SIZE)[None, :])
+    tl.store(lse_ptr + pair + pairs, lse * 0.6931471805599453, mask=merged & (tl.program_id(1) == 0))
+
+
+@kernel(do_not_specialize=["batch"])
+def _merge_splits_kernel(
+    partial_ptr, partial_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,
+    HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_V: tl.constexpr, FEW: tl.constexpr, BLOCK_SPLITS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """A program merges PAIRS pairs of a request at once if it has at most FEW splits, else one by one."""
+    # Before the wait: attention waited for the splits before it let this kernel start, or it has ended.
+    num_splits = tl.load(start_ptr + batch)
+    pdl_wait(DEPENDENT)
+    pdl_trigger(DEPENDENT)
+    # In most batches every request has one split: nothing to merge.
+    num_pairs = tl.where(num_splits > batch, batch * pairs_per_request, 0)
+    for pair in range(tl.program_id(0) * PAIRS, num_pairs, tl.num_programs(0) * PAIRS):
+        request = pair // pairs_per_request
+        start = tl.load(start_ptr + request)
+        count = tl.load(start_ptr + request + 1) - start
+        count = tl.where(count > 1, count, 0)
+        if FEW == BLOCK_SPLITS:
+            # Without a branch the addresses are computed while the count is loaded.
+            _merge_pairs(
+                partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
+                HEADS, V_SIZE, SINK, PAIRS, BLOCK_SPLITS, BLOCK_V,
+            )  # fmt: skip
+        elif count <= FEW:
+            _merge_pairs(
+                partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair, pairs_per_request,
+                HEADS, V_SIZE, SINK, PAIRS, FEW, BLOCK_V,
+            )  # fmt: skip
+        else:
+            for i in range(PAIRS):
+                _merge_pairs(
+                    partial_ptr, partial_lse_ptr, sink_ptr, out_ptr, lse_ptr, start, count, pair + i,
+                    pairs_per_request, HEADS, V_SIZE, SINK, 1, BLOCK_SPLITS, BLOCK_V,
+                )  # fmt: skip
+
+
+def merge_splits(
+    partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
+) -> None:
+    batch, queries, heads, v_size = out.shape
+    capacity = splits.table.shape[0]
+    require("merge_splits' partial out", partials.out, (capacity, queries, heads, v_size), torch.float32, out)
+    require("merge_splits' partial lse", partials.lse, (capacity, queries, heads), torch.float32, out)
+    require("merge_splits' lse", lse, (batch, queries, heads), torch.float32, out)
+    if sink is not None:
+        require("merge_splits' sink", sink, (heads,), None, out)
+    pairs_per_request = queries * heads
+    if partials.out.numel() >= 2**31:
+        raise EspalierError(
+            f"merge_splits: partial results of {list(partials.out.shape)} need 64-bit offsets; use fewer splits (the "
+            "policies of kv_splits.py do)"
+        )
+    if not out.numel():
+        return
+    block_splits = power_of_two(splits.policy.max_splits)
+    few = min(max(power_of_two(splits.policy.num_splits), LEAST_FEW), block_splits)
+    few = few if few <= MOST_FEW else block_splits
+    block_v = max(MIN_PART_SIZE, min(power_of_two(v_size), MAX_PART_SIZE, PROGRAM_VALUES // block_splits))
+    num_parts = -(-v_size // block_v)
+    # A power of two that divides the heads, so that pairs merged at once belong to one request.  The batch does not
+    # count: it would decide in which order a thread adds, and so the bits.
+    pairs = min(max(ROWS_AT_ONCE // few, 1), heads & -heads) if queries > 1 else 1
+    most_programs = chip(out).processors * PROGRAMS_PER_PROCESSOR // num_parts
+    num_programs = min(batch * pairs_per_request // pairs, most_programs)
+    _merge_splits_kernel[(num_programs, num_parts)](
+        *(partials.out, partials.lse, splits.starts, out if sink is None else sink, out, lse, batch, pairs_per_request),
+        HEADS=heads,
+        V_SIZE=v_size,
+        SINK=sink is not None,
+        PAIRS=pairs,
+        BLOCK_V=block_v,
+        FEW=few,
+        BLOCK_SPLITS=block_splits,
+        num_warps=1,
+        # The compiler could fuse the operations of one pair and of the next differently: a query's bits would depend on
+        # its place.
+        enable_fp_fusion=False,
+        **pdl_arguments(chip(out)),
+    )

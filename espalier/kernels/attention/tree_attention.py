@@ -2,7 +2,7 @@
 
 A program of the persistent grid processes work items: (split of a request's committed rows, KV head, query tile), see
 kernels/attention/work_items.py.  The last split of a request also covers its staged rows.  A request with one split
-writes its result directly.  The other requests write partial results, which kernels/attention/merge_splits.py merges.
+writes its result directly.  The other requests write partial results, which kernels/attention/merge.py merges.
 """
 
 from __future__ import annotations
@@ -37,9 +37,21 @@ from espalier.kernels.attention.work_items import (
 )
 from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants, tma_arguments
 from espalier.kernels.hopper.config import HEAD_SIZES, HopperConfig
-from espalier.kernels.ops.attention import DTYPES, MAX_HEAD_SIZE, Inputs, PartialResults, Staged, merge_splits
+from espalier.kernels.ops.attention import (
+    DTYPES,
+    MAX_HEAD_SIZE,
+    Committed,
+    Inputs,
+    NoPrefix,
+    PartialResults,
+    Staged,
+    is_wide_latent,
+    latent_attention,
+    merge_splits,
+)
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.state.kv_scales import KVScales
 
 
 @kernel
@@ -236,3 +248,19 @@ def _checked(inputs: Inputs) -> Inputs:
         )
     check_shapes("tree attention", inputs, kv_heads)
     return inputs if q.stride(3) == 1 else inputs._replace(q=q.contiguous())
+
+
+def staged_attention(
+    q: Tensor,
+    staged: Staged,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    no_prefix: NoPrefix,
+    scales: KVScales | None = None,
+) -> tuple[Tensor, Tensor]:
+    # The kernel needs a pool to check shapes, but reads nothing from it: one staged row serves.
+    pool = (staged.k[:1, 0], staged.v[:1, 0])
+    committed = Committed(*pool, no_prefix.page_table, no_prefix.length, page_size=1, scales=scales)
+    inputs = Inputs(q, committed, staged, positions, no_prefix.splits, scale, window)
+    return (latent_attention.triton if is_wide_latent(staged) else tree_attention)(inputs)

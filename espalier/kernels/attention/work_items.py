@@ -17,7 +17,7 @@ from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
 # Values of a kernel's STAGED: no staged rows; a chain; a tree, with ancestor bits.
 NO_STAGED, CHAIN, TREE = 0, 1, 2
 # Values of CONTIGUOUS: how many unmasked blocks of a split are known to be contiguous in the pool.  None, all, or a
-# counted number of the first ones (kernels/attention/contiguous_blocks.py).
+# counted number of the first ones (kernels/attention/kv_splits.py).
 NONE, ALL, COUNTED = 0, 1, 2
 
 
@@ -51,7 +51,7 @@ class WorkItem(NamedTuple):
 def wait_and_count_splits(start_ptr, batch, queries, DEPENDENT: tl.constexpr):
     """Wait for the previous kernel, let the merge of splits start if it is small, then return the number of splits.
 
-    The trigger comes after the wait, so the merge may read the splits before its own wait (merge_splits.py).  A large
+    The trigger comes after the wait, so the merge may read the splits before its own wait (merge.py).  A large
     merge starts at `let_merge_start`: earlier, its programs would crowd the few processors that are free first.
     """
     pdl_wait(DEPENDENT)
@@ -144,14 +144,9 @@ def block_index(t, num_lower, num_unmasked):
 
 @kernel
 def staged_rows_of(
-    tile,
-    rows,
-    STAGED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    tile, rows,
+    STAGED: tl.constexpr, WINDOW: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Staged rows low .. high, out of `rows`, that a query tile may see.  A chain ends at the tile's last query."""
     low = 0
     high = rows

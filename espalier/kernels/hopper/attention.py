@@ -15,8 +15,7 @@ from triton.experimental.gluon import language as gl
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE, Plan, wait_and_count_splits
 from espalier.kernels.hopper.attend import attend_work_items
 from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, copies_by_tma, needs_counting
-from espalier.kernels.hopper.convert import convert_work_items
-from espalier.kernels.hopper.load import load_work_items
+from espalier.kernels.hopper.load import convert_work_items, load_work_items
 from espalier.kernels.hopper.work import Constants, Rows, make_stages
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.tma import tma_descriptor

@@ -127,7 +127,7 @@ def choose_hopper_config(
 
 
 def needs_counting(page_size: int, window: int) -> bool:
-    """Whether contiguous blocks must be counted (kernels/attention/contiguous_blocks.py).
+    """Whether contiguous blocks must be counted (kernels/attention/kv_splits.py).
 
     They need not if a page holds whole blocks (all are contiguous), and cannot be used with a window.
     """

@@ -13,8 +13,7 @@ from espalier.kernels.hopper.plans import is_hopper_product
 from espalier.kernels.hopper.products import gate_and_up_of, options_of, pointers_of
 from espalier.kernels.layers.activation import apply_activation
 from espalier.kernels.layers.experts_plan import ProductPlan
-from espalier.kernels.layers.experts_shared import tile_and_expert
-from espalier.kernels.layers.experts_tiles import Tiles
+from espalier.kernels.layers.experts_tiles import Tiles, tile_and_expert
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.runtime.jit import gluon_kernel

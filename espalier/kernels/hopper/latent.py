@@ -13,9 +13,8 @@ from triton.experimental.gluon import language as gl
 
 from espalier.kernels.attention.work_items import ALL, NONE, Plan, wait_and_count_splits
 from espalier.kernels.hopper.config import LATENT_BLOCK_N, ROPE_SIZE, SLOTS, V_SIZE, HopperLatentConfig
-from espalier.kernels.hopper.convert import convert_work_items
 from espalier.kernels.hopper.latent_attend import score_work_items, value_work_items
-from espalier.kernels.hopper.load import load_work_items
+from espalier.kernels.hopper.load import convert_work_items, load_work_items
 from espalier.kernels.hopper.work import Constants, Rows, Stages, make_barriers, make_stages
 from espalier.kernels.runtime.jit import gluon_kernel
 from espalier.kernels.runtime.tma import tma_descriptor

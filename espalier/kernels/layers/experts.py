@@ -7,7 +7,7 @@ number of experts, so the launches can be captured; programs without a tile retu
 differ, so for a single row each pair is a tile, and nothing is sorted.  `_down_kernel` prefetches its first weights
 while `_gated_kernel` runs.
 
-For few rows the tiles of shared experts run in the same two launches (experts_shared.py).  On Hopper, few pairs of
+For few rows the tiles of shared experts run in the same two launches (experts_tiles.py).  On Hopper, few pairs of
 experts in 4 bits have kernels of their own in the place of these two (hopper/experts.py), with the same bits.
 
 The K results of a row are not summed here.  The next norm adds them in float32, in order of choice and then the shared
@@ -26,17 +26,16 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.experts import is_hopper_experts, launch_down, launch_gated
 from espalier.kernels.layers.activation import apply_activation
-from espalier.kernels.layers.experts_dense import dense_gate_up, dense_product
-from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
-from espalier.kernels.layers.experts_quantised import launch_options
-from espalier.kernels.layers.experts_shared import (
+from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan, launch_options
+from espalier.kernels.layers.experts_tiles import (
     PREFETCHED_STEPS,
+    Tiles,
     prefetch_piece,
     require_shared,
     rows_of_tile,
     tile_and_expert,
+    tiles_of,
 )
-from espalier.kernels.layers.experts_tiles import Tiles, tiles_of
 from espalier.kernels.layers.experts_tuning import plan_for
 from espalier.kernels.layers.linear import gate_and_up, weight_rows
 from espalier.kernels.layers.linear_plans import block_rows
@@ -54,6 +53,60 @@ from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, SharedExper
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, prefetch
+
+
+@kernel
+def dense_gate_up(
+    x_ptrs, gate_ptrs, up_ptrs, inside, num_in,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """(gate, up) [BLOCK_OUT, ROWS]: two products with the same rows of x [ROWS, num_in], where `inside` is set.
+
+    The pointers are of the first BLOCK_IN columns: x_ptrs [BLOCK_IN, ROWS], the others [BLOCK_OUT, BLOCK_IN].
+    """
+    ks = tl.arange(0, BLOCK_IN)
+    gate = tl.zeros((BLOCK_OUT, ROWS), EXACT)
+    up = tl.zeros((BLOCK_OUT, ROWS), EXACT)
+    for k in range(0, num_in, BLOCK_IN):
+        # Weights are loaded first: their addresses do not depend on the rows, which are still being loaded.
+        if EVEN_IN:
+            w_gate = tl.load(gate_ptrs)
+            w_up = tl.load(up_ptrs)
+            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
+        else:
+            left = num_in - k
+            w_gate = tl.load(gate_ptrs, mask=ks[None, :] < left, other=0.0)
+            w_up = tl.load(up_ptrs, mask=ks[None, :] < left, other=0.0)
+            x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
+        gate = tl.dot(w_gate, x, gate, input_precision="ieee", out_dtype=EXACT)
+        up = tl.dot(w_up, x, up, input_precision="ieee", out_dtype=EXACT)
+        gate_ptrs += BLOCK_IN
+        up_ptrs += BLOCK_IN
+        x_ptrs += BLOCK_IN
+    return gate, up
+
+
+@kernel
+def dense_product(
+    x_ptrs, w_ptrs, inside, num_in, k_end,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_OUT, ROWS], as dense_gate_up.  k_end: 0, for no product, or num_in."""
+    ks = tl.arange(0, BLOCK_IN)
+    acc = tl.zeros((BLOCK_OUT, ROWS), EXACT)
+    for k in range(0, k_end, BLOCK_IN):
+        if EVEN_IN:
+            w = tl.load(w_ptrs)
+            x = tl.load(x_ptrs, mask=inside[None, :], other=0.0)
+        else:
+            left = num_in - k
+            w = tl.load(w_ptrs, mask=ks[None, :] < left, other=0.0)
+            x = tl.load(x_ptrs, mask=inside[None, :] & (ks[:, None] < left), other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee", out_dtype=EXACT)
+        w_ptrs += BLOCK_IN
+        x_ptrs += BLOCK_IN
+    return acc
+
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

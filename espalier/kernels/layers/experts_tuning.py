@@ -1,16 +1,14 @@
-"""The tuning table of the expert product: the plans for each size of expert.  Nothing is measured at start.
+"""Which plan computes the experts of a size: the measured one (tuning_table.py), or a rule.
 
-`espalier doctor --tune experts` measures and writes tables.  They are in the same file as the tables of linear layers
-(linear_tuning.py), with the same rules for chips and for the user's own file.  Plans are listed by the size of an
-expert (hidden, inner) and by the mean pairs (row, choice) per expert.  A size that was not measured takes the plans of
-the size nearest in bytes.  A chip without a table takes the rule of experts_plan.py.
+Plans are listed by the size of an expert (hidden, inner) and by the mean pairs (row, choice) per expert.  They are
+measured by `espalier doctor --tune experts`, with dense weights.  A size that was not measured takes the plans of the
+size nearest in bytes.  A chip without a table takes the rule of experts_plan.py.
 """
 
 import logging
 import math
-import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,45 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import FEW_ROWS, TILE, takes_format
-from espalier.kernels.layers.experts_plan import PAIRS_BUCKETS, ExpertsPlan, ExpertsShape, ProductPlan, rule
-from espalier.kernels.layers.experts_quantised import quantised_rule
-from espalier.kernels.layers.linear_plans import MIN_BLOCK_ROWS
-from espalier.kernels.layers.linear_tuning import (
-    DTYPES,
-    SHIPPED,
-    own_file,
-    read_entries,
-    write_entries,
+from espalier.kernels.layers.experts_plan import (
+    PAIRS_BUCKETS,
+    ExpertsPlan,
+    ExpertsShape,
+    ProductPlan,
+    quantised_rule,
+    rule,
 )
+from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS
 from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.tuning_table import DENSE, Key, Size, TunedKind, own_file, require_buckets
 from espalier.kernels.runtime.launch import Chip, power_of_two
-
-# Key of the list of tables in the file.
-ENTRIES = "experts"
 
 # Mean pairs of an expert up to which tiles have FEW_ROWS where a kernel has such tiles.
 FEW_PAIRS = 4
 
-# (hidden, inner) of an expert, and its plans in the order of PAIRS_BUCKETS.
-Size = tuple[int, int]
+# The plans of a size, in the order of PAIRS_BUCKETS.
 Plans = tuple[ExpertsPlan, ...]
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ExpertsTable:
-    """The plans measured on one kind of chip, for one dtype.  measured: GPU name and versions, for readers only."""
-
-    chip: Chip
-    dtype: str
-    sizes: Mapping[Size, Plans]
-    measured: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def key(self) -> tuple[Chip, str]:
-        return self.chip, self.dtype
 
 
 def plan_for(
@@ -83,7 +62,7 @@ def plan_for(
 
 def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
     if dtype in DTYPES:
-        plans = _active_plans((gpu, str(dtype).removeprefix("torch.")), own_file())
+        plans = _active_plans((gpu, str(dtype).removeprefix("torch."), DENSE), own_file())
         if plans:
             return _nearest(plans, shape.size)[shape.bucket(rows)]
     return rule(shape, rows, dtype, gpu)
@@ -98,67 +77,30 @@ def _nearest(plans: Mapping[Size, Plans], size: Size) -> Plans:
 
 
 @cache
-def _active_plans(key: tuple[Chip, str], user_path: Path) -> Mapping[Size, Plans]:
+def _active_plans(key: Key, user_path: Path) -> Mapping[Size, Plans]:
     """Shipped plans, overridden size by size by the user's.  Reads and logs once per process."""
     plans: dict[Size, Plans] = {}
-    for path in (SHIPPED, user_path):
-        for table in read(path) if os.path.isfile(path) else ():
-            if table.key == key:
-                plans |= table.sizes
+    for _, table in EXPERTS.tables_of(key, user_path):
+        plans |= table.plans
     sizes = ", ".join(f"{hidden}x{inner}" for hidden, inner in plans)
     log.info("experts, %s: %s", key[1], f"plans measured for {sizes}" if plans else "no plans measured on this chip")
     return plans
 
 
-def read(path: Path) -> list[ExpertsTable]:
-    """The tables of experts in a file; none if it has only those of linear layers.  Raises EspalierError."""
-    try:
-        return [_table(entry) for entry in read_entries(path).get(ENTRIES, [])]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise EspalierError(
-            f"{path} is no table of experts ({error!r}): remove it, or write it again with espalier doctor --tune"
-        ) from None
-
-
-def write(path: Path, table: ExpertsTable) -> None:
-    """Merge a table into a file.  The file keeps other tables, and sizes of the same table that are not in `table`."""
-    tables = read(path) if path.exists() else []
-    old_sizes = {size: plans for old in tables if old.key == table.key for size, plans in old.sizes.items()}
-    merged = replace(table, sizes=old_sizes | dict(table.sizes))
-    write_entries(path, ENTRIES, [_entry(each) for each in (*(t for t in tables if t.key != table.key), merged)])
-
-
-def _table(entry: dict[str, Any]) -> ExpertsTable:
-    gpu = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
-    sizes = {_size(name): _plans(buckets) for name, buckets in entry["sizes"].items()}
-    return ExpertsTable(gpu, entry["dtype"], sizes, entry["measured"])
-
-
-def _size(name: str) -> Size:
-    hidden, inner = name.split("x")
-    return int(hidden), int(inner)
-
-
-def _plans(buckets: dict[str, Any]) -> Plans:
-    if list(buckets) != [str(bound) for bound in PAIRS_BUCKETS]:
-        raise ValueError(f"the buckets of pairs an expert must be {', '.join(map(str, PAIRS_BUCKETS))}")
+def _plans(buckets: dict[str, Any], size: Size) -> Plans:
+    require_buckets(buckets, PAIRS_BUCKETS, "pairs an expert")
     return tuple(
         ExpertsPlan(fields["rows"], ProductPlan(*fields["gated"]), ProductPlan(*fields["down"]))
         for fields in buckets.values()
     )
 
 
-def _entry(table: ExpertsTable) -> dict[str, Any]:
-    sizes = {
-        f"{hidden}x{inner}": {
-            str(bound): {"rows": plan.rows, "gated": _fields(plan.gated), "down": _fields(plan.down)}
-            for bound, plan in zip(PAIRS_BUCKETS, plans, strict=True)
-        }
-        for (hidden, inner), plans in sorted(table.sizes.items())
+def _fields(plans: Plans) -> dict[str, Any]:
+    """Of each product block_out, block_in, warps and stages."""
+    return {
+        str(bound): {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
+        for bound, plan in zip(PAIRS_BUCKETS, plans, strict=True)
     }
-    return {"chip": asdict(table.chip), "dtype": table.dtype, "measured": dict(table.measured), "sizes": sizes}
 
 
-def _fields(plan: ProductPlan) -> list[int]:
-    """block_out, block_in, warps and stages."""
-    return list(asdict(plan).values())
+EXPERTS = TunedKind("experts", "experts", "sizes", _fields, _plans)

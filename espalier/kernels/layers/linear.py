@@ -11,8 +11,8 @@ Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several 
 If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  So
 does the kernel of hopper/gated.py, for many rows.
 
-`espalier doctor --tune` measures which plan is fastest; kernels/layers/linear_tuning.py reads the result.  This file
-lists the plans worth measuring (`candidates`), and has a rule for shapes that nobody measured (`rule`).
+`espalier doctor --tune` measures which plan is fastest; linear_tuning.py reads the result.  linear_plans.py lists the
+plans worth measuring, and has a rule for shapes that nobody measured.
 
 Both kernels use PDL where the chip has it (kernels/runtime/pdl.py).  The first one prefetches its first tile of the
 weight into the L2 before it waits.
@@ -25,7 +25,6 @@ result, plus in · 2⁻²⁴ times the sum of the products' magnitudes.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +44,7 @@ from espalier.kernels.layers.linear_plans import (
     num_blocks,
 )
 from espalier.kernels.ops.activation import SILU, Activation, gated, require_gated
+from espalier.kernels.ops.linear import linear_parts_library
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import Chip, chip, only_compiles, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait, prefetch
@@ -195,33 +195,6 @@ def linear_gated(
         if only_compiles():
             hopper_gated(x, weight)
     return gated.triton(linear(x, weight, bias, plan), activation)
-
-
-def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
-    """Uses views of x and weight, without copies.  Raises RuntimeError if `splits` does not divide `in`."""
-    rows, num_out = x.shape[0], weight.shape[0]
-    if plan.splits > 1 and rows * num_out > 0:
-        shape = (plan.splits, -1)
-        split_x, split_weight = x.unflatten(1, shape).transpose(0, 1), weight.unflatten(1, shape).permute(1, 2, 0)
-        # A CPU, where the tests check the views, has no batched product with float32 output.
-        exact = torch.float32
-        parts = (
-            torch.bmm(split_x, split_weight, out_dtype=exact)
-            if x.is_cuda
-            else split_x.to(exact) @ split_weight.to(exact)
-        )
-        if bias is not None:
-            parts[0] += bias
-        return parts
-    out = x.new_empty(rows, num_out)
-    ends = [num_out * piece // plan.pieces for piece in range(plan.pieces + 1)]
-    for begin, end in pairwise(ends):
-        piece = slice(begin, end)
-        if bias is None:
-            torch.mm(x, weight[piece].T, out=out[:, piece])
-        else:
-            torch.addmm(bias[piece], x, weight[piece].T, out=out[:, piece])
-    return out
 
 
 def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:

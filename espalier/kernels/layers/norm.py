@@ -2,6 +2,11 @@
 
 Grid: one program per row, which holds the whole row in registers.  Computed in float32 (float64 for float64) and
 rounded once.
+
+For a few rows the router of a mixture of experts is in the same launch.  Grid: (rows, blocks of experts). Each program
+norms the whole row again, and multiplies it with BLOCK_E rows of the router, which it loads before it waits for the
+kernel before (PDL). That repeats the norm num_experts / BLOCK_E times: with more than MAX_ROUTER_ROWS rows, a norm and
+a product of their own are faster.
 """
 
 from __future__ import annotations
@@ -12,12 +17,13 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear import load_sum
+from espalier.kernels.layers.linear_plans import DTYPES
 from espalier.kernels.layers.quantise_rows import empty_rounded, rounded_arguments, store_rounded
-from espalier.kernels.layers.quantised import InputScales, RoundedRows
-from espalier.kernels.ops.norm import rounds_norm
+from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
+from espalier.kernels.ops.norm import MAX_ROUTER_ROWS, rounds_norm
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
-from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 
 # Values of a row that a warp norms, and the most warps of a program.  A thread loads few values, because nothing hides
 # the latency of a lone row's loads (docs/log.md).
@@ -26,26 +32,11 @@ WARP_VALUES, MAX_WARPS = 128, 16
 
 @kernel
 def _rms_norm_kernel(
-    x_ptr,
-    delta_ptr,
-    weight_ptr,
-    sum_ptr,
-    out_ptr,
-    x_row_stride,
-    delta_row_stride,
-    delta_split_stride,
-    values_ptr,
-    scales_ptr,
-    static_ptr,
-    EPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    EXACT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    MOST: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    x_ptr, delta_ptr, weight_ptr, sum_ptr, out_ptr, x_row_stride, delta_row_stride, delta_split_stride, values_ptr,
+    scales_ptr, static_ptr,
+    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """SPLITS: the number of delta's partial sums; 1 for a delta without splits, 0 for no delta.
 
     out_ptr: None, or the norm is written.  values_ptr: None, or it is rounded to FP8 with a scale for GROUP columns, as
@@ -148,14 +139,8 @@ def _launch(
     addend = x if delta is None else delta if delta.stride(-1) == 1 else delta.contiguous()
     block = power_of_two(size)
     _rms_norm_kernel[(rows,)](
-        x,
-        addend,
-        weight.contiguous(),
-        x if total is None else total,
-        out,
-        x.stride(0),
-        addend.stride(-2),
-        addend.stride(0),
+        *(x, addend, weight.contiguous(), x if total is None else total, out),
+        *(x.stride(0), addend.stride(-2), addend.stride(0)),
         # constexpr: as a run-time argument eps would be rounded to float32.
         EPS=eps,
         SIZE=size,
@@ -171,3 +156,86 @@ def _launch(
 def warps_for(block: int) -> int:
     """The warps of a program that norms a row of `block` values."""
     return min(max(block // WARP_VALUES, 1), MAX_WARPS)
+
+
+# Numbers of the router that a program holds in registers.
+TILE = 8192
+
+
+@kernel
+def _norm_router_kernel(
+    x_ptr, delta_ptr, weight_ptr, router_ptr, sum_ptr, out_ptr, logits_ptr,
+    x_row_stride, delta_row_stride, delta_split_stride, num_experts, values_ptr, scales_ptr, static_ptr,
+    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr,
+    GROUP: tl.constexpr, MOST: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """SPLITS: the number of delta's partial sums; 1 for a delta without splits.
+
+    values_ptr: None, or the norm is also rounded, as norm.py rounds it.
+    """
+    pdl_trigger(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    column, expert = tl.arange(0, BLOCK), tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    mask = column < SIZE
+    # No kernel writes weights.
+    router = tl.load(
+        router_ptr + expert.to(tl.int64)[:, None] * SIZE + column[None, :],
+        mask=(expert < num_experts)[:, None] & mask[None, :], other=0.0,
+    )  # fmt: skip
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    pdl_wait(DEPENDENT)
+    x = tl.load(x_ptr + row * x_row_stride + column, mask=mask, other=0.0).to(tl.float32)
+    delta = delta_ptr + row * delta_row_stride + column
+    x += load_sum(delta, delta_split_stride, mask, SPLITS, sum_ptr.dtype.element_ty, tl.float32)
+    # Rounded before the norm, and again before the router, as separate launches do.
+    total = x.to(sum_ptr.dtype.element_ty)
+    x = total.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+    normed = (x * scale * weight).to(out_ptr.dtype.element_ty)
+    if tl.program_id(1) == 0:
+        tl.store(sum_ptr + row * SIZE + column, total, mask=mask)
+        tl.store(out_ptr + row * SIZE + column, normed, mask=mask)
+        if values_ptr is not None:
+            of_type = normed.to(tl.float32)
+            store_rounded(of_type, row, values_ptr, scales_ptr, static_ptr, SIZE, BLOCK, GROUP, MOST)
+    logits = tl.sum(router.to(tl.float32) * normed.to(tl.float32)[None, :], 1)
+    tl.store(logits_ptr + row * num_experts + expert, logits, mask=expert < num_experts)
+
+
+def norm_router(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, rounding: InputScales | None = None
+) -> tuple[Tensor, Tensor, Rows, Tensor]:
+    rows, size = residual.shape
+    num_experts = router.shape[0]
+    parts = delta if delta.ndim == 3 else delta[None]
+    dtype = torch.float32 if delta.ndim == 3 else residual.dtype
+    require("norm_router: delta", parts, (-1, rows, size), dtype, residual)
+    require("norm_router: weight", weight, (size,), residual.dtype, residual)
+    require("norm_router: router", router, (num_experts, size), residual.dtype, residual)
+    read = (parts, residual, weight)
+    if (
+        not 0 < rows <= MAX_ROUTER_ROWS
+        or residual.dtype not in DTYPES
+        or any(tensor.stride(-1) != 1 for tensor in read)
+    ):
+        raise EspalierError(
+            f"norm_router: the Triton kernel takes 1 to {MAX_ROUTER_ROWS} contiguous rows of bfloat16 or float16, but "
+            f"got {rows} of {residual.dtype}: use the reference"
+        )
+    if not router.is_contiguous():
+        raise EspalierError(f"norm_router: the router must be contiguous, but has strides {router.stride()}")
+    if rounding is not None and not rounds_norm(size, rounding):
+        raise EspalierError(f"norm_router: a norm is rounded in groups of a power of two, not {rounding.group}")
+    total, out = (torch.empty_like(residual, memory_format=torch.contiguous_format) for _ in range(2))
+    rounded = None if rounding is None else empty_rounded(residual, rounding)
+    logits = residual.new_empty(rows, num_experts, dtype=torch.float32)
+    block = power_of_two(size)
+    block_e = max(min(TILE // block, power_of_two(num_experts)), 1)
+    _norm_router_kernel[rows, -(-num_experts // block_e)](
+        residual, parts, weight, router, total, out, logits,
+        residual.stride(0), parts.stride(1), parts.stride(0), num_experts,
+        # constexpr: as a run-time argument eps would be rounded to float32.
+        EPS=eps, SIZE=size, SPLITS=parts.shape[0], BLOCK=block, BLOCK_E=block_e,
+        num_warps=warps_for(block), **rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
+    )  # fmt: skip
+    return total, out, out if rounded is None else rounded, logits

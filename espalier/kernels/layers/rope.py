@@ -147,23 +147,10 @@ def rotate_and_store(
     blocks = BLOCKS_PER_PROGRAM if oversubscribed(count * -(-num_heads // HEADS_PER_BLOCK), chip(qkv)) else 1
     if count:
         _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_PER_BLOCK)))](
-            parts,
-            out,
-            rotation.cos,
-            rotation.sin,
-            q_norm,
-            k_norm,
-            rows,
-            k_buffer,
-            v_buffer,
+            *(parts, out, rotation.cos, rotation.sin, q_norm, k_norm, rows, k_buffer, v_buffer),
             *((None, None) if scales is None else (scales.k, scales.v)),
-            *parts.stride()[:3],
-            *out.stride()[:2],
-            rotation.cos.stride(0),
-            rotation.sin.stride(0),
-            rows.stride(0),
-            *k_buffer.stride()[:2],
-            *v_buffer.stride()[:2],
+            *(*parts.stride()[:3], *out.stride()[:2], rotation.cos.stride(0), rotation.sin.stride(0)),
+            *(rows.stride(0), *k_buffer.stride()[:2], *v_buffer.stride()[:2]),
             # constexpr: as a run-time argument eps would be rounded to float32.
             EPS=eps,
             HEADS=heads,

@@ -9,13 +9,44 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import seen_rows
-from espalier.kernels.attention.masked_attention import masked_attention, with_sink
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, HopperLatentConfig, HopperLatentFewConfig
 from espalier.kernels.ops.kv_splits import COLUMNS, KVSplitPolicy, KVSplits
 from espalier.kernels.ops.state import page_rows
 from espalier.kernels.runtime.op import op
-from espalier.kernels.state.kv_scales import KVScales
+from espalier.kernels.state.kv_scales import KVScales, times_k_scale, times_v_scale
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, scales: KVScales | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] is true.
+
+    scales: of k and v in FP8.
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log, in float32 (float64 for float64).
+    A query that sees no rows gets zeros and lse -inf.
+    """
+    heads, kv_heads = q.shape[2], k.shape[2]
+    exact = torch.promote_types(q.dtype, torch.float32)
+    queries = q.to(exact) if scales is None else times_k_scale(q.to(exact), scales)
+    grouped = queries.unflatten(2, (kv_heads, heads // kv_heads))
+    scores = torch.einsum("bqhgd,brhd->bqhgr", grouped, k.to(exact)) * scale
+    scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
+    out = torch.einsum("bqhgr,brhd->bqhgd", weights, v.to(exact))
+    out = out.flatten(2, 3) if scales is None else times_v_scale(out.flatten(2, 3), scales)
+    return out.to(q.dtype), lse.flatten(2, 3)
+
+
+def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """out [..., heads, v_size] after the sink of each head has joined the softmax: a logit [heads] without a value.
+
+    lse [..., heads]: natural log, of the rows alone.  The rows keep the share exp(lse) / (exp(lse) + exp(sink)).
+    """
+    finite = lse.masked_fill(lse == -torch.inf, 0)
+    return (out * torch.sigmoid(finite - sink.to(lse.dtype))[..., None]).to(out.dtype)
+
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_SIZE = 256
@@ -128,7 +159,7 @@ def has_kernel(q: Tensor, staged: Staged, window: int | None) -> bool:
     return q.is_cuda and q.dtype in DTYPES and fits
 
 
-@op("espalier.kernels.attention.contiguous_blocks", on="page_table")
+@op("espalier.kernels.attention.kv_splits", on="page_table")
 def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
     """[B * max_splits] int32: for each split, how many of its first unmasked blocks are contiguous in the pool.
 
@@ -165,7 +196,7 @@ def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
     return weighted.to(out_a.dtype)
 
 
-@op("espalier.kernels.attention.merge_splits", on="out")
+@op("espalier.kernels.attention.merge", on="out")
 def merge_splits(
     partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
@@ -200,7 +231,7 @@ def tree_attention(
     sink.  A query that sees no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
 
     partials: a buffer to reuse (`PartialResults.of`).  config: overrides the launch configuration, for tests and
-    benchmarks.  contiguous: counts of kernels/attention/contiguous_blocks.py for these splits; without them the result
+    benchmarks.  contiguous: counts of kernels/attention/kv_splits.py for these splits; without them the result
     is the same, but slower.
     """
     # In plain torch: one masked attention over all rows. Rows that do not exist are read as zeros.
@@ -235,7 +266,7 @@ def latent_attention(
     return tree_attention.reference(inputs)
 
 
-@op("espalier.kernels.attention.staged_attention", when=has_kernel)
+@op("espalier.kernels.attention.tree_attention", when=has_kernel)
 def staged_attention(
     q: Tensor,
     staged: Staged,

@@ -53,7 +53,7 @@ def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Ten
     return convolved(x, delta[:, 0], base, width), delta[:, 1]
 
 
-@op("espalier.kernels.layers.block_conv_norm", on="residual")
+@op("espalier.kernels.layers.block_conv", on="residual")
 def block_conv_norm(
     delta: Tensor, coefficients: Tensor, base: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
 ) -> tuple[Tensor, Tensor]:

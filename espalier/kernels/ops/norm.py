@@ -85,7 +85,7 @@ def norm_and_rounded(
     return total, out, RoundedRows(*quantise_inputs(out, inputs), out.dtype)
 
 
-@op("espalier.kernels.layers.norm_router", on="residual")
+@op("espalier.kernels.layers.norm", on="residual")
 def norm_router(
     delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, rounding: InputScales | None = None
 ) -> tuple[Tensor, Tensor, Rows, Tensor]:

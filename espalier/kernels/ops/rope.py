@@ -138,7 +138,7 @@ def rotate_and_store(
     return q, k, v
 
 
-@op("espalier.kernels.layers.head_product", when=takes_head_product)
+@op("espalier.kernels.layers.latent", when=takes_head_product)
 def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """Write x [N, heads, in] times each head's weight [heads, in, out] to `out` [N, heads, out]."""
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))

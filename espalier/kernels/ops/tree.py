@@ -242,7 +242,7 @@ def accept(tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, 
     return Path(rows, length, emitted, num_finite)
 
 
-@op("espalier.kernels.tree.gather_rows")
+@op("espalier.kernels.tree.accept")
 def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
     """out[b, w] = values[b, rows[b, w]]: rows [B, W] int64, values [B, D, p·n], in p parts of n -> [B, W, p·n].  Exact.
 

@@ -11,7 +11,7 @@ waited for its own predecessor or, launched without PDL, started after it.  So a
 and kernels with and without PDL can be mixed in any order (tests/kernels/test_pdl.py).
 
 A kernel that triggers only after its wait lets the next kernel also read, before that one's wait, what earlier kernels
-wrote (kernels/layers/experts.py, kernels/attention/merge_splits.py).
+wrote (kernels/layers/experts.py, kernels/attention/merge.py).
 
 The launcher passes `**pdl_arguments(chip(x))`, which sets the constant DEPENDENT.  Most kernels begin with
 `pdl_trigger_and_wait(DEPENDENT)`.

@@ -64,19 +64,8 @@ def write_logprobs(
     )
     candidates = power_of_two(splits * most)
     _merge_logprobs_kernel[(places,)](
-        *(
-            ring,
-            ring.view(torch.float64),
-            entry,
-            values,
-            ids,
-            parts,
-            dense,
-            rows,
-            *shared,
-            *ring.stride()[:2],
-            *dense.stride()[:2],
-        ),
+        *(ring, ring.view(torch.float64), entry, values, ids, parts, dense, rows),
+        *(*shared, *ring.stride()[:2], *dense.stride()[:2]),
         TOKEN=TOKEN,
         RANK=RANK,
         CHOSEN=CHOSEN,

@@ -154,19 +154,9 @@ def scored(x, ids, vocab, row, row_above, noise, exact: tl.constexpr, PLAIN: tl.
 
 @kernel
 def best_of(
-    logits_ptr,
-    coming,
-    begin,
-    end,
-    vocab,
-    row,
-    row_above,
-    noise,
-    exact: tl.constexpr,
-    PLAIN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
+    logits_ptr, coming, begin, end, vocab, row, row_above, noise,
+    exact: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """(key, lowest id) of the best of the ids [begin, end) of a row, and perhaps of some ids before; coming: the first
     block, already loaded.
 
@@ -198,21 +188,9 @@ def best_of(
 
 @kernel(do_not_specialize=["splits"])
 def _best_of_split_kernel(
-    keys_ptr,
-    ids_ptr,
-    offsets,
-    logits,
-    slots,
-    above,
-    queries,
-    splits,
-    split_size,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLAIN_BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    keys_ptr, ids_ptr, offsets, logits, slots, above, queries, splits, split_size,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, PLAIN_BLOCK: tl.constexpr, GROUP: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Best (key, lowest id) of a split, by logit / T + noise; without the noise in a row with filters."""
     pdl_trigger_and_wait(DEPENDENT)
     out = tl.program_id(0).to(tl.int64)
@@ -260,20 +238,9 @@ def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.
 
 @kernel(do_not_specialize=["splits"])
 def _draw_filtered_kernel(
-    tokens_ptr,
-    finite_ptr,
-    keys_ptr,
-    offsets,
-    logits,
-    slots,
-    above,
-    queries,
-    splits,
-    rows,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    tokens_ptr, finite_ptr, keys_ptr, offsets, logits, slots, above, queries, splits, rows,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """Draw again in rows with filters, from the tokens that the filters leave.
 
     Each program covers many rows, and first reads has_filters of 32 rows at once: most rows have no filters, and one

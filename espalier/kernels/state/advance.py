@@ -13,7 +13,7 @@ from espalier.kernels.ops.state import Advanced, Copies, NodeRows
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.state.page_rows import page_row
+from espalier.kernels.state.batch_state import page_row
 from espalier.slots import COLUMNS, BatchState
 
 

@@ -1,4 +1,8 @@
-"""Reads and writes of the slot table by a launch: BatchState, chains of known tokens, and carried hidden states."""
+"""Reads and writes of the slot table by a launch: BatchState, chains of known tokens, and carried hidden states.
+
+A row of the page pool is page * page_size + offset, with the page from the request's table.  That arithmetic has one
+copy in torch (kernels/ops/state.py:page_rows) and one for kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,15 @@ from espalier.kernels.ops.state import Chain
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.state.page_rows import page_row
 from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
+
+
+@kernel
+def page_row(table_ptr, position, page_size, keep):
+    """int64 rows of positions, by one request's page table; where `keep` is False, the dummy row."""
+    page = tl.load(table_ptr + position // page_size, mask=keep, other=0).to(tl.int64)
+    return tl.where(keep, page * page_size + position % page_size, 0)
+
 
 LARGEST_BLOCK = 1024
 # Appended pages that a program writes at a time: as many as it has threads.

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans, plans_for
+from espalier.kernels.layers.linear_tuning import LinearPlans, plans_for
+from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat

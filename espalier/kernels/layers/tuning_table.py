@@ -1,0 +1,141 @@
+"""Tuning tables in a file: the plans that were measured for the sizes of a kind of layer, on one kind of chip.
+
+`espalier doctor --tune` measures and writes tables.  Our own measurements ship beside this file.  A user's table is
+read from the path in CHOICES_FILE or, if that is not set, from the user's configuration folder; its entries override
+the shipped ones.  A table applies to chips with the same compute capability, number of SMs and shared memory, and to
+the same activation dtype and weight format.  The GPU's name does not matter.  Nothing is measured at start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from espalier.errors import EspalierError
+from espalier.kernels.runtime.launch import Chip
+
+# Environment variable: the path of the user's table.
+CHOICES_FILE = "ESPALIER_CHOICES"
+SHIPPED = Path(__file__).with_name("linear_tuning.json")
+# Weight format: one tensor in the dtype of the activations.
+DENSE = "dense"
+# The list of tables that every file has.
+ALWAYS = "tables"
+
+# Of a linear layer [out, in]; of an expert (hidden, inner).
+Size = tuple[int, int]
+Key = tuple[Chip, str, str]
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class TuningTable(Generic[P]):
+    """The plans measured on one kind of chip, for one activation dtype and one weight format.
+
+    plans: by size.  measured: GPU name and versions of the measurement, for humans only.
+    """
+
+    chip: Chip
+    dtype: str
+    plans: Mapping[Size, P]
+    measured: Mapping[str, str] = field(default_factory=dict)
+    format: str = DENSE
+
+    @property
+    def key(self) -> Key:
+        return self.chip, self.dtype, self.format
+
+
+@dataclass(frozen=True)
+class TunedKind(Generic[P]):
+    """A kind of layer: how a file keeps its tables.
+
+    words: for errors.  entries, plans: the keys of the list of tables in the file, and of the plans in a table.
+    encode, decode: the plans of one size as JSON, and back; decode raises ValueError for plans that cannot be used.
+    """
+
+    words: str
+    entries: str
+    plans: str
+    encode: Callable[[P], dict[str, Any]]
+    decode: Callable[[dict[str, Any], Size], P]
+
+    def read(self, path: Path) -> list[TuningTable[P]]:
+        """The tables in a file.  Raises EspalierError, naming the file, if it does not have the format of `write`."""
+        try:
+            return [self._table(entry) for entry in _content(path).get(self.entries, [])]
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise EspalierError(
+                f"{path} is no table of {self.words} ({error!r}): remove it, or write it again with espalier doctor "
+                "--tune"
+            ) from None
+
+    def write(self, path: Path, table: TuningTable[P]) -> None:
+        """Merge a table into a file.  The file keeps other tables, and sizes of the same table that are not in `table`.
+
+        Raises EspalierError.
+        """
+        tables = self.read(path) if path.exists() else []
+        known = {size: plan for old in tables if old.key == table.key for size, plan in old.plans.items()}
+        merged = [*(old for old in tables if old.key != table.key), replace(table, plans=known | dict(table.plans))]
+        content = _content(path) if path.exists() else {ALWAYS: []}
+        content[self.entries] = [self._entry(each) for each in merged]
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(_json(content), encoding="utf-8")
+        except OSError as error:
+            raise EspalierError(f"{path} cannot be written ({error.strerror}): choose another path") from None
+
+    def tables_of(self, key: Key, user_path: Path) -> list[tuple[Path, TuningTable[P]]]:
+        """The shipped and then the user's tables with this key.  The user's file need not exist."""
+        # pathlib's is_file raises if the user may not read the folder.
+        paths = [path for path in (SHIPPED, user_path) if os.path.isfile(path)]
+        return [(path, table) for path in paths for table in self.read(path) if table.key == key]
+
+    def _table(self, entry: dict[str, Any]) -> TuningTable[P]:
+        gpu = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
+        plans = {_size(name): self.decode(of_size, _size(name)) for name, of_size in entry[self.plans].items()}
+        # Some entries have no format; they were measured with dense weights.
+        return TuningTable(gpu, entry["dtype"], plans, entry["measured"], entry.get("format", DENSE))
+
+    def _entry(self, table: TuningTable[P]) -> dict[str, Any]:
+        plans = {f"{first}x{second}": self.encode(of_size) for (first, second), of_size in sorted(table.plans.items())}
+        key = {"chip": asdict(table.chip), "dtype": table.dtype, "format": table.format}
+        return key | {"measured": dict(table.measured), self.plans: plans}
+
+
+def own_file() -> Path:
+    """The path of the user's table; the file need not exist."""
+    # expanduser does not raise if the user has no home; pathlib's version does.
+    config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
+    return Path(os.environ.get(CHOICES_FILE) or f"{config}/espalier/choices.json")
+
+
+def require_buckets(buckets: Mapping[str, Any], bounds: Sequence[float], of: str) -> None:
+    """Raises ValueError unless the plans of a size are those of the buckets with these upper bounds."""
+    if list(buckets) != [str(bound) for bound in bounds]:
+        raise ValueError(f"the buckets of {of} must be {', '.join(map(str, bounds))}")
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """The file as JSON: lists of tables by the kind of layer."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or ALWAYS not in content:
+        raise ValueError(f"no JSON object with {ALWAYS!r}")
+    return content
+
+
+def _size(name: str) -> Size:
+    first, second = name.split("x")
+    return int(first), int(second)
+
+
+def _json(content: dict[str, Any]) -> str:
+    """JSON with one line per plan, so that the diff of a changed table is readable."""
+    text = json.dumps(content, indent=1)
+    return re.sub(r"\{[^{}]*\}", lambda innermost: " ".join(innermost.group().split()), text) + "\n"
