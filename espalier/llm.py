@@ -99,6 +99,8 @@ class LLM:
         with self._turn.postponing(), self._turn.lock:
             groups = self._requests(_as_list(prompts), params)
             requests = [request for group in groups for request in group]
+            for request in requests:
+                request.streamed = on_chunk is not None
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
             # Closed at once: whoever keeps an error of on_chunk would keep the requests running.
             with closing(self._run(requests)) as chunks:
@@ -119,6 +121,8 @@ class LLM:
             raise EspalierError("LLM.stream takes one prompt; for several use LLM.generate, or a stream for each")
         with self._turn.postponing(), self._turn.lock:
             [group] = self._requests([prompt], params)
+            for request in group:
+                request.streamed = True
         return self._run(group)
 
     def chat(

@@ -31,7 +31,7 @@ FACTS = Facts(
     num_layers=16,
     chip=None,
     threads=ThreadFacts(num_cores=4, current=4, from_environment=False),
-    mixture=None,
+    pass_weights=None,
 )
 HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], modules=1)
 TOKEN_BYTES = 17 * 2 * 128 * 4

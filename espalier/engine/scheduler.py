@@ -123,9 +123,7 @@ class Scheduler:
         if is_read:
             return not self._last_was_prefill
         left = sum(r.prefill_len - r.num_prefilled for r in prefilling)
-        if left >= self.layout.chunk_size:
-            return True
-        return self._idle_rows >= PASS_OVERHEAD_ROWS
+        return left >= self.layout.chunk_size or self._idle_rows >= PASS_OVERHEAD_ROWS
 
     def maskers_of(self, launch: Launch) -> Maskers:
         """The grammars of a staged round, once all launches before it are harvested.
@@ -285,7 +283,7 @@ class Scheduler:
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
-        waiting = len(self.running) - len(batch)
+        waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
         rows = PASS_OVERHEAD_ROWS + len(batch) * self.layout.at(len(batch)).num_draft_tokens
         self._idle_rows += rows * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
