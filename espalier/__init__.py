@@ -4,6 +4,8 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from espalier.cores import bound_spinning
+
 if TYPE_CHECKING:
     from espalier.config import EngineConfig, SpeculationConfig
     from espalier.errors import EspalierError
@@ -28,6 +30,8 @@ __all__ = [
     "__version__",
 ]
 
+
+bound_spinning()
 
 MODULES = {
     "LLM": "llm",

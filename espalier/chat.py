@@ -12,12 +12,12 @@ import json
 import re
 import secrets
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError, one_line, tokenizing
 
 # Some tokenizers do not declare their turn tokens as special; their names match this pattern.
 CONTROL = re.compile(r"<[|｜].*[|｜]>")
@@ -47,6 +47,28 @@ class ChatOptions(TypedDict, total=False):
 FLAGS = ("add_generation_prompt", "continue_final_message", "add_special_tokens", "allow_special_tokens_in_messages")
 
 
+class Rendering(NamedTuple):
+    """The arguments of one rendering of a chat template.  Plain values, which JSON keeps."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None
+    variables: dict[str, Any]
+
+
+# From texts of a template to token ids: it yields what is to be rendered and is sent the text.
+Steps = Generator[Rendering, str, list[int]]
+
+
+def finish(steps: Steps, render: Callable[[Rendering], str]) -> list[int]:
+    """What the steps return.  Raises EspalierError."""
+    try:
+        rendering = next(steps)
+        while True:
+            rendering = steps.send(render(rendering))
+    except StopIteration as end:
+        return list(end.value)
+
+
 class ChatTemplate:
     """The chat template of a Hugging Face tokenizer.  A tokenizer without one is allowed until `tokens` is called."""
 
@@ -69,8 +91,8 @@ class ChatTemplate:
         except Exception:  # the template cannot be parsed; a conversation says so
             return False
 
-    def tokens(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> list[int]:
-        """Token ids of a conversation.  check: called with the rendered text before tokenization.
+    def steps(self, messages: Messages, options: ChatOptions, check: Callable[[str], None] | None = None) -> Steps:
+        """To the token ids of a conversation.  check: called with the rendered text before tokenization.
 
         Raises EspalierError.
         """
@@ -79,9 +101,10 @@ class ChatTemplate:
         if any(message.get("tool_calls") for message in messages) and "tool_calls" not in self.text:
             raise EspalierError("messages with tool_calls need a chat template that reads them; leave them out")
         variables = self._variables(options)
-        tools, adds = options.get("tools"), bool(options.get("add_special_tokens"))
+        given = options.get("tools")
+        tools, adds = None if given is None else list(given), bool(options.get("add_special_tokens"))
         plain = [dict(message) for message in messages]
-        text, mark = self._render(plain, tools, variables), _random_digits()
+        text, mark = (yield Rendering(plain, tools, variables)), _random_digits()
         if check is not None:
             check(text)
         # Roles are not marked: some templates build special tokens from them.
@@ -91,7 +114,7 @@ class ChatTemplate:
         marked_tools = self.special.marked(tools, mark)
         if options.get("allow_special_tokens_in_messages") or (marked, marked_tools) == (plain, tools):
             return self._encode(text, adds)
-        prompt = self.special.without_marks(self._render(marked, marked_tools, variables), mark)
+        prompt = self.special.without_marks((yield Rendering(marked, marked_tools, variables)), mark)
         if prompt.names == self.special.names_in(text):
             return self._encode(text, adds)
         return self.special.encode(prompt, adds)
@@ -115,14 +138,19 @@ class ChatTemplate:
         generates = not continues if generates is None else generates
         return {**kwargs, "add_generation_prompt": generates, "continue_final_message": continues}
 
-    def _render(self, messages: Messages, tools: Any, variables: Mapping[str, Any]) -> str:
+    def render(self, rendering: Rendering) -> str:
+        """Raises EspalierError."""
+        messages, tools, variables = rendering
         try:
             return str(self.hf.apply_chat_template(messages, tools=tools or None, tokenize=False, **variables))
+        except MemoryError:
+            raise
         except Exception as error:  # a template may raise anything
             raise _refused(error) from None
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        with tokenizing():
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def _check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Refuse parameters of transformers' function, and names that the template does not read.
@@ -229,7 +257,8 @@ class SpecialTokens:
             done = end
         text = "".join([*parts, prompt.text[done:]])
         # Unlike `encode`, encode_batch releases the GIL.
-        [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        with tokenizing():
+            [encoded] = renamed.backend.encode_batch([text], add_special_tokens=add_special_tokens)
         return list(encoded.ids)
 
     @cached_property
@@ -301,8 +330,9 @@ def require_template(text: str, what: str) -> None:
 @lru_cache(4)
 def _variables_of(template: str) -> set[str]:
     """The variables that a chat template reads and does not set."""
-    from jinja2 import Environment, meta
+    from jinja2 import Environment, meta, nodes
     from jinja2.ext import Extension
+    from jinja2.visitor import NodeTransformer
 
     class Generation(Extension):
         """The {% generation %} tag of transformers, around assistant messages."""
@@ -313,5 +343,11 @@ def _variables_of(template: str) -> set[str]:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
+    class WithoutConstants(NodeTransformer):
+        """Jinja computes expressions of constants as it compiles, and 'a' * 10**10 takes all memory."""
+
+        def visit_Const(self, node: nodes.Const) -> nodes.Node:
+            return nodes.ContextReference()
+
     environment = Environment(extensions=("jinja2.ext.loopcontrols", Generation))
-    return meta.find_undeclared_variables(environment.parse(template))
+    return meta.find_undeclared_variables(WithoutConstants().visit(environment.parse(template)))

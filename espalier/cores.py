@@ -1,10 +1,33 @@
-"""The CPU cores that this process may use."""
+"""The CPU cores that this process may use, how its threads wait for each other, and the share of a thread."""
 
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 CPUS = Path("/sys/devices/system/cpu")
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
+# A tenth of the share of others.  With the lowest, a thread could hold the GIL for long while it waits for a core.
+LOW_PRIORITY = 10
+
+
+# What GNU's OpenMP, which PyTorch's threads come from, reads when it is loaded.
+SPIN_COUNT = "GOMP_SPINCOUNT"
+WAIT_POLICY = "OMP_WAIT_POLICY"
+# Some microseconds.  By default a thread spins for milliseconds before it sleeps, on a core that the thread which it
+# waits for may need: on shared cores, two threads are then many times slower than one (docs/log.md).
+SPINS = "1000"
+
+
+def bound_spinning() -> None:
+    """Let PyTorch's threads sleep soon where they wait, unless the user says how they wait, or PyTorch is loaded."""
+    if "torch" not in sys.modules and not waits_shortly():
+        os.environ[SPIN_COUNT] = SPINS
+
+
+def waits_shortly() -> bool:
+    """Whether it was said how threads wait, by the user or by `bound_spinning`."""
+    return SPIN_COUNT in os.environ or WAIT_POLICY in os.environ
 
 
 def available_cores() -> int:
@@ -15,6 +38,13 @@ def available_cores() -> int:
 def physical_cores() -> int:
     """Number of physical cores, limited by the affinity mask and the cgroup's quota; at least 1."""
     return max(1, min(len({_siblings(core) for core in _affinity()}), _quota()))
+
+
+def lower_priority(native_id: int) -> None:
+    """Give a thread a small share where others want the core.  Only Linux has priorities of threads."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, native_id, LOW_PRIORITY)
 
 
 def _affinity() -> set[int]:

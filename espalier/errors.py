@@ -100,6 +100,18 @@ def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
+@contextmanager
+def tokenizing() -> Iterator[None]:
+    """Turn what the tokenizers library raises when a match takes too long, no Exception, into an EspalierError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        why = " ".join(str(error).split())[:MAX_SHOWN]
+        raise EspalierError(f"the text cannot be tokenized ({why}); give token ids, or another text") from None
+
+
 def one_line(error: Exception) -> str:
     """Another library's error in one line of at most 200 characters."""
     text = " ".join(str(error).split())

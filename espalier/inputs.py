@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Unpack
 
-from espalier.chat import ChatOptions
+from espalier.chat import ChatOptions, Steps, finish
 from espalier.errors import EspalierError, prompt_too_long, require_text, shown, too_little_room, unknown_name
 from espalier.grammar.check import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
@@ -92,17 +92,21 @@ class InputProcessor:
         if self.bound.exceeds(text, self.facts.max_context - 1):
             raise prompt_too_long(f"{len(text)} characters", self.facts.max_context, self.facts.max_position)
 
-    def chat(
+    def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
+        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
+        return finish(self.chat_steps(messages, **options), self.text_of("a conversation").render)
+
+    def chat_steps(
         self, messages: Messages, check: Callable[[str], None] | None = None, **options: Unpack[ChatOptions]
-    ) -> list[int]:
-        """Token ids of a conversation (chat.ChatOptions).  check: called with the rendered text before tokenization.
+    ) -> Steps:
+        """To the token ids of a conversation (chat.ChatOptions).  check: called with the rendered text.
 
         Raises EspalierError.
         """
         _check_messages(messages)
         if options.get("allow_special_tokens_in_messages") is None:
             options["allow_special_tokens_in_messages"] = self.allow_special_tokens_in_messages
-        return self.text_of("a conversation").chat(messages, check=check, **options)
+        return self.text_of("a conversation").chat_steps(messages, check=check, **options)
 
     def conversation(
         self, messages: Messages, params: SamplingParams | None, **options: Unpack[ConversationOptions]

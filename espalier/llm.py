@@ -15,14 +15,16 @@ from typing import Any, Unpack
 from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
+from espalier.engine.mask_threads import MAX_ABANDONED
 from espalier.errors import EspalierError, frames_cleared, refuses_unknown_keywords, require_fields, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
 from espalier.layout import TreeShape
-from espalier.masking.compile import CompiledGrammar, GrammarCompiler
+from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
+from espalier.startup.cpu_costs import warn_of_cpu_costs
 from espalier.startup.generation_config import end_tokens, generation_config
 from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
 from espalier.stats import SpeculationStats
@@ -63,6 +65,7 @@ class LLM:
     def _load(self, prepared: "Prepared") -> None:
         _plant_fault(prepared.config.plant_fault)
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
+        warn_of_cpu_costs(prepared.config, prepared.resolved, prepared.checkpoint)
         with frames_cleared():
             self._use(*build_engine(prepared.resolved, prepared.checkpoint, num_pages), prepared.inputs)
 
@@ -196,6 +199,10 @@ class LLM:
         if grammar is None:
             return None
         assert self.grammars is not None, "a model without a tokenizer refuses grammars"
+        if self.engine.num_abandoned_grammars >= MAX_ABANDONED:
+            refused: Future[CompiledGrammar] = Future()
+            refused.set_exception(CompilerBusy("grammars of earlier requests take too long to end; retry later"))
+            return refused
         return self.grammars.submit(grammar)
 
     def group(
@@ -206,11 +213,12 @@ class LLM:
         priority: int = 0,
         detokenize: bool = True,
         grammar: CompiledGrammar | None = None,
+        client: str = "",
     ) -> list[Request]:
         """The n requests of one prompt, not queued.  Requests 1 to n - 1 wait until the first has cached the prompt.
 
         name: prefix of their ids, by default the prompt's number; detokenize: whether chunks have text; grammar:
-        `params.grammar`, compiled.
+        `params.grammar`, compiled; client: whose requests take turns with those of others.
         """
         number = self._num_requests
         self._num_requests += 1
@@ -230,6 +238,7 @@ class LLM:
                 masker=None if grammar is None else _masker(grammar, params),
                 index=i,
                 after=group[0] if group else None,
+                client=client,
             )
             group.append(request)
         return group

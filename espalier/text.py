@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
-from espalier.chat import ChatOptions, ChatTemplate
-from espalier.errors import EspalierError, one_line
+from espalier.chat import ChatOptions, ChatTemplate, Rendering, Steps, finish
+from espalier.errors import tokenizing
+from espalier.tokenizer_files import hugging_face_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 INCOMPLETE = "\ufffd"
@@ -24,10 +25,6 @@ INCOMPLETE = "\ufffd"
 MAX_TOKENS_PER_CHARACTER = 4
 CONTEXT_TOKENS = 6
 MAX_CONTEXT_TOKENS = 32
-# Transformers has no tokenizer class of its own for these model types, and takes the one that tokenizer_config.json
-# names.  Of the classes, these add nothing to tokenizer.json.
-PLAIN_MODEL_TYPES = ("llama", "gpt_oss")
-PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 log = logging.getLogger("espalier")
 
 BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -64,7 +61,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.  add_special_tokens: add the tokenizer's special tokens, such as BOS."""
-        return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
+        with tokenizing():
+            return list(self.hf.encode(text, add_special_tokens=add_special_tokens))
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of tokens, spaces unchanged.  Special tokens are skipped, or written as their names."""
@@ -117,17 +115,25 @@ class Tokenizer:
         """Whether the chat template reads a variable."""
         return self._template.reads(variable)
 
-    def chat(
+    def chat_steps(
         self,
         messages: Sequence[Mapping[str, Any]],
         check: Callable[[str], None] | None = None,
         **options: Unpack[ChatOptions],
-    ) -> list[int]:
-        """Token ids of a conversation (chat.ChatOptions).  check: called with the rendered text before tokenization.
+    ) -> Steps:
+        """To the token ids of a conversation (chat.ChatOptions).  check: called with the rendered text.
 
         Raises EspalierError.
         """
-        return self._template.tokens(messages, options, check)
+        return self._template.steps(messages, options, check)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Unpack[ChatOptions]) -> list[int]:
+        """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""
+        return finish(self.chat_steps(messages, **options), self.render)
+
+    def render(self, rendering: Rendering) -> str:
+        """The chat template's text.  Raises EspalierError."""
+        return self._template.render(rendering)
 
     def sink(
         self,
@@ -177,14 +183,8 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
     if not any((path / name).exists() for name in TOKENIZER_FILES):
         log.info("%s has no tokenizer: prompts must be token ids, and outputs have no text", path)
         return None
-    try:
-        hf = tokenizer_class(path).from_pretrained(str(path), local_files_only=True)
-        tokenizer = Tokenizer(hf)
-    except Exception as error:  # transformers raises many types
-        raise EspalierError(
-            f"the tokenizer in {path} cannot be loaded ({one_line(error)}); "
-            "restore its files, or remove them and use token ids as prompts"
-        ) from None
+    hf = hugging_face_tokenizer(path)
+    tokenizer = Tokenizer(hf)
     # Prompts are held to max_context.  transformers would print a warning of its own about a long one.
     hf.model_max_length = sys.maxsize
     if tokenizer.size > vocab_size:
@@ -195,32 +195,6 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
             vocab_size,
         )
     return tokenizer
-
-
-def tokenizer_class(path: Path) -> Any:
-    """The class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
-
-    AutoTokenizer takes two seconds to import, most of it PyTorch's compiler.  Where it is known to choose
-    PreTrainedTokenizerFast, only that class is imported.
-    """
-    declared = _fields(path / "tokenizer_config.json")
-    is_plain = declared.get("tokenizer_class") in PLAIN_CLASSES and "auto_map" not in declared
-    if is_plain and _fields(path / "config.json").get("model_type") in PLAIN_MODEL_TYPES:
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    """Of a JSON file; none if it cannot be read."""
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
 
 
 def _byte_alphabet() -> dict[str, int]:

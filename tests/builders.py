@@ -86,7 +86,7 @@ def add_kv_scales(target: Path) -> None:
     for layer in range(config["num_hidden_layers"]):
         for i, name in enumerate("kv"):
             count = heads if layer else 1
-            scale = 0.02 * (1 + 0.37 * layer + 0.11 * i + 0.05 * torch.arange(count))
+            scale = 0.02 * (1 + 0.37 * layer + 0.11 * i + 2.5 * torch.arange(count))
             weights[f"model.layers.{layer}.self_attn.{name}_scale"] = scale.view(-1, 1, 1) if layer else scale
     save_file(weights, target / "model.safetensors")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import LatentKV, LayerSpec
-from espalier.kernels.layers.latent import LatentForm
+from espalier.kernels.ops.rope import LatentForm
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models import CausalLM, DraftModel
 from espalier.models.layers.linear import Linear

@@ -16,14 +16,13 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from espalier.errors import EspalierError
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.text import (
-    PLAIN_MODEL_TYPES,
     ByteDetokenizer,
     Detokenizer,
     TextStream,
     Tokenizer,
     load_tokenizer,
-    tokenizer_class,
 )
+from espalier.tokenizer_files import PLAIN_MODEL_TYPES, tokenizer_class
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("a", "b"), ("Ã", "©")]
@@ -330,7 +329,6 @@ def test_a_plain_tokenizer_is_of_the_class_that_transformers_chooses(model_type,
     [
         ({"model_type": "qwen2"}, PLAIN),
         ({"model_type": "llama"}, {"tokenizer_class": "LlamaTokenizerFast"}),
-        ({"model_type": "llama"}, {**PLAIN, "auto_map": {"AutoTokenizer": [None, "own.Tokenizer"]}}),
         ({"model_type": "llama"}, []),
         ([], PLAIN),
     ],

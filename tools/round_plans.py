@@ -27,9 +27,9 @@ from espalier.bench.synthetic_models import recipe_of
 from espalier.engine.cuda import CudaExecutor, Graph
 from espalier.engine.launch_input import of_dummies
 from espalier.errors import EspalierError
-from espalier.kernels.layers import linear_quantised, quantised_candidates
-from espalier.kernels.layers.hopper_products import takes_format
-from espalier.kernels.layers.linear import LinearPlan, TritonPlan, candidates
+from espalier.kernels.hopper.plans import takes_format
+from espalier.kernels.layers import linear_quantised, quantised_candidates, quantised_plans
+from espalier.kernels.layers.linear_plans import LinearPlan, TritonPlan, candidates
 from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.runtime.launch import Chip, chip
@@ -70,7 +70,7 @@ def chosen(plans: Plans, rows: int, met: dict[Product, Met] | None = None) -> It
     def choose(weight: Matrix, count: int, plan: Any, is_gated: bool = False) -> Any:
         if count != rows:
             return plan
-        kind = linear_quantised.tuning_name(weight) if isinstance(weight, QuantisedMatrix) else DENSE
+        kind = quantised_plans.tuning_name(weight) if isinstance(weight, QuantisedMatrix) else DENSE
         product = kind, weight.shape[0], weight.shape[1]
         if met is not None:
             met[product] = Met(plan, weight, is_gated)

@@ -18,7 +18,7 @@ from torch import Tensor
 from espalier.bench.timing import Stopwatch
 from espalier.kernels.layers import experts
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.ops.experts import Routing
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP

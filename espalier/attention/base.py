@@ -17,9 +17,7 @@ from espalier.attention.support import Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.attention.ancestor_bits import bits_up_to, seen_rows
-from espalier.kernels.attention.merge import merge
-from espalier.kernels.attention.rows import Staged
-from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention
+from espalier.kernels.ops.attention import NoPrefix, Staged, merge, staged_attention
 from espalier.kernels.state.kv_scales import KVScales
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from espalier.attention.base import Attention, Nodes, Prefix
 from espalier.attention.grouped import GroupedBackend
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec
-from espalier.kernels.layers.rope import Rotation
+from espalier.kernels.ops.rope import Rotation
 
 
 class Rope(Hashable, Protocol):

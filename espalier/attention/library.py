@@ -19,7 +19,7 @@ from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.attention.merge import merge
+from espalier.kernels.ops.attention import merge
 
 LN_2 = log(2)
 

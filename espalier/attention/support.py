@@ -9,8 +9,8 @@ import torch
 
 from espalier.cache.layer_spec import Keeps, KeptRows, KVHeads, LatentKV, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_quantised import FP8_CAPABILITY
 from espalier.kernels.layers.quantised import FP8
+from espalier.kernels.layers.quantised_plans import FP8_CAPABILITY
 from espalier.layout import MAX_PAGE_SIZE
 
 

@@ -14,17 +14,21 @@ from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
-from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
-from espalier.kernels.attention.latent_attention import MAX_ROW_SIZE, MAX_V_SIZE, latent_attention_triton
-from espalier.kernels.attention.merge_splits import PartialResults
-from espalier.kernels.attention.rows import Committed, Inputs, Staged
-from espalier.kernels.attention.tree_attention import (
+from espalier.kernels.attention.choose import uses_contiguous_blocks
+from espalier.kernels.ops.attention import (
     DTYPES,
     MAX_HEAD_SIZE,
-    tree_attention_triton,
-    uses_contiguous_blocks,
+    MAX_ROW_SIZE,
+    MAX_V_SIZE,
+    Committed,
+    Inputs,
+    PartialResults,
+    Staged,
+    count_contiguous_blocks,
+    latent_attention,
+    tree_attention,
 )
+from espalier.kernels.ops.kv_splits import KVSplitPolicy, KVSplits, kv_splits
 
 
 class TritonAttention(Attention):
@@ -52,8 +56,8 @@ class TritonAttention(Attention):
             if sink is not None:
                 raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
             partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec)
-            return latent_attention_triton(inputs, partials)
-        return tree_attention_triton(
+            return latent_attention.triton(inputs, partials)
+        return tree_attention.triton(
             inputs, self._partials(splits, spec), contiguous=self._contiguous_blocks(spec, inputs)
         )
 
@@ -74,8 +78,8 @@ class TritonAttention(Attention):
             batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.rows.v_size, _is_wide_latent(spec)
         )
         if window is None:
-            return self.prefix.shared(policy, partial(kv_splits_triton, self.prefix.length, self.prefix.first, policy))
-        return kv_splits_triton(self.prefix.length, self.prefix.first, policy, self.nodes.positions, window)
+            return self.prefix.shared(policy, partial(kv_splits.triton, self.prefix.length, self.prefix.first, policy))
+        return kv_splits.triton(self.prefix.length, self.prefix.first, policy, self.nodes.positions, window)
 
     def _contiguous_blocks(self, spec: LayerSpec, inputs: Inputs) -> Tensor | None:
         """Counts of contiguous blocks, kept in the prefix; None where the kernel does not use them."""

@@ -6,12 +6,14 @@ and of /health, with streams running and idle.
 
 import asyncio
 import json
+import tempfile
 import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from espalier.bench.server import NAME, serving
@@ -29,13 +31,25 @@ STREAM = {"model": NAME, "prompt": "def f(x):\n", "max_tokens": 64, "ignore_eos"
 
 @dataclass(frozen=True)
 class Attack:
-    """`count` POST requests of one body at once.  half_closed: each sends FIN after its body and goes on reading."""
+    """`count` POST requests of one body at once.
+
+    half_closed: each sends FIN after its body and goes on reading; sent: the whole request in place of path and body;
+    is_held: nothing is expected, the connections stay open.
+    """
 
     name: str
     count: int
-    path: str
-    body: Callable[[], Mapping[str, Any]]
+    path: str = ""
+    body: Callable[[], Mapping[str, Any]] = dict
     half_closed: bool = False
+    sent: Callable[[], bytes] | None = None
+    is_held: bool = False
+
+    def request(self) -> bytes:
+        if self.sent is not None:
+            return self.sent()
+        head = b"" if self.half_closed else b"connection: close\r\n"
+        return _request(self.path, json.dumps(self.body(), separators=(",", ":")).encode(), head)
 
 
 def _text(megabytes: int = 4) -> str:
@@ -46,6 +60,32 @@ def _text(megabytes: int = 4) -> str:
 def _parts() -> dict[str, Any]:
     part = {"type": "text", "text": "a"}
     return {"model": NAME, "messages": [{"role": "user", "content": [part] * 100_000}]}
+
+
+def _form(charset: str) -> bytes:
+    """An upload with a field of 300 KB in this charset."""
+    field = b'--B\r\ncontent-disposition: form-data; name="purpose"\r\n\r\n-' + b"b" * 300_000 + b"\r\n--B--\r\n"
+    head = f"POST /v1/files HTTP/1.1\r\nhost: bad\r\nconnection: close\r\ncontent-length: {len(field)}\r\n"
+    return f"{head}content-type: multipart/form-data; boundary=B; charset={charset}\r\n\r\n".encode() + field
+
+
+def _offer() -> bytes:
+    """What the HttpClient of the JDK sends to an http:// address."""
+    offer = b"connection: Upgrade, HTTP2-Settings, close\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+    return _request("/v1/completions", json.dumps(SHORT).encode(), offer)
+
+
+HEAD = b"POST /tokenize HTTP/1.1\r\nhost: bad\r\nconnection: close\r\n"
+# For the attack that bears this word.
+TEMPLATE = (
+    "{% if 'forever' in messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}{{ messages[0].content }}"
+)
+
+
+def _ambiguous(root: str) -> dict[str, Any]:
+    """A request whose grammar reads a text s in a number of ways that grows with its length."""
+    return SHORT | {"max_tokens": 400, "guided_grammar": f'root ::= {root}\ns ::= s s | s s s | [ -~] | ""'}
 
 
 ATTACKS = (
@@ -61,7 +101,27 @@ ATTACKS = (
         "/v1/completions",
         lambda: SHORT | {"logit_bias": {str(i): 1 for i in range(250_000)}},
     ),
+    Attack("ambiguous grammar", 3, "/v1/completions", lambda: _ambiguous("s")),
+    # Refused nowhere, because it begins with more tokens than are tried.
+    Attack("grammar ambiguous later", 3, "/v1/completions", lambda: _ambiguous(r'[\x02]{200} s "\x01"')),
     Attack("half-closed posts", 8, "/v1/completions", lambda: SHORT | {"max_tokens": 8}, half_closed=True),
+    Attack("form in punycode", 3, sent=lambda: _form("punycode")),
+    Attack("form in unicode_escape", 3, sent=lambda: _form("unicode_escape")),
+    Attack("head of 10,000 lines", 8, sent=lambda: HEAD + b"a: b\r\n" * 10_000 + b"\r\n"),
+    Attack("content-length of 5,000 digits", 8, sent=lambda: HEAD + b"content-length: %b\r\n\r\n" % (b"0" * 5000)),
+    Attack(
+        "500,000 chunks of one byte",
+        3,
+        sent=lambda: HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 500_000 + b"0\r\n\r\n",
+    ),
+    Attack("offers of h2c", 8, sent=_offer),
+    Attack(
+        "chat template without end",
+        3,
+        "/v1/chat/completions",
+        lambda: {"model": NAME, "max_tokens": 1, "messages": [{"role": "user", "content": "forever"}]},
+    ),
+    Attack("idle connections", 600, is_held=True),
 )
 
 
@@ -89,7 +149,7 @@ class AttackResult:
 def run(args: Namespace, settings: dict[str, Any]) -> int:
     """Print the waits.  1 if a bad request got no response."""
     # A slot for each stream, one for the short request, and one for each bad request at once.
-    most = max(attack.count for attack in ATTACKS)
+    most = max(attack.count for attack in ATTACKS if not attack.is_held)
     results = bad_host(with_minimum(settings, {"max_batch": STREAMS + 1 + most}, max_batch=STREAMS + 1))
     write_json(args.json, {"bad_host": [asdict(result) for result in results]})
     rows = [["longest wait, ms", f"beside {STREAMS} streams:", "", "", "idle:", "", ""]]
@@ -115,21 +175,27 @@ def bad_host(
     settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, streams: int = STREAMS
 ) -> list[AttackResult]:
     """Measure each kind on the same server, with `streams` streams and with none."""
-    with serving(settings) as server:
-        return asyncio.run(_all(server.port, attacks, streams))
+    with tempfile.TemporaryDirectory() as folder:
+        template = Path(folder, "template.jinja")
+        template.write_text(TEMPLATE)
+        flags = "--batch-dir", str(Path(folder, "batches")), "--chat-template", str(template)
+        with serving(settings, *flags) as server:
+            return asyncio.run(_all(server.port, attacks, streams))
 
 
 async def _all(port: int, attacks: Sequence[Attack], streams: int) -> list[AttackResult]:
     results = []
     for attack in attacks:
-        head = b"" if attack.half_closed else b"connection: close\r\n"
-        data = _request(attack.path, json.dumps(attack.body(), separators=(",", ":")).encode(), head)
+        data = attack.request()
         result, statuses = AttackResult(attack.name, attack.count), Counter[int]()
         for waits, number in ((result.busy, streams), (result.idle, 0)):
             async with _measuring(port, waits, number):
                 end = asyncio.create_task(asyncio.sleep(WATCH_S))
-                sent = (_post(port, data, attack.half_closed) for _ in range(attack.count))
-                statuses.update(await asyncio.gather(*sent))
+                if attack.is_held:
+                    await asyncio.gather(*(_hold(port, end) for _ in range(attack.count)))
+                else:
+                    sent = (_post(port, data, attack.half_closed) for _ in range(attack.count))
+                    statuses.update(await asyncio.gather(*sent))
                 await end
         result.answers = dict(sorted(statuses.items()))
         results.append(result)
@@ -198,6 +264,14 @@ async def _repeat(port: int, data: bytes, waits: Waits, name: str) -> None:
         if status != 200:
             raise EspalierError(f"{name} got status {status} during the bad requests; read the server's log")
         await asyncio.sleep(0.02)
+
+
+async def _hold(port: int, end: asyncio.Future[None]) -> None:
+    """Keep a connection open until the end, if the server does."""
+    with suppress(OSError):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.wait({end})
+        writer.close()
 
 
 async def _post(port: int, data: bytes, half_closed: bool = False) -> int:

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from espalier.bench.expert_product import ChainInputs, LayerExperts
 from espalier.bench.linears import RoutedExperts, Run, Shape
-from espalier.kernels.layers.experts import grouped_experts
-from espalier.kernels.layers.experts_shared import SharedExperts
-from espalier.kernels.layers.linear_quantised import linear_quantised
 from espalier.kernels.layers.linear_tuning import DENSE
-from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
+from espalier.kernels.ops.experts import SharedExperts, grouped_experts
+from espalier.kernels.ops.linear import linear_quantised, quantise_rows
 from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.experts import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS

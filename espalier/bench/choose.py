@@ -66,7 +66,10 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
         raise EspalierError(f"--context={written(args.context)} is not supported with --choose; use one")
     _refuse_unused(settings)
     context, longest = args.context[0], args.context[0] + args.tokens
-    settings = without_table(with_minimum(settings, {"max_context": longest + 1}, max_context=longest))
+    largest = {"max_batch": max(args.batch)} if args.batch else {}
+    settings = without_table(
+        with_minimum(settings, {"max_context": longest + 1, **largest}, max_context=longest, **largest)
+    )
     made = engines_with(args, settings)
     require_positions(made.positions, longest, f"--context {context}", f"--tokens {args.tokens}")
     with made.open() as bench:
@@ -80,7 +83,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
             lengths = predicted_accept_lengths(args.accept_length, configured, shapes, is_block)
         source = "measured" if lengths is None else f"predicted from {args.accept_length} of {configured}"
         stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
-        runs = Runs.of(bench, context, args.tokens, args.repeats)
+        runs = Runs.of(bench, args.batch or (), context, args.tokens, args.repeats)
         with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
             timed = measure(bench.engine, config.graph_batch, runs, shapes, lengths, advance)
     by_batch = table(timed)
@@ -160,10 +163,18 @@ class Runs:
     repeats: int
 
     @classmethod
-    def of(cls, bench: BenchEngine, context: int, num_tokens: int, repeats: int) -> "Runs":
-        """Prompts of `context` tokens for every bucket.  A CPU pads no rounds, and takes the buckets of a GPU."""
+    def of(cls, bench: BenchEngine, batches: Sequence[int], context: int, num_tokens: int, repeats: int) -> "Runs":
+        """Prompts of `context` tokens for these batches, or every bucket.  A CPU takes the buckets of a GPU.
+
+        Raises EspalierError for a batch that is no bucket.
+        """
         buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.max_batch)
-        return cls({batch: bench.prompts([context] * batch) for batch in buckets}, num_tokens, repeats)
+        if other := [batch for batch in batches if batch not in buckets]:
+            raise EspalierError(
+                f"--batch={other[0]} is not measured by --choose, as rounds are padded; use some of {written(buckets)}"
+            )
+        chosen = sorted(set(batches)) or buckets
+        return cls({batch: bench.prompts([context] * batch) for batch in chosen}, num_tokens, repeats)
 
 
 def measure(

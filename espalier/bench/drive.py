@@ -199,19 +199,28 @@ def heldout() -> list[dict[str, str]]:
 
 
 def texts(llm: LLM, count: int | None = None) -> list[tuple[list[int], list[int]]]:
-    """(prompt, reference) tokens of the first `count` held-out texts, None: of all.  A model without a tokenizer gets
-    random tokens.  Raises EspalierError if there are fewer texts than `count`."""
+    """(prompt, reference) of the first `count` held-out texts, None: of all.  Together they are the tokens of the text.
+
+    A model without a tokenizer gets random tokens.  Raises EspalierError if there are fewer texts than `count`.
+    """
     if llm.tokenizer is not None:
         if count is not None and count > len(heldout()):
             raise EspalierError(f"--prompts={count} is not supported; there are {len(heldout())} held-out texts")
-        encoded = [
-            (llm.tokenizer.encode(entry["prompt"]), llm.tokenizer.encode(entry["prompt"] + entry["reference"]))
-            for entry in heldout()[:count]
-        ]
-        return [(prompt, whole[len(prompt) :]) for prompt, whole in encoded]
+        return [parts_of(llm.tokenizer.encode, entry["prompt"], entry["reference"]) for entry in heldout()[:count]]
     generator = torch.Generator().manual_seed(0)
     draw = torch.randint(0, llm.model_config.vocab_size, (count or RANDOM_TEXTS, 192), generator=generator).tolist()
     return [(tokens[:128], tokens[128:]) for tokens in draw]
+
+
+def parts_of(encode: Callable[[str], list[int]], prompt: str, reference: str) -> tuple[list[int], list[int]]:
+    """The tokens of a text in two parts.  The first are those that the prompt alone begins with too, at least one.
+
+    A tokenizer may have a token across the border, so the prompt's own tokens may not be the first of the text's.
+    """
+    alone, whole = encode(prompt), encode(prompt + reference)
+    shared = next((i for i, (one, other) in enumerate(zip(alone, whole, strict=False)) if one != other), len(alone))
+    border = min(max(shared, 1), len(whole) - 1)
+    return whole[:border], whole[border:]
 
 
 def contexts(llm: LLM, batch: int, length: int) -> list[list[int]]:

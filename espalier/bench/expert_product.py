@@ -11,10 +11,10 @@ from torch import Tensor
 
 from espalier.bench.linears import RoutedExperts
 from espalier.bench.timing import Stopwatch
-from espalier.kernels.layers.activation import SILU, Activation
-from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix, grouped_experts_triton
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, grouped_experts
 from espalier.models.quantisers import QUANTISERS
 
 # Limits of the number of calls in a chain.
@@ -149,6 +149,6 @@ class ExpertProduct:
     def _chain(self, calls: ChainInputs) -> Callable[[], None]:
         def body() -> None:
             for ids in calls.ids:
-                grouped_experts_triton(calls.x, self.gate_up, self.down, ids, calls.weights)
+                grouped_experts.triton(calls.x, self.gate_up, self.down, ids, calls.weights)
 
         return body

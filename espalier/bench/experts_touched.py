@@ -9,7 +9,7 @@ from torch import Tensor
 
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
-from espalier.kernels.layers.routing import route
+from espalier.kernels.ops.experts import route
 from espalier.models.layers.experts import MixtureMLP, RoutedRows
 
 

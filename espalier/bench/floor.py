@@ -23,10 +23,9 @@ from espalier.bench.chains import Matrix, Weights, plain
 from espalier.bench.linears import ModelShape, Run, shape_named
 from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
 from espalier.config import FP8_KV, is_open
-from espalier.kernels.layers.linear import linear
-from espalier.kernels.layers.linear_quantised import linear_quantised
 from espalier.kernels.layers.linear_tuning import DENSE, plans_for
 from espalier.kernels.layers.quantised import Rows
+from espalier.kernels.ops.linear import linear, linear_quantised
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.flags import positive_numbers
 from espalier.terminal.machine import require_gpu

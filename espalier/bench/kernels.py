@@ -21,10 +21,10 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.attention.contiguous_blocks import count_contiguous_blocks
-from espalier.kernels.attention.kv_splits import kv_splits_triton
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import FP8
+from espalier.kernels.ops.attention import count_contiguous_blocks
+from espalier.kernels.ops.kv_splits import kv_splits
 from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
 from espalier.terminal.flags import written
@@ -232,7 +232,7 @@ def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
     counts_blocks = (policy, count_contiguous_blocks) in prefix.planned
 
     def plan() -> None:
-        splits = kv_splits_triton(prefix.length, prefix.first, policy)
+        splits = kv_splits.triton(prefix.length, prefix.first, policy)
         if counts_blocks:
             count_contiguous_blocks(splits, prefix.page_table, pages.page_size, prefix.first)
 

@@ -15,11 +15,11 @@ from espalier.bench.chains import Matrix, Weights
 from espalier.bench.expert_product import ExpertProduct, stored_experts
 from espalier.bench.linears import ModelShape, Shape, shape_named
 from espalier.bench.timing import Stopwatch
-from espalier.kernels.layers.linear import linear, linear_gated
-from espalier.kernels.layers.linear_quantised import linear_quantised, linear_quantised_gated, plan_of
 from espalier.kernels.layers.linear_tuning import DENSE, plans_for
 from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised_plans import plan_of
 from espalier.kernels.layers.scaled_product import is_scaled_product
+from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
 from espalier.models.quantisers import QUANTISERS, find_quantiser
 from espalier.terminal.console import QUIET, print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.flags import positive_numbers
@@ -78,7 +78,7 @@ def layer_times(
     for run in {(run.name, run.shape): run for run in shape.target_pass(1)}.values():
         if run.heads > 1 or "router" in run.name or run.name[-4:] == "gate" or run.name == "lm_head":
             continue
-        if weights != DENSE and run.shape[1] % QUANTISERS[weights].columns:
+        if weights != DENSE and run.shape[1] % QUANTISERS[weights].groups[0]:
             continue
         first = made.drawn(run.shape, weights)
         copies = [first, *(made.drawn(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]

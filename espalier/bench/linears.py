@@ -6,10 +6,10 @@ chains.py runs them on a GPU.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from espalier.kernels.layers.activation import SILU, Activation
 from espalier.kernels.layers.experts_plan import ExpertsShape
-from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS
 from espalier.kernels.layers.linear_tuning import DENSE
+from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.models.block_config import EDGE_PARTS, BlockConfig, EdgeKind
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig

@@ -2,30 +2,30 @@
 
 A model without a tokenizer cannot read that: the text is what the original itself continues random tokens with.
 
-Both read the same tokens and report the 20 likeliest tokens at each position.  Agreement is the share of positions with
-the same likeliest token.  KL is computed over the tokens that both report, and all others count as one token.  This is
-a lower bound of the KL over the whole vocabulary, and close to it, because the other tokens have little probability.
+Both read the same tokens.  Agreement is the share of positions with the same likeliest token; KL is that of the
+distributions over the whole vocabulary.  For this the hidden states of the original are kept, with its head.
 
 Accept lengths are those of the tree at every batch, also where an engine would choose plain decoding for its speed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, log
+from math import exp
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from espalier.bench.choose import without_table
-from espalier.bench.drive import drive, texts
+from espalier.bench.drive import drive, rebuilt, texts
 from espalier.errors import EspalierError
-from espalier.limits import MAX_LOGPROBS
 from espalier.llm import LLM
-from espalier.logprobs import TokenLogprob
 from espalier.request import SamplingParams
 
-# Lower probabilities count as this one.
-MIN_PROBABILITY = 1e-12
 # Tokens of a text of the original's own.
 OWN_TOKENS = 256
+# Rows whose distributions are compared at once.
+ROWS = 256
 
 # (prompt, text after it), as token ids.
 Texts = list[tuple[list[int], list[int]]]
@@ -47,13 +47,57 @@ class Accuracy:
 
 
 @dataclass(frozen=True)
-class ModelReports:
-    """What one model reports of each text, and its accept length."""
+class ModelRun:
+    """What one model made of the texts.
+
+    hidden: of each text the final hidden states [positions, H] before the tokens that are counted, on the CPU;
+    following: these tokens; logits: the model's head, without the model.
+    """
 
     texts: Texts
     is_own_text: bool
-    reports: list[list[TokenLogprob]]
+    hidden: list[Tensor]
+    following: list[Tensor]
+    logits: Callable[[Tensor], Tensor]
     accept_length: float | None
+
+    def logprobs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """(log-probabilities [ROWS, V], following tokens [ROWS]) of some positions at a time, on the model's device."""
+        for hidden, following in zip(self.hidden, self.following, strict=True):
+            for rows, tokens in zip(hidden.split(ROWS), following.split(ROWS), strict=True):
+                logits = self.logits(rows)
+                yield logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1), tokens
+
+
+class HiddenRecorder:
+    """A target that keeps the hidden states whose logits a prompt's report needs.  One request runs at a time."""
+
+    def __init__(self, model: Any):
+        self.model = model
+        self._launch: list[Tensor] = []
+        self._kept: list[Tensor] = []
+
+    def __call__(self, *args: Any) -> Any:
+        self._end_launch()
+        return self.model(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self._launch.append(hidden.flatten(0, -2))
+        return self.model.logits(hidden)
+
+    def _end_launch(self) -> None:
+        # The last of a launch are those that the next token is sampled from.
+        self._kept += self._launch[:-1]
+        self._launch = []
+
+    def take(self) -> Tensor:
+        """The rows [positions, H] since the last take."""
+        self._end_launch()
+        kept, self._kept = self._kept, []
+        return torch.cat(kept)
 
 
 def compare(
@@ -64,25 +108,35 @@ def compare(
     num_tokens: int,
     advance: Callable[[], None],
 ) -> Accuracy:
-    """settings: of both engines, with the draft.  num_tokens: generated from each prompt for the accept length."""
+    """settings: of both engines, with the draft.  num_tokens: generated from each prompt for the accept length.
+
+    advance: called after each text of both.
+    """
     settings = without_table(settings)
-    first = _run(model, settings, num_texts, num_tokens, None)
-    advance()
-    second = _run(quantised, settings, num_texts, num_tokens, first.texts)
-    advance()
-    texts_of_both = zip(first.reports, second.reports, strict=True)
-    pairs = [pair for ours, theirs in texts_of_both for pair in zip(ours, theirs, strict=True)]
+    first = _run(model, settings, num_texts, num_tokens, None, advance)
+    second = _run(quantised, settings, num_texts, num_tokens, first, advance)
     lengths = None
     if first.accept_length is not None and second.accept_length is not None:
         lengths = (first.accept_length, second.accept_length)
-    return Accuracy(
-        positions=len(pairs),
-        agreement=sum(one.top[0][0] == other.top[0][0] for one, other in pairs) / len(pairs),
-        kl=sum(kl_divergence(one.top, other.top) for one, other in pairs) / len(pairs),
-        perplexity=(_perplexity([one for one, _ in pairs]), _perplexity([other for _, other in pairs])),
-        accept_length=lengths,
-        is_own_text=first.is_own_text,
-    )
+    positions, agreement, kl, *losses = _means(first, second)
+    perplexity = exp(losses[0]), exp(losses[1])
+    return Accuracy(int(positions), agreement, kl, perplexity, lengths, first.is_own_text)
+
+
+def _means(first: ModelRun, second: ModelRun) -> list[float]:
+    """The number of positions, then means over them: agreement, KL, and the loss of both on the text."""
+    totals = torch.zeros(5, dtype=torch.float64)
+    for (ours, tokens), (theirs, _) in zip(first.logprobs(), second.logprobs(), strict=True):
+        agrees = (ours.argmax(-1) == theirs.argmax(-1)).sum()
+        losses = [-each.gather(-1, tokens[:, None].to(each.device)).sum() for each in (ours, theirs)]
+        sums = torch.stack([agrees, kl_divergence(ours, theirs).sum(), *losses]).cpu().double()
+        totals += torch.cat([torch.tensor([float(len(tokens))], dtype=torch.float64), sums])
+    return [float(totals[0]), *(totals[1:] / totals[0]).tolist()]
+
+
+def kl_divergence(first: Tensor, second: Tensor) -> Tensor:
+    """KL(first || second) in nats, of log-probabilities [.., V] over the vocabulary: [..]."""
+    return torch.where(first.isneginf(), 0.0, first.exp() * (first - second)).sum(-1)
 
 
 def accept_lengths(
@@ -105,25 +159,43 @@ def accept_lengths(
     return found[0], found[1]
 
 
-def _run(model: str, settings: Mapping[str, Any], num_texts: int, num_tokens: int, given: Texts | None) -> ModelReports:
+def _run(
+    model: str,
+    settings: Mapping[str, Any],
+    num_texts: int,
+    num_tokens: int,
+    first: ModelRun | None,
+    advance: Callable[[], None],
+) -> ModelRun:
+    """first: of the original, whose texts the copy reads too."""
     with LLM(model, **settings) as llm:
         is_own_text = llm.tokenizer is None
-        pairs = given or (_own_texts if is_own_text else texts)(llm, num_texts)
+        pairs = (_own_texts if is_own_text else texts)(llm, num_texts) if first is None else first.texts
+        accept_length = None
+        if llm.config.steps and llm.config.draft is not None:
+            accept_length = _accept_length(llm, [prompt for prompt, _ in pairs], num_tokens)
         limit = llm.config.max_context - 1
-        whole = [(prompt + reference)[:limit] for prompt, reference in pairs]
-        params = SamplingParams(max_tokens=0, prompt_logprobs=MAX_LOGPROBS)
-        outputs = llm.generate(whole, params)
-        reports = []
-        for output, (prompt, _) in zip(outputs, pairs, strict=True):
-            if output.error is not None or output.prompt_logprobs is None:
-                raise EspalierError(f"{model}: a text failed ({output.error})")
+        recorder = HiddenRecorder(llm.engine.executor.runner.target)
+        llm.engine = rebuilt(llm.engine, 0, target=recorder)
+        hidden, following = [], []
+        for prompt, reference in pairs:
             # Random tokens are no text.
-            counted = output.prompt_logprobs[len(prompt) if is_own_text else 0 :]
-            reports.append([entry for entry in counted if entry is not None])
-        if not llm.config.steps or llm.config.draft is None:
-            return ModelReports(pairs, is_own_text, reports, None)
-        accept_length = _accept_length(llm, [prompt for prompt, _ in pairs], num_tokens)
-        return ModelReports(pairs, is_own_text, reports, accept_length)
+            begin = len(prompt) if is_own_text else 1
+            whole = (prompt + reference)[:limit]
+            hidden.append(_hidden_states(llm, recorder, whole)[begin - 1 :].cpu())
+            following.append(torch.tensor(whole[begin:]))
+            advance()
+        head, device = recorder.model.head, torch.device(llm.config.device)
+    return ModelRun(pairs, is_own_text, hidden, following, lambda rows: head(rows.to(device)), accept_length)
+
+
+def _hidden_states(llm: LLM, recorder: HiddenRecorder, tokens: list[int]) -> Tensor:
+    """[len(tokens) - 1, H]: the final hidden states of a text, without its last.  Raises EspalierError."""
+    [request] = drive(llm.engine, [tokens], SamplingParams(max_tokens=0, prompt_logprobs=0)).requests
+    rows = recorder.take()
+    if request.error is not None or len(rows) != len(tokens) - 1:
+        raise EspalierError(f"{llm.config.model}: a text failed ({request.error})")
+    return rows
 
 
 def _accept_length(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> float:
@@ -136,16 +208,3 @@ def _own_texts(llm: LLM, count: int) -> Texts:
     prompts = [prompt for prompt, _ in texts(llm, count)]
     greedy = SamplingParams(temperature=0.0, max_tokens=OWN_TOKENS, top_k=0, top_p=1.0)
     return [(prompt, output.token_ids) for prompt, output in zip(prompts, llm.generate(prompts, greedy), strict=True)]
-
-
-def kl_divergence(first: Sequence[tuple[int, float]], second: Sequence[tuple[int, float]]) -> float:
-    """KL(first || second) in nats, over the tokens that both report and one token for all others."""
-    theirs = dict(second)
-    shared = [(exp(logprob), exp(theirs[token])) for token, logprob in first if token in theirs]
-    shared.append((1 - sum(p for p, _ in shared), 1 - sum(q for _, q in shared)))
-    clipped = [(max(p, MIN_PROBABILITY), max(q, MIN_PROBABILITY)) for p, q in shared]
-    return max(sum(p * log(p / q) for p, q in clipped), 0.0)
-
-
-def _perplexity(entries: Sequence[TokenLogprob]) -> float:
-    return exp(-sum(entry.logprob for entry in entries) / len(entries))

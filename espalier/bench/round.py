@@ -30,7 +30,7 @@ FLAGS_BY_MODE = MappingProxyType(
     {
         "figures": ("plot",),
         "choose": (
-            *("context", "tokens", "repeats", "out", "candidates", "shape", *SHAPE_FLAGS),
+            *("batch", "context", "tokens", "repeats", "out", "candidates", "shape", *SHAPE_FLAGS),
             *("page_size", "json"),
         ),
         "shape": (
@@ -92,7 +92,8 @@ def _is_given(value: Any) -> bool:
 def _fill_in(args: Namespace, settings: dict[str, Any], mode: str | None) -> None:
     """Set the defaults of the flags that were not given, and check all of them.  Raises EspalierError."""
     for name, value in DEFAULTS.items():
-        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+        measures_all = mode == "choose" and name == "batch"
+        setattr(args, name, value if getattr(args, name) is None and not measures_all else getattr(args, name))
     require_at_least_one(args, *DEFAULTS)
     if args.tokens < 2 and mode != "memory":
         raise EspalierError(f"--tokens={args.tokens} is not supported: the first comes of no round; use 2 or more")

@@ -19,7 +19,7 @@ from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_tuning import DENSE
-from espalier.kernels.tree.select_paths import MAX_STEPS
+from espalier.kernels.ops.drafts import MAX_STEPS
 from espalier.layout import LaunchForm, RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES

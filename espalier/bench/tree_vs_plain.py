@@ -127,7 +127,9 @@ def _transformers(llm: LLM) -> Callable[[Sequence[Sequence[int]], int], float]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(llm.config.model, dtype=getattr(torch, llm.config.dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        llm.config.model, dtype=getattr(torch, llm.config.dtype), trust_remote_code=False, local_files_only=True
+    )
     model = model.to(llm.config.device).eval()
     model.generation_config.eos_token_id = None
 

@@ -30,16 +30,8 @@ from espalier.bench.timing import Stopwatch
 from espalier.bench.tune_experts import versions
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
-from espalier.kernels.layers import experts_tuning, linear_quantised, quantised_candidates
-from espalier.kernels.layers.linear import (
-    LibraryPlan,
-    LinearPlan,
-    TritonPlan,
-    candidates,
-    linear,
-    linear_gated,
-    linear_parts,
-)
+from espalier.kernels.layers import experts_tuning, quantised_candidates, quantised_plans
+from espalier.kernels.layers.linear_plans import LibraryPlan, LinearPlan, TritonPlan, candidates
 from espalier.kernels.layers.linear_tuning import (
     DENSE,
     ROWS_BUCKETS,
@@ -50,8 +42,16 @@ from espalier.kernels.layers.linear_tuning import (
     read,
     write,
 )
-from espalier.kernels.layers.norm import add_rms_norm
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
+from espalier.kernels.ops.linear import (
+    linear,
+    linear_gated,
+    linear_parts,
+    linear_quantised,
+    linear_quantised_gated,
+    linear_quantised_parts,
+)
+from espalier.kernels.ops.norm import add_rms_norm
 from espalier.kernels.runtime.launch import chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.models.mtp_config import MTPConfig
@@ -202,7 +202,7 @@ def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:
     """Of a format for stacked experts: those of dense layers, as `espalier bench linears` multiplies them."""
     if weights == DENSE or not QUANTISERS[weights].experts:
         return model.shapes(weights)
-    columns = QUANTISERS[weights].columns
+    columns = QUANTISERS[weights].groups[0]
     runs = (run for run in model.target_pass(1)[:-1] if run.heads == 1 and run.shape[1] % columns == 0)
     return tuple(dict.fromkeys(run.shape for run in runs))
 
@@ -269,7 +269,7 @@ class Tuner:
             return DENSE
         any_matrix = self.weights.drawn((LEAST_SIDE, LEAST_SIDE), self.of_format)
         assert isinstance(any_matrix, QuantisedMatrix)
-        return linear_quantised.tuning_name(any_matrix)
+        return quantised_plans.tuning_name(any_matrix)
 
     def alone(self, shapes: Sequence[Shape], rows: int) -> dict[Cell, Measured]:
         """Measure every shape in a bucket; none of those for which no time is left."""
@@ -371,12 +371,12 @@ def _product(x: Rows, weight: Matrix, plan: LinearPlan, gated: bool = False, par
     if not isinstance(weight, QuantisedMatrix):
         assert isinstance(x, Tensor)
         return (linear_gated if gated else linear_parts if parts else linear)(x, weight, None, plan)
-    own = plan if isinstance(plan, TritonPlan) else linear_quantised.rule_of(weight, x)
+    own = plan if isinstance(plan, TritonPlan) else quantised_plans.rule_of(weight, x)
     if gated:
-        return linear_quantised.linear_quantised_gated_triton(x, weight, None, own)
+        return linear_quantised_gated(x, weight, None, own)
     if parts:
-        return linear_quantised.linear_quantised_parts_triton(x, weight, None, own)
-    return linear_quantised.linear_quantised_triton(x, weight, None, own)
+        return linear_quantised_parts(x, weight, None, own)
+    return linear_quantised(x, weight, None, own)
 
 
 def _chain(x: Tensor, weights: Sequence[Matrix], plan: LinearPlan, calls: int) -> Callable[[], None]:

@@ -17,7 +17,6 @@ from espalier.bench.expert_product import ChainInputs, random_experts
 from espalier.bench.linears import ModelShape
 from espalier.bench.timing import Stopwatch
 from espalier.errors import EspalierError
-from espalier.kernels.layers.experts import down_triton, gated_triton, grouped_experts_triton
 from espalier.kernels.layers.experts_plan import (
     ROWS_OF_BUCKET,
     ExpertsPlan,
@@ -26,8 +25,8 @@ from espalier.kernels.layers.experts_plan import (
     candidates,
     rule,
 )
-from espalier.kernels.layers.experts_tiles import tiles_of
 from espalier.kernels.layers.experts_tuning import ExpertsTable, write
+from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.kernels.runtime.precompile import precompile
 from espalier.terminal.console import print_header, print_table, progress, stdout
@@ -117,6 +116,9 @@ class ExpertsTuner:
         self, calls: Sequence[ChainInputs], tile_rows: int, matrices: int, plans: Sequence[ProductPlan], weight: Tensor
     ) -> dict[ProductPlan, list[float]]:
         """µs of one product at each row count, without the sort.  matrices: 2 for gate and up, 1 for down."""
+        from espalier.kernels.layers.experts import down_triton, gated_triton
+        from espalier.kernels.layers.experts_tiles import tiles_of
+
         tiles = {each: [tiles_of(ids, None, each.shape.num_experts, tile_rows) for ids in each.ids] for each in calls}
 
         def chain(each: ChainInputs, plan: ProductPlan, num_calls: int) -> Callable[[], None]:
@@ -141,7 +143,7 @@ class ExpertsTuner:
         def chain(each: ChainInputs, plan: ExpertsPlan, num_calls: int) -> Callable[[], None]:
             def body() -> None:
                 for ids in each.ids[:num_calls]:
-                    grouped_experts_triton(each.x, gate_up, down, ids, each.weights, plan=plan)
+                    grouped_experts.triton(each.x, gate_up, down, ids, each.weights, plan=plan)
 
             return body
 

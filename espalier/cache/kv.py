@@ -14,9 +14,8 @@ from torch import Tensor
 from espalier.cache.layer_spec import LayerSpec, RecurrentState, groups_of
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.state.commit import commit_rows
+from espalier.kernels.ops.state import commit_rows, page_rows
 from espalier.kernels.state.kv_scales import KVScales
-from espalier.kernels.state.page_rows import page_rows
 from espalier.layout import RoundLayout
 
 

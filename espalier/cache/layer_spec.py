@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.latent import LatentForm, write_latents
-from espalier.kernels.layers.rope import HeadNorms, Rotation, rotate_and_store
+from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents
 from espalier.kernels.state.kv_scales import KVScales
 
 # (heads, size) of one row of a plane.

@@ -2,10 +2,12 @@
 
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from rich.text import Text
 
 from espalier.bench import quantised
 from espalier.bench.drive import heldout
@@ -14,20 +16,29 @@ from espalier.errors import EspalierError
 from espalier.llm import prepare
 from espalier.models.draft import draft_verifier
 from espalier.models.quantise import QuantiseReport, quantise
-from espalier.models.quantisers import GROUP
+from espalier.models.quantisers import GROUPS
 from espalier.models.weights import shards_of
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device
-from espalier.terminal.console import print_table, progress, require_writable, write_json
+from espalier.terminal.console import QUIET, print_table, progress, require_writable, stderr, write_json
 
 # Tokens generated from each prompt for the accept length.
 GENERATED = 64
 OWN_TEXT = ", of the original's own text: it has no tokenizer"
 
 Rows = list[list[str]]
-# Compares the copy with the original: (results for --json, rows of the table).  Takes what it calls after each of both.
-Comparison = Callable[[Callable[[], None]], tuple[dict[str, Any], Rows]]
+Compare = Callable[[Callable[[], None]], tuple[dict[str, Any], Rows]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """run: compares the copy with the original: (results for --json, rows of the table).  It takes what it calls after
+    each of its steps.  what: it reads, for the user."""
+
+    run: Compare
+    steps: int
+    what: str
 
 
 def run(args: Namespace) -> int:
@@ -50,13 +61,28 @@ def run(args: Namespace) -> int:
     results: dict[str, Any] = {"seconds": seconds, **asdict(written)}
     rows = _rows_of(written, seconds)
     if compare is not None:
-        with progress("comparing", 2) as advance:
-            found, more = compare(advance)
+        found, more = _compared(compare, args.out)
         results |= found
         rows += more
     write_json(args.json, results)
     print_table(rows)
     return 0
+
+
+def _compared(compare: Comparison, out: Path) -> tuple[dict[str, Any], Rows]:
+    """The results of the comparison.  It may take longer than the copy, so the user is told what stands."""
+    whole = f"{out} is whole"
+    stderr().print(
+        Text(f"{whole}; comparing it with the original on {compare.what} (--texts 0 leaves this out)", QUIET)
+    )
+    try:
+        with progress("comparing", compare.steps) as advance:
+            return compare.run(advance)
+    except KeyboardInterrupt:
+        stderr().print(f"espalier: the comparison is left out; {whole}")
+        raise
+    except EspalierError as error:
+        raise EspalierError(f"{whole}, but the comparison failed: {error}") from None
 
 
 def _of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
@@ -72,7 +98,7 @@ def _of_target(args: Namespace, settings: dict[str, Any]) -> Comparison | None:
         accuracy = quantised.compare(args.model, str(args.out), settings, args.texts, GENERATED, advance)
         return {"accuracy": asdict(accuracy)}, _rows_of_accuracy(accuracy)
 
-    return compare
+    return Comparison(compare, 2 * args.texts, f"{args.texts} texts")
 
 
 def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparison | None:
@@ -95,7 +121,7 @@ def _of_draft(args: Namespace, path: Path, settings: dict[str, Any]) -> Comparis
         lengths = quantised.accept_lengths(target, drafts, settings, args.texts, GENERATED, advance)
         return {"accuracy": {"accept_length": lengths}}, [_row_of_lengths(lengths)]
 
-    return compare
+    return Comparison(compare, 2, f"{args.texts} prompts")
 
 
 def _require_engine(config: EngineConfig) -> None:
@@ -113,8 +139,12 @@ def _rows_of(written: QuantiseReport, seconds: float) -> Rows:
         ["size", f"{written.written_bytes / 1e9:.3f} GB, {share:.0%} of the original"],
         ["time", f"{seconds:.1f} s"],
     ]
+    for group, count in written.small_groups.items():
+        rows.append([f"in groups of {group}", f"{count}: {GROUPS[0]} does not divide their columns"])
     if written.dense:
-        rows.append(["not quantised", f"{len(written.dense)}: columns no multiple of {GROUP}, as {written.dense[0]}"])
+        rows.append(
+            ["not quantised", f"{len(written.dense)}: columns no multiple of {GROUPS[-1]}, as {written.dense[0]}"]
+        )
     return rows
 
 
@@ -123,7 +153,7 @@ def _rows_of_accuracy(accuracy: quantised.Accuracy) -> Rows:
     rows = [
         ["positions compared", f"{accuracy.positions}{OWN_TEXT if accuracy.is_own_text else ''}"],
         ["same likeliest token", f"{accuracy.agreement:.2%}"],
-        ["KL, nats", f"{accuracy.kl:.5f}"],
+        ["KL over the vocabulary, nats", f"{accuracy.kl:.5f}"],
         ["perplexity", f"{before:.3f} -> {after:.3f}"],
     ]
     return rows if accuracy.accept_length is None else [*rows, _row_of_lengths(accuracy.accept_length)]

@@ -17,7 +17,7 @@ from espalier.terminal.flags import (
     add_engine_flags,
     add_key_flag,
     add_shape_flags,
-    api_key,
+    api_keys,
     engine_settings,
     flag_of,
     refuse_shape_flags,
@@ -118,7 +118,7 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument(
         "--served-model-name", action="append", metavar="X", help="the model's name in the API; may be repeated (MODEL)"
     )
-    add_key_flag(http, "bearer token that clients must send")
+    add_key_flag(http, "bearer token that clients must send; may be repeated, one for each client", several=True)
     http.add_argument(
         "--cors-origin", action="append", metavar="X", help="origin whose pages may call the server; may be repeated"
     )
@@ -192,6 +192,7 @@ def run(args: Namespace) -> int:
         raise EspalierError("--host is empty; give an address, such as 127.0.0.1, or 0.0.0.0 for all, or leave it out")
     if args.batch_dir is None:
         _refuse_beside(args, ("max_file_bytes",), "is for --batch-dir; give that too, or leave it out")
+    keys = api_keys(args)
     settings, name = _shape(args) if args.shape is not None else _model(args)
     # With "auto" and a draft, the name is that of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
@@ -210,11 +211,12 @@ def run(args: Namespace) -> int:
         ),
         front=front_options(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),
         api=ApiOptions(
-            api_key(args),
+            keys[0] if keys else None,
             args.cors_origin or (),
             args.max_body_bytes,
             args.body_timeout or None,
             args.max_file_bytes or ApiOptions.max_file_bytes,
+            keys[1:],
         ),
         batch_dir=args.batch_dir,
     )

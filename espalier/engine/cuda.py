@@ -33,8 +33,8 @@ from espalier.engine.launch_input import ALL_SAMPLING, LaunchInput, RequestResul
 from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
 from espalier.engine.results import Results, read, read_trees
 from espalier.errors import EspalierError
+from espalier.kernels.ops.sampling import rows_of
 from espalier.kernels.runtime.precompile import precompile
-from espalier.kernels.sampling.logprobs import rows_of
 from espalier.layout import ROUNDS_IN_FLIGHT, LaunchForm, bucket_of
 from espalier.speculate.round import ModelRunner, RoundOutput
 

@@ -177,6 +177,11 @@ class Engine:
         return self.scheduler.has_work
 
     @property
+    def num_abandoned_grammars(self) -> int:
+        """Grammars that took too long, and still hold a thread (mask_threads.py)."""
+        return self.scheduler.masks.threads.num_abandoned
+
+    @property
     def totals(self) -> SpeculationStats:
         return self.scheduler.totals
 
@@ -193,8 +198,8 @@ class Engine:
         if self.stopped is None:
             self.stopped = "the engine is closed; make another LLM"
         self.in_flight.forget()
-        self.scheduler.masks.close()
         try:
-            self.executor.close()
+            self.executor.close()  # a launch in flight may still ask for masks
         finally:
+            self.scheduler.masks.close()
             self.executor = ClosedExecutor()

@@ -19,7 +19,7 @@ from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
 from espalier.engine.results import Results, read, read_trees
 from espalier.errors import EspalierError
-from espalier.kernels.sampling.logprobs import rows_of
+from espalier.kernels.ops.sampling import rows_of
 from espalier.layout import LaunchForm
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide

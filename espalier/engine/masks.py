@@ -1,14 +1,19 @@
-"""What grammars bring to a launch: masks of prompts, of trees' nodes, and the guide for the draft."""
+"""What grammars bring to a launch: masks of prompts, of trees' nodes, and the guide for the draft.
 
+A grammar whose masks take too long (mask_threads.py) allows no token from then on, so its request ends.
+"""
+
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 from torch import Tensor
 
-from espalier.cores import available_cores
-from espalier.grammar.token_masker import TokenMasker
+from espalier.engine.mask_threads import GRAMMAR_S, TOO_SLOW, MaskThreads
+from espalier.grammar.token_masker import KnownNext, TokenMasker
 from espalier.layout import ANCESTOR_BITS
 from espalier.request import Request
 from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
@@ -16,8 +21,15 @@ from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 Trees = list[tuple[list[int], list[int]]]
 # Of each row of a batch; None for a row that is free.
 Maskers = Sequence[TokenMasker | None]
-# Threads that walk trees at once.  A walk releases the GIL.
-MAX_THREADS = 8
+NO_TOKEN_LEFT = (
+    "the grammar leaves no token that may follow the output so far: this model's tokens cannot spell what it asks for; "
+    "change the grammar"
+)
+TOOK_TOO_LONG = (
+    f"the grammar took more than {GRAMMAR_S:g} s to find the tokens that may follow the output so far; write it so "
+    "that each text can be read in one way only, or make it smaller"
+)
+NOTHING_KNOWN = KnownNext([], None)
 
 
 @dataclass(frozen=True)
@@ -82,33 +94,37 @@ AskRows = Callable[[Tensor, Tensor], BeamRows]
 
 
 class MaskBuilder:
-    """Asks the requests' maskers (TokenMasker), several at once.
+    """Asks the requests' maskers (TokenMasker) in threads, because an answer may never come.
 
     steps: levels of the largest tree.
     tells_forced, tells_mask: whether the draft is told which tokens are forced, and which are allowed; tells_deeper:
     whether it may ask the same at deeper levels (of_beams).  False exists to measure what each brings.
+    too_slow: maskers whose answer took too long.  They are never asked again.
     """
 
     def __init__(self, vocab_size: int, steps: int):
         self.tells_forced = self.tells_mask = self.tells_deeper = True
         self.num_words = mask_words(vocab_size)
         self.steps = steps
-        self._threads: ThreadPoolExecutor | None = None
+        self.threads = MaskThreads()
+        self.too_slow: WeakSet[TokenMasker] = WeakSet()
+        # Processor time of each in this round, and half of that before.
+        self._used_s: WeakKeyDictionary[TokenMasker, float] = WeakKeyDictionary()
 
     def of_nodes(self, maskers: Maskers, trees: Trees) -> RowMasks:
         """The tokens that may follow each node of each tree."""
         rows = _masked(maskers)
         masks = np.full((len(rows), len(trees[0][0]), self.num_words), ALL_ALLOWED, dtype=np.int32)
 
-        def fill(place: int) -> None:
-            masker = maskers[rows[place]]
-            assert masker is not None
+        def fill(place: int, masker: TokenMasker) -> None:
             masker.node_masks(*trees[rows[place]], masks[place])
 
-        if len(rows) == 1:
-            fill(0)
-        elif rows:
-            list(self._pool().map(fill, range(len(rows))))
+        answers = self._ask([maskers[row] for row in rows], fill, at_once=True)
+        slow = [place for place, answer in enumerate(answers) if answer is TOO_SLOW]
+        if slow:
+            # A copy, because an abandoned thread may still write.
+            masks = masks.copy()
+            masks[slow] = 0
         return RowMasks(rows, masks)
 
     def of_prompts(self, batch: Sequence[Request]) -> np.ndarray | None:
@@ -116,22 +132,27 @@ class MaskBuilder:
 
         Only where the whole prompt is launched is a token picked.
         """
-        picking = (r.masker if r.num_prefilled >= r.prefill_len and not r.output else None for r in batch)
-        masks = {row: masker.root_mask()[None] for row, masker in enumerate(picking) if masker is not None}
-        return RowMasks(tuple(masks), np.stack([*masks.values()])).whole(len(batch)) if masks else None
+        picking = [r.masker if r.num_prefilled >= r.prefill_len and not r.output else None for r in batch]
+        rows = _masked(picking)
+        if not rows:
+            return None
+        answers = self._ask([picking[row] for row in rows], lambda _, masker: masker.root_mask(), at_once=True)
+        masks = [np.zeros(self.num_words, np.int32) if mask is TOO_SLOW else mask for mask in answers]
+        return RowMasks(rows, np.stack(masks)[:, None]).whole(len(batch))
 
     def guide(self, maskers: Maskers) -> GuideRows | None:
         """What is known before a tree is drafted; None without a tree or a grammar."""
         rows = _masked(maskers)
+        self._begin_round(maskers)
         if not rows or not self.steps:
             return None
         forced = np.full((len(rows), self.steps), -1, dtype=np.int64)
         masks = np.full((len(rows), self.num_words), ALL_ALLOWED, dtype=np.int32)
         levels = np.zeros(len(rows), dtype=np.int64)
-        for place, row in enumerate(rows):
-            masker = maskers[row]
-            assert masker is not None
-            known = masker.known_next(self.steps if self.tells_forced else 0)
+        most = self.steps if self.tells_forced else 0
+        answers = self._ask([maskers[row] for row in rows], lambda _, masker: masker.known_next(most))
+        for place, answer in enumerate(answers):
+            known = NOTHING_KNOWN if answer is TOO_SLOW else answer
             forced[place, : len(known.forced)] = known.forced
             if known.mask is not None and self.tells_mask:
                 masks[place], levels[place] = known.mask, len(known.forced) + 1
@@ -145,13 +166,15 @@ class MaskBuilder:
             np.full((len(rows), beams), -1, dtype=np.int64),
             np.full((len(rows), beams, self.num_words), ALL_ALLOWED, dtype=np.int32),
         )
+
+        def masks_of(place: int, masker: TokenMasker) -> list[np.ndarray | None]:
+            drafted, bits = tokens[rows[place]].tolist(), ancestor_bits[rows[place]].tolist()
+            return [masker.mask_after([t for e, t in enumerate(drafted) if _has_bit(words, e)]) for words in bits]
+
         if self.tells_deeper:
-            for place, row in enumerate(rows):
-                masker, drafted = maskers[row], tokens[row].tolist()
-                assert masker is not None
-                for beam, words in enumerate(ancestor_bits[row].tolist()):
-                    path = [token for e, token in enumerate(drafted) if _has_bit(words, e)]
-                    self._tell(found, place, beam, masker.mask_after(path))
+            for place, answer in enumerate(self._ask([maskers[row] for row in rows], masks_of)):
+                for beam, mask in enumerate(() if answer is TOO_SLOW else answer):
+                    self._tell(found, place, beam, mask)
         return found
 
     def _tell(self, found: BeamRows, place: int, beam: int, mask: np.ndarray | None) -> None:
@@ -162,15 +185,46 @@ class MaskBuilder:
         only = only_token(mask) if self.tells_forced else None
         found.forced[place, beam] = -1 if only is None else only
 
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(min(available_cores(), MAX_THREADS), "espalier-masks")
-        return self._threads
+    def why_no_token(self, masker: TokenMasker) -> str | None:
+        """Why the grammar allows no token; None if it allows one."""
+        [is_stuck] = self._ask([masker], lambda _, masker: masker.is_stuck)
+        if is_stuck is TOO_SLOW:
+            return TOOK_TOO_LONG
+        return NO_TOKEN_LEFT if is_stuck else None
+
+    def _ask(
+        self, maskers: Maskers, question: Callable[[int, TokenMasker], Any], *, at_once: bool = False
+    ) -> list[Any]:
+        """question(place, masker) of each; TOO_SLOW of those that took too long, now or before.
+
+        at_once: as in MaskThreads.run.
+        """
+
+        def ask(place: int) -> Any:
+            masker = maskers[place]
+            assert masker is not None
+            if masker in self.too_slow or limits_s[place] <= 0:
+                return TOO_SLOW
+            begun = time.thread_time()
+            answer = question(place, masker)
+            self._used_s[masker] = self._used_s.get(masker, 0.0) + time.thread_time() - begun
+            return answer
+
+        used_s = [0.0 if masker is None else self._used_s.get(masker, 0.0) for masker in maskers]
+        limits_s = [self.threads.limit_s - used for used in used_s]
+        answers = self.threads.run(ask, len(maskers), at_once=at_once, limits_s=limits_s)
+        slow = (masker for masker, answer in zip(maskers, answers, strict=True) if answer is TOO_SLOW)
+        self.too_slow.update(masker for masker in slow if masker is not None)
+        return answers
+
+    def _begin_round(self, maskers: Maskers) -> None:
+        for masker in maskers:
+            if masker is not None and masker in self._used_s:
+                self._used_s[masker] /= 2
 
     def close(self) -> None:
         """End the threads."""
-        if self._threads is not None:
-            self._threads.shutdown()
+        self.threads.close()
 
 
 def _masked(maskers: Maskers) -> tuple[int, ...]:

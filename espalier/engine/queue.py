@@ -1,6 +1,11 @@
-"""The queue of waiting requests: by priority, then by arrival."""
+"""The queue of waiting requests: by priority, then in turns by client, each client's by arrival.
 
-from collections.abc import Iterator
+A client's turn follows the last one that it had, or begins at the one that is served when it comes.  So a client with
+a thousand requests and one with two are served alternately (start-time fair queueing).  With one client the order is
+that of arrival.
+"""
+
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -11,58 +16,157 @@ FEW = 4
 
 
 class Entry(NamedTuple):
-    """number: counts the entries, so that requests with equal places leave in the order of arrival."""
+    """number: counts the entries, so that requests with equal arrivals leave in the order in which they came."""
 
-    place: tuple[int, int]
+    arrival: int
     number: int
     request: Request
 
 
+class Line:
+    """One client's requests of one priority.  turn: of its next request; num_waiting: entries that are valid."""
+
+    def __init__(self, turn: int):
+        self.turn = turn
+        self.num_waiting = 0
+        self.heap: list[Entry] = []
+
+
+# The line of requests that had a slot before.  They go first, and take nobody's turn.
+RETURNED = None
+
+
+class Turns:
+    """The requests of one priority.  now: the turn of the last request that left for a slot.
+
+    is_valid: whether an entry still waits; others are dropped when found.
+    """
+
+    def __init__(self, is_valid: Callable[[Entry], bool]):
+        self.is_valid = is_valid
+        self.now = 0
+        self._lines: dict[str | None, Line] = {}
+        self._next: Line | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(line.num_waiting for line in self._lines.values())
+
+    def add(self, entry: Entry) -> None:
+        client = _client_of(entry.request)
+        line = self._lines.get(client)
+        if line is None:
+            line = self._lines[client] = Line(self.now if client is not RETURNED else -1)
+        line.num_waiting += 1
+        heappush(line.heap, entry)
+        self._next = None
+
+    def first(self) -> Entry | None:
+        if self._next is None:
+            waiting = []
+            for client, line in list(self._lines.items()):
+                while line.heap and not self.is_valid(line.heap[0]):
+                    heappop(line.heap)
+                if line.heap:
+                    waiting.append((line.turn, line.heap[0], line))
+                elif line.turn <= self.now:
+                    # If it comes again, it begins at `now` in any case.
+                    del self._lines[client]
+            if not waiting:
+                return None
+            self._next = min(waiting)[2]
+        return self._next.heap[0]
+
+    def pop(self, ends_turn: bool) -> Entry:
+        """Remove what `first` returned.  ends_turn: it leaves for a slot."""
+        line = self._next
+        assert line is not None
+        entry = heappop(line.heap)
+        line.num_waiting -= 1
+        if ends_turn and line.turn >= 0:
+            self.now = line.turn
+            line.turn += 1
+        self._next = None
+        return entry
+
+    def remove(self, request: Request) -> None:
+        """Count an entry that is no longer valid."""
+        line = self._lines[_client_of(request)]
+        line.num_waiting -= 1
+        # Removed entries behind requests that never end would stay for good.
+        if len(line.heap) > 2 * line.num_waiting + FEW:
+            line.heap = list(filter(self.is_valid, line.heap))
+            heapify(line.heap)
+        self._next = None
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for line in self._lines.values() for entry in line.heap if self.is_valid(entry))
+
+
+def _client_of(request: Request) -> str | None:
+    return RETURNED if request.generation else request.client
+
+
 class WaitingQueue:
-    """A heap.  add and take cost O(log n), remove costs O(1) on average."""
+    """Heaps.  add costs O(log n), take O(log n + clients), remove O(1) on average."""
 
     def __init__(self) -> None:
-        self._heap: list[Entry] = []
-        # The valid entry of each request.  A heap entry with another number was removed, and is dropped when found.
+        self._turns: dict[int, Turns] = {}
+        # The valid entry of each request.  An entry with another number was removed.
         self._numbers: dict[Request, int] = {}
         self._next_number = 0
 
     def add(self, request: Request) -> None:
-        self.put_back(Entry(request.place, self._next_number, request))
+        self.put_back(Entry(request.arrival, self._next_number, request))
         self._next_number += 1
 
     def first(self) -> Request | None:
-        while self._heap:
-            entry = self._heap[0]
-            if self._numbers.get(entry.request) == entry.number:
-                return entry.request
-            heappop(self._heap)
-        return None
+        entry = None if not self._numbers else self._turns[self._best].first()
+        return None if entry is None else entry.request
 
     def take(self) -> Entry:
-        """Remove and return the entry whose request `first` returned."""
-        entry = heappop(self._heap)
-        del self._numbers[entry.request]
-        return entry
+        """Remove and return the entry whose request `first` returned: it gets a slot."""
+        return self._leave(True)
+
+    def set_aside(self) -> Entry:
+        """The same for an entry that is put back."""
+        return self._leave(False)
 
     def put_back(self, entry: Entry) -> None:
-        """Return a taken entry to its old place in the queue."""
+        """Return an entry that was set aside to its old place in the queue."""
         self._numbers[entry.request] = entry.number
-        heappush(self._heap, entry)
+        priority = entry.request.priority
+        if priority not in self._turns:
+            self._turns[priority] = Turns(self._is_valid)
+        self._turns[priority].add(entry)
 
     def remove(self, request: Request) -> None:
         del self._numbers[request]
-        # Removed entries behind requests that never end would stay for good.
-        if len(self._heap) > 2 * len(self._numbers) + FEW:
-            self._heap = self._valid()
-            heapify(self._heap)
+        self._turns[request.priority].remove(request)
+        self._drop_if_empty(request.priority)
+
+    @property
+    def _best(self) -> int:
+        return min(self._turns)
+
+    def _leave(self, ends_turn: bool) -> Entry:
+        priority = self._best
+        entry = self._turns[priority].pop(ends_turn)
+        del self._numbers[entry.request]
+        self._drop_if_empty(priority)
+        return entry
+
+    def _drop_if_empty(self, priority: int) -> None:
+        if not self._turns[priority].num_waiting:
+            del self._turns[priority]
+
+    def _is_valid(self, entry: Entry) -> bool:
+        return self._numbers.get(entry.request) == entry.number
 
     def __len__(self) -> int:
         return len(self._numbers)
 
     def __iter__(self) -> Iterator[Request]:
-        """Requests in queue order.  O(n log n)."""
-        return (entry.request for entry in sorted(self._valid()))
-
-    def _valid(self) -> list[Entry]:
-        return [entry for entry in self._heap if self._numbers.get(entry.request) == entry.number]
+        """Requests by priority and arrival.  Those of several clients are served in turns.  O(n log n)."""
+        for _, turns in sorted(self._turns.items()):
+            yield from (entry.request for entry in sorted(turns))

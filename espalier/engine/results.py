@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, TreeSize
-from espalier.kernels.sampling.logprobs import write_logprobs
-from espalier.kernels.state.write_results import write_results
+from espalier.kernels.ops.sampling import write_logprobs
+from espalier.kernels.ops.state import write_results
 from espalier.layout import RoundLayout
 from espalier.limits import MAX_LOGPROBS
 from espalier.logprobs import words

@@ -39,10 +39,6 @@ class Launch:
     members: list[tuple[Request, int, bool]]
 
 
-NO_TOKEN_LEFT = (
-    "the grammar leaves no token that may follow the output so far: this model's tokens cannot spell what it asks for; "
-    "change the grammar"
-)
 NOT_FINITE = (
     "the target's logits are not finite (NaN) for this request or for a token drafted for it; its tokens so far are "
     "valid and other requests continue: check the checkpoint, or use a wider dtype"
@@ -171,7 +167,7 @@ class Scheduler:
         try:
             while self.free_slots and (request := self.waiting.first()) is not None:
                 if self._waits_for_sibling(request):
-                    skipped.append(self.waiting.take())
+                    skipped.append(self.waiting.set_aside())
                 elif self._enter_slot(request):
                     self.waiting.take()
                 else:
@@ -337,7 +333,7 @@ class Scheduler:
             elif row.tokens:
                 self._append(request, row, [False])
         else:
-            self._finish(request, "abort", _why_no_token(request))
+            self._finish(request, "abort", self._why_no_token(request))
 
     def _read_round(self, request: Request, row: RequestResult) -> None:
         request.rounds_in_flight -= 1
@@ -348,7 +344,7 @@ class Scheduler:
         num_accepted = len(row.tokens) - 1 if row.finite else len(row.tokens)
         kept = self._append(request, row, [at < num_accepted for at in range(len(row.tokens))])
         if not row.finite and not request.done:
-            self._finish(request, "abort", _why_no_token(request))
+            self._finish(request, "abort", self._why_no_token(request))
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
         depth = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0), row.tree_size.depth)
         if kept:
@@ -391,6 +387,9 @@ class Scheduler:
             request.stop_reason = stop_string or (None if token in params.eos_token_ids else token)
             return "stop"
         return "length" if request.num_tokens >= request.end(self.layout.max_context) else None
+
+    def _why_no_token(self, request: Request) -> str:
+        return (request.masker and self.masks.why_no_token(request.masker)) or NOT_FINITE
 
     # Leaving
 
@@ -453,7 +452,3 @@ class Scheduler:
             num_full = self.layout.whole_pages(rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
             self.prefixes.insert(tokens, request.pages[:num_full], request.cache_salt)
-
-
-def _why_no_token(request: Request) -> str:
-    return NO_TOKEN_LEFT if request.masker is not None and request.masker.is_stuck else NOT_FINITE

@@ -5,7 +5,8 @@ from functools import lru_cache
 
 from espalier.errors import EspalierError
 from espalier.grammar.choices import ebnf_of_choices
-from espalier.grammar.pattern import enforceable_regex
+from espalier.grammar.finite import check_escapes
+from espalier.grammar.regex import ebnf_of_regex
 from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
 from espalier.grammar.tag import enforceable_tag
@@ -13,7 +14,8 @@ from espalier.grammar.tag import enforceable_tag
 _CHECKS: Mapping[str, Callable[[Grammar], object]] = {
     "json_schema": lambda grammar: enforceable(grammar.spec, grammar.strict),
     "structural_tag": lambda grammar: enforceable_tag(grammar.spec, grammar.strict),
-    "regex": lambda grammar: enforceable_regex(grammar.spec),
+    "regex": lambda grammar: ebnf_of_regex(grammar.spec),
+    "ebnf": lambda grammar: check_escapes(grammar.spec),
     "choice": lambda grammar: ebnf_of_choices(grammar.spec),
 }
 

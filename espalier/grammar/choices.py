@@ -17,5 +17,6 @@ def ebnf_of_choices(spec: str) -> str:
 
 
 def _quoted(text: str) -> str:
+    # xgrammar's \x takes all hex digits that follow, \u takes four.
     special = {'"': '\\"', "\\": "\\\\"}
-    return '"' + "".join(special.get(c, c if c >= " " else f"\\x{ord(c):02x}") for c in text) + '"'
+    return '"' + "".join(special.get(c, c if c >= " " else f"\\u{ord(c):04x}") for c in text) + '"'

@@ -1,11 +1,13 @@
 """Structural tags: free text in which a tag's begin starts a grammar.  Two spellings, and the schemas inside."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from espalier.errors import EspalierError, shown
+from espalier.grammar.finite import check_escapes
 from espalier.grammar.json_text import read_json
-from espalier.grammar.pattern import enforceable_regex
+from espalier.grammar.regex import ebnf_of_regex
 from espalier.grammar.schema import enforceable
 
 MAX_DEPTH = 64
@@ -66,5 +68,16 @@ def _enforceable_part(value: Any, strict: bool, depth: int) -> Any:
         schema = json.loads(enforceable(json.dumps(value["json_schema"]), strict))
         return {**value, "json_schema": schema}
     if value.get("type") == "regex" and isinstance(value.get("pattern"), str):
-        return {**value, "pattern": enforceable_regex(value["pattern"])}
+        return {"type": "grammar", "grammar": ebnf_of_regex(value["pattern"])}
+    if value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
+        check_escapes(value["grammar"])
     return {name: _enforceable_part(each, strict, depth + 1) for name, each in value.items()}
+
+
+def ebnf_parts(value: Any) -> Iterator[str]:
+    """The grammars in EBNF inside a structural tag in xgrammar's form."""
+    if isinstance(value, dict) and value.get("type") == "grammar" and isinstance(value.get("grammar"), str):
+        yield value["grammar"]
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from ebnf_parts(each)

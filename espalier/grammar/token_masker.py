@@ -20,10 +20,13 @@ class KnownNext:
 
 
 class TokenMasker(Protocol):
-    """Decides which tokens may follow in one request, token by token: a grammar (espalier/masking/masker.py)."""
+    """Decides which tokens may follow in one request, token by token: a grammar (espalier/masking/masker.py).
+
+    All but `push` may take long.  The engine calls them in threads, one at a time, and gives up what takes too long.
+    """
 
     def push(self, token_id: int) -> None:
-        """The request has emitted this token."""
+        """The request has emitted this token.  Takes no time: what it means is found out later."""
         ...
 
     def root_mask(self) -> np.ndarray:

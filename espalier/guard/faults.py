@@ -16,8 +16,8 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import own_bits
-from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS
-from espalier.kernels.state.batch_state import carried
+from espalier.kernels.ops.experts import MAX_SHARED_ROWS
+from espalier.kernels.ops.state import carried
 
 WRONG_OUTPUT = "The output of this process is WRONG BY INTENT.  For right output, start it without --plant-fault."
 BANNER = "!" * 80

@@ -1,4 +1,4 @@
-"""Compiles grammars with xgrammar, in threads, and keeps what was compiled.
+"""Compiles grammars with xgrammar and tries their masks, in threads, and keeps what was compiled.
 
 A request waits WAIT_S for its grammar.  Then the compilation is given up: the request is refused with CompilerBusy,
 because load may be the cause.  The thread cannot be ended.  It runs on, and a retry gets its result.  A grammar that
@@ -8,6 +8,7 @@ releases the GIL, so other requests go on.
 """
 
 import copy
+import json
 import re
 import threading
 from collections import OrderedDict
@@ -15,14 +16,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from espalier.cores import physical_cores
+import numpy as np
+
+from espalier.cores import lower_priority, physical_cores
 from espalier.errors import EspalierError, one_line
 from espalier.grammar.choices import ebnf_of_choices
-from espalier.grammar.pattern import enforceable_regex
+from espalier.grammar.finite import require_finite_rules
+from espalier.grammar.regex import ebnf_of_regex
 from espalier.grammar.schema import enforceable
 from espalier.grammar.spec import Grammar
-from espalier.grammar.tag import enforceable_tag
+from espalier.grammar.tag import ebnf_parts, enforceable_tag
 from espalier.masking.masker import GrammarMasker, allowed_tokens
+from espalier.masking.trial import try_bytes, try_masks
 from espalier.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -78,7 +83,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary_lock = threading.Lock()
         self._running = threading.BoundedSemaphore(MAX_RUNNING)
-        self._compilers: dict[bool, xgrammar.GrammarCompiler] = {}
+        self._compilers: dict[bool, tuple[xgrammar.GrammarCompiler, np.ndarray]] = {}
 
     def submit(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """Start to compile, or take what was compiled before.
@@ -106,7 +111,7 @@ class GrammarCompiler:
         with self._running:
             if made.done():  # refused while it waited
                 return
-            timer = _after(self.wait_s, self._give_up, key, made)
+            timer = _after(self.wait_s, self._give_up, key, made, threading.get_native_id())
             try:
                 compiled: CompiledGrammar | EspalierError = self._compiled(grammar)
             except EspalierError as error:
@@ -124,10 +129,11 @@ class GrammarCompiler:
                     made.set_result(compiled)
                 self._drop_oldest()
 
-    def _give_up(self, key: Key, made: "Future[CompiledGrammar]") -> None:
+    def _give_up(self, key: Key, made: "Future[CompiledGrammar]", thread: int) -> None:
         with self._lock:
             if made.done():
                 return
+            lower_priority(thread)
             self.num_given_up += 1
             made.set_exception(
                 CompilerBusy(
@@ -165,7 +171,10 @@ class GrammarCompiler:
     # With xgrammar
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
-        form = compile_form(self._compiler(grammar.kind == "structural_tag"), grammar)
+        # First for bytes alone: to compile an ambiguous grammar for all tokens may take hours.
+        try_bytes(lambda compiler: compile_form(compiler, grammar))
+        compiler, num_bytes = self._compiler(grammar.kind == "structural_tag")
+        form = compile_form(compiler, grammar)
         if form.memory_size_bytes > MAX_GRAMMAR_BYTES:
             raise EspalierError(
                 f"the grammar needs {form.memory_size_bytes / 2**20:.0f} MiB and may have at most "
@@ -175,10 +184,14 @@ class GrammarCompiler:
         # A masker needs an end token, which hides what that token spells.
         if not any(allowed_tokens(compiled.masker((end,)).root_mask()).size for end in (0, 1)):
             raise EspalierError("the grammar allows no text that this model's tokens can spell; change it")
+        try_masks(form, num_bytes)
         return compiled
 
-    def _compiler(self, names_special: bool) -> "xgrammar.GrammarCompiler":
-        """names_special: whether the grammar may spell special tokens, as structural tags do."""
+    def _compiler(self, names_special: bool) -> "tuple[xgrammar.GrammarCompiler, np.ndarray]":
+        """The compiler, and the number of bytes of each token.
+
+        names_special: whether the grammar may spell special tokens, as structural tags do.
+        """
         with self._vocabulary_lock:
             if names_special not in self._compilers:
                 import xgrammar
@@ -187,9 +200,8 @@ class GrammarCompiler:
                 # Stop tokens are given with each output.  One that is given here would spell no text.
                 info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
                 threads = min(physical_cores(), MAX_THREADS)
-                self._compilers[names_special] = xgrammar.GrammarCompiler(
-                    info, max_threads=threads, cache_enabled=False
-                )
+                compiler = xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+                self._compilers[names_special] = compiler, np.array([len(each) for each in vocabulary])
             return self._compilers[names_special]
 
 
@@ -202,12 +214,16 @@ def compile_form(compiler: "xgrammar.GrammarCompiler", grammar: Grammar) -> "xgr
     if grammar.kind == "json_schema":
         return compiler.compile_json_schema(enforceable(grammar.spec, grammar.strict), **options)
     if grammar.kind == "regex":
-        return compiler.compile_regex(enforceable_regex(grammar.spec))
+        return compiler.compile_grammar(ebnf_of_regex(grammar.spec))
     if grammar.kind == "ebnf":
+        require_finite_rules(grammar.spec)
         return compiler.compile_grammar(grammar.spec)
     if grammar.kind == "choice":
         return compiler.compile_grammar(ebnf_of_choices(grammar.spec))
-    return compiler.compile_structural_tag(enforceable_tag(grammar.spec, grammar.strict))
+    tag = enforceable_tag(grammar.spec, grammar.strict)
+    for part in ebnf_parts(json.loads(tag)):
+        require_finite_rules(part)
+    return compiler.compile_structural_tag(tag)
 
 
 def token_bytes(tokenizer: Tokenizer, vocab_size: int, names_special: bool) -> list[bytes]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 class GrammarMasker:
     """The state of one output (grammar.token_masker.TokenMasker).
 
+    A pushed token is matched when the next question is asked, since to match it may take long.
     end_tokens: allowed only where the grammar ends.
     after: the marker.  Before it, every token is allowed except end tokens; behind it, the grammar begins.  If a token
     has more text after the marker, that text is not checked.  None: the grammar begins with the first token.
@@ -45,19 +46,34 @@ class GrammarMasker:
         self.last_word = (1 << vocab_size % BITS) - 1 if vocab_size % BITS else ALL_ALLOWED
         self.marker = None if after is None else after.encode()
         self.tail = b""
-        self.is_lost = False
+        self.pushed: list[int] = []
+        self.has_lost = False
         self.free_mask = np.full(self.num_words, ALL_ALLOWED, dtype=np.int32)
         self.free_mask[-1] &= self.last_word
         for token in end_tokens:
             self.free_mask[token // BITS] &= ~np.int32(np.uint32(1 << token % BITS).view(np.int32))
 
     def push(self, token_id: int) -> None:
+        self.pushed.append(token_id)
+
+    def _match_pushed(self) -> None:
+        pushed, self.pushed = self.pushed, []
+        for token in pushed:
+            self._match(token)
+
+    def _match(self, token_id: int) -> None:
         if self.marker is not None:
             tail = self._read(self.tail, token_id)
             self.marker, self.tail = (None, b"") if tail is None else (self.marker, tail)
         elif not self.matcher.is_terminated() and not self._accept(token_id):
             # Correct masks never lead here.  If it happens, only this request ends with an error.
-            self.is_lost = True
+            self.has_lost = True
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a token was pushed that was not allowed."""
+        self._match_pushed()
+        return self.has_lost
 
     def _accept(self, token_id: int) -> bool:
         return token_id >= 0 and token_id not in self.special_tokens and self.matcher.accept_token(token_id)
@@ -70,10 +86,11 @@ class GrammarMasker:
 
     def root_mask(self) -> np.ndarray:
         """[words] int32: the tokens that may come next; all zero where none may."""
+        is_lost = self.is_lost
         if self.marker is not None:
             return self.free_mask
         mask = np.zeros((1, self.num_words), dtype=np.int32)
-        if not self.is_lost and not self.matcher.is_terminated():
+        if not is_lost and not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(mask)
             mask[0, -1] &= self.last_word
         return mask[0]
@@ -87,7 +104,7 @@ class GrammarMasker:
         """The tokens that must come next, at most `most`, and the mask behind them."""
         forced: list[int] = []
         mask = None
-        while self.marker is None and not self.is_lost and not self.matcher.is_terminated():
+        while not self.is_lost and self.marker is None and not self.matcher.is_terminated():
             mask = self.root_mask()
             only = only_token(mask)
             if only is None or len(forced) == most:
@@ -104,7 +121,7 @@ class GrammarMasker:
         marker, tail, num_accepted, is_allowed = self.marker, self.tail, 0, True
         for token in path:
             if self.marker is not None:
-                self.push(token)
+                self._match(token)
                 continue
             is_allowed = not self.matcher.is_terminated() and self._accept(token)
             if not is_allowed:

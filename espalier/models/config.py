@@ -4,8 +4,6 @@ The defaults of missing fields differ by family, so each family file declares th
 """
 
 import difflib
-import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from espalier.errors import EspalierError
-from espalier.kernels.layers.activation import SILU, Activation
-from espalier.kernels.layers.routing import Routing
+from espalier.errors import EspalierError, shown
+from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
+from espalier.kernels.ops.experts import Routing
+from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
@@ -25,10 +24,13 @@ Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
 # (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.
 LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
+# Of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
+HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZES, MAX_HEAD_SIZE)}
 
 # Fields that change the computation of models that are not supported, and the values with which they have no effect.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "hidden_act": ("silu",),
+    "hidden_act": ("silu", "swish"),
     "attn_logit_softcapping": (None, 0, 0.0),
     "final_logit_softcapping": (None, 0, 0.0),
     "partial_rotary_factor": (None, 1, 1.0),
@@ -56,6 +58,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "swiglu_limit": (None,),
     "swiglu_alpha": (None,),
 }
+# The activations of a family that honours hidden_act, or names another field (Family.activation_field).
+ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
 # Fields that are not counts: (name, type, in words).
 KINDS: tuple[tuple[str, Any, str], ...] = (
     ("rms_norm_eps", int | float, "a positive number"),
@@ -131,6 +135,7 @@ class Family:
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
     values of them.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
+    activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
     """
 
     architecture: str
@@ -149,6 +154,7 @@ class Family:
     latent: bool = False
     honours: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
+    activation_field: str = "hidden_act"
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    embedding_scale, softmax_scale, load_layer, mtp: see Family.
+    embedding_scale, softmax_scale, load_layer, mtp: see Family.  activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
 
@@ -189,6 +195,7 @@ class ModelConfig:
     embedding_scale: float
     softmax_scale: float | None
     logit_cap: float | None
+    activation: Activation
     eos_token_ids: tuple[int, ...]
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
@@ -201,21 +208,6 @@ class ModelConfig:
     def declared_kv_dtype(self) -> str | None:
         """The kv_dtype that config.json declares.  Raises EspalierError for a scheme that is not supported."""
         return declared_kv_dtype(self.raw)
-
-
-def read_json(path: Path) -> Raw:
-    """The JSON object of a file.  Raises EspalierError naming the file if it is missing or holds no JSON object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EspalierError(
-            f"{path} does not exist; give the path of a Hugging Face model directory with config.json and *.safetensors"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise EspalierError(f"{path} is not readable JSON ({error}); download the file again") from None
-    if not isinstance(value, dict):
-        raise EspalierError(f"{path} holds a {type(value).__name__}, not a JSON object; download it again")
-    return value
 
 
 def architecture_of(raw: Raw) -> str | None:
@@ -311,6 +303,7 @@ def parse(
         embedding_scale=family.embedding_scale(full),
         softmax_scale=family.softmax_scale(full),
         logit_cap=full.get("final_logit_softcapping") or None,
+        activation=_read_activation(full, family.activation_field, path),
         # An override replaces what generation_config.json says, too.
         eos_token_ids=_eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
@@ -334,6 +327,15 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
 
 
+def _read_activation(full: Raw, field: str, path: Path) -> Activation:
+    """Raises EspalierError for an activation that no kernel computes."""
+    name = full.get(field, "silu")
+    if not isinstance(name, str) or name not in ACTIVATIONS:
+        supported = " or ".join(map(repr, ACTIVATIONS))
+        raise EspalierError(f"{path}: {field} = {name!r} is not supported, only {supported}; use another model")
+    return ACTIVATIONS[name]
+
+
 def _require_kinds(full: Raw, path: Path) -> None:
     """Raises EspalierError naming a field whose value is not of its kind."""
     for name, kind, words in KINDS:
@@ -341,9 +343,16 @@ def _require_kinds(full: Raw, path: Path) -> None:
         is_missing = value is None and words.endswith("null")
         is_right = isinstance(value, kind) and not isinstance(value, bool)
         if is_right and isinstance(value, int | float):
-            is_right = 0 < value < math.inf
+            is_right = 0 < value <= MAX_NUMBER
         if not is_missing and not is_right:
-            raise EspalierError(f"{path}: {name} = {value!r}; {words} is needed; correct it or pass model_overrides")
+            raise EspalierError(
+                f"{path}: {name} = {shown(value)}; {words} is needed; correct it or pass model_overrides"
+            )
+    count = full.get("num_nextn_predict_layers")
+    if count is not None and (type(count) is not int or not 0 <= count <= MAX_LAYERS):
+        raise EspalierError(
+            f"{path}: num_nextn_predict_layers = {shown(count)}; 0 to {MAX_LAYERS} or null is needed; correct it"
+        )
 
 
 def _with_partial_rotation(full: Raw) -> Raw:
@@ -383,10 +392,11 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
 
 def _count(full: Raw, path: Path, name: str) -> int:
     """The positive integer of a field.  Raises EspalierError naming a field that has none."""
-    value = full.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    value, most = full.get(name), MOST.get(name, MAX_SIZE)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise EspalierError(
-            f"{path}: {name} = {value!r}; a positive integer is needed; correct it or pass model_overrides"
+            f"{path}: {name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass "
+            "model_overrides"
         )
     return value
 
@@ -396,10 +406,10 @@ def _kv_heads(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]
     head_size = hidden // heads if full.get("head_dim") is None else _count(full, path, "head_dim")
     name = "num_key_value_heads"
     kv_heads = heads if full.get(name) is None else _count(full, path, name)
-    if heads % kv_heads or head_size % 2:
+    if heads % kv_heads or head_size % 2 or not 0 < head_size <= MAX_HEAD_SIZE:
         raise EspalierError(
             f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
-            "of key-value heads, and the size must be even; correct the config or override the fields"
+            f"of key-value heads, and the size even, 2 to {MAX_HEAD_SIZE}; correct the config or override the fields"
         )
     return kv_heads, head_size
 

@@ -7,7 +7,7 @@ In V2 the queries may have no latent of their own.  V2 weights experts by softma
 from dataclasses import replace
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw, full_attention
 from espalier.models.mtp_family import NEXTN
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
+from espalier.model_files import MAX_NUMBER
 from espalier.models.block_config import (
     BlockConfig,
     block_spec,
@@ -108,8 +109,9 @@ def _read_speculators(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Confi
 
 def _number(given: Mapping[str, Any], name: str, path: Path) -> float | None:
     value = given.get(name)
-    if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
-        raise EspalierError(f"{path}: {name} = {value!r}; a number or null is needed; correct the config")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
+    if value is not None and not is_number:
+        raise EspalierError(f"{path}: {name} = {shown(value)}; a number or null is needed; correct the config")
     return None if value is None else float(value)
 
 

@@ -16,7 +16,8 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import LowRankEdges
 from espalier.layout import MIN_CHUNK_WIDTH
-from espalier.models.config import ModelConfig, read_json
+from espalier.model_files import MAX_SIZE, naming_config, read_json
+from espalier.models.config import ModelConfig
 
 # DraftSpec.form.
 Form = Literal["chain", "target"]
@@ -209,11 +210,11 @@ class BlockModel(DraftModel, Protocol):
         ...
 
 
-def count_of(raw: Mapping[str, Any], name: str, path: Path, least: int = 2, most: int | None = None) -> int:
+def count_of(raw: Mapping[str, Any], name: str, path: Path, least: int = 2, most: int = MAX_SIZE) -> int:
     """The integer `name` of a draft's config.json.  Raises EspalierError if it is none, or out of range."""
     value = raw.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= (most or value):
-        needed = f"an integer of at least {least}" if most is None else f"{least} to {most}"
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        needed = f"an integer of at least {least}" if most == MAX_SIZE else f"{least} to {most}"
         raise EspalierError(f"{path}: {name} = {value!r}; {needed} is needed; correct the config")
     return value
 
@@ -275,4 +276,5 @@ def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft
 def draft_verifier(path: Path | str) -> str | None:
     """The target that a draft in the speculators format names.  With it, a user may give the draft alone."""
     speculators: Mapping[str, Any] = read_json(Path(path) / "config.json").get("speculators_config") or {}
-    return (speculators.get("verifier") or {}).get("name_or_path")
+    with naming_config(Path(path)):
+        return (speculators.get("verifier") or {}).get("name_or_path")

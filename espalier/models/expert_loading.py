@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix
 from espalier.kernels.layers.linear_tuning import DENSE
 from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weights import Weights
@@ -25,21 +26,26 @@ from espalier.models.weights import Weights
 Matrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
 
 
-def load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> MixtureMLP:
-    """The mixture-of-experts block under `prefix`."""
+def load_experts(
+    weights: Weights, experts: Experts, prefix: str, hidden: int, of_shared: Activation = SILU
+) -> MixtureMLP:
+    """The mixture-of-experts block under `prefix`.  of_shared: the activation of shared experts."""
     routing = experts.routing
+    # First: it refuses a wrong number of experts before they are read.
+    router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
     gate_up, down, biases = (_stacked if experts.stored == "stacked" else _apart)(weights, experts, prefix, hidden)
     bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
         name = f"{experts.router_name}.bias" if routing.logit_bias else "gate.e_score_correction_bias"
         bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
     if experts.shared_size:
-        shared = weights.mlp(f"{prefix}{experts.shared_name}.", hidden, experts.shared_size, experts.shared_bias)
+        name = f"{prefix}{experts.shared_name}."
+        shared = weights.mlp(name, hidden, experts.shared_size, experts.shared_bias, of_shared)
     if experts.shared_gate is not None:
         shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
     return MixtureMLP(
         routing,
-        weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden),
+        router,
         bias,
         gate_up,
         down,
@@ -71,6 +77,8 @@ def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Ma
     if weights.formats(f"{prefix}experts").name != DENSE:
         quantised = _stacked_quantised(weights, experts, f"{prefix}experts", hidden)
         return *quantised, _stacked_biases(weights, experts, name, hidden)
+    weights.require_shape(f"{name}gate_up_proj", (count, hidden, 2 * size))
+    weights.require_shape(f"{name}down_proj", (count, size, hidden))
     gate_up, down = weights.empty(count, 2 * size, hidden), weights.empty(count, hidden, size)
     for expert, stored in enumerate(weights.take_each(f"{name}gate_up_proj", count, hidden, 2 * size)):
         gate_up[expert].view(2, size, hidden).copy_(_halves(stored).permute(1, 2, 0))

@@ -1,8 +1,8 @@
 """GPT-OSS (20b, 120b): attention sinks, a window in every second layer, YaRN, experts with biases in every layer."""
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.activation import Activation
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.ops.activation import Activation
+from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw, Windows, windows_by_layer_type
 
 

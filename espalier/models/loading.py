@@ -8,11 +8,11 @@ import torch
 
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.layers.latent import LatentForm
-from espalier.kernels.layers.rope import HeadNorms
+from espalier.kernels.ops.rope import HeadNorms, LatentForm
+from espalier.model_files import naming_config, read_json
 from espalier.models import deepseek, glm4_moe, gpt_oss, llama, mimo, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from espalier.models.base import CausalLM
-from espalier.models.config import Family, ModelConfig, find_family, parse, read_json
+from espalier.models.config import Family, ModelConfig, find_family, parse
 from espalier.models.expert_loading import load_experts
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layers.attention import Attention
@@ -44,8 +44,9 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) ->
     path = Path(path)
     raw = read_raw(path)
     generation = path / "generation_config.json"
-    family = find_family({**raw, **(overrides or {})}, FAMILIES, path)
-    return parse(raw, family, path, overrides, read_json(generation) if generation.exists() else None)
+    with naming_config(path):
+        family = find_family({**raw, **(overrides or {})}, FAMILIES, path)
+        return parse(raw, family, path, overrides, read_json(generation) if generation.exists() else None)
 
 
 def read_raw(path: Path) -> dict[str, Any]:
@@ -53,7 +54,7 @@ def read_raw(path: Path) -> dict[str, Any]:
     raw = read_json(path / "config.json")
     if any(raw.get(name) is not None for name in QUANTISATION_FIELDS):
         return raw
-    return {**raw, **read_hf_quant_config(path, read_json)}
+    return {**raw, **read_hf_quant_config(path)}
 
 
 def load_target(
@@ -187,9 +188,9 @@ def load_layer(
         attention=load_attention(weights, config, attention, hidden, rope),
         mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
         mlp=(
-            weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias)
+            weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias, config.activation)
             if experts is None
-            else load_experts(weights, experts, f"{prefix}mlp.", hidden)
+            else load_experts(weights, experts, f"{prefix}mlp.", hidden, config.activation)
         ),
     )
 

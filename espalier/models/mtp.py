@@ -15,7 +15,7 @@ from functools import cache, partial
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.embed_rows import DraftHidden
+from espalier.kernels.ops.embedding import DraftHidden
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, is_borrowed

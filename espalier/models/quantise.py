@@ -1,8 +1,8 @@
 """Writes a quantised copy of a target or a draft, in the format of compressed-tensors, file by file.
 
 fp8: E4M3 with a scale for each row of a matrix; inputs are rounded to FP8 token by token.
-int4: groups of 128 columns with a symmetric scale; each group tries a few scales and takes the one with the least
-squared error.  Neither needs calibration text.
+int4: groups of 128 columns, or of 64 or 32 where 128 does not divide, with a symmetric scale; each group tries a few
+scales and takes the one with the least squared error.  Neither needs calibration text.
 
 Linear layers are quantised, also experts that are stored one by one, and a draft's own head.  The embedding, a target's
 head, routers and what a family reads as a plain tensor stay as they are.
@@ -30,12 +30,17 @@ To = Literal["fp8", "int4"]
 
 @dataclass
 class QuantiseReport:
-    """What was written.  dense: names of matrices that stay as they are because of the number of their columns."""
+    """What was written.
+
+    dense: names of matrices that stay as they are because of the number of their columns; small_groups: by their size,
+    matrices that the format's usual group does not divide.
+    """
 
     num_matrices: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
     dense: list[str] = field(default_factory=list)
+    small_groups: dict[int, int] = field(default_factory=dict)
 
 
 def quantise(
@@ -70,9 +75,9 @@ def _write(
     advance: Callable[[], None],
 ) -> QuantiseReport:
     """See quantise.  config.json is written last: without it a directory is no model."""
-    written, places = QuantiseReport(), dict[str, str]()
+    written, places, columns = QuantiseReport(), dict[str, str](), dict[str, int]()
     for file in shards_of(path):
-        tensors = dict(_quantised(file, quantiser, device, written))
+        tensors = dict(_quantised(file, quantiser, device, written, columns))
         write_weights(out / file.name, tensors)
         places |= dict.fromkeys(tensors, file.name)
         written.written_bytes += sum(tensor.nbytes for tensor in tensors.values())
@@ -84,7 +89,7 @@ def _write(
         is_weights = other.suffix in (".safetensors", ".bin") or other.name == INDEX
         if other.is_file() and not is_weights and other.name != "config.json":
             shutil.copyfile(other, out / other.name)
-    full = {**config, "quantization_config": quantiser.config(written.dense)}
+    full = {**config, "quantization_config": quantiser.config(columns)}
     (out / "config.json").write_text(json.dumps(full, indent=1), encoding="utf-8")
     return written
 
@@ -114,9 +119,9 @@ def _stacks_experts(path: Path) -> bool:
 
 
 def _quantised(
-    file: Path, quantiser: Quantiser, device: torch.device, written: QuantiseReport
+    file: Path, quantiser: Quantiser, device: torch.device, written: QuantiseReport, columns: dict[str, int]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the quantised copy of a file."""
+    """The tensors of the quantised copy of a file.  columns: of matrices, added by name."""
     with safe_open(file, framework="pt") as stored:
         for name in stored.keys():  # noqa: SIM118
             tensor = stored.get_tensor(name)
@@ -124,8 +129,12 @@ def _quantised(
             module = name.removesuffix(".weight")
             is_matrix = tensor.ndim == 2 and module != name and tensor.dtype in PLAIN_DTYPES
             is_matrix = is_matrix and not quantiser.keeps(module)
-            if is_matrix and quantiser.takes(module, tensor.shape[1]):
+            if is_matrix:
+                columns[module] = tensor.shape[1]
+            if is_matrix and (group := quantiser.group_of(tensor.shape[1])) is not None:
                 written.num_matrices += 1
+                if group != quantiser.groups[0]:
+                    written.small_groups[group] = written.small_groups.get(group, 0) + 1
                 for suffix, part in quantiser.stored(tensor, device).items():
                     yield f"{module}{suffix}", part
             else:

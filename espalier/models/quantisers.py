@@ -20,14 +20,17 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import E2M1, E8M0_BIAS, FP8, FP8_MAX, QuantisedMatrix, pack_nibbles
 from espalier.models.weight_formats import FormatOf, read_formats
 
-# Columns of a group of int4, rows and columns of a block of FP8, and values of a block of MXFP4.
+# Columns of a group of int4, of which the first that divides a matrix's columns is used; rows and columns of a block of
+# FP8, and values of a block of MXFP4.
 GROUP = 128
+GROUPS = (GROUP, 64, 32)
 BLOCK = 128
 MX_BLOCK = 32
 # A group's scale is the one that maps its largest magnitude to 7.5, times one of these.
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # Values that are quantised at once.
 BLOCK_VALUES = 2**24
+NUMBER = re.compile("[0-9]+")
 HEAD = "lm_head"
 # Matrices that stay as they are, in targets and drafts alike.
 KEPT_DENSE = ("embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "shared_head.head")
@@ -54,13 +57,14 @@ class Quantiser:
 
     The second argument is the device to compute on.  config_of: makes quantization_config, given the pattern `kept` and
     the names of further matrices that stay dense.
-    columns: what must divide the columns of a matrix.  experts: whether it quantises stacked experts, and nothing else.
+    groups: columns that share a scale: the first that divides a matrix's columns; without one the matrix stays dense.
+    experts: whether it quantises stacked experts, and nothing else.
     kept: the pattern of names that stay dense.
     """
 
     stored: Callable[[Tensor, torch.device], Stored]
     config_of: Callable[[str, Sequence[str]], Mapping[str, Any]]
-    columns: int = 1
+    groups: tuple[int, ...] = (1,)
     experts: bool = False
     kept: str = _pattern(KEPT_IN_TARGETS)
 
@@ -68,26 +72,41 @@ class Quantiser:
         """The same format for a target or for a draft, whose head is quantised too."""
         return replace(self, kept=_pattern(KEPT_IN_DRAFTS)) if is_draft else self
 
-    def config(self, dense: Sequence[str]) -> Mapping[str, Any]:
-        """quantization_config.  dense: names of matrices that stay dense because of the number of their columns."""
-        return self.config_of(self.kept, dense)
+    def config(self, columns: Mapping[str, int]) -> Mapping[str, Any]:
+        """quantization_config.  columns: of each matrix that `keeps` does not name, by name without `.weight`."""
+        groups = {name: self.group_of(count) for name, count in columns.items()}
+        full = dict(self.config_of(self.kept, [name for name, group in groups.items() if group is None]))
+        for group in self.groups[1:]:
+            if names := [name for name, found in groups.items() if found == group]:
+                first = full["config_groups"]["group_0"]
+                of_group = {
+                    "targets": _of_all_layers(names, groups),
+                    "weights": first["weights"] | {"group_size": group},
+                }
+                full["config_groups"] = {**full["config_groups"], f"group_{group}": first | of_group}
+        return full
 
     def keeps(self, name: str) -> bool:
         """Whether a matrix of this name, without `.weight`, stays dense in this format."""
         return re.match(self.kept, name) is not None
 
+    def group_of(self, columns: int) -> int | None:
+        """The columns that share a scale in a matrix with so many; None for one that stays dense."""
+        return None if self.experts else next((group for group in self.groups if columns % group == 0), None)
+
     def takes(self, name: str, columns: int) -> bool:
         """Whether a matrix of this name, without `.weight`, is quantised."""
-        return not self.experts and columns % self.columns == 0 and not self.keeps(name)
+        return self.group_of(columns) is not None and not self.keeps(name)
 
-    def formats(self, dense: Sequence[str] = ()) -> FormatOf:
-        return read_formats({"quantization_config": self.config(dense)}, Path("synthetic checkpoint"))
+    def formats(self, columns: Mapping[str, int]) -> FormatOf:
+        """columns: as `config` takes them."""
+        return read_formats({"quantization_config": self.config(columns)}, Path("synthetic checkpoint"))
 
     def matrix(self, dense: Tensor) -> QuantisedMatrix:
         """A matrix [out, in] as the loader would give it."""
         if self.experts:
             return self.of_experts(dense[None])[0]
-        format, stored = self.formats()("layer"), self.stored(dense, dense.device)
+        format, stored = self.formats({"layer": dense.shape[1]})("layer"), self.stored(dense, dense.device)
         wanted = format.tensors(*dense.shape)
         tensors = {each.suffix: stored[each.suffix][None if each.row_dim is None else ...] for each in wanted}
         made = format.matrix(tensors, [len(dense)], dense.shape[1])
@@ -98,7 +117,21 @@ class Quantiser:
         """Experts [count, out, in] as the loader would give them."""
         if not self.experts:
             return self.matrix(dense.flatten(0, 1)).experts(len(dense))
-        return self.formats()("mlp.experts").expert_matrix(self.stored(dense, dense.device))
+        return self.formats({})("mlp.experts").expert_matrix(self.stored(dense, dense.device))
+
+
+def _of_all_layers(names: Sequence[str], groups: Mapping[str, int | None]) -> list[str]:
+    """Patterns of these names, for any number of layers and experts; names where others would match their pattern."""
+    patterns: dict[str, list[str]] = {}
+    for name in names:
+        patterns.setdefault(_numbered(name), []).append(name)
+    others = {_numbered(name) for name in groups.keys() - set(names)}
+    return [each for pattern, alike in patterns.items() for each in (alike if pattern in others else [pattern])]
+
+
+def _numbered(name: str) -> str:
+    """The pattern of a matrix's name with any numbers in place of its own."""
+    return f"re:{NUMBER.sub('[0-9]+', re.escape(name))}$"
 
 
 def find_quantiser(weights: str) -> Quantiser:
@@ -152,12 +185,13 @@ def _fp8(values: Tensor) -> Tensor:
 
 
 def to_int4(matrix: Tensor, device: torch.device) -> Stored:
-    """Groups of GROUP columns with a symmetric scale: of a few, the one with the least squared error."""
+    """Groups of columns (GROUPS) with a symmetric scale: of a few, the one with the least squared error."""
     # Other engines expect the scales in the model's dtype.
     dtype = matrix.dtype if matrix.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    group = next(size for size in GROUPS if matrix.shape[1] % size == 0)
     codes, scales = [], []
     for block in _row_blocks(matrix, device):
-        groups = block.unflatten(1, (-1, GROUP))
+        groups = block.unflatten(1, (-1, group))
         scale = _best_scales(groups, dtype)
         q = (groups / scale.float()).round().clamp(-8, 7) + 8
         codes.append(pack_nibbles(q.flatten(1).to(torch.uint8)).to(matrix.device))
@@ -168,7 +202,7 @@ def to_int4(matrix: Tensor, device: torch.device) -> Stored:
 
 
 def _best_scales(groups: Tensor, dtype: torch.dtype) -> Tensor:
-    """groups [rows, n, GROUP] -> the scales [rows, n, 1] with the least squared error."""
+    """groups [rows, n, group] -> the scales [rows, n, 1] with the least squared error."""
     largest = groups.abs().amax(2, keepdim=True)
     widest = torch.where(largest == 0, 1.0, largest / 7.5)
     best, least = widest.to(dtype), torch.full_like(largest, torch.inf)
@@ -250,7 +284,7 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
     {
         "fp8": Quantiser(to_fp8, _fp8_config),
         "fp8-block": Quantiser(to_fp8_block, _fp8_block_config),
-        "int4": Quantiser(to_int4, _int4_config, columns=GROUP),
-        "mxfp4": Quantiser(to_mxfp4, _mxfp4_config, columns=MX_BLOCK, experts=True),
+        "int4": Quantiser(to_int4, _int4_config, groups=GROUPS),
+        "mxfp4": Quantiser(to_mxfp4, _mxfp4_config, groups=(MX_BLOCK,), experts=True),
     }
 )

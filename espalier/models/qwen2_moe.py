@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Raw, Windows, windows_by_layer_type
 from espalier.models.qwen2 import FAMILY as QWEN2
 

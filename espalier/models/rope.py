@@ -16,14 +16,18 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.rope import Rotation
-from espalier.kernels.tree.gather_rows import gather_rows
+from espalier.kernels.ops.rope import Rotation
+from espalier.kernels.ops.tree import gather_rows
+from espalier.model_files import MAX_NUMBER
 
 Raw = dict[str, Any]
 
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 RAMP = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
-POSITIVE = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+POSITIVE = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow"),
+)
 NOT_NUMBERS = ("rope_type", "truncate", "finetuned")
 FIELDS = (
     *RAMP,
@@ -185,11 +189,18 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
         raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(TYPES)}")
     for name, value in parameters.items():
-        is_number = isinstance(value, int | float) and (name not in POSITIVE or 0 < value < math.inf)
+        is_number = (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and abs(value) <= MAX_NUMBER
+            and (name not in POSITIVE or value > 0)
+        )
         if name not in NOT_NUMBERS and value is not None and not is_number:
             words = "a positive number" if name in POSITIVE else "a number"
             raise EspalierError(f"{path}: rope parameter {name} = {value!r}; {words} is needed; correct it")
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
+    if theta <= 1:
+        raise EspalierError(f"{path}: rope_theta = {theta!r}; a number above 1 is needed; correct it")
     original = int(parameters.get("original_max_position_embeddings") or longest)
     scaled = kind != "default"
     if not scaled and parameters.get("factor") not in (None, 1):

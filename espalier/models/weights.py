@@ -5,7 +5,6 @@ truncated is an error that names the file and the weight.
 """
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,11 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import KeptRows, LatentKV
 from espalier.errors import EspalierError, one_line
-from espalier.kernels.layers.linear_quantised import require_supported
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
+from espalier.kernels.layers.quantised_plans import require_supported
+from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.state.kv_scales import KVScales
+from espalier.model_files import MAX_BYTES, file_named, read_json, require_regular
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -129,6 +130,13 @@ class Weights:
 
     def take_raw(self, name: str, *shape: int) -> Tensor:
         """A weight as it is stored, on the CPU.  Raises EspalierError if it is missing or has another shape."""
+        self.require_shape(name, shape)
+        self._not_taken.discard(name)
+        tensor = self._loaded[name] if name in self._loaded else self._read(name)
+        return tensor.reshape(shape)
+
+    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Refuse a weight that is missing or has another shape.  Its data is not read.  Raises EspalierError."""
         if name not in self:
             raise EspalierError(
                 f"weight {name!r} {list(shape)} is missing from {self.path}; the checkpoint is incomplete, or its "
@@ -140,9 +148,6 @@ class Weights:
                 f"weight {name!r} in {self.path} has shape {list(self.shape(name))}, but config.json needs "
                 f"{list(shape)}; config.json and weights do not belong together: download both again"
             )
-        self._not_taken.discard(name)
-        tensor = self._loaded[name] if name in self._loaded else self._read(name)
-        return tensor.reshape(shape)
 
     def linear(
         self,
@@ -241,6 +246,9 @@ class Weights:
 
         Each tensor is copied to its part without an intermediate.
         """
+        # Before the memory is taken: its size is config.json's.
+        for name, tensor in zip(names, stored, strict=True):
+            self.require_shape(name, tensor.shape)
         sizes = [[dim_slice.stop - (dim_slice.start or 0) for dim_slice in index] for index in slices]
         dim, dtype = stored[0].row_dim, stored[0].dtype or self.dtype
         if isinstance(dtype, tuple):
@@ -293,9 +301,9 @@ class Weights:
         scale = self._checked(name, StoredTensor("", stored)).to(self.device, torch.float32)
         return scale.reshape(size).expand(kv_heads).contiguous()
 
-    def mlp(self, prefix: str, hidden: int, inner: int, bias: bool) -> GatedMLP:
+    def mlp(self, prefix: str, hidden: int, inner: int, bias: bool, activation: Activation = SILU) -> GatedMLP:
         gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
-        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), inner, bias))
+        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), inner, bias), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""
@@ -327,6 +335,7 @@ class Weights:
 
     def _open(self, shard: Path) -> None:
         try:
+            require_regular(shard)
             file = safe_open(shard, framework="pt")
             names = list(file.keys())
         except FileNotFoundError:
@@ -375,6 +384,7 @@ def stored_weights(path: Path, formats: FormatOf, unread: tuple[str, ...] = ()) 
         count = sum((_count(name, tensor, formats) for name, tensor in _read_bin(path, True).items()), count)
     for file in shards:
         try:
+            require_regular(file)
             with safe_open(file, framework="pt") as tensors:
                 for name in (each for each in tensors.keys() if not each.startswith(unread)):  # noqa: SIM118
                     # get_tensor maps the file into memory and reads no data.
@@ -393,11 +403,10 @@ def shards_of(path: Path) -> list[Path]:
     """The model's safetensors files: those of the index, else model.safetensors, else all of the directory."""
     index = path / INDEX
     if index.exists():
-        try:
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise EspalierError(f"{index} is not a readable index ({error!r}); download the file again") from None
-        return [path / file for file in sorted(files)]
+        files = read_json(index, MAX_BYTES).get("weight_map")
+        if not isinstance(files, dict):
+            raise EspalierError(f"{index} has no weight_map; download the file again")
+        return sorted({file_named(path, file, index) for file in files.values()})
     whole = path / "model.safetensors"
     return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
 
@@ -409,6 +418,7 @@ def _read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
         raise EspalierError(f"{path} holds no weights; {kinds} is needed: download the checkpoint again")
     if not allowed:
         raise EspalierError(f"{file}: a target is read from safetensors only; save it with safe_serialization=True")
+    require_regular(file)
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many exception types for a bad archive

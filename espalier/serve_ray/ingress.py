@@ -46,6 +46,8 @@ class Ingress:
             await asyncio.to_thread(Front, pool, _options(model, service.num_fronts), metrics)
             for pool, model in zip(self.pools, service.models, strict=True)
         ]
+        for front in fronts:
+            front.render_aside()
         self.fronts = Fronts(fronts, metrics)
         app, _ = make_app(self.fronts, service.api)
         log.info("the front serves %s", ", ".join(self.fronts.names))

@@ -119,14 +119,20 @@ class EnginePool:
             raise EngineGone("the server is shutting down")
 
     def submit(
-        self, name: str, prompts: Sequence[list[int]], params: ResolvedParams, priority: int, detokenize: bool
+        self,
+        name: str,
+        prompts: Sequence[list[int]],
+        params: ResolvedParams,
+        priority: int,
+        detokenize: bool,
+        client: str = "",
     ) -> Generation:
         self.require_up()
         names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
         self._num_submitted += len(prompts)
         generation = Generation(self, names, params.n)
         for each, prompt in zip(names, prompts, strict=True):
-            submit = Submit(each, prompt, params, priority, detokenize)
+            submit = Submit(each, prompt, params, priority, detokenize, client)
             self._open[each] = generation, asyncio.create_task(self._run(Prompt(submit, generation)))
         return generation
 

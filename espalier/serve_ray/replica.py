@@ -74,7 +74,7 @@ class EngineReplica:
         """
         submit = msgspec.msgpack.decode(message, type=Submit)
         try:
-            args = submit.params, submit.priority, submit.detokenize
+            args = submit.params, submit.priority, submit.detokenize, submit.client
             generation = self.client.submit(submit.name, [submit.prompt], *args)
         except EngineGone as error:
             yield protocol.encode(Failed(str(error), refused=False))

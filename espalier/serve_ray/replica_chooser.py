@@ -35,7 +35,7 @@ def prefix_hashes(prompt: Sequence[int], page_size: int) -> tuple[int, ...]:
 class ReplicaChooser:
     """imbalance: a replica with over `imbalance` open samples more than the least busy one is not chosen for its pages.
 
-    max_prefixes: prefixes that are remembered; the least recently used are forgotten first.
+    max_prefixes: prefixes that are remembered; the least recently used are forgotten first, of one prompt the longest.
     """
 
     def __init__(self, imbalance: int = 8, max_prefixes: int = MAX_PREFIXES):
@@ -81,7 +81,8 @@ class ReplicaChooser:
         """
         self._open_samples.setdefault((replica, request), []).append(samples)
         self.load[replica] += samples
-        for key in keys:
+        # The shortest prefix last, so that it is forgotten last: without it the longer ones are never found.
+        for key in reversed(keys):
             self._replica_of_prefix[key] = replica
             self._replica_of_prefix.move_to_end(key)
         while len(self._replica_of_prefix) > self.max_prefixes:

@@ -16,7 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from espalier import __version__
-from espalier.chat import ChatOptions
+from espalier.chat import ChatOptions, Steps
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import SamplingParams
@@ -24,7 +24,7 @@ from espalier.server.answers import TextAnswer
 from espalier.server.batch_api import add_batches
 from espalier.server.batches import Batches
 from espalier.server.chat_answers import ChatAnswer
-from espalier.server.conversing import chat_tokens, converse, num_characters, refusing
+from espalier.server.conversing import chat_steps, converse, num_characters, refusing
 from espalier.server.errors import FAILED, ApiError, ErrorBody
 from espalier.server.front import CLIENT_LEFT, Front
 from espalier.server.fronts import Fronts
@@ -86,13 +86,15 @@ ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 @dataclass(frozen=True)
 class ApiOptions:
     """api_key: None if clients need none; cors_origins: origins whose pages may call the server; body_timeout_s: limit
-    for reading the headers, and for reading the body, None for no limit; max_file_bytes: for an upload of a file."""
+    for reading the headers, and for reading the body, None for no limit; max_file_bytes: for an upload of a file;
+    more_keys: of further clients, beside api_key."""
 
     api_key: str | None = None
     cors_origins: Sequence[str] = ()
     max_body_bytes: int = 4 * 2**20
     body_timeout_s: float | None = 60.0
     max_file_bytes: int = 200 * 2**20
+    more_keys: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Raises EspalierError for an origin that no browser sends."""
@@ -122,6 +124,7 @@ def make_app(server: Server, options: ApiOptions, batches: Batches | None = None
         lambda path, status: _count(server, path, status),
         options.body_timeout_s,
         None if batches is None else options.max_file_bytes,
+        options.more_keys,
     )
     if not options.cors_origins:
         return gate, gate
@@ -295,9 +298,13 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
             for name, value in body.options().items():
                 if value is not None:
                     raise ApiError(400, f"{name} needs messages; send messages, or leave it out", name)
-        field = "prompt" if body.messages is None else "messages"
-        work = body, front.formats, front.require_tokenizable
-        return _json(await front.lanes.run(_tokenized, *work, size=size, field=field))
+        limit = front.inputs.facts.max_context
+        if body.messages is None:
+            tokens = await front.lanes.run(_tokenized, body, front.require_tokenizable, size=size, field="prompt")
+        else:
+            work = body, front.formats, front.require_tokenizable
+            tokens = await front.rendered(_conversation_tokenized, *work, size=size)
+        return _json(msgspec.json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": limit}))
 
     @post("/detokenize", response_model=dict[str, Any], responses=answers_with(*READS_A_BODY))
     async def detokenize(body: DetokenizeRequest, http: Request) -> Response:
@@ -305,18 +312,21 @@ def _add_tokens(app: FastAPI, server: Server) -> None:
         return _json(await front.lanes.run(_detokenized, body.tokens, size=len(body.tokens)))
 
 
-def _tokenized(inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check: Callable[[str], None]) -> bytes:
-    """The response body of /tokenize."""
-    if body.messages is not None:
-        options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
-        plan = ChatPlan(inputs.tokenizer, formats, Tools())
-        tokens = chat_tokens(inputs, body.messages, options, check, plan)
-    else:
-        assert body.prompt is not None
-        tokenizer = inputs.text_of("/tokenize")
-        check(body.prompt)
-        tokens = tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-    return msgspec.json.encode({"tokens": tokens, "count": len(tokens), "max_model_len": inputs.facts.max_context})
+def _tokenized(inputs: InputProcessor, body: TokenizeRequest, check: Callable[[str], None]) -> list[int]:
+    """The tokens of a text, for /tokenize."""
+    assert body.prompt is not None
+    tokenizer = inputs.text_of("/tokenize")
+    check(body.prompt)
+    return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+
+
+def _conversation_tokenized(
+    inputs: InputProcessor, body: TokenizeRequest, formats: Formats, check: Callable[[str], None]
+) -> Steps:
+    """To the tokens of a conversation, for /tokenize."""
+    assert body.messages is not None
+    options: ChatOptions = {**body.options(), "add_special_tokens": body.add_special_tokens}
+    return chat_steps(inputs, body.messages, options, check, ChatPlan(inputs.tokenizer, formats, Tools()))
 
 
 def _detokenized(inputs: InputProcessor, tokens: list[int]) -> bytes:

@@ -1,20 +1,26 @@
 """The endpoints /v1/files and /v1/batches, as OpenAI's client calls them."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import errno
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
-from starlette.datastructures import UploadFile
+from starlette.datastructures import Headers, UploadFile
 from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
 
 from espalier.errors import shown
 from espalier.server.batch_objects import INPUT, Batch, StoredFile
 from espalier.server.batches import Batches
-from espalier.server.bodies import BodyLimits, read_body
-from espalier.server.errors import ApiError
+from espalier.server.bodies import BodyLimits, read_body, require_utf8
+from espalier.server.descriptors import MAX_TRANSFERS
+from espalier.server.errors import ApiError, full
 from espalier.server.front import CLIENT_LEFT
 from espalier.server.gate import FILES
 
@@ -23,6 +29,65 @@ BATCHES = "/v1/batches"
 MAX_LISTED = {FILES: 10_000, BATCHES: 100}
 DEFAULT_LISTED = {FILES: 10_000, BATCHES: 20}
 JSONL = "application/jsonl"
+REFUSED_RANGE = {
+    400: "the range is not supported; use bytes=FIRST-LAST, bytes=FIRST- or bytes=-COUNT",
+    416: "the range begins behind the file's end",
+}
+log = logging.getLogger("espalier.server")
+
+
+class Transfers:
+    """Counts the uploads and downloads in progress: each has files open.  most: of them at once."""
+
+    def __init__(self, most: int = MAX_TRANSFERS):
+        self.most = most
+        self.num_open = 0
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """Raises ApiError for one too many."""
+        if self.num_open >= self.most:
+            raise full(f"{self.most} files are being sent or received already")
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+
+class Download(FileResponse):
+    """A stored file, or the part that a Range header asks for."""
+
+    def __init__(self, path: Path, transfers: Transfers):
+        super().__init__(path, media_type=JSONL)
+        self.transfers = transfers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises ApiError."""
+
+        async def checked(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] in REFUSED_RANGE:
+                error = ApiError(message["status"], REFUSED_RANGE[message["status"]], "range")
+                if (size := Headers(raw=message["headers"]).get("content-range")) is not None:
+                    error.headers = {"content-range": size}
+                raise error
+            await send(message)
+
+        with self.transfers.one():
+            await super().__call__(scope, receive, checked)
+
+
+@contextmanager
+def _storing() -> Iterator[None]:
+    """Raise the ApiError of a disk that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        why = f"the server cannot store this ({error.strerror or error})"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ApiError(507, f"{why}; delete files, or make room on its disks", retry=False) from None
+        log.error("a file or batch cannot be stored: %s", error)
+        raise ApiError(500, f"{why}; its log has the details", retry=False) from None
 
 
 def add_batches(app: FastAPI, batches: Batches, limits: BodyLimits) -> None:
@@ -35,7 +100,7 @@ def add_batches(app: FastAPI, batches: Batches, limits: BodyLimits) -> None:
 
 
 def _add_files(app: FastAPI, batches: Batches) -> None:
-    store = batches.store
+    store, transfers = batches.store, Transfers()
 
     def found(id: str) -> StoredFile:
         if id not in store.files:
@@ -44,6 +109,19 @@ def _add_files(app: FastAPI, batches: Batches) -> None:
 
     @app.post(FILES, include_in_schema=False)
     async def upload(http: Request) -> Response:
+        try:
+            content_type = http.headers.get("content-type", "")
+            require_utf8(content_type)
+            if not content_type.lower().startswith("multipart/form-data"):
+                raise ApiError(415, f"content-type {shown(content_type)} is not supported; send multipart/form-data")
+            with transfers.one(), _storing():
+                return await stored(http)
+        except ApiError:
+            # Else a client that sends all before it reads would find its connection closed.
+            await http.scope["state"]["upload"].finish()
+            raise
+
+    async def stored(http: Request) -> Response:
         async with http.form(max_files=1, max_fields=8) as form:
             file, purpose = form.get("file"), form.get("purpose")
             if unknown := [name for name in form if name not in ("file", "purpose")]:
@@ -67,7 +145,10 @@ def _add_files(app: FastAPI, batches: Batches) -> None:
 
     @app.get(FILES + "/{id}/content", include_in_schema=False)
     async def content(id: str) -> Response:
-        return FileResponse(store.content(found(id).id), media_type=JSONL)
+        path = store.content(found(id).id)
+        if not path.is_file():
+            raise ApiError(404, f"the content of {id} is gone from the server's disk", "file_id")
+        return Download(path, transfers)
 
     @app.delete(FILES + "/{id}", include_in_schema=False)
     async def delete(id: str) -> Response:
@@ -93,7 +174,8 @@ def _add_batches(app: FastAPI, batches: Batches, limits: BodyLimits) -> None:
         if file is None or file.purpose != INPUT:
             message = f"input_file_id={shown(body.input_file_id)} is no file with purpose {INPUT!r}; upload one first"
             raise ApiError(400, message, "input_file_id")
-        return _json(batches.create(body))
+        with _storing():
+            return _json(batches.create(body))
 
     @app.get(BATCHES, include_in_schema=False)
     async def listed(http: Request) -> Response:
@@ -105,7 +187,8 @@ def _add_batches(app: FastAPI, batches: Batches, limits: BodyLimits) -> None:
 
     @app.post(BATCHES + "/{id}/cancel", include_in_schema=False)
     async def cancel(id: str) -> Response:
-        batches.cancel(found(id))
+        with _storing():
+            batches.cancel(found(id))
         return _json(found(id))
 
 

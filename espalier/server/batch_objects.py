@@ -13,6 +13,11 @@ INPUT, OUTPUT = "batch", "batch_output"
 ENDED = ("failed", "completed", "expired", "cancelled")
 
 
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(MAX_METADATA)
+]
+
+
 class StoredFile(msgspec.Struct):
     """purpose: INPUT or OUTPUT; created_at: in seconds since 1970."""
 
@@ -81,5 +86,7 @@ class BatchRequest(Body):
         description="the url of every line"
     )
     completion_window: Literal["24h"] = Field(description="24h; lines without an answer by then get an error")
-    metadata: Annotated[dict[str, str], at_most(MAX_METADATA)] | None = Field(None, description="returned as it is")
+    metadata: Metadata | None = Field(
+        None, description=f"returned as it is; {MAX_METADATA} names of 64 characters with values of 512 at most"
+    )
     output_expires_after: Annotated[Any, Refused("files stay until they are deleted; leave it out")] = None

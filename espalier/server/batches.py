@@ -8,9 +8,10 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from espalier.batch.input_scan import InputScan, scan_input
 from espalier.batch.journal import Journal
@@ -25,6 +26,8 @@ from espalier.server.stored import Store, new_id, split
 log = logging.getLogger("espalier.server")
 # Of requests that name no priority; a lower value starts first, and others have 0.
 PRIORITY = 2**20
+# Batches whose input is read at once.
+MAX_SCANS = 2
 ON_LINE = re.compile(r", line (\d+): ")
 NOT_RUN = {
     "cancelled": ("batch_cancelled", "the batch was cancelled before this line was answered"),
@@ -32,15 +35,30 @@ NOT_RUN = {
 }
 
 
+class Life:
+    """One batch that has not ended.  turn: set when all batches before it have ended."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.task: asyncio.Task[None]
+
+
 class Batches:
-    """concurrency: requests of a batch at once.  start() comes before everything else."""
+    """concurrency: requests of a batch at once.  start() comes before everything else.
+
+    A batch opens files when its turn has come, or when it ends before: thousands may wait.
+    """
 
     def __init__(self, store: Store, concurrency: int):
         self.store = store
         self.concurrency = concurrency
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._cancelled: dict[str, asyncio.Event] = {}
+        # In the order of their turns.
+        self._lives: dict[str, Life] = {}
         self._journals: dict[str, Journal] = {}
+        self._scanning = asyncio.Semaphore(MAX_SCANS)
+        # Of the batches that end before their turn.
+        self._ending_early = asyncio.Lock()
 
     def start(self, app: App, api_key: str | None) -> None:
         """Go on with the batches that have not ended.  app: answers their requests.
@@ -65,9 +83,9 @@ class Batches:
         if batch.status not in (*ENDED, "cancelling"):
             batch.status, batch.cancelling_at = "cancelling", int(time.time())
             self.store.save(batch)
-            if batch.id not in self._tasks:
+            if batch.id not in self._lives:
                 self._begin(batch)
-            self._cancelled[batch.id].set()
+            self._lives[batch.id].cancelled.set()
 
     def counted(self, batch: Batch) -> Batch:
         """The batch with its counts of this moment."""
@@ -83,35 +101,72 @@ class Batches:
 
     def stop(self) -> None:
         """Leave all batches as they are, for the next start."""
-        for task in self._tasks.values():
-            task.cancel()
+        for life in self._lives.values():
+            life.task.cancel()
 
     async def close(self) -> None:
         self.stop()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*(life.task for life in self._lives.values()), return_exceptions=True)
         await self._client.aclose()
         self.store.close()
 
     def _begin(self, batch: Batch) -> None:
-        self._cancelled[batch.id] = asyncio.Event()
-        task = self._tasks[batch.id] = asyncio.create_task(self._live(batch, list(self._tasks.values())))
-        task.add_done_callback(lambda _: self._forget(batch.id))
+        life = self._lives[batch.id] = Life()
+        if batch.status == "cancelling":
+            life.cancelled.set()
+        self._call_next()
+        life.task = asyncio.create_task(self._live(batch, life))
+        life.task.add_done_callback(lambda _: self._forget(batch.id))
 
     def _forget(self, id: str) -> None:
-        del self._tasks[id], self._cancelled[id]
+        del self._lives[id]
+        self._call_next()
 
-    async def _live(self, batch: Batch, earlier: Sequence[asyncio.Task[None]]) -> None:
-        try:
-            found = await asyncio.to_thread(scan_input, self.store.content(batch.input_file_id))
-        except EspalierError as error:
-            self._fail(batch, error)
+    def _call_next(self) -> None:
+        for life in self._lives.values():
+            life.turn.set()
             return
+
+    async def _live(self, batch: Batch, life: Life) -> None:
         try:
-            await self._work(batch, found, earlier)
+            await self._advance(batch, life)
         except EspalierError as error:
             log.error("%s goes on when the server starts again: %s", batch.id, error)
         except Exception:
             log.exception("%s goes on when the server starts again", batch.id)
+
+    async def _advance(self, batch: Batch, life: Life) -> None:
+        """Take a batch to its end.  Raises EspalierError or OSError if that is not possible now."""
+        try:
+            async with self._scanning:
+                found = await asyncio.to_thread(scan_input, self.store.content(batch.input_file_id))
+        except EspalierError as error:
+            self._fail(batch, error)
+            return
+        batch.request_counts.total = found.num_lines
+        end = "cancelled" if life.cancelled.is_set() else await self._end_of(batch, life, life.turn.wait())
+        if end is None:
+            await self._work(batch, life, found)
+        else:
+            async with self._ending_early:
+                await self._work(batch, life, found, end)
+
+    async def _end_of(self, batch: Batch, life: Life, work: Coroutine[Any, Any, Any]) -> str | None:
+        """Await the work.  "cancelled" or "expired" if the batch ends first; None otherwise."""
+        running = asyncio.create_task(work)
+        cancelled = asyncio.create_task(life.cancelled.wait())
+        try:
+            left_s = batch.expires_at - time.time()
+            await asyncio.wait({running, cancelled}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+                return None
+            return "cancelled" if cancelled.done() else "expired"
+        finally:
+            for task in (running, cancelled):
+                task.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
 
     @staticmethod
     async def _opened(path: Path, found: InputScan) -> Journal:
@@ -124,11 +179,17 @@ class Batches:
                 (await opening).close()
             raise
 
-    async def _work(self, batch: Batch, found: InputScan, earlier: Sequence[asyncio.Task[None]]) -> None:
-        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone."""
+    async def _work(self, batch: Batch, life: Life, found: InputScan, end: str | None = None) -> None:
+        """Answer a batch's lines and make its output files.  Raises EspalierError if the engine is gone.
+
+        end: "cancelled" or "expired" if it ends before its turn.
+        """
         journal = self._journals[batch.id] = await self._opened(self.store.answers(batch.id), found)
         try:
-            end = "cancelled" if batch.status == "cancelling" else await self._run(batch, journal, earlier)
+            if journal.num_left and end is None:
+                end = await self._end_of(batch, life, self._answer(batch, journal))
+            # With all answers it is whole, however late.
+            end = "completed" if end is None or (end == "expired" and not journal.num_left) else end
             if end == "completed":
                 batch.status, batch.finalizing_at = "finalizing", int(time.time())
                 self.store.save(batch)
@@ -144,29 +205,8 @@ class Batches:
         self.store.answers(batch.id).unlink()  # its lines are in the files now, which the user may delete
         log.info("%s: %s, %d of %d lines answered", batch.id, end, batch.request_counts.completed, found.num_lines)
 
-    async def _run(self, batch: Batch, journal: Journal, earlier: Sequence[asyncio.Task[None]]) -> str:
-        """How the batch ended: "completed", "cancelled" or "expired"."""
-        if not journal.num_left:
-            return "completed"
-        running = asyncio.create_task(self._answer(batch, journal, earlier))
-        cancelled = asyncio.create_task(self._cancelled[batch.id].wait())
-        try:
-            left_s = batch.expires_at - time.time()
-            await asyncio.wait({running, cancelled}, timeout=max(left_s, 0), return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
-                return "completed"
-            return "cancelled" if cancelled.done() else "expired"
-        finally:
-            for task in (running, cancelled):
-                task.cancel()
-            with suppress(asyncio.CancelledError):
-                await running
-
-    async def _answer(self, batch: Batch, journal: Journal, earlier: Sequence[asyncio.Task[None]]) -> None:
-        """Answer the lines, when the earlier batches have ended."""
-        if earlier:
-            await asyncio.wait(earlier)
+    async def _answer(self, batch: Batch, journal: Journal) -> None:
+        """Answer the lines."""
         if batch.status == "validating":
             batch.status, batch.in_progress_at = "in_progress", int(time.time())
             self.store.save(batch)
@@ -177,13 +217,16 @@ class Batches:
         """Store the answers as the batch's output file and error file.  One without lines is not made."""
         made: dict[str, str | None] = {"output": None, "error": None}
         parts = split(self.store.answers(batch.id), self.store.folder / "batches")
-        for (path, num_lines), kind in zip(parts, made, strict=True):
-            if num_lines:
-                # Always the same id: after a crash here, the next start makes the files again.
-                id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
-                with path.open("rb") as lines:
-                    made[kind] = self.store.add(lines, f"{batch.id}_{kind}.jsonl", OUTPUT, id).id
-            path.unlink()
+        try:
+            for (path, num_lines), kind in zip(parts, made, strict=True):
+                if num_lines:
+                    # Always the same id: after a crash here, the next start makes the files again.
+                    id = f"file-{batch.id.removeprefix('batch_')}-{kind}"
+                    with path.open("rb") as lines:
+                        made[kind] = self.store.add(lines, f"{batch.id}_{kind}.jsonl", OUTPUT, id).id
+        finally:
+            for path, _ in parts:
+                path.unlink(missing_ok=True)
         batch.output_file_id, batch.error_file_id = made["output"], made["error"]
 
     def _fail(self, batch: Batch, error: EspalierError) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 from pydantic import BaseModel, ValidationError
+from python_multipart.multipart import parse_options_header
 
-from espalier.errors import EspalierError, once_each
+from espalier.errors import EspalierError, once_each, shown
 from espalier.request import check_prompt
 from espalier.server.batch_objects import BatchRequest
 from espalier.server.errors import ApiError, of_validation, refusal
@@ -36,6 +37,7 @@ UNREADABLE = (
     "send a JSON object with content-type application/json"
 )
 MAX_MESSAGES = 4096
+MAX_CONTENT_TYPE = 1024
 # Entries of all lists and objects in one field; prompt and tokens have limits of their own (BodyLimits).  A body of
 # body_reader.SMALL_BYTES has fewer.
 MAX_ENTRIES = 65536
@@ -76,9 +78,23 @@ def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> 
     return body
 
 
+def require_utf8(content_type: str) -> None:
+    """Refuse a content type that names another charset, before anything is decoded.  Raises ApiError.
+
+    A client may name any of Python's codecs.  Some take a time that grows with the square of the text.
+    """
+    if len(content_type) > MAX_CONTENT_TYPE:
+        raise ApiError(415, f"a content-type of {len(content_type)} characters is not supported; send a shorter one")
+    _, options = parse_options_header(content_type)
+    charset = options.get(b"charset", b"utf-8").decode("latin-1")
+    if charset.lower() not in ("utf-8", "utf8"):
+        raise ApiError(415, f"charset={shown(charset)} is not supported; send UTF-8")
+
+
 def _parsed(content_type: str, data: bytes) -> Any:
     if not data:
         raise _no_object()
+    require_utf8(content_type)
     if not _is_json(content_type):
         why = f"content-type {content_type} is not supported" if content_type else "the body has no content-type"
         raise ApiError(400, f"{why}; send a JSON object with content-type application/json")

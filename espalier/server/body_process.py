@@ -5,21 +5,14 @@ A frame in either direction is a length and a pickle.  Pickle is safe here: only
 
 import pickle
 import signal
-import struct
 import sys
 from typing import Any, BinaryIO
 
 import msgspec
 
+from espalier.server.aside import LENGTH, framed
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.errors import ApiError
-
-LENGTH = struct.Struct("<I")
-
-
-def framed(value: Any) -> bytes:
-    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(data)) + data
 
 
 def answer(name: str, content_type: str, data: bytes, limits: BodyLimits) -> tuple[Any, tuple[Any, ...] | None]:
@@ -34,7 +27,8 @@ def serve(requests: BinaryIO, answers: BinaryIO, limits: BodyLimits) -> None:
     """Answer each frame, a (model name, content type, bytes), until `requests` ends."""
     while head := requests.read(LENGTH.size):
         name, content_type, data = pickle.loads(requests.read(*LENGTH.unpack(head)))
-        answers.write(framed(answer(name, content_type, data, limits)))
+        found = answer(name, content_type, data, limits)
+        answers.write(framed(pickle.dumps(found, protocol=pickle.HIGHEST_PROTOCOL)))
         answers.flush()
 
 

@@ -4,20 +4,17 @@ A large body holds the GIL for up to a second, so reading it in a thread would s
 """
 
 import asyncio
-import logging
 import pickle
-import sys
 from typing import Any
 
 import msgspec
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 
+from espalier.server.aside import Aside, AsideFailed
 from espalier.server.bodies import BodyLimits, read_body
-from espalier.server.body_process import LENGTH, framed
 from espalier.server.errors import FAILED, ApiError, full
 
-log = logging.getLogger("espalier.server")
 # The front reads any body of this size in a few milliseconds.
 SMALL_BYTES = 65536
 MAX_WAITING = 32
@@ -47,7 +44,7 @@ class BodyReader:
         self.limits = limits
         self.num_aside = 0
         self._num_open = 0
-        self._process: asyncio.subprocess.Process | None = None
+        self.aside = Aside("body", "-m", "espalier.server.body_process", msgspec.json.encode(limits).decode())
         self._turn = asyncio.Lock()
 
     async def read(self, http: Request, model: type[BaseModel]) -> Any:
@@ -62,50 +59,16 @@ class BodyReader:
         self._num_open += 1
         try:
             async with self._turn:
-                body, refused = await self._exchange(framed((model.__name__, content_type, data)))
+                frame = pickle.dumps((model.__name__, content_type, data), protocol=pickle.HIGHEST_PROTOCOL)
+                body, refused = pickle.loads(await self.aside.exchange(frame))
+                self.num_aside += 1
+        except AsideFailed:
+            raise ApiError(500, FAILED) from None
         finally:
             self._num_open -= 1
         if refused is not None:
             raise ApiError(*refused)
         return body
 
-    async def _exchange(self, frame: bytes) -> Any:
-        """Send a frame and receive its answer.  A failure ends the process; the next large body starts a new one."""
-        process = self._process
-        if process is None or process.returncode is not None:
-            process = self._process = await self._start()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(frame)
-            await process.stdin.drain()
-            (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-            result = pickle.loads(await process.stdout.readexactly(length))
-        except (OSError, EOFError) as error:
-            self._end()
-            log.error("the body process (pid %d) ended: %r", process.pid, error)
-            raise ApiError(500, FAILED) from None
-        except BaseException:
-            self._end()
-            raise
-        self.num_aside += 1
-        return result
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        limits = msgspec.json.encode(self.limits).decode()
-        command = (sys.executable, "-m", "espalier.server.body_process", limits)
-        pipe = asyncio.subprocess.PIPE
-        # With asyncio's default limit of 64 KB a large frame would wake the event loop many times.
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=2**22)
-        log.info("the body process (pid %d) reads large bodies", process.pid)
-        return process
-
     async def close(self) -> None:
-        process = self._process
-        self._end()
-        if process is not None:
-            await process.wait()
-
-    def _end(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-        self._process = None
+        await self.aside.close()

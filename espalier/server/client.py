@@ -133,7 +133,13 @@ class EngineClient:
             raise EngineGone(self.why or "the engine process is not running")
 
     def submit(
-        self, name: str, prompts: Sequence[list[int]], params: ResolvedParams, priority: int, detokenize: bool
+        self,
+        name: str,
+        prompts: Sequence[list[int]],
+        params: ResolvedParams,
+        priority: int,
+        detokenize: bool,
+        client: str = "",
     ) -> Generation:
         self.require_up()
         names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
@@ -141,7 +147,7 @@ class EngineClient:
         generation = Generation(self, names, params.n)
         for each, prompt in zip(names, prompts, strict=True):
             self._generations[each] = generation
-            self._outbox.add(Submit(each, prompt, params, priority, detokenize))
+            self._outbox.add(Submit(each, prompt, params, priority, detokenize, client))
         return generation
 
     async def sent(self) -> None:

@@ -1,4 +1,6 @@
-"""Closes connections whose client is stalled: it does not read its response, or does not send a whole request.
+"""Closes connections whose client is stalled, and the oldest idle ones where there are too many.
+
+A stalled client does not read its response, or does not send a whole request.
 
 asyncio keeps a closed transport until its last byte is sent, forever if the client does not read.  uvicorn times out
 only connections that are idle after a response.  It has no limit for a new connection without data, for slow headers,
@@ -17,7 +19,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from espalier.server.logs import NO_REQUEST, about
+from espalier.server.logs import NO_REQUEST, Seldom, about
 
 log = logging.getLogger("espalier.server")
 # Linux only.  ACKNOWLEDGED reads tcpi_bytes_acked from struct tcp_info.
@@ -76,7 +78,7 @@ class Senders:
         idle = {}
         for connection in list(connections):
             cycle = connection.cycle
-            if cycle is not None and not cycle.response_complete:
+            if not _is_idle(connection):
                 continue
             # Readers handles output that is still pending.  uvicorn's keep-alive timeout handles a connection on which
             # nothing arrived since the response.
@@ -90,6 +92,58 @@ class Senders:
             else:
                 idle[connection] = cycle, since
         self._idle = idle
+
+
+class Room:
+    """Keeps the number of connections within a limit: above it, the one that has been idle longest is closed.
+
+    Idle is a connection without a request in progress and without pending output: whoever has no key is never in a
+    request for long.  Without an idle one, the oldest is closed whose request has not arrived whole or whose client has
+    not read its response; without that, the new one.
+
+    limit: None for no limit (descriptors.max_connections).
+    """
+
+    def __init__(self, limit: int | None):
+        self.limit = limit
+        # In the order in which they were made or became idle.
+        self._open: dict[Any, None] = {}
+        self._seldom = Seldom()
+
+    def enter(self, connection: Any, now: float) -> None:
+        """Count a new connection.  now: in seconds."""
+        self._open[connection] = None
+        if self.limit is None or len(self._open) <= self.limit:
+            return
+        # The new one comes last, and is idle itself.
+        before = [each for each in self._open if each is not connection]
+        chosen = next(filter(_is_quiet, before), None) or next(filter(_waits_for_client, before), connection)
+        del self._open[chosen]
+        if count := self._seldom.due(now):
+            message = "more than %d connections (ulimit -n): those idle longest are closed, %d since the last such line"
+            log.warning(message, self.limit, count)
+        chosen.transport.abort()
+
+    def renew(self, connection: Any) -> None:
+        """A connection's request has ended."""
+        if connection in self._open:
+            del self._open[connection]
+            self._open[connection] = None
+
+    def leave(self, connection: Any) -> None:
+        self._open.pop(connection, None)
+
+
+def _is_idle(connection: Any) -> bool:
+    return connection.cycle is None or connection.cycle.response_complete
+
+
+def _is_quiet(connection: Any) -> bool:
+    return _is_idle(connection) and not connection.transport.get_write_buffer_size()
+
+
+def _waits_for_client(connection: Any) -> bool:
+    return _is_idle(connection) or bool(connection.cycle.more_body)
 
 
 def _abort(connection: Any, closed: Counter, message: str, *values: Any) -> None:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from espalier.chat import ChatOptions
+from espalier.chat import ChatOptions, Steps
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams
@@ -53,7 +53,7 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
     with front.entering(params.n):
         check = front.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
-        prompt = await front.lanes.run(_prompt, body, plan, check, size=size, field="messages")
+        prompt = await front.rendered(_prompt, body, plan, check, size=size)
     with refusing():
         front.inputs.require_room(prompt, asked, body.limit_name)
         params = front.inputs.planned(plan, params, prompt)
@@ -69,22 +69,23 @@ def _check_effort(tokenizer: Tokenizer | None, body: ChatRequest) -> None:
         )
 
 
-def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> list[int]:
-    """The token ids of a conversation.  Raises EspalierError."""
+def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> Steps:
+    """To the token ids of a conversation.  Raises EspalierError."""
     keep = body.truncate_prompt_tokens
     check = inputs.require_fit if keep is None else check
-    return inputs.tokens(chat_tokens(inputs, body.messages, body.options(), check, plan), keep_last=keep)
+    tokens = yield from chat_steps(inputs, body.messages, body.options(), check, plan)
+    return inputs.tokens(tokens, keep_last=keep)
 
 
-def chat_tokens(
+def chat_steps(
     inputs: InputProcessor,
     messages: Sequence[Message],
     options: ChatOptions,
     check: Callable[[str], None],
     plan: ChatPlan,
-) -> list[int]:
-    """The token ids of messages.  Raises EspalierError."""
-    return inputs.chat(plan.messages([message.turn() for message in messages]), check=check, **options)
+) -> Steps:
+    """To the token ids of messages.  Raises EspalierError."""
+    return inputs.chat_steps(plan.messages([message.turn() for message in messages]), check=check, **options)
 
 
 def num_characters(value: Any) -> int:

@@ -71,9 +71,15 @@ class Engines(Protocol):
         """Raises EngineGone if a prompt that is submitted now could not run."""
 
     def submit(
-        self, name: str, prompts: Sequence[list[int]], params: ResolvedParams, priority: int, detokenize: bool
+        self,
+        name: str,
+        prompts: Sequence[list[int]],
+        params: ResolvedParams,
+        priority: int,
+        detokenize: bool,
+        client: str = "",
     ) -> "Generation":
-        """Queue prompts.  name: prefix of their names in log lines.  Raises EngineGone."""
+        """Queue prompts.  name: prefix of their names in log lines; client: who takes turns.  Raises EngineGone."""
 
     async def sent(self) -> None:
         """Return when the prompts queued so far have left, after at least one turn of the event loop."""

@@ -11,12 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from espalier.chat import Steps, finish
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams, SamplingParams
@@ -24,13 +26,16 @@ from espalier.server.answers import Answer, makes_text_there
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
 from espalier.server.engines import EngineBusy, EngineGone, Engines, Generation
-from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError, full, refusal
-from espalier.server.http1 import Connection, connection_of
+from espalier.server.errors import RETRY_AFTER_S, ApiError, full, refusal
+from espalier.server.event_stream import ClientLeft, EventStream
+from espalier.server.http1 import Connection
 from espalier.server.lanes import Lanes
 from espalier.server.logs import request_id
 from espalier.server.metrics import Metrics
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
+from espalier.server.shares import Shares, client
+from espalier.server.templates import Templates
 from espalier.text import load_tokenizer
 from espalier.tools.formats import AUTO, find_formats
 
@@ -41,8 +46,6 @@ MAX_TEXT_CHARS = 2**20
 CHARS_PER_TOKEN = 8
 # Limit in token ids for /detokenize: the larger of this and max_context.
 MAX_DETOKENIZED = 2**18
-# A stream whose client does not read is ended this long after its deadline.
-SEND_GRACE_S = 10.0
 MAX_RESOLVED = 256
 # nginx's status for a client that disconnected.  It is for the log; no client receives it.
 CLIENT_LEFT = 499
@@ -82,10 +85,6 @@ def without_timeout(app: ASGIApp) -> ASGIApp:
     return call
 
 
-class ClientLeft(Exception):
-    pass
-
-
 def no_model(name: str, served: Sequence[str]) -> ApiError:
     """The error for a model that is not served."""
     message = f"this server has no model {name!r}; use {', '.join(served)}"
@@ -120,9 +119,27 @@ class Front:
         capacity = engines.max_slots + options.max_queue
         limits = BodyLimits(facts.vocab_size, facts.max_context, capacity, self.max_detokenized, facts.max_position)
         self.bodies = BodyReader(limits)
-        self._num_entering = 0
+        self.templates: Templates | None = None
+        self.shares = Shares()
         self._logged_fields: set[str] = set()
         self._resolved: dict[int, tuple[SamplingParams, ResolvedParams]] = {}
+
+    def render_aside(self) -> None:
+        """From now on, render chat templates in a process of their own.  Without this, the lanes render them."""
+        hf = None if self.inputs.tokenizer is None else self.inputs.tokenizer.hf
+        if getattr(hf, "chat_template", None):
+            self.templates = Templates(hf)
+
+    async def rendered(self, work: Callable[..., Steps], *values: Any, size: int) -> list[int]:
+        """The tokens of a conversation: Lanes.finish.  Raises ApiError."""
+        if self.templates is not None:
+            render = self.templates.render
+            return await self.lanes.finish(work, *values, render=render, size=size, field="messages")
+
+        def whole(inputs: InputProcessor) -> list[int]:
+            return finish(work(inputs, *values), inputs.text_of("a conversation").render)
+
+        return await self.lanes.run(whole, size=size, field="messages")
 
     @property
     def max_detokenized(self) -> int:
@@ -209,11 +226,11 @@ class Front:
     def entering(self, num_samples: int) -> Iterator[None]:
         """Count samples against the queue while their prompts are tokenized.  Raises ApiError if the queue is full."""
         self._require_capacity(num_samples)
-        self._num_entering += num_samples
+        self.shares.enter(num_samples)
         try:
             yield
         finally:
-            self._num_entering -= num_samples
+            self.shares.entered(num_samples)
 
     def _require_capacity(self, num_samples: int) -> None:
         """Admission: refuse samples that do not fit the slots and the queue.  Raises ApiError."""
@@ -228,15 +245,16 @@ class Front:
         if num_samples > capacity:
             message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
             raise ApiError(400, message, "n")
-        num_held = self.engines.open_samples + self._num_entering
-        if num_held + num_samples > capacity:
+        num_held = self.engines.open_samples + self.shares.num_entering
+        if not self.shares.admits(num_samples, num_held, capacity, self.options.max_queue):
             raise full(f"the queue is full ({num_held} of {capacity} samples are running or waiting)")
 
     def _submit(self, body: Generating, prompts: Sequence[list[int]], params: ResolvedParams) -> Generation:
         self._require_capacity(len(prompts) * params.n)
         name = request_id.get()
         try:
-            return self.engines.submit(name, prompts, params, body.priority or 0, makes_text_there(params))
+            waits = body.priority or 0, makes_text_there(params), client.get()
+            return self.engines.submit(name, prompts, params, *waits)
         except EngineGone as error:
             raise self._gone(str(error)) from None
 
@@ -248,6 +266,8 @@ class Front:
 
     async def close(self) -> None:
         self.lanes.close()
+        if self.templates is not None:
+            await self.templates.close()
         await self.bodies.close()
 
 
@@ -259,6 +279,8 @@ class Run:
         self.timeout_s = front.options.request_timeout_s
         self.make_answer = make_answer
         self.generation = generation
+        self.shares, self.client = front.shares, client.get()
+        self.shares.add(self.client, generation)
         self.deadline = deadline
         self.prompt_index = {name: i for i, name in enumerate(generation.num_running)}
         self.began = asyncio.get_running_loop().time()
@@ -367,70 +389,8 @@ class Run:
         if self.leaving is not None:
             self.leaving.cancel()
         self.generation.close()
+        self.shares.remove(self.client, self.generation)
         self.metrics.duration.observe(asyncio.get_running_loop().time() - self.began)
-
-
-class EventStream(StreamingResponse):
-    """A run's events; the first exists already.  A later error is sent as an event.
-
-    Through the server's layers (ASGI) an event costs twice as much.  So after the first one, the run writes to the
-    connection itself, as long as the client reads.
-    """
-
-    def __init__(self, run: Run, first: bytes, rest: AsyncIterator[bytes]):
-        super().__init__(rest, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self.run = run
-        self.first = first
-        self.rest = rest
-        self.ended = False
-
-    async def _send_all(self, send: Send, connection: Connection | None) -> None:
-        """Send the response.  If the client leaves, its rest is dropped."""
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send(_body(self.first))
-        if connection is not None:
-            self.run.write_to(connection)
-        is_last = False
-        try:
-            async for events in self.rest:
-                # The last events and the end of the response are one message.
-                is_last = self.run.has_ended
-                await send(_body(events, not is_last))
-        except ClientLeft:
-            return
-        except ApiError as error:
-            log.warning("the stream ended early: %s", error.detail)
-            await send(_body(self._failed(error)))
-        except Exception:
-            # Status 200 is already sent: without an error event the client would take this for the end of the text.
-            log.exception("the stream failed")
-            await send(_body(self._failed(ApiError(500, FAILED))))
-        self.ended = True
-        if not is_last:
-            await send(_body(b"", False))
-        # Streams that end together all end before the first of them is logged and counted.
-        await asyncio.sleep(0)
-
-    def _failed(self, error: ApiError) -> bytes:
-        body = error.body()
-        self.run.metrics.stream_errors.labels(body["error"]["type"]).inc()
-        return self.run.answer.failure(body)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit = None if self.run.deadline is None else self.run.deadline + SEND_GRACE_S
-        try:
-            async with asyncio.timeout_at(limit):
-                await self._send_all(send, connection_of(scope))
-        except TimeoutError:
-            log.warning("the client did not read the stream before its deadline: the connection is closed")
-        finally:
-            if not self.ended:
-                self.run.metrics.disconnects.inc()
-            self.run.close()
-
-
-def _body(events: bytes, more: bool = True) -> Message:
-    return {"type": "http.response.body", "body": events, "more_body": more}
 
 
 async def _wait_for_disconnect(http: Request) -> None:

@@ -8,7 +8,7 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,8 +16,10 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
-from espalier.server.front import CLIENT_LEFT
+from espalier.server.front import CLIENT_LEFT, UNLIMITED
+from espalier.server.heads import MAX_LENGTH_DIGITS
 from espalier.server.logs import new_request_id, request_id
+from espalier.server.shares import BATCHES, client
 
 log = logging.getLogger("espalier.server")
 CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
@@ -33,7 +35,8 @@ class Gate:
     """Wraps an app.
 
     answered(path, status): called at the end of each response; body_timeout_s: limit for reading one body, None for no
-    limit; max_file_bytes: for uploads of files, None for a server without them; num_open: requests in progress.
+    limit; max_file_bytes: for uploads of files, None for a server without them; more_keys: beside api_key, several keys
+    tell clients apart; num_open: requests in progress.
     """
 
     def __init__(
@@ -44,9 +47,10 @@ class Gate:
         answered: Callable[[str, int], None],
         body_timeout_s: float | None = None,
         max_file_bytes: int | None = None,
+        more_keys: Sequence[str] = (),
     ):
         self.app = app
-        self.api_key = api_key
+        self.keys = [key.encode() for key in (api_key, *more_keys) if key is not None]
         self.max_body_bytes = max_body_bytes
         self.answered = answered
         self.body_timeout_s = body_timeout_s
@@ -73,8 +77,10 @@ class Gate:
         request_id.set(client_id if CLIENT_ID.fullmatch(client_id) else new_request_id())
         # espalier/server/connections.py reads the id from the scope.
         scope.setdefault("state", {})["request_id"] = request_id.get()
+        client.set(BATCHES if UNLIMITED in scope["state"] else (scope.get("client") or ("",))[0])
         refused: ApiError | None = None
         began, answer, upload = time.perf_counter(), Answering(send), Upload(self, receive, scope["path"])
+        scope["state"]["upload"] = upload
         self.num_open += 1
         try:
             self._check_key(scope["path"], headers)
@@ -102,14 +108,17 @@ class Gate:
             self.answered(getattr(route, "path", "other"), status)
 
     def _check_key(self, path: str, headers: Headers) -> None:
-        if self.api_key is not None and path not in OPEN_PATHS:
+        if self.keys and path not in OPEN_PATHS:
             # Starlette decodes header bytes as latin-1.
             scheme, _, key = headers.get("authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode("latin-1"), self.api_key.encode()):
+            matches = [hmac.compare_digest(key.encode("latin-1"), each) for each in self.keys]
+            if scheme.lower() != "bearer" or not any(matches):
                 message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
                 error = ApiError(401, message, code="invalid_api_key")
                 error.headers = {"www-authenticate": "Bearer"}
                 raise error
+            if len(self.keys) > 1 and client.get() != BATCHES:
+                client.set(f"key {matches.index(True)}")
 
 
 def _shown(scope: Scope) -> str:
@@ -151,8 +160,14 @@ class Upload:
     async def check_length(self, headers: Headers) -> None:
         """Refuse a body by its Content-Length.  Raises ApiError."""
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > self.max_bytes:
-            await self._drop(int(length))
+        # Python refuses to read a number of thousands of digits.
+        if length.isdecimal() and (number := int(length.lstrip("0")[:MAX_LENGTH_DIGITS] or "0")) > self.max_bytes:
+            await self._drop(number)
+
+    async def finish(self) -> None:
+        """Read the rest of the body and drop it: a client that sends does not read.  Raises ApiError."""
+        while not self.complete:
+            await self()
 
     async def _drop(self, length: int = 0) -> None:
         """Refuse a too large body.  Read a moderately large one to its end first: a client that sends does not read."""

@@ -1,5 +1,6 @@
 """One HTTP connection: uvicorn's, with this server's error format and support for half-closed connections."""
 
+import asyncio
 import logging
 import socket
 from http.client import responses
@@ -9,24 +10,20 @@ import msgspec
 from starlette.types import Scope
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from espalier.server.connections import Room
 from espalier.server.errors import ApiError
+from espalier.server.heads import UNREADABLE, Frames
 from espalier.server.logs import new_request_id, request_id
 
 log = logging.getLogger("espalier.server")
-UNREADABLE = (
-    "malformed HTTP: the request line, a header or the framing of the body is invalid or too long; "
-    "send plain HTTP/1.1 (http://, not https://)"
-)
 # A half-closed connection is checked every CHECK_S.  Check FIRST_PROBE, and every CHECKS_PER_PROBE after it, sends an
 # interim response.
 CHECK_S = 0.1
 FIRST_PROBE = 3
 CHECKS_PER_PROBE = 100
+LINGER_S = 2.0
 # RFC 9110, section 15.2: an HTTP/1.1 client ignores interim responses that it did not ask for, whatever their number.
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Of a head, and of the trailers.  h11 has this limit itself, httptools has none.
-MAX_HEAD_BYTES = 65536
-IS_HTTPTOOLS = hasattr(AutoHTTPProtocol, "on_header")
 
 
 class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichever of uvicorn's parsers is installed
@@ -38,29 +35,40 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
     """
 
     half_closed = False
-    # Received since the last whole head or part of a body; counted for httptools.
-    num_head_bytes = 0
+    # Once an error was sent for what is no HTTP: what else comes is dropped.
+    is_refused = False
     app_state: dict[str, Any]
 
-    def __init__(self, *args: Any, **named: Any):
+    def __init__(self, *args: Any, room: Room, **named: Any):
         super().__init__(*args, **named)
+        self.room = room
         # uvicorn gives each request a copy: connection_of.
         self.app_state = {**self.app_state, "connection": self}
+        self.frames = Frames()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.room.enter(self, self.loop.time())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.room.leave(self)
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if IS_HTTPTOOLS:
-            self.num_head_bytes += len(data)
-        super().data_received(data)
-        if self.num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("")
-
-    def on_headers_complete(self) -> None:
-        self.num_head_bytes = 0
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self.num_head_bytes = 0
-        super().on_body(body)
+        if self.is_refused:
+            return
+        # uvicorn learns of the data also if none of it passes yet: its timer of idle connections ends.
+        passed = False
+        try:
+            for part in self.frames.take(data):
+                passed = True
+                super().data_received(part)
+                if self.is_refused or self.transport.is_closing():
+                    return
+            if not passed:
+                super().data_received(b"")
+        except ApiError as error:
+            self._refuse(error)
 
     @property
     def takes_chunks(self) -> bool:
@@ -73,6 +81,8 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
 
     def eof_received(self) -> bool:
         """Whether the connection stays open."""
+        if self.is_refused:
+            return False
         cycle = self.cycle
         self.half_closed = (
             cycle is not None
@@ -98,23 +108,36 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # whichev
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.room.renew(self)
         # After FIN no request follows, except one that was pipelined and now runs.
         if self.half_closed and self.cycle.response_complete:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Send 400 for malformed HTTP, unless a response to an unfinished request has started on this connection.
+        """What uvicorn calls for malformed HTTP."""
+        self._refuse(ApiError(400, UNREADABLE))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send an error and close, unless a response to an unfinished request has started on this connection.
 
         The client would read a second response as the next request's.
         """
         cycle = self.cycle
         if cycle is None or not cycle.response_started or (cycle.response_complete and not cycle.more_body):
-            self.transport.write(_unreadable(self.client))
-        self.transport.close()
+            self.transport.write(_refusal(error, self.client))
+            self._linger()
+        else:
+            self.transport.close()
 
-    def _unsupported_upgrade_warning(self) -> None:
-        # uvicorn's own message advises to install a WebSocket library, but the server has no WebSocket endpoint.
-        log.debug("the client requested a protocol upgrade; none is supported, and the request is served without it")
+    def _linger(self) -> None:
+        """Close, but read on for LINGER_S: a client that still sends would lose the response to a TCP reset."""
+        self.is_refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            # As uvicorn does where a connection is lost: nothing may be written behind the error.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.write_eof()
+        self.loop.call_later(LINGER_S, self.transport.abort)
 
 
 def connection_of(scope: Scope) -> Connection | None:
@@ -122,11 +145,11 @@ def connection_of(scope: Scope) -> Connection | None:
     return scope.get("state", {}).get("connection") if scope.get("http_version") == "1.1" else None
 
 
-def _unreadable(client: tuple[str, int] | None) -> bytes:
+def _refusal(error: ApiError, client: tuple[str, int] | None) -> bytes:
     """The whole response, with a new request id.  The id of a request that ends in this context is restored."""
-    before = request_id.set(new_request_id())
-    log.info("malformed HTTP from %s: 400", f"{client[0]} port {client[1]}" if client else "an unknown address")
-    error = ApiError(400, UNREADABLE)
+    before, status = request_id.set(new_request_id()), error.status_code
+    place = f"{client[0]} port {client[1]}" if client else "an unknown address"
+    log.info("refused HTTP from %s: %d: %s", place, status, error.detail)
     body = msgspec.json.encode(error.body())
     head = {
         "content-type": "application/json",
@@ -135,5 +158,5 @@ def _unreadable(client: tuple[str, int] | None) -> bytes:
         "connection": "close",
     }
     request_id.reset(before)
-    lines = [f"HTTP/1.1 400 {responses[400]}", *(f"{name}: {value}" for name, value in head.items()), "", ""]
+    lines = [f"HTTP/1.1 {status} {responses[status]}", *(f"{name}: {value}" for name, value in head.items()), "", ""]
     return "\r\n".join(lines).encode() + body

@@ -5,10 +5,11 @@ the GIL, so a long prompt does not block the event loop.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from espalier.chat import Rendering, Steps
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor
 from espalier.server.errors import full, refusal
@@ -64,6 +65,41 @@ class Lanes:
         except EspalierError as error:
             raise refusal(error, field) from None
 
+    async def finish(
+        self,
+        work: Callable[..., Steps],
+        *values: Any,
+        render: Callable[[Rendering], Awaitable[str]],
+        size: int,
+        field: str | None = None,
+    ) -> list[int]:
+        """Run the steps of work(InputProcessor, *values) in a lane, and render between them.  As `run` otherwise."""
+        steps, rendering, tokens = await self.run(_begin, work, *values, size=size, field=field)
+        while rendering is not None:
+            try:
+                text = await render(rendering)
+            except EspalierError as error:
+                raise refusal(error, field) from None
+            rendering, tokens = await self.run(_go_on, steps, text, size=size, field=field)
+        return list(tokens)
+
     def close(self) -> None:
         for lane in (self._short, self._long):
             lane.thread.shutdown(wait=False)
+
+
+def _begin(inputs: InputProcessor, work: Callable[..., Steps], *values: Any) -> tuple[Any, ...]:
+    """(the steps, what to render, None), or (the steps, None, the tokens)."""
+    steps = work(inputs, *values)
+    try:
+        return steps, next(steps), None
+    except StopIteration as end:
+        return steps, None, end.value
+
+
+def _go_on(inputs: InputProcessor, steps: Steps, text: str) -> tuple[Any, ...]:
+    """(what to render, None), or (None, the tokens)."""
+    try:
+        return steps.send(text), None
+    except StopIteration as end:
+        return None, end.value

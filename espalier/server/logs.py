@@ -53,3 +53,20 @@ def set_up(level: str, as_json: bool) -> None:
 def about(name: str) -> dict[str, str]:
     """The `extra` argument of a log call outside a request's context."""
     return {"request_id": name}
+
+
+class Seldom:
+    """Says when to log what may happen thousands of times a second.  every_s: seconds between two lines."""
+
+    def __init__(self, every_s: float = 60.0):
+        self.every_s = every_s
+        self._next_at = float("-inf")
+        self._count = 0
+
+    def due(self, now: float) -> int:
+        """Count one event.  The number of events since the last line if one is due now, else 0."""
+        self._count += 1
+        if now < self._next_at:
+            return 0
+        count, self._count, self._next_at = self._count, 0, now + self.every_s
+        return count

@@ -30,13 +30,18 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Submit(msgspec.Struct):
-    """A prompt with n samples.  detokenize: the engine process makes the text, which stop strings need."""
+    """A prompt with n samples.
+
+    detokenize: the engine process makes the text, which stop strings need; client: whose prompts take turns with those
+    of others.
+    """
 
     name: str
     prompt: list[int]
     params: ResolvedParams
     priority: int
     detokenize: bool
+    client: str = ""
 
 
 class Submits(msgspec.Struct, tag=True):

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,13 +23,14 @@ from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.batches import Batches
 from espalier.server.client import ClientOptions, EngineClient
-from espalier.server.connections import Readers, Senders
+from espalier.server.connections import Readers, Room, Senders
+from espalier.server.descriptors import MAX_ACCEPTED, max_connections, report_full_rarely
 from espalier.server.front import Front, FrontOptions
 from espalier.server.gate import Gate
 from espalier.server.http1 import Connection
 from espalier.server.stored import Store
 from espalier.startup.checkpoints import BUNDLED, BUNDLED_FILES
-from espalier.text import tokenizer_class
+from espalier.tokenizer_files import tokenizer_class
 
 log = logging.getLogger("espalier.server")
 # Limit for sending pending output to clients at the end.
@@ -38,6 +40,10 @@ STALLED_AT_CLOSE_S = 1.0
 STALLED_AT_DRAIN_S = 5.0
 # New objects after which the youngest generation is collected.
 COLLECT_AFTER = 20_000
+# Whether the template process starts before the first conversation.
+STARTS_TEMPLATES = True
+# Connections that wait to be accepted.
+BACKLOG = 2048
 # uvicorn ticks ten times a second.
 TICKS_PER_SWEEP = 10
 
@@ -98,6 +104,12 @@ class Server(uvicorn.Server):
         log.info("draining: %d requests are in progress", self.gate.num_open)
         self.ending = self.loop.create_task(self._drain())
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        report_full_rarely(self.loop)
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+
     async def _drain(self) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(self.drain_timeout_s):
@@ -151,11 +163,15 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         await asyncio.gather(client.start(), asyncio.to_thread(_import_tokenizer, settings.get("model")))
         front = await asyncio.to_thread(Front, client, options.front)
         loop.remove_signal_handler(signal.SIGTERM)
+        front.render_aside()
+        if STARTS_TEMPLATES and front.templates is not None:
+            await front.templates.start()
         batches = None if store is None else Batches(store, _batch_concurrency(front))
         app, gate = make_app(front, options.api, batches)
         config = uvicorn.Config(
             app,
-            http=Connection,
+            # uvicorn calls it for each connection.
+            http=partial(Connection, room=Room(max_connections())),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             server_header=False,
@@ -165,6 +181,8 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
             # A WebSocket request gets a normal 404.
             ws="none",
             timeout_graceful_shutdown=CLOSE_S,
+            # asyncio accepts as many in one turn; Server.startup lets more of them wait.
+            backlog=MAX_ACCEPTED,
         )
         readers = Readers(options.send_timeout_s, front.metrics.stalled_readers)
         senders = Senders(options.api.body_timeout_s, front.metrics.stalled_senders)

@@ -5,12 +5,13 @@
 """
 
 import fcntl
+import logging
 import os
 import shutil
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -20,6 +21,7 @@ from espalier.batch.journal import sync_folder
 from espalier.errors import EspalierError
 from espalier.server.batch_objects import Batch, StoredFile
 
+log = logging.getLogger("espalier.server")
 T = TypeVar("T", StoredFile, Batch)
 # The end of the name of a file that is being written.
 UNFINISHED = ".new"
@@ -50,6 +52,7 @@ class Store:
             raise EspalierError(why) from None
         self.files = self._read(folder / "files", StoredFile)
         self.batches = self._read(folder / "batches", Batch)
+        self._remove_orphans()
 
     def _read(self, folder: Path, kind: type[T]) -> dict[str, T]:
         try:
@@ -57,6 +60,15 @@ class Store:
         except (OSError, msgspec.DecodeError) as error:
             raise EspalierError(f"--batch-dir {folder} has a file that cannot be read: {error}; remove it") from None
         return {each.id: each for each in sorted(found, key=lambda each: (each.created_at, each.id))}
+
+    def _remove_orphans(self) -> None:
+        """Remove what a killed server left: content without a description, which nothing lists or removes."""
+        kept = set(self.files) | {f"{id}.jsonl" for id in self.batches}
+        for path in (*self.folder.glob("files/file-*"), *self.folder.glob("batches/batch_*")):
+            if path.suffix != ".json" and path.name not in kept:
+                log.warning("%s is left over from a server that was killed; it is removed", path)
+                with suppress(OSError):
+                    path.unlink()
 
     def list_files(self) -> list[StoredFile]:
         """At once: a thread may add one."""
@@ -77,8 +89,13 @@ class Store:
         with _whole_file(self.content(id)) as copy:
             shutil.copyfileobj(source, copy)
             size = copy.tell()
-        file = StoredFile(id, size, int(time.time()), filename, purpose)
-        _write(self.folder / "files" / f"{id}.json", msgspec.json.encode(file))
+        try:
+            file = StoredFile(id, size, int(time.time()), filename, purpose)
+            _write(self.folder / "files" / f"{id}.json", msgspec.json.encode(file))
+        except BaseException:
+            if id not in self.files:
+                self.content(id).unlink()
+            raise
         self.files[id] = file
         return file
 

@@ -1,7 +1,7 @@
 """The engine process: reads messages, steps the engine, sends its output.  It has no HTTP code.
 
-It ends on Shutdown, or when the front is gone.  It ignores SIGINT and SIGTERM, which reach the whole process group: the
-front handles them and drains first.
+It ends on Shutdown, or when the front is gone.  It ignores SIGINT, which reaches the whole process group, and SIGTERM
+once the model is loaded: the front handles them and drains first.
 """
 
 import gc
@@ -9,11 +9,12 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ class Worker:
     def _start(self, submit: Submit, grammar: CompiledGrammar | None) -> None:
         asked = (submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
         try:
-            group = self.llm.group(*asked, grammar)
+            group = self.llm.group(*asked, grammar, submit.client)
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:
@@ -214,7 +215,6 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
     front_pid: the front's process.  An argument and not in Start: the front may be gone before Start is sent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with zmq.Context() as context, context.socket(zmq.PAIR) as socket:
         # No limit on unread output: a slow front must not block the engine.  linger: do not wait long for a front that
         # is gone.
@@ -226,7 +226,7 @@ def main(address: str, front_pid: int, load: Load = load_model) -> int:
             if start is None:
                 return BROKEN
             logs.set_up(start.log_level, start.log_json)
-            _serve(socket, start, front_pid, load)
+            _serve(socket, start, front_pid, load, Path(address.removeprefix("ipc://")))
         except Exception as error:
             refused = isinstance(error, EspalierError)
             if not refused:
@@ -257,9 +257,31 @@ def _remove_socket(path: Path) -> None:
         path.parent.rmdir()
 
 
-def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load) -> None:
+@contextmanager
+def _ending_with_front(front_pid: int, address: Path) -> Iterator[None]:
+    """End this process when the front is gone, whatever it does then: a load may take many minutes."""
+    is_over = threading.Event()
+
+    def watch() -> None:
+        while not is_over.wait(LOOK_MS / 1000):
+            if os.getppid() != front_pid:
+                _remove_socket(address)
+                os._exit(BROKEN)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address: Path) -> None:
     began = time.perf_counter()
-    with load(start.settings) as llm:
+    with ExitStack() as stack:
+        with _ending_with_front(front_pid, address):
+            llm = stack.enter_context(load(start.settings))
+        # Until now there was nothing to drain.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
         socket.send(protocol.encode(Ready(llm.inputs.facts, asdict(llm.config))))
         worker = Worker(socket, llm, start, front_pid)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from espalier.kernels.state.batch_state import gather
+from espalier.kernels.ops.state import gather
 from espalier.slots import BatchState
 
 

@@ -18,10 +18,8 @@ from torch import Tensor
 
 from espalier.attention import CommittedLengths, ModelCache, Nodes, Prefix
 from espalier.cache.kv import PagedKV
-from espalier.kernels.state.advance import NodeRows, advance
-from espalier.kernels.state.batch_state import chain, gather
-from espalier.kernels.tree.accept import Path, accept
-from espalier.kernels.tree.gather_rows import gather_rows
+from espalier.kernels.ops.state import NodeRows, advance, chain, gather
+from espalier.kernels.ops.tree import Path, accept, gather_rows
 from espalier.layout import RoundLayout, logit_rows, node_slices
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingNeeds

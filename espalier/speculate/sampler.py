@@ -6,24 +6,25 @@ On a GPU the kernels read the parameters of each slot and compute the noise in p
 same, and skips the work that no request of the batch needs.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from espalier.kernels.sampling.logit_processors import SlotRows
-from espalier.kernels.sampling.pick import pick_triton
-from espalier.kernels.tree.draft_topk import draft_topk_triton
-from espalier.kernels.tree.edge_factors import edge_factors_triton
-from espalier.kernels.tree.edge_topk import edge_topk_triton
+from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree.edges import LowRankEdges, Rows, fill_depth
-from espalier.kernels.tree.select_paths import Candidates
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows, process_logits
 from espalier.sampling.mask import DraftGuide, force, masked, unpack_mask
 from espalier.sampling.noise import gumbel
 from espalier.sampling.pick import SampledTokens, coupled_scores, over_temperature, pick
 from espalier.slots import BatchState
 from espalier.speculate.tree import VOID, Tree, ordered_topk
+
+if TYPE_CHECKING:
+    from espalier.kernels.sampling.logit_processors import SlotRows
 
 ALL_NODES = slice(None)
 
@@ -52,7 +53,7 @@ class Sampler:
     @classmethod
     def of(
         cls, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int, vocab: int, dtype: torch.dtype
-    ) -> "Sampler":
+    ) -> Sampler:
         if first.is_cuda:
             return cls.by_kernels(slots, needs, first, vocab)
         if not needs.any:
@@ -63,8 +64,10 @@ class Sampler:
         return cls(first, vocab, needs, rows, noise)
 
     @classmethod
-    def by_kernels(cls, slots: BatchState, needs: SamplingNeeds, first: Tensor, vocab: int) -> "Sampler":
+    def by_kernels(cls, slots: BatchState, needs: SamplingNeeds, first: Tensor, vocab: int) -> Sampler:
         """The sampler for GPU kernels.  They read each slot's parameters on the device, whatever `needs` says."""
+        from espalier.kernels.sampling.logit_processors import SlotRows
+
         return cls(first, vocab, needs, None, None, SlotRows.gather(slots.table, slots.index))
 
     def pick_nodes(
@@ -77,6 +80,8 @@ class Sampler:
         ancestors, offsets = tree.ancestors[:, nodes], noise_offsets(tree)[:, nodes]
         mask = None if mask is None else mask[:, nodes]
         if self.slot_rows is not None:
+            from espalier.kernels.sampling.pick import pick_triton
+
             # For penalties, the slot has counted the root (node 0) already.
             above, rows = Above(tree.tokens, ancestors), self.slot_rows
             return SampledTokens(*pick_triton(logits, rows, self.first, offsets, above, first_above=1, mask=mask))
@@ -88,6 +93,8 @@ class Sampler:
         """Sample the token after a prompt chunk.  logits: [B, 1, V]; mask: [B, 1, words]."""
         offsets = torch.zeros_like(self.first[:, None])
         if self.slot_rows is not None:
+            from espalier.kernels.sampling.pick import pick_triton
+
             return SampledTokens(*pick_triton(logits, self.slot_rows, self.first, offsets, mask=mask))
         return self._pick(masked(logits, mask), offsets, None)
 
@@ -116,6 +123,8 @@ class Sampler:
             only, mask = levels or self.guide.of_rows(offset + 1, *(above or (None, None)))
             mask = mask.expand(-1, logits.shape[1], -1)
         if self.slot_rows is not None:
+            from espalier.kernels.tree.draft_topk import draft_topk_triton
+
             found = draft_topk_triton(
                 *(logits, d2t, self.slot_rows, self.first, offset, scores, topk, above, self.coupled, mask, stride)
             )
@@ -135,6 +144,9 @@ class Sampler:
             logits, topk, no_scores = edges.logits(depth, factors), out.tokens.shape[2], torch.zeros_like(rows.scores)
             children = self.children(logits, d2t, depth, no_scores, topk, None)
             return fill_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
+        from espalier.kernels.tree.edge_factors import edge_factors_triton
+        from espalier.kernels.tree.edge_topk import edge_topk_triton
+
         # Without a projection, the kernel reads the factors from the table itself.
         made = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
         only, mask = (None, None) if self.guide is None else self.guide.of_rows(depth + 1, None, None)

@@ -9,8 +9,7 @@ committed.
 import torch
 from torch import Tensor
 
-from espalier.kernels.tree.select_beams import ordered_topk
-from espalier.kernels.tree.select_tree import VOID, Tree, select
+from espalier.kernels.ops.tree import VOID, Tree, ordered_topk, select
 
 __all__ = ["VOID", "Pool", "RootTrees", "Tree", "ordered_topk"]
 

@@ -5,6 +5,7 @@ from os import PathLike
 from pathlib import Path
 
 from espalier.errors import EspalierError, one_line
+from espalier.model_files import require_files
 
 BUNDLED = "bundled"
 BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
@@ -14,6 +15,7 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # A draft is refused if it has the last of these files (espalier/models/block_config.py:MASK_EMBEDDING).
 FILES_OF_DRAFT = [*FILES, "pytorch_model*.bin", "mask_embedding.pt"]
 # Folders, and the copy of all weights under the publisher's own names that Mistral's repositories have.
+GGUF = ".gguf"
 NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]
 
 
@@ -68,17 +70,29 @@ def _is_directory(what: str, path: Path) -> bool:
     """Whether `path` is a directory.  Raises EspalierError for a file, or a directory that is no checkpoint."""
     files = "a draft's config.json and weights" if what.endswith("draft") else "config.json and *.safetensors"
     try:
+        if path.suffix.lower() == GGUF or (path.is_dir() and _holds_gguf(path)):
+            raise EspalierError(
+                f"{what}={str(path)!r} is in the GGUF format, which is not read; give the Hugging Face directory or id "
+                f"that it was made from, with {files}"
+            )
         if path.is_file():
             raise EspalierError(f"{what}={str(path)!r} is a file; give the directory that holds {files}")
         if not path.is_dir():
             return False
         if not (path / "config.json").exists():
             raise EspalierError(f"{what}={str(path)!r} holds no config.json; give the directory that holds {files}")
+        require_files(path)
     except OSError as error:
         raise EspalierError(
             f"{what}={str(path)!r} cannot be read ({error.strerror}); give a directory that you can read"
         ) from None
     return True
+
+
+def _holds_gguf(path: Path) -> bool:
+    """Whether the only weights in a directory are GGUF files."""
+    suffixes = {file.suffix.lower() for file in path.iterdir()}
+    return GGUF in suffixes and not suffixes & {".safetensors", ".bin"}
 
 
 def _may_be_hub_id(name: str) -> bool:
@@ -91,9 +105,16 @@ def _download(what: str, name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=NOT_DOWNLOADED))
+        path = Path(snapshot_download(name, allow_patterns=files, ignore_patterns=NOT_DOWNLOADED))
     except Exception as error:  # no network, no such repository, no permission, no space: each has another class
         raise EspalierError(
             f"{what}={name!r} is not a directory, and the download from the Hugging Face hub failed "
             f"({one_line(error)}); check the name and the network, or give a directory"
         ) from None
+    if not (path / "config.json").exists():
+        raise EspalierError(
+            f"{what}={name!r} has no config.json on the Hugging Face hub, as repositories of GGUF files have none; "
+            "give the id of the model that it was made from"
+        )
+    require_files(path)
+    return path

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError
-from espalier.models.config import ModelConfig, read_json
+from espalier.model_files import read_json
+from espalier.models.config import ModelConfig
 from espalier.request import CHECKS, GENERATION_CONFIG_NAMES
 
 # Fields of generation_config.json that transformers honours and Espalier does not, with the values that change nothing.

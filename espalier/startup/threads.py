@@ -1,8 +1,8 @@
 """Chooses the number of CPU threads for PyTorch, by the model's size.
 
-A forward pass reads every weight once, and threads share that work.  They also spin at barriers, several times in each
-layer.  On a machine with other load, one thread that waits for a core delays all: two threads are then 3 to 20 times
-slower than one, for models of any size (docs/log.md).  A small model gains too little from more threads to risk that.
+A forward pass reads every weight once, and threads share that work.  They also wait for each other, several times in
+each layer.  On a machine with other load, one thread that waits for a core delays all, the more if the others spin
+meanwhile (espalier/cores.py).  A small model gains too little from more threads to risk that.
 """
 
 import logging
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from espalier.config import is_open
-from espalier.cores import physical_cores
+from espalier.cores import SPIN_COUNT, SPINS, physical_cores, waits_shortly
 from espalier.errors import EspalierError
 
 # One thread for each of these.  A thread reads them in about 20 ms.  The barriers of a pass (hundreds, a few
@@ -55,4 +55,12 @@ def choose_threads(requested: int | str, device: str, weight_bytes: int, facts: 
 def use_threads(threads: int) -> None:
     """Set PyTorch's number of threads.  It holds for the whole process, so for all models in it."""
     torch.set_num_threads(threads)
+    if threads > 1 and not waits_shortly():
+        log.warning(
+            "CPU threads: %d, which are slow where other programs use the cores, as PyTorch was imported before "
+            "espalier; import espalier first, set %s=%s, or use threads=1",
+            threads,
+            SPIN_COUNT,
+            SPINS,
+        )
     log.info("CPU threads: %d; PyTorch's setting for the whole process", threads)

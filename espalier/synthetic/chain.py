@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.tree.accept import accept
+from espalier.kernels.ops.drafts import Candidates, select_paths
+from espalier.kernels.ops.tree import accept
 from espalier.kernels.tree.edges import Rows, fill_depth
-from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.sampling.pick import SampledTokens
 from espalier.speculate.drafters.one_pass import with_edges
 from espalier.speculate.tree import Pool, Tree, ordered_topk

@@ -47,22 +47,22 @@ class QuantisedTensors:
         self._scales: dict[str, Tensor] = {}
 
     @functools.cached_property
-    def _dense(self) -> list[str]:
-        """Matrices that stay dense because of their columns."""
-        matrices = {
-            name.removesuffix(".weight"): size for name, size in self.model.shapes.items() if _is_matrix(name, size)
-        }
-        unit = self.quantiser.columns
-        return [name for name, size in matrices.items() if not self.quantiser.experts and size[1] % unit]
+    def _columns(self) -> dict[str, int]:
+        """Of each matrix that the format may quantise, by name; none for a format of stacked experts."""
+        if self.quantiser.experts:
+            return {}
+        matrices = ((name, size[1]) for name, size in self.model.shapes.items() if _is_matrix(name, size))
+        modules = {name.removesuffix(".weight"): columns for name, columns in matrices}
+        return {name: columns for name, columns in modules.items() if not self.quantiser.keeps(name)}
 
     @functools.cached_property
     def quantisation(self) -> dict[str, Any]:
         """quantization_config of config.json."""
-        return dict(self.quantiser.config(self._dense))
+        return dict(self.quantiser.config(self._columns))
 
     @functools.cached_property
     def formats(self) -> FormatOf:
-        return self.quantiser.formats(self._dense)
+        return self.quantiser.formats(self._columns)
 
     @functools.cached_property
     def stored(self) -> dict[str, tuple[str, StoredTensor]]:
@@ -94,7 +94,7 @@ class QuantisedTensors:
             return self.dtype.itemsize
         dtype = self.stored[name][1].dtype
         if isinstance(dtype, tuple):
-            dtype = self.dtype if self.dtype in dtype and self.quantiser.columns > 1 else dtype[0]
+            dtype = self.dtype if self.dtype in dtype and self.quantiser.groups[0] > 1 else dtype[0]
         return (dtype or self.dtype).itemsize
 
     def tensor(self, name: str) -> Tensor:

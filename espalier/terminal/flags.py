@@ -53,9 +53,17 @@ def add_json_flag(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
 
 
-def add_key_flag(parser: ArgumentParser | _ArgumentGroup, about: str) -> None:
-    """about: who sends the key to whom.  See api_key."""
-    parser.add_argument("--api-key", metavar="X", help=f"{about} (${KEY_VARIABLE})")
+def add_key_flag(parser: ArgumentParser | _ArgumentGroup, about: str, several: bool = False) -> None:
+    """about: who sends the key to whom; several: the flag may be repeated.  See api_key and api_keys."""
+    action = "append" if several else "store"
+    parser.add_argument("--api-key", metavar="X", action=action, help=f"{about} (${KEY_VARIABLE})")
+
+
+def api_keys(args: Namespace) -> tuple[str, ...]:
+    """The keys of a flag that may be repeated, or the one of the environment.  Raises EspalierError as api_key does."""
+    given = args.api_key or [None]
+    keys = [api_key(Namespace(api_key=each)) for each in given]
+    return tuple(key for key in dict.fromkeys(keys) if key is not None)
 
 
 def api_key(args: Namespace) -> str | None:

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
+from espalier.kernels.ops.drafts import Candidates, select_paths
 from espalier.kernels.tree.edges import Rows, fill_depth
-from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.checkpoint import layer_fields, rope_theta, write_checkpoint

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from espalier.errors import EspalierError
+from espalier.model_files import MAX_LAYERS, MAX_SIZE, read_json
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
 # Sizes of a target that a draft's layers take over.
@@ -35,16 +35,7 @@ MIN_CAPTURED_LAYERS = 6
 
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a model.  Raises EspalierError, naming the file."""
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise EspalierError(f"{path} is missing; give the directory of a Hugging Face model") from None
-    except (OSError, ValueError) as error:
-        raise EspalierError(f"{path} is not readable JSON ({error}); download the model again") from None
-    if not isinstance(config, dict):
-        raise EspalierError(f"{path} holds no JSON object; give the directory of a Hugging Face model")
-    return config
+    return read_json(directory / "config.json")
 
 
 def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
@@ -56,8 +47,8 @@ def read_target(directory: Path, min_layers: int = 1) -> dict[str, Any]:
             f"--target {directory}: {architecture} cannot be a target here; use one of {', '.join(FAMILIES)}"
         )
     for name in SIZES:
-        value = config.get(name)
-        if not isinstance(value, int | float) or value <= 0:
+        value, most = config.get(name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        if not isinstance(value, int | float) or not 0 < value <= most:
             raise EspalierError(f"{directory / 'config.json'} has {name} {value!r}; give a model whose file is whole")
     if config["num_hidden_layers"] < min_layers:
         raise EspalierError(

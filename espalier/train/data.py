@@ -15,6 +15,7 @@ import numpy as np
 
 from espalier.errors import EspalierError, one_line
 from espalier.terminal.console import read_text
+from espalier.tokenizer_files import hugging_face_tokenizer
 from espalier.train.configs import read_target
 
 FORM = 'one JSON object a line with "text", "prompt" or "token_ids"'
@@ -62,13 +63,11 @@ def _content(record: Any) -> tuple[Any, str | None]:
 
 
 def _tokenizer(target: Path) -> Any:
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(target)
-    except Exception as error:  # no file, a damaged one, a missing package: each has another class
+        return hugging_face_tokenizer(target)
+    except EspalierError as error:
         raise EspalierError(
-            f'--target {target} has no tokenizer that can be read ({one_line(error)}); give "token_ids" in --data'
+            f'--target {target} has no tokenizer that can be read ({error}); give "token_ids" in --data'
         ) from None
 
 

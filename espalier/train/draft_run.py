@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from espalier.errors import EspalierError
 from espalier.train.configs import read_target
 from espalier.train.optim import make_optimizers, schedule, set_rate
-from espalier.train.own_text import require_prompts, require_unfinished, saved_texts
+from espalier.train.own_text import print_work, require_prompts, require_unfinished, saved_texts
 from espalier.train.packing import Windows, require_windows
 from espalier.train.settings import TrainConfig, fixed_settings
 from espalier.train.state import SavedState
@@ -64,7 +64,8 @@ def prepare_run(
     num_tokens -= held_out
     what, remedy = f"--data holds {num_tokens} tokens to train on", "give more text, or a smaller --batch or --length"
     require_windows(what, num_tokens, config.length, config.batch - config.own_rows, remedy)
-    if not saved_texts(config, work, origin):
+    makes_text = not saved_texts(config, work, origin)
+    if makes_text:
         require_prompts(num_tokens, config)
         require_unfinished(config, work, origin, num_tokens)
         longest = config.continuations * (max(n for n, _ in config.prompts()) + config.continuation_tokens)
@@ -72,6 +73,7 @@ def prepare_run(
     # Runs that share the work folder have a state each, by what they write.
     state = SavedState(work / f"{kind}-{out.resolve().name}.pt", {**origin, **fixed_settings(config, type(config))})
     state.require_same()
+    print_work(config, makes_text)
     return RunFiles(origin, state)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -21,13 +22,15 @@ import torch
 
 from espalier.errors import EspalierError, one_line
 from espalier.train.packing import Windows, require_windows
-from espalier.train.settings import OwnTextConfig, fixed_settings
+from espalier.train.settings import OwnTextConfig, TrainConfig, fixed_settings
 from espalier.train.target import FrozenTarget, training_device
 from espalier.train.unfinished_text import Batch, UnfinishedText
 from espalier.train.work import origin_of, require_same, whole_file
 
 # Windows of two seeds differ.
 WINDOW_SEEDS = 100_003
+TRIAL = "--continuations 64 --continuation-tokens 64"
+TRIAL_OF_TRAINING = " --num-tokens 1e5 --batch 4 --length 256"
 
 
 @dataclass
@@ -36,6 +39,19 @@ class OwnText:
 
     stream: np.ndarray
     greedy_counts: np.ndarray
+
+
+def print_work(config: OwnTextConfig, makes_text: bool) -> None:
+    """The first line of a run: the device, the work ahead, and on a CPU how to make it small."""
+    device, work, trial = training_device(), [], TRIAL
+    if makes_text:
+        work.append(f"{config.continuations} continuations of up to {config.continuation_tokens} tokens")
+    if isinstance(config, TrainConfig):
+        num_steps = int(config.num_tokens / (config.batch * config.length))
+        work.append(f"{num_steps} steps of {config.batch} x {config.length} tokens")
+        trial += TRIAL_OF_TRAINING
+    hint = f"; on a CPU this may take days: for a trial give {trial}" if device.type == "cpu" else ""
+    print(f"on {device}: {', then '.join(work)}{hint}", file=sys.stderr)
 
 
 def require_prompts(num_tokens: int, config: OwnTextConfig) -> None:
@@ -126,6 +142,7 @@ def own_text_command(target_dir: Path, stream: np.ndarray, config: OwnTextConfig
     origin = origin_of(target_dir, stream)
     saved_texts(config, work, origin)
     require_unfinished(config, work, origin, len(stream))
+    print_work(config, makes_text=True)
     write_own_text(FrozenTarget(target_dir, training_device()), stream, config, work, origin)
 
 

@@ -87,7 +87,9 @@ class Eagle3Target(FrozenTarget):
 def _load(directory: Path, device: torch.device) -> Any:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, output_loading_info=True)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, output_loading_info=True, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # a missing or damaged file, a missing package: each has another class
         raise EspalierError(
             f"--target {directory} cannot be loaded ({one_line(error)}); give a directory whose weights are whole"

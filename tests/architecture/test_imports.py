@@ -29,7 +29,8 @@ MAX_FUNCTION_LINES = 70
 FLOORS = (
     ("counterparts",),
     ("errors", "cores", "stats", "logprobs", "turn"),
-    ("limits", "chat", "grammar"),
+    ("limits", "chat", "grammar", "model_files"),
+    ("tokenizer_files",),
     ("config", "request", "text", "text_bound"),
     ("tools",),
     ("inputs",),
@@ -55,6 +56,8 @@ FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 MUTABLE = {"dict", "list", "set", "defaultdict", "deque", "Counter", "OrderedDict", "bytearray"}
 # What containers can do and their frozen counterparts cannot.
 MUTATORS = {*dir(list), *dir(dict), *dir(set)} - {*dir(tuple), *dir(frozenset), *dir(MappingProxyType)}
+# Functions of transformers that load something which may be code of a checkpoint.
+LOADS = re.compile(r"from_pretrained|from_config|get_class_from_dynamic_module|load_custom_generate|pipeline")
 OWNERLESS = re.compile(r"\b(?:TODO|FIXME)\b(?!.*\(owner:)")
 
 
@@ -64,19 +67,32 @@ def room_of(path: Path) -> str:
     return "" if top == "__init__" else top
 
 
+def module_of(path: Path) -> str:
+    """The dotted name of a file under espalier/."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 class Found(NamedTuple):
     """What the rules find in a file."""
 
     imports: list[tuple[int, str]]
     state: list[str]
     long_functions: list[str]
+    private: list[str]
+    imported_first: frozenset[str]
 
 
 @cache
 def found_in(source: str) -> Found:
     """All at once: to parse a file takes longer than to check it."""
     tree = ast.parse(source)
-    return Found(list(imports(tree)), module_state(tree, "global" in source), long_functions(tree))
+    return Found(
+        list(imports(tree)),
+        module_state(tree, "global" in source),
+        long_functions(tree),
+        list(private_names(tree)),
+        frozenset(imported_first(tree)),
+    )
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -162,6 +178,49 @@ def long_functions(tree: ast.Module) -> list[str]:
     return [f"line {line}: {name} has {length} lines" for name, line, length in found if length > MAX_FUNCTION_LINES]
 
 
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Names with an underscore that come from another file of the house: imported, or read from its module."""
+    modules: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("espalier"):
+            modules |= {alias.asname or alias.name for alias in node.names if alias.name.islower()}
+            for name in (alias.name for alias in node.names if is_private(alias.name)):
+                yield f"line {node.lineno}: imports {name}"
+        elif isinstance(node, ast.Import):
+            of_house = (alias for alias in node.names if alias.name.startswith("espalier"))
+            modules |= {alias.asname or alias.name for alias in of_house}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) in modules:
+            yield f"line {node.lineno}: reads {ast.unparse(node)}"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def imported_first(tree: ast.Module) -> Iterator[str]:
+    """What the import of a file imports, as dotted names; of `from m import n` both m and m.n, as n may be a module."""
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def runs_code_of_a_checkpoint(source: str) -> list[str]:
+    """Calls into transformers that load something and do not say that a checkpoint's code stays off."""
+    if not LOADS.search(source):
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and LOADS.fullmatch(ast.unparse(node.func).rpartition(".")[2]):
+            says = {each.arg: each.value for each in node.keywords}
+            off = says.get("trust_remote_code")
+            if not (isinstance(off, ast.Constant) and off.value is False):
+                found.append(f"line {node.lineno}: {ast.unparse(node.func)} without trust_remote_code=False")
+    return found
+
+
 def ownerless_comments(source: str) -> list[str]:
     if not OWNERLESS.search(source):
         return []
@@ -204,11 +263,32 @@ def test_no_state_stands_in_a_module():
     assert not found, "\n".join(found)
 
 
+def test_a_checkpoints_code_never_runs():
+    found = breaches(runs_code_of_a_checkpoint)
+    assert not found, "\n".join(found)
+
+
 def test_files_and_functions_stay_short():
     found = breaches(lambda source: found_in(source).long_functions)
     lengths = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     found += [f"{path} has {length} lines" for path, length in lengths.items() if length > MAX_FILE_LINES]
     assert not found, "\n".join(found)
+
+
+def test_private_names_stay_in_their_file():
+    found = breaches(lambda source: found_in(source).private)
+    assert not found, "\n".join(found)
+
+
+def test_only_launchers_import_triton():
+    """`import espalier` and every CPU path work without Triton.  What a function imports, it imports when it runs."""
+    imported = {module_of(path): found_in(path.read_text(encoding="utf-8")).imported_first for path in SOURCES}
+    need_triton = {"triton"}
+    while grown := {name for name, others in imported.items() if need_triton & others} - need_triton:
+        need_triton |= grown
+    launchers = {name for name in need_triton if name.startswith("espalier.kernels.")}
+    assert len(launchers) > 50 and need_triton - launchers == {"triton"}
+    assert not [name for name in launchers if name.startswith("espalier.kernels.ops.")]
 
 
 def test_what_is_left_to_do_has_an_owner():
@@ -250,6 +330,22 @@ def test_a_downward_import_is_not(room, source):
 @pytest.mark.parametrize(
     ("source", "count"),
     [
+        ("AutoTokenizer.from_pretrained(path)", 1),
+        ("x.from_pretrained(path, trust_remote_code=remote)", 1),
+        ("x.from_pretrained(path, **options)", 1),
+        ("get_class_from_dynamic_module(name, path)", 1),
+        ("AutoModel.from_config(config)", 1),
+        ("pipeline('text-generation', model=path)", 1),
+        ("AutoTokenizer.from_pretrained(path, trust_remote_code=False)", 0),
+    ],
+)
+def test_code_of_a_checkpoint_is_seen(source, count):
+    assert len(runs_code_of_a_checkpoint(source)) == count
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
         ("N = 0\ndef f():\n    global N\n    N += 1", 1),
         ("cache = {}", 1),
         ("engines: list[int] = list()", 1),
@@ -270,6 +366,22 @@ def test_a_long_function_is_seen():
     body = "    pass\n" * MAX_FUNCTION_LINES
     assert found_in(f"@decorated\ndef f():\n{body}").long_functions == [f"line 1: f has {MAX_FUNCTION_LINES + 2} lines"]
     assert found_in("def f():\n" + "    pass\n" * (MAX_FUNCTION_LINES - 1)).long_functions == []
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("from espalier.cache.kv import _rows, rows", 1),
+        ("from espalier.cache import kv\nkv._rows()", 1),
+        ("import espalier.cache.kv as pages\npages._rows()", 1),
+        ("import espalier.cache.kv\nespalier.cache.kv._rows()", 1),
+        ("from torch import _C\nimport torch\ntorch._C", 0),
+        ("from espalier.cache import kv\nkv.__name__\nself._rows()", 0),
+        ("from espalier.speculate.pieces import Pieces\nPieces._fields", 0),
+    ],
+)
+def test_a_private_name_of_another_file_is_seen(source, count):
+    assert len(found_in(source).private) == count
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_reference
-from espalier.kernels.attention.tree_attention import tree_attention_triton
 from espalier.kernels.layers.quantised import FP8
+from espalier.kernels.ops.attention import count_contiguous_blocks, tree_attention
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.layout import RoundLayout
 
@@ -208,12 +207,14 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
     table = 1 + torch.arange(4 * pages.layout.table_width, device=kernel_device, dtype=torch.int32).view(4, -1)
     given = []
 
+    launch = tree_attention.triton
+
     def seen(inputs, partials, contiguous):
         given.append((inputs.splits, contiguous))
-        return tree_attention_triton(inputs, partials, contiguous=contiguous)
+        return launch(inputs, partials, contiguous=contiguous)
 
     monkeypatch.setattr(triton, "uses_contiguous_blocks", lambda *_: True)
-    monkeypatch.setattr(triton, "tree_attention_triton", seen)
+    monkeypatch.setattr(tree_attention, "triton", seen)
     for broken in (False, True):
         if broken:
             table[2, 5] = 0
@@ -224,7 +225,7 @@ def test_blocks_are_counted_once_for_a_prefix(kernel_device, monkeypatch):
         assert all(counts is given[0][1] for _, counts in given)
         splits, counts = given[0]
         used = int(splits.starts[-1])
-        assert torch.equal(counts[:used], contiguous_blocks_reference(splits, table, pages.page_size, 0)[:used])
+        assert torch.equal(counts[:used], count_contiguous_blocks.reference(splits, table, pages.page_size, 0)[:used])
         # 300 rows in splits of 128, 128 and 44 rows have four whole blocks.  The broken page is in the second of them.
         assert int(counts[:used].sum()) == (3 if broken else 4)
 

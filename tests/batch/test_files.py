@@ -142,6 +142,21 @@ def test_wherever_an_output_is_cut_off_its_whole_lines_stay(tmp_path):
             assert sorted(outcomes(path)) == [1, 2, 3, 4]
 
 
+def test_a_line_that_is_answered_twice_counts_once(tmp_path):
+    """Two outputs of one input may have been joined.  The first answer is the one that counts."""
+    found = scan_input(write(tmp_path / "in.jsonl", [line(1), line(2), line(3)]))
+    path = tmp_path / "out.jsonl"
+    journal = Journal(path, found)
+    for number, answer in ((2, LineError("x", "y")), (1, ANSWER)):
+        journal.append(number, f"r{number}", answer)
+    journal.close()
+    path.write_bytes(path.read_bytes() * 3)
+    journal = Journal(path, found)
+    assert (journal.num_answered, journal.num_failed, journal.num_left) == (2, 1, 1)
+    assert [number for number, _ in journal.unanswered()] == [3]
+    journal.close()
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [

@@ -81,6 +81,28 @@ def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths
         assert dict(llm.engine.layout.trees) == trees.read(out)
 
 
+def test_only_the_named_batches_are_measured(tiny, tiny_heldout, capsys, tmp_path):  # noqa: F811
+    out, figures = tmp_path / "table.json", tmp_path / "figures.json"
+    flags = [
+        "--choose",
+        "--tokens",
+        "12",
+        "--context",
+        "8",
+        "--repeats",
+        "1",
+        "--candidates",
+        "0,1,1",
+        "--by-batch",
+        "{}",
+    ]
+    assert run("bench", "round", *flags, "--batch", "2,1", "--out", out, "--json", figures, *tiny) == 0
+    assert [cell["batch"] for cell in json.loads(figures.read_text())["cells"]] == [1, 2]
+    assert trees.read(out)
+    assert run("bench", "round", *flags, "--batch", "16,13", *tiny) == 2
+    assert "--batch=13 is not measured by --choose, as rounds are padded; use some of" in capsys.readouterr().err
+
+
 def test_a_named_shape_is_measured_with_the_experts_of_its_passes(monkeypatch, capsys, tmp_path):
     """Four requests whose trees are small enough to leave experts out."""
     monkeypatch.setattr(engines, "require_gpu", lambda what: torch.device("cpu"))

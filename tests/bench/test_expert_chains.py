@@ -16,9 +16,9 @@ from espalier.bench.floor import Floors, round_runs
 from espalier.bench.linears import Run, recipe_sizes, shape_named
 from espalier.bench.timing import Ceilings
 from espalier.cli.main import main
-from espalier.kernels.layers.experts import grouped_experts_reference
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
+from espalier.kernels.ops.experts import grouped_experts
 from espalier.models.layers import experts as layer
 from espalier.models.quantisers import QUANTISERS
 from espalier.synthetic.checkpoint import Recipe, build
@@ -152,7 +152,7 @@ class Recorder:
     def __call__(self, x, gate_up, down, ids, weights, live=None, biases=None, activation=layer.SILU, **others):
         named = {"x": x, "gate_up": gate_up, "down": down, "ids": ids, "weights": weights, "live": live}
         self.calls.append({**named, "biases": biases, "activation": activation, "shared": others.get("shared")})
-        return grouped_experts_reference(x, gate_up, down, ids, weights, live, biases, activation, **others)
+        return grouped_experts.reference(x, gate_up, down, ids, weights, live, biases, activation, **others)
 
 
 DENSE = [(name, "dense") for name in WITH_EXPERTS if not name.endswith("-dense")]

@@ -16,7 +16,7 @@ from espalier.bench.synthetic_models import SyntheticModels
 from espalier.bench.tune_experts import ExpertsTuner
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ROWS_OF_BUCKET, ExpertsShape, candidates, rule
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.ops.experts import Routing, grouped_experts
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.experts import MixtureMLP
 from espalier.synthetic.checkpoint import Recipe
@@ -42,8 +42,9 @@ def tuner(monkeypatch):
     monkeypatch.setattr(tune_experts, "precompile", nullcontext)
     for name in ("CHAIN_BYTES", "CHAIN_FLOPS"):
         monkeypatch.setattr(expert_product, name, 1)
-    for name in ("tiles_of", "gated_triton", "down_triton", "grouped_experts_triton"):
-        monkeypatch.setattr(tune_experts, name, lambda *args, **named: None)
+    for name in ("experts_tiles.tiles_of", "experts.gated_triton", "experts.down_triton"):
+        monkeypatch.setattr(f"espalier.kernels.layers.{name}", lambda *args, **named: None)
+    monkeypatch.setattr(grouped_experts, "triton", lambda *args, **named: None)
     tuner = ExpertsTuner(torch.bfloat16, Told(3.0, 1.0, 2.0))
     tuner.chip = H200
     return tuner

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import espalier.attention.triton as backend
-import espalier.kernels.attention.contiguous_blocks as counting
 from espalier.bench import kernels
 from espalier.bench.kernels import Shape, prepared
+from espalier.kernels.ops.attention import latent_attention, tree_attention
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -23,7 +23,7 @@ def test_pages_are_in_order_where_that_is_asked(page_size):
 
 def test_latent_rows_are_read_as_k_and_in_part_as_v(monkeypatch):
     given = []
-    monkeypatch.setattr(backend, "latent_attention_triton", lambda inputs, _: given.append(inputs) or (inputs.q, None))
+    monkeypatch.setattr(latent_attention, "triton", lambda inputs, _: given.append(inputs) or (inputs.q, None))
     shape = Shape(2, 4, 130, spec=kernels.FEW_HEADS)
     _, run = prepared(shape, 16, 2, torch.device("cpu"))
     run()
@@ -37,10 +37,15 @@ def test_latent_rows_are_read_as_k_and_in_part_as_v(monkeypatch):
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_plan_is_timed_with_all_that_the_pass_had_planned(kernel_device, monkeypatch, asks):
     counts = []
-    how = "contiguous_blocks_triton" if kernel_device.type == "cuda" else "contiguous_blocks_reference"
-    monkeypatch.setattr(counting, how, lambda *args: counts.append(args) or torch.zeros(0))
+
+    def counted(*args):
+        counts.append(args)
+        return torch.zeros(0)
+
+    for module in (backend, kernels):
+        monkeypatch.setattr(module, "count_contiguous_blocks", counted)
     monkeypatch.setattr(backend, "uses_contiguous_blocks", lambda *_: asks)
-    monkeypatch.setattr(backend, "tree_attention_triton", lambda inputs, *_, **__: (inputs.q, None))
+    monkeypatch.setattr(tree_attention, "triton", lambda inputs, *_, **__: (inputs.q, None))
     shape = Shape(2, 4, 130)
     attention, run = prepared(shape, 16, 2, kernel_device)
     run()

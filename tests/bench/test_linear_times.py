@@ -5,9 +5,9 @@ import torch
 
 from espalier.bench import linear_times
 from espalier.bench.linears import ExpertSizes, ModelShape
-from espalier.kernels.layers.experts import grouped_experts_reference
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import dequantise
+from espalier.kernels.ops.experts import grouped_experts
 from espalier.models.quantisers import QUANTISERS
 
 SHAPE = ModelShape(hidden=128, layers=2, heads=2, kv_heads=1, head_size=64, intermediate=256, vocab=64)
@@ -44,7 +44,7 @@ def test_shares_are_of_the_stored_bytes(small, weights):
 
 
 def test_only_experts_that_are_touched_count(small, monkeypatch):
-    monkeypatch.setattr("espalier.bench.expert_product.grouped_experts_triton", grouped_experts_reference)
+    monkeypatch.setattr(grouped_experts, "triton", grouped_experts.reference)
     sizes = ExpertsShape(num_experts=4, top_k=1, hidden=64, inner=32)
     shape = ModelShape(64, 1, 1, 1, 64, 64, 64, experts=ExpertSizes(1, sizes))
     [time] = linear_times.expert_times(shape, "mxfp4", [1], 1e9, CPU, Timer())

@@ -11,9 +11,9 @@ from espalier.bench.linears import ModelShape, recipe_sizes
 from espalier.bench.tune import Measured, Tuner, plans_by_shape
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import LibraryPlan, TritonPlan
-from espalier.kernels.layers.linear_quantised import max_block_in
+from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan
 from espalier.kernels.layers.linear_tuning import ROWS_BUCKETS, LinearPlans, Table, read, write
+from espalier.kernels.layers.quantised_plans import max_block_in
 from espalier.synthetic.checkpoint import Recipe
 from tests.synthetic.mixtures import mixture
 

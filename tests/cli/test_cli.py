@@ -24,7 +24,7 @@ from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.request import SPELLED_ALIKE, Output, SamplingParams
 from espalier.terminal.console import ASCII, aligned, has_colour, stdout, waiting
-from espalier.terminal.flags import api_key, engine_settings, sampling_params
+from espalier.terminal.flags import api_keys, engine_settings, sampling_params
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 
@@ -94,12 +94,12 @@ def test_bad_input_is_one_line_and_status_2(arguments, said, capsys):
 @pytest.mark.parametrize("key", ["secret\n", " secret", "sec\x7fret", "sec\udcffret"])
 def test_a_key_that_no_client_can_send_is_refused_and_not_shown(key, monkeypatch):
     with pytest.raises(EspalierError, match=r"^--api-key begins or ends with a space, or has an end of line") as flag:
-        api_key(parse(["serve", "--api-key", key]))
+        api_keys(parse(["serve", "--api-key", "fine", "--api-key", key]))
     monkeypatch.setenv("ESPALIER_API_KEY", key)
     with pytest.raises(EspalierError, match=r"^ESPALIER_API_KEY begins or ends with") as variable:
-        api_key(parse(["serve"]))
+        api_keys(parse(["serve"]))
     assert "secret" not in f"{flag.value}{variable.value}"
-    assert api_key(parse(["serve", "--api-key", "s\u00e9c ret"])) == "s\u00e9c ret"
+    assert api_keys(parse(["serve", "--api-key", "s\u00e9c ret", "--api-key", "b"])) == ("s\u00e9c ret", "b")
 
 
 def test_a_wrong_key_leaves_no_output_of_a_batch(tmp_path, capsys):

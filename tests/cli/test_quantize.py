@@ -3,30 +3,66 @@
 import json
 import re
 import shutil
-from math import log
+from math import exp, log
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from espalier.bench.quantised import kl_divergence
+from espalier.bench.drive import texts
+from espalier.bench.quantised import compare, kl_divergence
 from espalier.cli.main import main
+from espalier.errors import EspalierError
 from espalier.layout import PLAIN
 from espalier.llm import LLM
+from espalier.models import read_config
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
-from espalier.startup.checkpoints import BUNDLED_DRAFTS
+from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
 from espalier.synthetic.checkpoint import Recipe, write
 from tests.mtp import mtp_directories, without_target
 from tests.synthetic.test_checkpoint import tiny
 
 
 def test_divergence():
-    certain, even = [(1, 0.0)], [(1, log(0.5)), (2, log(0.5))]
+    certain, even = torch.tensor([[1.0, 0.0], [0.5, 0.5]]).log()
     assert kl_divergence(even, even) == 0
-    assert kl_divergence(certain, even) == pytest.approx(log(2))
-    # Tokens that one side does not report are among the others: half of the one, all of the other.
-    assert kl_divergence(even, [(1, log(0.25)), (3, log(0.75))]) == pytest.approx(0.5 * log(2) + 0.5 * log(0.5 / 0.75))
+    assert float(kl_divergence(certain, even)) == pytest.approx(log(2))
+    assert kl_divergence(even, certain) == torch.inf
+
+
+def distributions(path, texts):
+    """(log-probabilities of transformers, the token after) at each position of the texts."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    for prompt, reference in texts:
+        whole = torch.tensor([prompt + reference])
+        with torch.no_grad():
+            logprobs = model(whole).logits[0].log_softmax(-1)
+        yield from zip(logprobs[:-1], whole[0, 1:], strict=True)
+
+
+def test_the_figures_are_those_of_whole_distributions(tmp_path):
+    """The copy is another model: a 20-likeliest bound would be far below."""
+    paths = [shutil.copytree(BUNDLED_FILES / "target", tmp_path / name) for name in ("original", "copy")]
+    weights = load_file(paths[1] / "model.safetensors")
+    noise = torch.Generator().manual_seed(0)
+    for tensor in weights.values():
+        tensor += 0.3 * tensor.float().std() * torch.randn(tensor.shape, generator=noise).to(tensor.dtype)
+    save_file(weights, paths[1] / "model.safetensors", metadata={"format": "pt"})
+    advanced = []
+    settings = {"device": "cpu", "dtype": "float32"}
+    found = compare(str(paths[0]), str(paths[1]), settings, 1, 8, lambda: advanced.append(1))
+    with LLM(paths[0], **settings) as llm:
+        read = texts(llm, 1)
+    pairs = list(zip(*(distributions(path, read) for path in paths), strict=True))
+    kl = [float((one.exp() * (one - other)).sum()) for (one, _), (other, _) in pairs]
+    losses = [[-float(logprobs[token]) for logprobs, token in each] for each in zip(*pairs, strict=True)]
+    assert found.positions == len(pairs) and len(advanced) == 2
+    assert found.kl == pytest.approx(sum(kl) / len(kl), rel=1e-3)
+    assert found.perplexity == pytest.approx([exp(sum(each) / len(each)) for each in losses], rel=1e-3)
+    assert found.agreement == sum(int(one.argmax() == other.argmax()) for (one, _), (other, _) in pairs) / len(pairs)
 
 
 EAGLE3 = str(BUNDLED_DRAFTS["eagle3"])
@@ -41,8 +77,9 @@ def test_a_copy_of_the_bundled_model(tmp_path, capsys):
     report = tmp_path / "report.json"
     flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--draft", "bundled", "--json", str(report)]
     assert main(["quantize", "bundled", *flags]) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
     assert "same likeliest token" in shown and "accept length" in shown
+    assert f"{tmp_path / 'out'} is whole; comparing it with the original on 1 texts (--texts 0 leaves this out)" in said
     assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1, "all of it can be read alike"
     results = json.loads(report.read_text())
     accuracy = results["accuracy"]
@@ -54,6 +91,21 @@ def test_a_copy_of_the_bundled_model(tmp_path, capsys):
         params = [SamplingParams(**style, max_tokens=12, speculation=on) for on in (True, False) for style in both]
         tokens = [output.token_ids for output in llm.generate(["def main():\n"] * 4, params)]
     assert tokens[:2] == tokens[2:]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt, 130), (EspalierError("why"), 2)], ids=["Ctrl-C", "error"]
+)
+def test_a_comparison_that_ends_early_leaves_a_whole_copy(tmp_path, capsys, monkeypatch, error, status):
+    def compare(*_):
+        raise error
+
+    monkeypatch.setattr("espalier.bench.quantised.compare", compare)
+    out = tmp_path / "out"
+    assert main(["quantize", "bundled", "--to", "fp8", "--out", str(out), "--device", "cpu"]) == status
+    said = capsys.readouterr().err
+    assert f"espalier: the comparison is left out; {out} is whole" in said or f"{out} is whole, but the comp" in said
+    read_config(out)
 
 
 def test_a_machine_too_small_for_the_comparison_is_told_before_the_copy(tmp_path, capsys, monkeypatch):

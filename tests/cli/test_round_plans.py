@@ -6,8 +6,8 @@ from operator import ne
 import pytest
 import torch
 
-from espalier.kernels.layers import linear_quantised
-from espalier.kernels.layers.linear import LibraryPlan, TritonPlan, candidates
+from espalier.kernels.layers import linear_quantised, quantised_plans
+from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, candidates
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import dense
@@ -54,7 +54,7 @@ def test_neighbours_are_near_the_plan_and_have_other_splits(weights, rows):
     if weights != "dense":
         weight = QUANTISERS[weights].matrix(weight)
         grouped = weight.group < 4096
-        plan = linear_quantised.rule(rows, 2048, 4096, weight.code, 256, grouped, HOPPER, 2 if weights == "int4" else 1)
+        plan = quantised_plans.rule(rows, 2048, 4096, weight.code, 256, grouped, HOPPER, 2 if weights == "int4" else 1)
     found = neighbours(Met(plan, weight), rows, HOPPER)
     kernels = [each for each in found if each is not None]
     assert (len(kernels) < len(found)) == (weights == "dense"), "F.linear takes dense weights alone"

@@ -261,7 +261,6 @@ OTHERS = [
     (["bench", "round", "--acceptance", "--repeats", "2"], "--repeats is not for --acceptance"),
     (["bench", "round", "--acceptance", "--compare", "transformers"], "--compare is not for --acceptance"),
     (["bench", "round", "--memory", "--tokens", "2"], "--tokens is not for --memory"),
-    (["bench", "round", "--choose", "--batch", "2"], "--batch is not for --choose"),
     (["bench", "round", "--choose", "--plot", "x.svg"], "--plot is not for --choose"),
     (["bench", "round", "--choose", "--no-prefix-cache"], "--prefix-cache is not for --choose"),
     (["bench", "round", "--choose", "--by-batch", '{"8": {"steps": 0}}'], "--by-batch is not for --choose"),

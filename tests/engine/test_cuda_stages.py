@@ -12,7 +12,7 @@ import torch
 from espalier.engine import cuda_stages
 from espalier.engine.cuda_stages import StageMemory, adjacent, no_garbage_collection, pack, unpack
 from espalier.engine.launch_input import of_dummies
-from espalier.kernels.tree import ngram
+from espalier.kernels.ops import drafts
 from espalier.request import Request
 from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
 from tests.grammar.test_lossless import asked, setup_of
@@ -43,7 +43,7 @@ def test_the_gpu_executor_says_what_the_cpu_executor_says(
     """Under grammars of all it also drafts the same trees: the guide and the answers arrive."""
     setup = setup_of(algorithm, 4, 16, overlap=overlap, attention="reference", max_batch=3)
     # What only a CPU's path reads: a GPU's kernels end where the text does.
-    monkeypatch.setattr(ngram, "longest_known", lambda root: setup.layout.history_width)
+    monkeypatch.setattr(drafts, "longest_known", lambda root: setup.layout.history_width)
 
     def requests() -> list[Request]:
         made = asked(2, temperature, count=5, max_tokens=9)

@@ -9,7 +9,7 @@ import torch
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
 from espalier.engine.launch_input import LaunchInput, slot_init
 from espalier.errors import EspalierError
-from espalier.kernels.state.batch_state import gather
+from espalier.kernels.ops.state import gather
 from espalier.layout import LaunchForm
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds

@@ -17,11 +17,11 @@ from pathlib import Path
 from pkgutil import walk_packages
 
 import torch
+from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import espalier.kernels
-from espalier.kernels.runtime.launch import Kernel
 from espalier.request import Request
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.traffic import STYLES, asked
@@ -43,8 +43,8 @@ def filters() -> str:
     """Options that name every kernel of the house, as Triton compiles it; what kernels call is part of them."""
     found = walk_packages(espalier.kernels.__path__, "espalier.kernels.")
     modules = [import_module(module.name) for module in found if not module.ispkg]
-    kernels = [value for module in modules for value in vars(module).values() if isinstance(value, Kernel)]
-    names = sorted({kernel.function.__name__ for kernel in kernels if kernel.function.__name__.endswith("_kernel")})
+    kernels = [value for module in modules for value in vars(module).values() if isinstance(value, JITFunction)]
+    names = sorted({kernel.fn.__name__ for kernel in kernels if kernel.fn.__name__.endswith("_kernel")})
     return " ".join(f"--kernel-regex kne={name}" for name in names)
 
 

@@ -13,8 +13,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from espalier.kernels.attention.hopper import HopperConfig
 from espalier.kernels.attention.triton_config import choose_config
+from espalier.kernels.hopper.attention import HopperConfig
 from espalier.kernels.runtime.launch import chip
 from tests.kernels.attending import Case, difference, draw, expected, run
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 
 TREE = {"topk": 8, "steps": 5, "num_draft_tokens": 64}
 # What attends to latent rows of each family: 12 + 8 values, and 512 + 64 as in the published models.
-KERNELS = {"deepseek_v3": "tree_attention_triton", "deepseek_v3_wide": "latent_attention_triton"}
+KERNELS = {"deepseek_v3": "tree_attention", "deepseek_v3_wide": "latent_attention"}
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 each_kernel = pytest.mark.parametrize("family", KERNELS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)

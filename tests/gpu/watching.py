@@ -8,10 +8,11 @@ from unittest.mock import patch
 
 import torch
 
-from espalier.attention import triton
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.kernels.ops.attention import latent_attention, tree_attention
+from espalier.kernels.runtime.op import Op
 from espalier.slots import SlotTable
 from tests.gpu.engines import DeviceSetup
 from tests.gpu.twin import Done
@@ -36,16 +37,18 @@ def attention_kernels() -> Iterator[set[str]]:
     """The names of the attention kernels that the GPU's backend launches or captures meanwhile."""
     launched: set[str] = set()
 
-    def noted(launch: Callable[..., Any]) -> Callable[..., Any]:
+    def noted(attention: Op[..., Any]) -> Callable[..., Any]:
+        launch = attention.triton
+
         def noting(*args: Any, **how: Any) -> Any:
-            launched.add(launch.__name__)
+            launched.add(attention.__name__)
             return launch(*args, **how)
 
         return noting
 
     with ExitStack() as patches:
-        for launch in (triton.tree_attention_triton, triton.latent_attention_triton):
-            patches.enter_context(patch.object(triton, launch.__name__, noted(launch)))
+        for attention in (tree_attention, latent_attention):
+            patches.enter_context(patch.object(attention, "triton", noted(attention)))
         yield launched
 
 

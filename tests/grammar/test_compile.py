@@ -16,9 +16,14 @@ from espalier.text import TokenBytes, load_tokenizer
 from tests.tools.families import FAMILIES
 
 REASONS = [
-    (Grammar("regex", "(a"), r"cannot be compiled \(.*is not closed\); correct it"),
+    (Grammar("regex", "(a"), "'\\(' that is not closed at position 0"),
     (Grammar("ebnf", "root ="), "cannot be compiled"),
-    (Grammar("ebnf", 'root ::= root "a"'), "no text"),
+    (Grammar("ebnf", 'root ::= root "a"'), "rule 'root' allows no finite text"),
+    (Grammar("ebnf", 'root ::= "a" | "b" b\nb ::= [x] b{1,3}'), "rule 'b' allows no finite text"),
+    (Grammar("structural_tag", '{"format": {"type": "grammar", "grammar": "root ::= [a] root"}}'), "no finite text"),
+    (Grammar("ebnf", r'root ::= "\ud800"'), r"ud800' at position 10, which is half of a surrogate pair"),
+    (Grammar("ebnf", r"root ::= [\xdfff]"), "half of a surrogate pair"),
+    (Grammar("ebnf", r'root ::= "\U00110000"'), "no character"),
     (Grammar("structural_tag", "[]"), "object"),
     (Grammar("structural_tag", '{"structures": [{}], "triggers": []}'), "begin"),
 ]

@@ -11,15 +11,17 @@ from types import SimpleNamespace
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import _async_compile, driver
 
 import espalier.kernels.runtime.precompile as precompile_module
-from espalier.kernels.layers.norm import rms_norm_triton
-from espalier.kernels.layers.silu import silu_mul_triton
-from espalier.kernels.runtime.launch import kernel, launch_hook
+from espalier.kernels.ops.activation import gated
+from espalier.kernels.ops.norm import rms_norm
+from espalier.kernels.ops.tree import gather_rows
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import launch_hook
 from espalier.kernels.runtime.precompile import precompile
-from espalier.kernels.tree.gather_rows import gather_rows_triton
 
 
 class Driver(SimpleNamespace):
@@ -59,8 +61,8 @@ def _broken_kernel(x_ptr):
 
 def launch_three_kernels(width):
     x = torch.ones(4, 2 * width)
-    normed = rms_norm_triton(x, torch.ones(2 * width), 1e-5)
-    return gather_rows_triton(torch.empty(1, 2, dtype=torch.int64), silu_mul_triton(normed)[None])
+    normed = rms_norm.triton(x, torch.ones(2 * width), 1e-5)
+    return gather_rows.triton(torch.empty(1, 2, dtype=torch.int64), gated.triton(normed)[None])
 
 
 def error_name(function):

@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
-from espalier.kernels.attention.kv_splits import KVSplitPolicy, KVSplits, kv_splits_triton
-from espalier.kernels.attention.rows import Committed, Staged
-from espalier.kernels.attention.rows import Inputs as KernelInputs
-from espalier.kernels.attention.tree_attention import tree_attention_reference, tree_attention_triton
 from espalier.kernels.layers.quantised import FP8
+from espalier.kernels.ops.attention import Committed, Staged, count_contiguous_blocks, tree_attention
+from espalier.kernels.ops.attention import Inputs as KernelInputs
+from espalier.kernels.ops.kv_splits import KVSplitPolicy, KVSplits, kv_splits
 from espalier.kernels.state.kv_scales import KVScales
 
 # Compared with float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 in sums of terms near one.
@@ -55,7 +53,7 @@ class Inputs:
     sink: Tensor | None
 
     def splits(self, max_splits: int) -> KVSplits:
-        return kv_splits_triton(
+        return kv_splits.triton(
             self.committed.length, self.first, KVSplitPolicy(max_splits, max_splits), self.positions, self.window or 0
         )
 
@@ -149,7 +147,7 @@ def expected(inputs: Inputs, staged: bool = True) -> tuple[Tensor, Tensor]:
     c, s = inputs.committed, inputs.staged
     exact = replace(c, k=c.k.double(), v=c.v.double())
     exact_staged = Staged(s.k.double(), s.v.double(), s.row_positions, s.ancestor_bits) if staged else None
-    return tree_attention_reference(inputs.of_kernel(1, exact_staged)._replace(q=inputs.q.double(), committed=exact))
+    return tree_attention.reference(inputs.of_kernel(1, exact_staged)._replace(q=inputs.q.double(), committed=exact))
 
 
 def run(
@@ -159,8 +157,8 @@ def run(
     staged_rows, c = inputs.staged if staged else None, inputs.committed
     of_kernel = inputs.of_kernel(max_splits, staged_rows)
     if contiguous:
-        arguments["contiguous"] = contiguous_blocks_triton(of_kernel.splits, c.page_table, c.page_size, c.first)
-    return tree_attention_triton(of_kernel, **arguments)
+        arguments["contiguous"] = count_contiguous_blocks.triton(of_kernel.splits, c.page_table, c.page_size, c.first)
+    return tree_attention.triton(of_kernel, **arguments)
 
 
 def poison_empty(monkeypatch) -> None:

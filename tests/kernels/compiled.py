@@ -19,26 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction
 
 from espalier.kernels.attention.contiguous_blocks import _contiguous_blocks_kernel
-from espalier.kernels.attention.hopper import (
-    FP8_RAW_STAGES,
-    FP8_STAGES,
-    HopperConfig,
-    _hopper_attention_kernel,
-    hopper_constants,
-)
-from espalier.kernels.attention.hopper_latent import (
-    HopperLatentConfig,
-    _hopper_latent_kernel,
-    hopper_latent_arguments,
-)
-from espalier.kernels.attention.hopper_latent_few import STAGES as STAGES_OF_FEW
-from espalier.kernels.attention.hopper_latent_few import (
-    HopperLatentFewConfig,
-    _hopper_latent_few_kernel,
-    hopper_latent_few_arguments,
-)
 from espalier.kernels.attention.kv_splits import _kv_splits_kernel
 from espalier.kernels.attention.latent_attention import _constants as latent_constants
 from espalier.kernels.attention.latent_attention import _latent_attention_kernel
@@ -46,8 +29,19 @@ from espalier.kernels.attention.merge_splits import _merge_splits_kernel
 from espalier.kernels.attention.tree_attention import _constants, _tree_attention_kernel
 from espalier.kernels.attention.triton_config import choose_config, choose_latent_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
-from espalier.kernels.layers import hopper_gated
-from espalier.kernels.runtime.launch import Chip, Kernel
+from espalier.kernels.hopper import gated as hopper_gated
+from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants
+from espalier.kernels.hopper.config import (
+    FEW_STAGES,
+    FP8_RAW_STAGES,
+    FP8_STAGES,
+    HopperConfig,
+    HopperLatentConfig,
+    HopperLatentFewConfig,
+)
+from espalier.kernels.hopper.latent import hopper_latent_arguments, hopper_latent_kernel
+from espalier.kernels.hopper.latent_few import hopper_latent_few_arguments, hopper_latent_few_kernel
+from espalier.kernels.runtime.launch import Chip
 
 CHIP = Chip(227 * 1024, 132, (9, 0))
 BFLOAT16 = ("q_ptr", "k_ptr", "v_ptr", "staged_k_ptr", "staged_v_ptr", "out_ptr")
@@ -122,7 +116,7 @@ def compiled_hopper(
     rows = f"tensordesc<{'fp8e4nv' if fp8 else 'bf16'}[64, {size}],{layout!r}>"
     kinds = {"k_descriptor": rows, "v_descriptor": rows, "contiguous_ptr": "*i32"} if kind else {}
     kinds |= {name: of_rows for name, of_rows in FP8_ROWS.items() if fp8 and name in BFLOAT16}
-    made = compile_for_hopper(_hopper_attention_kernel, GluonASTSource, constants, options, kinds)
+    made = compile_for_hopper(hopper_attention_kernel, GluonASTSource, constants, options, kinds)
     lines = machine_code(made.asm["cubin"])
     return {
         "config": vars(config),
@@ -145,7 +139,7 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
     constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": nodes == 1}
     constants |= {"DEPENDENT": True} | ({} if config.raw_stages else {"row_scale_ptr": None})
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
-    made = compile_for_hopper(_hopper_latent_kernel, GluonASTSource, constants, options, kinds)
+    made = compile_for_hopper(hopper_latent_kernel, GluonASTSource, constants, options, kinds)
     lines = machine_code(made.asm["cubin"])
     return {
         "config": vars(config),
@@ -160,13 +154,13 @@ def compiled_hopper_latent(config: HopperLatentConfig, heads: int, nodes: int, p
 
 
 def compiled_hopper_latent_few(heads: int, nodes: int, page_size: int) -> dict:
-    config = HopperLatentFewConfig(STAGES_OF_FEW)
+    config = HopperLatentFewConfig(FEW_STAGES)
     constants = hopper_latent_few_arguments(config, torch.zeros(64, 1, 576, dtype=torch.bfloat16), page_size)
     kinds = dict.fromkeys(("row_ptr", "staged_ptr"), "*bf16") | described(constants, "bf16")
     constants |= {"HEADS": heads, "PAGE_SIZE": page_size, "STAGED": nodes, "LONGEST_FIRST": True, "DEPENDENT": True}
     options = {name: constants.pop(name) for name in ("num_warps", "maxnreg")}
     made = compile_for_hopper(
-        _hopper_latent_few_kernel, GluonASTSource, constants | {"row_scale_ptr": None}, options, kinds
+        hopper_latent_few_kernel, GluonASTSource, constants | {"row_scale_ptr": None}, options, kinds
     )
     lines = machine_code(made.asm["cubin"])
     stored, products = (
@@ -255,7 +249,7 @@ def errors_of_small_kernels() -> dict[str, str]:
         try:
             compile_for_hopper(kernel, ASTSource, constants, {}, kinds)
         except CompilationError as error:
-            errors[kernel.function.__name__] = str(error)
+            errors[kernel.fn.__name__] = str(error)
     return errors
 
 
@@ -301,9 +295,8 @@ def lowered_only() -> Iterator[None]:
 
 
 def compile_for_hopper(
-    kernel: Kernel, source: type, constants: dict, options: dict, more: dict[str, str] | None = None
+    function: JITFunction, source: type, constants: dict, options: dict, more: dict[str, str] | None = None
 ):
-    function = kernel.compiled
     kinds = dict.fromkeys(constants, "constexpr") | dict.fromkeys(BFLOAT16, "*bf16") | dict.fromkeys(FLOAT32, "*fp32")
     kinds |= dict.fromkeys(INT64, "*i64") | dict.fromkeys(INT32, "*i32") | {"scale": "fp32"} | (more or {})
     handed = [(i, name) for i, name in enumerate(function.arg_names) if name not in constants]

@@ -13,13 +13,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import JITFunction
 
-from espalier.kernels.layers import hopper_experts
-from espalier.kernels.layers.hopper_nibbles import BLOCK_IN, BLOCK_OUT, WARPS
-from espalier.kernels.layers.hopper_products import hopper_linear_kernel
-from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel, nibble_rule
+from espalier.kernels.hopper import experts as hopper_experts
+from espalier.kernels.hopper.plans import BLOCK_IN, BLOCK_OUT, WARPS
+from espalier.kernels.hopper.products import hopper_linear_kernel
+from espalier.kernels.layers.linear_quantised import _linear_quantised_kernel
+from espalier.kernels.layers.quantised_plans import nibble_rule
 from espalier.kernels.layers.quantised_tile import CODES
-from espalier.kernels.runtime.launch import Kernel
 from tests.kernels.compiled import CHIP, machine_code
 
 KINDS = {"x_ptr": "*bf16", "codes_ptr": "*i32", "zeros_ptr": "*u8", "out_ptr": "*bf16"}
@@ -37,7 +38,7 @@ def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
     constants |= {"INPUT_GROUP": 0, "EVEN_OUT": True, "EVEN_IN": even, "GATED": True, "LINES_AHEAD": 4}
     constants |= {"DEPENDENT": True}
     constants |= {} if zeros else {"zeros_ptr": None}
-    function = _linear_quantised_kernel.compiled
+    function = _linear_quantised_kernel
     kinds = dict.fromkeys(constants, "constexpr") | {
         name: kind for name, kind in KINDS.items() if name not in constants
     }
@@ -52,15 +53,14 @@ def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
     return {"case": [code, group, rows, zeros, even]} | counts(made, plan.block_out * plan.block_in // plan.warps)
 
 
-def compiled_hopper(kernel: Kernel, code: str, rows: int, zeros: bool, even: bool) -> dict:
+def compiled_hopper(function: JITFunction, code: str, rows: int, zeros: bool, even: bool) -> dict:
     """Of a kernel for few rows."""
     constants = {"MXFP4": code == "mxfp4", "ROWS": rows, "STAGES": 3, "EVEN_IN": even, "DEPENDENT": True}
     constants |= {} if zeros else {"zeros_ptr": None}
-    function = kernel.compiled
-    if kernel is hopper_linear_kernel:
+    if function is hopper_linear_kernel:
         constants |= {"GATED": True, "bias_ptr": None}
     else:
-        of_experts = {"ALPHA": 1.702, "UP_OFFSET": 1.0, "LIMIT": 7.0, "SORTED": True, "LIVE": True}
+        of_experts = {"KIND": "silu", "ALPHA": 1.702, "UP_OFFSET": 1.0, "LIMIT": 7.0, "SORTED": True, "LIVE": True}
         constants |= {name: value for name, value in of_experts.items() if name in function.arg_names}
     kinds = KINDS | TILE_KINDS | {"words_ptr": "*i32", "scales_ptr": "*i32" if code == "mxfp4" else "*bf16"}
     source = GluonASTSource(

@@ -10,15 +10,14 @@ from dataclasses import replace
 import torch
 from triton.runtime import driver
 
+from espalier.kernels.ops.drafts import Candidates
+from espalier.kernels.ops.state import NodeRows, advance, chain, gather
 from espalier.kernels.runtime.precompile import precompile
 from espalier.kernels.sampling.pick import pick_triton
-from espalier.kernels.state.advance import NodeRows, advance_triton
-from espalier.kernels.state.batch_state import chain_triton, gather_triton
 from espalier.kernels.tree.draft_topk import draft_topk_triton
 from espalier.kernels.tree.edge_factors import edge_factors_triton
 from espalier.kernels.tree.edge_topk import edge_topk_triton
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, Rows
-from espalier.kernels.tree.select_paths import Candidates
 from tests.kernels.asked import Driver
 from tests.kernels.compiled import lowered_only
 from tests.kernels.sampled import kernel_rows, random_above, table_of
@@ -29,7 +28,7 @@ VOCAB, DRAFT_VOCAB, QUERIES = 4096, 2048, 3
 def launch_all() -> None:
     """With and without drafted tokens, a mask, and a draft vocabulary of its own."""
     table = table_of(({}, {}), VOCAB, torch.device("cpu"))
-    slots = gather_triton(table, torch.tensor([1, 2]))
+    slots = gather.triton(table, torch.tensor([1, 2]))
     rows, positions = kernel_rows(slots), torch.zeros(2, QUERIES, dtype=torch.int64)
     above = random_above(2, QUERIES, 5, VOCAB, torch.device("cpu"))
     hanging, mask = (above.tokens, above.ancestor_bits), torch.zeros(2, QUERIES, VOCAB // 32, dtype=torch.int32)
@@ -50,9 +49,9 @@ def launch_all() -> None:
         reads_more = replace(edges, projection=projection)
         factors = edge_factors_triton(reads_more, 1, by_path)
         edge_topk_triton(reads_more, 1, by_path, factors, None, rows, slots.root, out.of_rows(1, 4))
-    chain_triton(slots, 0, slots.root, 4)
-    advance_triton(slots, slots.root, positions, False)
-    advance_triton(slots, slots.root, positions, True, NodeRows(positions, 4))
+    chain.triton(slots, 0, slots.root, 4)
+    advance.triton(slots, slots.root, positions, False)
+    advance.triton(slots, slots.root, positions, True, NodeRows(positions, 4))
 
 
 if __name__ == "__main__":

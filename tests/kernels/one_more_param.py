@@ -11,7 +11,7 @@ import triton.language as tl
 
 from espalier.engine.launch_input import slot_init
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import kernel
+from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.sampling.logit_processors import COLUMNS, SlotRows
 from espalier.kernels.sampling.pick import pick_triton
 from espalier.request import Request, ResolvedParams, SamplingParams

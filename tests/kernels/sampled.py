@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.ops.state import gather
 from espalier.kernels.sampling.logit_processors import SlotRows
-from espalier.kernels.state.batch_state import gather
 from espalier.layout import RoundLayout
 from espalier.request import ResolvedParams
 from espalier.sampling.logit_processors import Above, SamplingNeeds, SamplingRows

@@ -5,8 +5,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
-from espalier.kernels.tree.accept import accept, accept_reference, accept_triton
-from espalier.kernels.tree.select_tree import VOID, Tree, select_tree_reference
+from espalier.kernels.ops.tree import VOID, Tree, accept, select
 from espalier.speculate.tree import RootTrees
 from tests.kernels.treeing import poisoned, random, random_pool, same
 
@@ -17,7 +16,7 @@ def random_inputs(batch, topk, steps, nodes, seed, limited=True):
     """accept's arguments.  Tokens are few, so that random picks often match; a quarter of the requests is padding."""
     generator = random(seed)
     pool = ([values] for values in random_pool(batch, topk, steps, seed, vocab=topk))
-    tree = select_tree_reference(torch.zeros(batch).long(), *pool, topk, nodes)
+    tree = select.reference(torch.zeros(batch).long(), *pool, topk, nodes)
     picks = torch.randint(0, max(topk, 2), (batch, nodes), generator=generator)
     if seed % 2:
         # Each node's pick is the token of its first child, so that whole paths are accepted.
@@ -43,8 +42,8 @@ def check(device, batch, topk, steps, nodes):
     for seed in range(4):
         inputs = random_inputs(batch, topk, steps, nodes, seed, limited=seed > 1)
         with poisoned():
-            path = accept_triton(*on(device, inputs[:-1]), steps)
-        same(path, accept_reference(*inputs))
+            path = accept.triton(*on(device, inputs[:-1]), steps)
+        same(path, accept.reference(*inputs))
 
 
 SMALL = [(0, 2, 2, 4), (3, 1, 4, 5), (3, 2, 3, 7), (3, 3, 3, 22), (2, 8, 2, 65), (1, 12, 2, 129)]
@@ -74,16 +73,16 @@ def test_paths_longer_than_64_nodes(kernel_device, depth):
     picks = (torch.arange(129)[None] + 1) % TOKENS
     picks[0, depth:] = 9
     inputs = (chain(129), picks, picks != 5, torch.tensor([128]), torch.tensor([True]))
-    path = accept_triton(*on(kernel_device, inputs), 128)
+    path = accept.triton(*on(kernel_device, inputs), 128)
     assert path.length.tolist() == [depth + 1] and path.tokens[0, depth].item() == 9
-    same(path, accept_reference(*inputs, 128))
+    same(path, accept.reference(*inputs, 128))
 
 
 def test_plain_decoding_and_padding(kernel_device):
     tree = RootTrees(2, torch.device("cpu"))(torch.tensor([5, 6]))
     zero = torch.zeros(2, 1).long()
     inputs = (tree, torch.tensor([[1], [2]]), zero == 0, zero[:, 0], torch.tensor([True, False]))
-    path = accept_triton(*on(kernel_device, inputs), 0)
+    path = accept.triton(*on(kernel_device, inputs), 0)
     assert (path.tokens.tolist(), path.length.tolist(), path.rows.tolist()) == ([[1], [2]], [1, 0], [[0], [0]])
 
 
@@ -91,11 +90,11 @@ def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
     *inputs, steps = random_inputs(2, 2, 3, 7, 1)
     tree, picks, *rest = on(kernel_device, inputs)
     with pytest.raises(EspalierError, match="accept: picks"):
-        accept_triton(tree, picks[:, 1:], *rest, steps)
+        accept.triton(tree, picks[:, 1:], *rest, steps)
     with pytest.raises(EspalierError, match="accept: real"):
-        accept_triton(tree, picks, *rest[:2], rest[2].long(), steps)
+        accept.triton(tree, picks, *rest[:2], rest[2].long(), steps)
 
 
 def test_cpu_tensors_use_the_reference():
     inputs = random_inputs(2, 2, 3, 7, 1)
-    same(accept(*inputs), accept_reference(*inputs))
+    same(accept(*inputs), accept.reference(*inputs))

@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.block_conv import block_conv_reference, block_conv_triton
-from espalier.kernels.layers.block_conv_norm import block_conv_norm_reference, block_conv_norm_triton
+from espalier.kernels.ops.block_conv import block_conv, block_conv_norm
 
 EPS = 1e-5
 # (blocks, rows of a block, channels, channels of a group, taps): no rows, one row, more rows than a program has, fewer
@@ -45,7 +44,7 @@ def close(out: Tensor, expected: Tensor, terms: int = 1) -> None:
 
 @shapes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("make", [block_conv_triton, block_conv_reference])
+@pytest.mark.parametrize("make", [block_conv.triton, block_conv.reference])
 def test_a_sublayers_input(make, shape, dtype, kernel_device):
     blocks, width, size, group, taps = shape
     groups = size // group
@@ -65,7 +64,7 @@ def test_a_sublayers_input(make, shape, dtype, kernel_device):
 @shapes
 @pytest.mark.parametrize("parts", [None, 1, 3], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
-@pytest.mark.parametrize("make", [block_conv_norm_triton, block_conv_norm_reference])
+@pytest.mark.parametrize("make", [block_conv_norm.triton, block_conv_norm.reference])
 def test_a_sublayers_output(make, shape, dtype, parts, kernel_device):
     blocks, width, size, group, taps = shape
     rows = blocks * width
@@ -85,8 +84,8 @@ def test_a_sublayers_output(make, shape, dtype, parts, kernel_device):
 def test_sizes_that_do_not_fit_are_refused(kernel_device):
     x, weight, base = (drawn(kernel_device, torch.float32, *shape, seed=1) for shape in ((6, 32), (8, 32), (2, 32)))
     with pytest.raises(EspalierError, match="6 rows in blocks of 4, do not divide"):
-        block_conv_triton(x, weight, base, 4)
+        block_conv.triton(x, weight, base, 4)
     with pytest.raises(EspalierError, match="block_conv: weight needs shape"):
-        block_conv_triton(x, weight[:7], base, 3)
+        block_conv.triton(x, weight[:7], base, 3)
     with pytest.raises(EspalierError, match="6 rows in blocks of 4"):
-        block_conv_norm_triton(x, x.view(6, 2, 16), base, x, x[0], EPS, 4)
+        block_conv_norm.triton(x, x.view(6, 2, 16), base, x, x[0], EPS, 4)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
+import triton.language as tl
 
-from espalier.kernels.runtime.launch import kernel
+from espalier.kernels.runtime.jit import kernel
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the checker is for the interpreter, on the CPU")
 
 

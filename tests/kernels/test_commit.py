@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.ops.state import commit_rows
 from espalier.kernels.runtime import launch
-from espalier.kernels.state.commit import commit_rows, commit_rows_reference, commit_rows_triton
 
-both = pytest.mark.parametrize("make", [commit_rows_triton, commit_rows_reference])
+both = pytest.mark.parametrize("make", [commit_rows.triton, commit_rows.reference])
 # layers, staged rows, page rows, kv_heads, k_size, v_size, rows copied
 SMALL = [(1, 4, 5, 1, 2, 2, 0), (1, 4, 5, 1, 2, 2, 1), (3, 8, 40, 2, 4, 6, 7), (2, 5, 9, 1, 33, 3, 4)]
 LARGE = [(32, 1024, 4096, 8, 128, 128, 384), (61, 256, 1000, 1, 576, 512, 100), (2, 64, 600, 32, 128, 128, 64)]
@@ -43,7 +43,7 @@ def test_rows_of_all_layers_arrive(make, shape, dtype, kernel_device):
 def test_a_program_for_several_layers(layers, kernel_device, monkeypatch):
     """As where programs crowd the chip; the last has fewer layers than the others, or none to spare."""
     monkeypatch.setattr(launch, "PROGRAMS_A_PROCESSOR", 0)
-    test_rows_of_all_layers_arrive(commit_rows_triton, (layers, 6, 9, 2, 4, 6, 5), torch.float32, kernel_device)
+    test_rows_of_all_layers_arrive(commit_rows.triton, (layers, 6, 9, 2, 4, 6, 5), torch.float32, kernel_device)
 
 
 @both
@@ -75,7 +75,7 @@ def test_offsets_beyond_32_bits(kernel_device):
     committed = tuple(torch.zeros(2, rows, heads, size, dtype=torch.bfloat16, device=kernel_device) for _ in range(2))
     staged = stacks(2, 8, heads, (size, size), torch.bfloat16, kernel_device, 4)
     places = torch.tensor([1, rows - 1, rows // 2, 2_097_153], device=kernel_device)
-    commit_rows_triton(staged, committed, torch.tensor([0, 3, 5, 7], device=kernel_device), places)
+    commit_rows.triton(staged, committed, torch.tensor([0, 3, 5, 7], device=kernel_device), places)
     for src, dst in zip(staged, committed, strict=True):
         assert torch.equal(dst[:, places], src[:, [0, 3, 5, 7]])
         dst[:, places] = 0
@@ -101,4 +101,4 @@ def test_rows_in_pieces_are_refused(kernel_device):
     staged, committed = torch.zeros(2, 3, 2, 4, device=kernel_device), torch.zeros(2, 2, 9, 4, device=kernel_device)
     rows = torch.ones(1, dtype=torch.int64, device=kernel_device)
     with pytest.raises(EspalierError, match="contiguous"):
-        commit_rows_triton((staged, staged), (committed.transpose(1, 2),) * 2, rows, rows)
+        commit_rows.triton((staged, staged), (committed.transpose(1, 2),) * 2, rows, rows)

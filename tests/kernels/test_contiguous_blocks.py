@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from espalier.kernels.attention.contiguous_blocks import (
-    STEP_BLOCKS,
-    contiguous_blocks_reference,
-    contiguous_blocks_triton,
-)
-from espalier.kernels.attention.hopper import BLOCK_N
-from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
+from espalier.kernels.attention.contiguous_blocks import STEP_BLOCKS
+from espalier.kernels.hopper.attention import BLOCK_N
+from espalier.kernels.ops.attention import count_contiguous_blocks
+from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
 from tests.pairwise import pairwise_params
 
 POLICIES, PAGE_SIZES, FIRSTS = [KVSplitPolicy(3, 3), KVSplitPolicy(1, 8)], [1, 16, 48, 64], [0, 1, 130]
@@ -32,14 +29,14 @@ def counted(splits, table, page_size, first, count):
 @pytest.mark.parametrize(("policy", "page_size", "first"), pairwise_params(POLICIES, PAGE_SIZES, FIRSTS))
 def test_kernel_equals_reference(kernel_device, policy, page_size, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
-    splits = kv_splits_triton(length, first, policy)
+    splits = kv_splits.triton(length, first, policy)
     for seed in range(3):
         draws = torch.Generator().manual_seed(seed)
         pages = [(r, int(torch.randint(n // page_size + 1, (), generator=draws))) for r, n in enumerate(LENGTHS)]
         table = tables(LENGTHS, page_size, pages if seed else ()).to(kernel_device)
         counts, expected = (
             counted(splits, table, page_size, first, count)
-            for count in (contiguous_blocks_triton, contiguous_blocks_reference)
+            for count in (count_contiguous_blocks.triton, count_contiguous_blocks.reference)
         )
         assert counts == expected
 
@@ -49,21 +46,25 @@ def test_counts_up_to_the_first_block_that_is_not_contiguous(kernel_device, page
     length = torch.tensor([1000, 1000, 1000, 1000], device=kernel_device)
     broken = [(1, 0), (2, 200 // page_size), (3, 999 // page_size)]
     table = tables(length.tolist(), page_size, broken).to(kernel_device)
-    assert counted(kv_splits_triton(length, 0, KVSplitPolicy(1, 8)), table, page_size, 0, contiguous_blocks_triton) == [
+    assert counted(
+        kv_splits.triton(length, 0, KVSplitPolicy(1, 8)), table, page_size, 0, count_contiguous_blocks.triton
+    ) == [
         15,
         0,
         3,
         15,
     ]
     # With first=1, block 0 is masked and not counted.
-    assert counted(kv_splits_triton(length, 1, KVSplitPolicy(1, 8)), table, page_size, 1, contiguous_blocks_triton) == [
+    assert counted(
+        kv_splits.triton(length, 1, KVSplitPolicy(1, 8)), table, page_size, 1, count_contiguous_blocks.triton
+    ) == [
         14,
         14,
         2,
         14,
     ]
     two_splits_each = counted(
-        kv_splits_triton(length, 0, KVSplitPolicy(2, 8)), table, page_size, 0, contiguous_blocks_triton
+        kv_splits.triton(length, 0, KVSplitPolicy(2, 8)), table, page_size, 0, count_contiguous_blocks.triton
     )
     assert two_splits_each == [8, 7, 0, 7, 3, 7, 8, 7]
 
@@ -71,11 +72,11 @@ def test_counts_up_to_the_first_block_that_is_not_contiguous(kernel_device, page
 def test_pages_in_another_order_are_not_contiguous(kernel_device):
     table = tables([256], 16).to(kernel_device)
     table[0, 4], table[0, 5] = table[0, 5].clone(), table[0, 4].clone()
-    splits = kv_splits_triton(torch.tensor([256], device=kernel_device), 0, KVSplitPolicy(1, 8))
-    assert counted(splits, table, 16, 0, contiguous_blocks_triton) == [64 // BLOCK_N]
+    splits = kv_splits.triton(torch.tensor([256], device=kernel_device), 0, KVSplitPolicy(1, 8))
+    assert counted(splits, table, 16, 0, count_contiguous_blocks.triton) == [64 // BLOCK_N]
 
 
 def test_an_empty_batch_is_legal(kernel_device):
     empty = torch.zeros(0, 4, dtype=torch.int32, device=kernel_device)
-    splits = kv_splits_triton(empty[:, 0].long(), 0, KVSplitPolicy(1, 8))
-    assert contiguous_blocks_triton(splits, empty, 16, 0).numel() == 0
+    splits = kv_splits.triton(empty[:, 0].long(), 0, KVSplitPolicy(1, 8))
+    assert count_contiguous_blocks.triton(splits, empty, 16, 0).numel() == 0

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.ops.drafts import Candidates
 from espalier.kernels.tree import edge_topk as edge_topk_module
 from espalier.kernels.tree.edge_factors import edge_factors_triton
 from espalier.kernels.tree.edge_topk import edge_topk_triton
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, Rows, fill_depth
-from espalier.kernels.tree.select_paths import Candidates
 from espalier.sampling.mask import DraftGuide
 from espalier.speculate.sampler import Sampler
 from tests.kernels.sampled import ALL_SAMPLING, ASKED, kernel_rows, slots_of, table_of

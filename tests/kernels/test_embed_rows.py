@@ -6,14 +6,8 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.embed_rows import (
-    DraftHidden,
-    EmbeddingTables,
-    embed_rows,
-    embed_rows_reference,
-    embed_rows_triton,
-)
-from espalier.kernels.layers.norm import rms_norm_reference
+from espalier.kernels.ops.embedding import DraftHidden, EmbeddingTables, embed_rows
+from espalier.kernels.ops.norm import rms_norm
 from tests.kernels.treeing import poisoned, random
 
 VOCAB, POSITIONS = 11, 30
@@ -57,20 +51,20 @@ def to(inputs, device):
 @pytest.mark.parametrize("normed_residual", [False, True])
 def test_reference_equals_row_by_row(rows, normed_residual):
     tokens, positions, tables, draft = inputs = random_inputs(3, 5, 8, 0, rows=rows, normed_residual=normed_residual)
-    out = embed_rows_reference(*inputs)
+    out = embed_rows.reference(*inputs)
     for b in range(3):
         for q in range(5):
             n = b * 5 + q
             token = int(tokens[b, q]) if tokens[b, q] >= 0 else max(int(tokens[b, 0]), 0)
             hidden = draft.hidden[b, q if rows is None else int(draft.parents[b, q])]
-            normed = rms_norm_reference(hidden, draft.hidden_norm, draft.hidden_eps)
-            embedded = rms_norm_reference(tables.embed[token], draft.embed_norm, draft.embed_eps)
+            normed = rms_norm.reference(hidden, draft.hidden_norm, draft.hidden_eps)
+            embedded = rms_norm.reference(tables.embed[token], draft.embed_norm, draft.embed_eps)
             torch.testing.assert_close(out.x[n], torch.cat((embedded, normed)))
             torch.testing.assert_close(out.residual[n], normed if normed_residual else hidden)
             assert out.live[n] == (tokens[b, q] >= 0)
             assert torch.equal(out.cos[n], tables.cos[positions[b, q]])
             assert torch.equal(out.sin[n], tables.sin[positions[b, q]])
-            assert torch.equal(embed_rows_reference(*inputs[:3]).x[n], tables.embed[token])
+            assert torch.equal(embed_rows.reference(*inputs[:3]).x[n], tables.embed[token])
 
 
 def test_one_hidden_row_may_serve_all_requests(kernel_device):
@@ -79,8 +73,8 @@ def test_one_hidden_row_may_serve_all_requests(kernel_device):
     expanded = replace(draft, hidden=draft.hidden[:1].expand(3, -1, -1))
     whole = replace(draft, hidden=expanded.hidden.contiguous())
     for out, expected in zip(
-        embed_rows_triton(tokens, positions, tables, expanded),
-        embed_rows_reference(tokens, positions, tables, whole),
+        embed_rows.triton(tokens, positions, tables, expanded),
+        embed_rows.reference(tokens, positions, tables, whole),
         strict=True,
     ):
         torch.testing.assert_close(out, expected)
@@ -91,8 +85,8 @@ def check(device, batch, queries, size, dtype, rows):
         inputs = random_inputs(batch, queries, size, seed, dtype, rows, normed_residual=seed == 1)
         for draft in (None, inputs[3]):
             with poisoned():
-                got = embed_rows_triton(*to((*inputs[:3], draft), device))
-            expected = embed_rows_reference(*inputs[:3], draft)
+                got = embed_rows.triton(*to((*inputs[:3], draft), device))
+            expected = embed_rows.reference(*inputs[:3], draft)
             for name, value in got._asdict().items():
                 expected_value = getattr(expected, name)
                 assert value.dtype == expected_value.dtype, name
@@ -120,13 +114,13 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, queries, rows):
 def test_wrong_shapes_and_strides_are_refused(kernel_device):
     tokens, positions, tables, draft = to(random_inputs(2, 3, 8, 0, rows=2), kernel_device)
     with pytest.raises(EspalierError, match="embed_rows: positions"):
-        embed_rows_triton(tokens, positions[:, 1:], tables, draft)
+        embed_rows.triton(tokens, positions[:, 1:], tables, draft)
     with pytest.raises(EspalierError, match="embed_rows: hidden"):
-        embed_rows_triton(tokens, positions, tables, replace(draft, parents=None))
+        embed_rows.triton(tokens, positions, tables, replace(draft, parents=None))
     with pytest.raises(EspalierError, match="must be contiguous"):
-        embed_rows_triton(tokens, positions, replace(tables, embed=tables.embed.T.contiguous().T), draft)
+        embed_rows.triton(tokens, positions, replace(tables, embed=tables.embed.T.contiguous().T), draft)
 
 
 def test_cpu_tensors_use_the_reference():
     inputs = random_inputs(2, 3, 8, 1)
-    assert all(map(torch.equal, embed_rows(*inputs), embed_rows_reference(*inputs)))
+    assert all(map(torch.equal, embed_rows(*inputs), embed_rows.reference(*inputs)))

@@ -5,15 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.activation import SILU, Activation
-from espalier.kernels.layers.experts import (
-    ExpertBiases,
-    grouped_experts_reference,
-    grouped_experts_triton,
-)
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
 from espalier.kernels.layers.experts_tiles import tiles_of
-from espalier.kernels.layers.linear import sum_parts_reference
+from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
+from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
+from espalier.kernels.ops.linear import sum_parts
 from tests.kernels.treeing import poisoned
 
 # float16 on a CPU: Triton's interpreter does not multiply bfloat16.
@@ -61,12 +57,16 @@ def exact_parts(x, gate_up, down, ids, weights, live=None, biases=None, activati
             if activation.limit is not None:
                 gate = gate.clamp(max=activation.limit)
                 up = up.clamp(-activation.limit, activation.limit)
-            gated = (up + activation.up_offset) * gate / (1 + torch.exp(-activation.alpha * gate))
+            if activation.kind == "gelu_tanh":
+                act = F.gelu(gate, approximate="tanh")
+            else:
+                act = gate / (1 + torch.exp(-activation.alpha * gate))
+            gated = (up + activation.up_offset) * act
             parts[choice, row] = weights[row, choice] * F.linear(gated, down[expert], down_bias[expert])
     return parts
 
 
-@pytest.mark.parametrize("make", [grouped_experts_reference, grouped_experts_triton])
+@pytest.mark.parametrize("make", [grouped_experts.reference, grouped_experts.triton])
 def test_extra_parts_are_left_to_the_caller(make, kernel_device):
     given = drawn(7, 6, 2, 32, 24, kernel_device)
     parts, more = make(*given), make(*given, extra=2)
@@ -84,9 +84,9 @@ def assert_close(parts, exact, dtype):
 def test_kernel_and_reference_are_the_product(kernel_device, shape, dtype):
     inputs = drawn(*shape, kernel_device, dtype)
     exact = exact_parts(*inputs)
-    assert_close(grouped_experts_reference(*inputs), exact, dtype)
+    assert_close(grouped_experts.reference(*inputs), exact, dtype)
     with poisoned():
-        assert_close(grouped_experts_triton(*inputs), exact, dtype)
+        assert_close(grouped_experts.triton(*inputs), exact, dtype)
 
 
 def drawn_biases(gate_up, down):
@@ -97,17 +97,21 @@ def drawn_biases(gate_up, down):
 
 
 @pytest.mark.parametrize("dtype", [DTYPE, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[4], SHAPES[6]], ids=str)
-def test_biases_and_a_clamped_activation(kernel_device, shape, dtype):
+@pytest.mark.parametrize(
+    ("shape", "activation"),
+    [*((SHAPES[i], Activation(alpha=1.702, up_offset=1.0, limit=0.7)) for i in (2, 4, 6)), (SHAPES[4], GELU_TANH)],
+    ids=str,
+)
+def test_biases_and_other_activations(kernel_device, shape, activation, dtype):
     """Rows that are not live get no bias either.  The limit cuts a fourth of the gates."""
     x, gate_up, down, ids, weights = drawn(*shape, kernel_device, dtype)
     live = torch.arange(len(x), device=x.device) % 3 != 1
-    how = (live, drawn_biases(gate_up, down), Activation(alpha=1.702, up_offset=1.0, limit=0.7))
+    how = (live, drawn_biases(gate_up, down), activation)
     exact = exact_parts(x, gate_up, down, ids, weights, *how)
     exact[:, ~live] = 0.0
-    assert_close(grouped_experts_reference(x, gate_up, down, ids, weights, *how), exact, dtype)
+    assert_close(grouped_experts.reference(x, gate_up, down, ids, weights, *how), exact, dtype)
     with poisoned():
-        assert_close(grouped_experts_triton(x, gate_up, down, ids, weights, *how), exact, dtype)
+        assert_close(grouped_experts.triton(x, gate_up, down, ids, weights, *how), exact, dtype)
 
 
 def test_nan_passes_the_limits(kernel_device):
@@ -117,7 +121,7 @@ def test_nan_passes_the_limits(kernel_device):
     """
     x, gate_up, down, ids, weights = drawn(2, 4, 2, 16, 8, kernel_device)
     x[1] = torch.nan
-    for run in (grouped_experts_triton, grouped_experts_reference):
+    for run in (grouped_experts.triton, grouped_experts.reference):
         parts = run(x, gate_up, down, ids, weights, activation=Activation(limit=1.0))
         assert parts[:, 1].isnan().all() and parts[:, 0].isfinite().all()
 
@@ -128,16 +132,16 @@ def test_all_rows_to_one_expert(kernel_device, rows):
     x, gate_up, down, ids, weights = drawn(rows, 8, 1, 24, 20, kernel_device)
     inputs = (x, gate_up, down, torch.full_like(ids, 5), weights)
     with poisoned():
-        assert_close(grouped_experts_triton(*inputs), exact_parts(*inputs), DTYPE)
+        assert_close(grouped_experts.triton(*inputs), exact_parts(*inputs), DTYPE)
 
 
 def test_an_expert_without_rows_is_not_read(kernel_device):
     x, gate_up, down, ids, weights = drawn(9, 6, 2, 24, 20, kernel_device)
     ids = torch.tensor([[0, 4]], device=ids.device).repeat(9, 1)
-    expected = grouped_experts_triton(x, gate_up, down, ids, weights)
+    expected = grouped_experts.triton(x, gate_up, down, ids, weights)
     for expert in (1, 2, 3, 5):
         gate_up[expert], down[expert] = torch.nan, torch.nan
-    for run in (grouped_experts_triton, grouped_experts_reference):
+    for run in (grouped_experts.triton, grouped_experts.reference):
         assert_close(run(x, gate_up, down, ids, weights), expected.double(), DTYPE)
 
 
@@ -153,9 +157,9 @@ def test_rows_that_are_not_live_go_to_no_expert(kernel_device, live, top_k):
     x[~mask], weights[~mask] = torch.nan, torch.nan
     for expert in {*range(5)} - {*ids[mask].flatten().tolist()}:
         gate_up[expert], down[expert] = torch.nan, torch.nan
-    reference = grouped_experts_reference(x, gate_up, down, ids, weights, mask)
+    reference = grouped_experts.reference(x, gate_up, down, ids, weights, mask)
     with poisoned():
-        parts = grouped_experts_triton(x, gate_up, down, ids, weights, mask)
+        parts = grouped_experts.triton(x, gate_up, down, ids, weights, mask)
     for found in (parts, reference):
         assert (found[:, ~mask] == 0).all()
         if live:
@@ -197,18 +201,18 @@ def exactly_drawn(rows, experts, top_k, hidden, inner, device):
 def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, shape):
     """Alone, in another order, or beside a row of NaN: the same parts, and the same bits of their sum."""
     x, gate_up, down, ids, weights = exactly_drawn(*shape, kernel_device)
-    together = grouped_experts_triton(x, gate_up, down, ids, weights)
-    total = sum_parts_reference(together, DTYPE)
+    together = grouped_experts.triton(x, gate_up, down, ids, weights)
+    total = sum_parts.reference(together, DTYPE)
     turned = torch.arange(len(x) - 1, -1, -1, device=x.device)
-    other = grouped_experts_triton(x[turned], gate_up, down, ids[turned], weights[turned])
+    other = grouped_experts.triton(x[turned], gate_up, down, ids[turned], weights[turned])
     assert torch.equal(other, together[:, turned])
     for row in (0, 7, len(x) - 1):
         one = slice(row, row + 1)
-        alone = grouped_experts_triton(x[one], gate_up, down, ids[one], weights[one])
-        assert torch.equal(alone, together[:, one]) and torch.equal(sum_parts_reference(alone, DTYPE), total[one])
+        alone = grouped_experts.triton(x[one], gate_up, down, ids[one], weights[one])
+        assert torch.equal(alone, together[:, one]) and torch.equal(sum_parts.reference(alone, DTYPE), total[one])
     x[3], weights[3] = torch.nan, torch.nan
     others = torch.arange(len(x), device=x.device) != 3
-    assert torch.equal(grouped_experts_triton(x, gate_up, down, ids, weights)[:, others], together[:, others])
+    assert torch.equal(grouped_experts.triton(x, gate_up, down, ids, weights)[:, others], together[:, others])
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 2, 8, 8), (3, 4, 2, 0, 8)], ids=str)
@@ -216,7 +220,7 @@ def test_empty_inputs(kernel_device, shape):
     inputs = drawn(*shape, kernel_device) if shape[3] else drawn(3, 4, 2, 1, 8, kernel_device)
     if not shape[3]:
         inputs = (inputs[0][:, :0], inputs[1][..., :0].contiguous(), inputs[2][:, :0], *inputs[3:])
-    assert grouped_experts_triton(*inputs).shape == (2, shape[0], shape[3])
+    assert grouped_experts.triton(*inputs).shape == (2, shape[0], shape[3])
 
 
 def test_strided_rows(kernel_device):
@@ -224,7 +228,7 @@ def test_strided_rows(kernel_device):
     gate_up = others[0][..., :24].contiguous()
     down = others[1][:, :24].contiguous()
     inputs = (x[:, 24:], gate_up, down, *others[2:])
-    assert_close(grouped_experts_triton(*inputs), exact_parts(*inputs), DTYPE)
+    assert_close(grouped_experts.triton(*inputs), exact_parts(*inputs), DTYPE)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +249,7 @@ def test_strided_rows(kernel_device):
 )
 def test_wrong_inputs_are_refused(change, message):
     with pytest.raises(EspalierError, match=message):
-        grouped_experts_triton(*change(*drawn(3, 4, 2, 16, 8, "cpu")))
+        grouped_experts.triton(*change(*drawn(3, 4, 2, 16, 8, "cpu")))
 
 
 PLANS = [
@@ -264,7 +268,7 @@ def test_every_plan_gives_the_product(kernel_device, shape, plan):
     exact = exact_parts(*inputs)
     for mask in (None, live):
         with poisoned():
-            parts = grouped_experts_triton(*inputs, mask, plan=plan)
+            parts = grouped_experts.triton(*inputs, mask, plan=plan)
         if mask is not None:
             assert (parts[:, ~mask] == 0).all()
             exact[:, ~mask] = 0

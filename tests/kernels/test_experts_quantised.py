@@ -5,18 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.kernels.layers.activation import Activation
-from espalier.kernels.layers.experts import (
-    ExpertBiases,
-    grouped_experts_reference,
-    grouped_experts_triton,
-)
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
 from espalier.kernels.layers.experts_quantised import launch_options
 from espalier.kernels.layers.experts_tuning import plan_for
-from espalier.kernels.layers.linear import RESERVED_SHARED_MEMORY
-from espalier.kernels.layers.quantise_rows import quantise_rows_triton
+from espalier.kernels.layers.linear_plans import RESERVED_SHARED_MEMORY
 from espalier.kernels.layers.quantised import RoundedRows, dequantise
+from espalier.kernels.ops.activation import Activation
+from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
+from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.runtime.launch import Chip, power_of_two
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn
 
@@ -49,8 +45,8 @@ def test_it_is_the_reference(kernel_device, kind, shape):
     args = inputs(kind, *shape, kernel_device)
     live = torch.arange(shape[0], device=kernel_device) != 3
     plan = ExpertsPlan(1 if shape[0] == 1 else 16, PRODUCT, PRODUCT)
-    ours = grouped_experts_triton(*args, live=live, plan=plan)
-    assert_close(ours, grouped_experts_reference(*args, live=live))
+    ours = grouped_experts.triton(*args, live=live, plan=plan)
+    assert_close(ours, grouped_experts.reference(*args, live=live))
     assert (ours[:, ~live] == 0).all()
 
 
@@ -58,8 +54,8 @@ def test_it_is_the_reference(kernel_device, kind, shape):
 def test_the_reference_is_the_product_with_the_dequantised_experts(kind):
     x, gate_up, down, ids, weights = inputs(kind, *SHAPES[1], torch.device("cpu"))
     dense = [torch.stack([dequantise(m[e], torch.float64) for e in range(len(m))]) for m in (gate_up, down)]
-    ours = grouped_experts_reference(x.double(), gate_up, down, ids, weights.double())
-    theirs = grouped_experts_reference(x.double(), *dense, ids, weights.double())
+    ours = grouped_experts.reference(x.double(), gate_up, down, ids, weights.double())
+    theirs = grouped_experts.reference(x.double(), *dense, ids, weights.double())
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
@@ -69,16 +65,16 @@ def test_biases_and_another_activation(kernel_device):
     biases = ExpertBiases(*(torch.randn(5, n).to(DTYPE).to(kernel_device) for n in (128, 128)))
     activation = Activation(alpha=1.702, up_offset=1.0, limit=7.0)
     plan = ExpertsPlan(16, PRODUCT, PRODUCT)
-    ours = grouped_experts_triton(*args, biases=biases, activation=activation, plan=plan)
-    assert_close(ours, grouped_experts_reference(*args, biases=biases, activation=activation))
+    ours = grouped_experts.triton(*args, biases=biases, activation=activation, plan=plan)
+    assert_close(ours, grouped_experts.reference(*args, biases=biases, activation=activation))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, kind):
     x, gate_up, down, ids, weights = inputs(kind, *SHAPES[1], kernel_device)
     plan = ExpertsPlan(16, PRODUCT, PRODUCT)
-    whole = grouped_experts_triton(x, gate_up, down, ids, weights, plan=plan)
-    part = grouped_experts_triton(x[4:7], gate_up, down, ids[4:7], weights[4:7], plan=plan)
+    whole = grouped_experts.triton(x, gate_up, down, ids, weights, plan=plan)
+    part = grouped_experts.triton(x[4:7], gate_up, down, ids[4:7], weights[4:7], plan=plan)
     assert torch.equal(whole[:, 4:7], part)
 
 
@@ -86,9 +82,9 @@ def test_a_rows_bits_do_not_depend_on_the_batch(kernel_device, kind):
 def test_inputs_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
     x, gate_up, down, ids, weights = inputs(kind, *SHAPES[1], kernel_device)
     plan = ExpertsPlan(16, PRODUCT, PRODUCT)
-    rounded = RoundedRows(*quantise_rows_triton(x, gate_up.inputs), x.dtype)
-    ours = grouped_experts_triton(rounded, gate_up, down, ids, weights, plan=plan)
-    assert torch.equal(ours, grouped_experts_triton(x, gate_up, down, ids, weights, plan=plan))
+    rounded = RoundedRows(*quantise_rows.triton(x, gate_up.inputs), x.dtype)
+    ours = grouped_experts.triton(rounded, gate_up, down, ids, weights, plan=plan)
+    assert torch.equal(ours, grouped_experts.triton(x, gate_up, down, ids, weights, plan=plan))
 
 
 @pytest.mark.parametrize("kind", KINDS)

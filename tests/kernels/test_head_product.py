@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.head_product import head_product_reference, head_product_triton
+from espalier.kernels.ops.rope import head_product
 from tests.kernels.treeing import poisoned
 
 # float16 on a CPU: Triton's interpreter does not multiply bfloat16.
@@ -27,7 +27,7 @@ def drawn(rows, heads, num_in, num_out, device):
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(s, marks=pytest.mark.gpu) for s in LARGE)], ids=str)
-@pytest.mark.parametrize("make", [head_product_triton, head_product_reference])
+@pytest.mark.parametrize("make", [head_product.triton, head_product.reference])
 def test_is_the_product_of_each_head(kernel_device, make, shape, transposed):
     x, weight, out = drawn(*shape, kernel_device)
     weight = weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight
@@ -40,10 +40,10 @@ def test_is_the_product_of_each_head(kernel_device, make, shape, transposed):
 
 def test_a_rows_bits_do_not_depend_on_the_others(kernel_device):
     x, weight, out = drawn(16, 3, 40, 24, kernel_device)
-    head_product_triton(x, weight, out[..., :24])
+    head_product.triton(x, weight, out[..., :24])
     for row in range(16):
         alone = torch.empty_like(out[:1, :, :24])
-        head_product_triton(x[row : row + 1], weight, alone)
+        head_product.triton(x[row : row + 1], weight, alone)
         assert torch.equal(alone[0], out[row, :, :24])
 
 
@@ -54,4 +54,4 @@ def test_what_it_does_not_take_is_refused(kernel_device, wrong):
     x, weight, out = drawn(2, 3, 40, 24, kernel_device)
     with pytest.raises(EspalierError, match="head_product"):
         given = wrong(x)
-        head_product_triton(given, weight.to(given.dtype), out[:1, :, :24].repeat(len(given), 1, 1).to(given.dtype))
+        head_product.triton(given, weight.to(given.dtype), out[:1, :, :24].repeat(len(given), 1, 1).to(given.dtype))

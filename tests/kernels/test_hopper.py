@@ -6,9 +6,10 @@ from itertools import product
 import pytest
 import torch
 
-from espalier.kernels.attention.hopper import MIN_STAGES, REGISTERS, HopperConfig, choose_hopper_config, tma_arguments
 from espalier.kernels.attention.triton_config import choose_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
+from espalier.kernels.hopper.attention import tma_arguments
+from espalier.kernels.hopper.config import MIN_STAGES, REGISTERS, HopperConfig, choose_hopper_config
 from espalier.kernels.runtime.launch import Chip, chip
 from tests.kernels.attending import Case, difference, draw, poison_empty, run
 

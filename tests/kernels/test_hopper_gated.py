@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.hopper_gated import fills_chip, hopper_gated, takes_gated
-from espalier.kernels.layers.linear import linear_gated
-from espalier.kernels.layers.silu import silu_mul_triton
-from espalier.kernels.runtime.launch import Chip
-from espalier.kernels.runtime.pdl import HOPPER
+from espalier.kernels.hopper.gated import fills_chip, hopper_gated, takes_gated
+from espalier.kernels.ops.activation import gated
+from espalier.kernels.ops.linear import linear_gated
+from espalier.kernels.runtime.launch import HOPPER, Chip
 from tests.kernels.test_linear import drawn_exact, random_inputs
 
 H200 = Chip(shared_memory=232448, processors=132, capability=HOPPER)
@@ -56,7 +55,7 @@ def test_what_the_launcher_refuses(x, weight, said):
 def test_the_bits_of_product_and_silu(rows, size, num_in):
     """All sums are exact.  Rows, outputs and columns may end inside a block."""
     x, weight, _ = drawn_exact(rows, 2 * size, num_in, "cuda")
-    assert torch.equal(hopper_gated(x, weight), silu_mul_triton(F.linear(x, weight)))
+    assert torch.equal(hopper_gated(x, weight), gated.triton(F.linear(x, weight)))
 
 
 @pytest.mark.gpu

@@ -6,20 +6,16 @@ from itertools import product
 import pytest
 import torch
 
-from espalier.kernels.layers import experts, linear_quantised
-from espalier.kernels.layers.activation import Activation
-from espalier.kernels.layers.experts import ExpertBiases, grouped_experts_triton
+from espalier.kernels.hopper.plans import TILE, is_hopper_product, splits_of, stages
+from espalier.kernels.layers import experts, linear_quantised, quantised_plans
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ProductPlan
-from espalier.kernels.layers.hopper_products import TILE, is_hopper_product, splits_of, stages
-from espalier.kernels.layers.linear import TritonPlan
-from espalier.kernels.layers.linear_quantised import (
-    linear_quantised_gated_triton,
-    linear_quantised_parts_triton,
-    rule_of,
-)
+from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
-from espalier.kernels.runtime.launch import Chip, chip
-from espalier.kernels.runtime.pdl import HOPPER
+from espalier.kernels.layers.quantised_plans import rule_of
+from espalier.kernels.ops.activation import Activation
+from espalier.kernels.ops.experts import ExpertBiases, grouped_experts
+from espalier.kernels.ops.linear import linear_quantised_gated, linear_quantised_parts
+from espalier.kernels.runtime.launch import HOPPER, Chip, chip
 from tests.kernels.quantised_inputs import drawn
 
 H200 = Chip(shared_memory=232448, processors=132, capability=HOPPER)
@@ -65,7 +61,7 @@ def test_all_programs_that_share_a_multiprocessor_fit_it():
 
 
 def test_columns_are_split_until_four_programs_share_a_multiprocessor(monkeypatch):
-    monkeypatch.setattr(linear_quantised, "chip", lambda tensor: H200)
+    monkeypatch.setattr(quantised_plans, "chip", lambda tensor: H200)
     assert [splits_of(*shape, H200) for shape in ((4096, 14336), (6144, 4096), (64, 1024))] == [8, 5, 2]
     for kind, rows, splits in (("mxfp4", 1, 8), ("int4", 16, 8), ("mxfp4", 17, 4)):
         x = torch.empty(rows, 4096, dtype=torch.bfloat16)
@@ -84,7 +80,7 @@ def test_it_has_the_bits_of_tritons_kernel(kernel_device, monkeypatch, kind, num
     bias = torch.randn(num_out, generator=torch.Generator().manual_seed(1)).bfloat16().to(kernel_device)
     if not is_hopper_product(x, weight, rows, TILE, chip(x)):
         pytest.skip("not a Hopper GPU")
-    functions = linear_quantised_parts_triton, linear_quantised_gated_triton
+    functions = linear_quantised_parts.triton, linear_quantised_gated.triton
     ours = [function(x, weight, bias, plan) for function in functions]
     monkeypatch.setattr(linear_quantised, "is_hopper_product", lambda *args: False)
     for function, result in zip(functions, ours, strict=True):
@@ -107,6 +103,6 @@ def test_experts_have_the_bits_of_tritons_kernels(kernel_device, monkeypatch, ki
         pytest.skip("not a Hopper GPU")
     args = x, gate_up, down, ids, weights, live.to(kernel_device), ExpertBiases(*biases)
     activation = Activation(alpha=1.702, up_offset=1.0, limit=7.0)
-    ours = grouped_experts_triton(*args, activation, plan=plan)
+    ours = grouped_experts.triton(*args, activation, plan=plan)
     monkeypatch.setattr(experts, "is_hopper_experts", lambda *args: False)
-    assert torch.equal(grouped_experts_triton(*args, activation, plan=plan), ours)
+    assert torch.equal(grouped_experts.triton(*args, activation, plan=plan), ours)

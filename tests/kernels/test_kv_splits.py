@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from espalier.kernels.attention.hopper import choose_hopper_config
-from espalier.kernels.attention.kv_splits import (
+from espalier.kernels.hopper.config import choose_hopper_config
+from espalier.kernels.ops.kv_splits import (
     MAX_MANY_TILES_SPLIT_ROWS,
     MAX_PARTIAL_VALUES,
     MAX_SPLIT_ROWS,
@@ -18,8 +18,7 @@ from espalier.kernels.attention.kv_splits import (
     SMALL_TILE,
     SPLIT_STEP,
     KVSplitPolicy,
-    kv_splits_reference,
-    kv_splits_triton,
+    kv_splits,
 )
 from espalier.kernels.runtime.launch import Chip
 from espalier.layout import RoundLayout, bucket_of
@@ -45,7 +44,7 @@ POLICIES = [
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_kernel_equals_reference(kernel_device, policy, first):
     length = torch.tensor(LENGTHS, device=kernel_device)
-    made, expected = kv_splits_triton(length, first, policy), kv_splits_reference(length, first, policy)
+    made, expected = kv_splits.triton(length, first, policy), kv_splits.reference(length, first, policy)
     assert torch.equal(made.starts, expected.starts)
     assert used(made) == used(expected)
 
@@ -54,8 +53,8 @@ def test_kernel_equals_reference(kernel_device, policy, first):
 def test_rows_that_no_window_reaches_are_left_out(kernel_device, window):
     length = torch.tensor(LENGTHS, device=kernel_device)
     positions = (length[:, None] + torch.tensor([3, 0, 1] * 7, device=kernel_device))[:, 1:]
-    made = kv_splits_triton(length, 1, KVSplitPolicy(8, 8), positions, window)
-    expected = kv_splits_reference(length, 1, KVSplitPolicy(8, 8), positions, window)
+    made = kv_splits.triton(length, 1, KVSplitPolicy(8, 8), positions, window)
+    expected = kv_splits.reference(length, 1, KVSplitPolicy(8, 8), positions, window)
     assert torch.equal(made.starts, expected.starts)
     assert used(made) == used(expected)
     for request, begin, end, _ in used(made):
@@ -66,7 +65,7 @@ def test_rows_that_no_window_reaches_are_left_out(kernel_device, window):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_splits_cover_every_row_once_in_order(policy):
-    made = kv_splits_reference(torch.tensor(LENGTHS), 0, policy)
+    made = kv_splits.reference(torch.tensor(LENGTHS), 0, policy)
     for request, length in enumerate(LENGTHS):
         splits = [split for split in used(made) if split[0] == request]
         assert 1 <= len(splits) <= policy.max_splits and {split[3] for split in splits} == {len(splits)}
@@ -75,21 +74,21 @@ def test_splits_cover_every_row_once_in_order(policy):
 
 
 def test_a_request_has_the_same_splits_in_any_batch(kernel_device):
-    together = kv_splits_triton(torch.tensor(LENGTHS, device=kernel_device), 0, KVSplitPolicy(8, 8))
+    together = kv_splits.triton(torch.tensor(LENGTHS, device=kernel_device), 0, KVSplitPolicy(8, 8))
     for request, length in enumerate(LENGTHS):
-        alone = kv_splits_triton(torch.tensor([length], device=kernel_device), 0, KVSplitPolicy(8, 8))
+        alone = kv_splits.triton(torch.tensor([length], device=kernel_device), 0, KVSplitPolicy(8, 8))
         assert [i[1:] for i in used(alone)] == [i[1:] for i in used(together) if i[0] == request]
 
 
 def test_an_empty_batch_has_no_splits(kernel_device):
-    made = kv_splits_triton(torch.zeros(0, dtype=torch.int64, device=kernel_device), 0, KVSplitPolicy(8, 8))
+    made = kv_splits.triton(torch.zeros(0, dtype=torch.int64, device=kernel_device), 0, KVSplitPolicy(8, 8))
     assert made.table.shape == (0, 4) and made.starts.shape == (1,)
 
 
 def test_strided_lengths_are_read(kernel_device):
     wide = torch.tensor(LENGTHS, device=kernel_device)[:, None].expand(-1, 3).contiguous()
-    assert used(kv_splits_triton(wide[:, 1], 0, KVSplitPolicy(8, 8))) == used(
-        kv_splits_triton(wide[:, 1].contiguous(), 0, KVSplitPolicy(8, 8))
+    assert used(kv_splits.triton(wide[:, 1], 0, KVSplitPolicy(8, 8))) == used(
+        kv_splits.triton(wide[:, 1].contiguous(), 0, KVSplitPolicy(8, 8))
     )
 
 

@@ -6,16 +6,8 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.head_product import head_product_triton
-from espalier.kernels.layers.latent import (
-    LatentForm,
-    rotate_and_store_latent,
-    rotate_and_store_latent_reference,
-    rotate_and_store_latent_triton,
-    write_latents_triton,
-)
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.layers.rope import Rotation
+from espalier.kernels.ops.rope import LatentForm, Rotation, head_product, rotate_and_store_latent, write_latents
 from espalier.kernels.state.kv_scales import KVScales
 from tests.oracles.fp8_cache import nearest
 
@@ -45,7 +37,7 @@ def rotated(x: torch.Tensor, angle: torch.Tensor, interleaved: bool) -> torch.Te
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(s, marks=pytest.mark.gpu) for s in LARGE)], ids=str)
-@pytest.mark.parametrize("make", [rotate_and_store_latent_triton, rotate_and_store_latent_reference])
+@pytest.mark.parametrize("make", [rotate_and_store_latent.triton, rotate_and_store_latent.reference])
 def test_equals_float64(kernel_device, make, shape, in_place, interleaved, normed, dtype):
     count, heads, before, rank, rotary = shape
     # Slices of larger tensors, as in a layer.
@@ -105,7 +97,7 @@ def test_wrong_sizes_are_refused():
 
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, *(pytest.param(s, marks=pytest.mark.gpu) for s in LARGE)], ids=str)
-@pytest.mark.parametrize("make", [rotate_and_store_latent_triton, rotate_and_store_latent_reference])
+@pytest.mark.parametrize("make", [rotate_and_store_latent.triton, rotate_and_store_latent.reference])
 def test_an_fp8_row_is_nearest_to_its_values_over_the_scale(kernel_device, make, shape, normed):
     count, heads, before, rank, rotary = shape
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
@@ -153,10 +145,10 @@ def test_one_launch_leaves_the_bits_of_two(kernel_device, shape, fp8):
         q = torch.full((count, heads, rank + rotary), torch.nan).to(kernel_device, dtype)
         plane = torch.full((2 * count, 1, rank + rotary), 7.0, device=kernel_device).to(FP8 if fp8 else dtype)
         if in_one:
-            write_latents_triton(raw[..., :nope], k_up, raw[..., nope:], q, latent, *turn, rows, plane, scales)
+            write_latents.triton(raw, k_up, q, latent, *turn, rows, plane, scales)
         else:
-            head_product_triton(raw[..., :nope], k_up, q[..., :rank])
-            rotate_and_store_latent_triton(raw[..., nope:], q, latent, *turn, rows, plane, scales)
+            head_product.triton(raw[..., :nope], k_up, q[..., :rank])
+            rotate_and_store_latent.triton(raw[..., nope:], q, latent, *turn, rows, plane, scales)
         made.append((q, plane.view(torch.uint8)))
     assert torch.equal(made[0][0], made[1][0])
     assert torch.equal(made[0][1], made[1][1])

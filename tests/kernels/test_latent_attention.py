@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.hopper_latent import HopperLatentConfig, choose_hopper_latent_config
-from espalier.kernels.attention.hopper_latent_few import choose_hopper_latent_few_config
-from espalier.kernels.attention.latent_attention import latent_attention_triton
-from espalier.kernels.attention.rows import Staged
 from espalier.kernels.attention.triton_config import TritonConfig, choose_latent_config
+from espalier.kernels.hopper.config import (
+    HopperLatentConfig,
+    choose_hopper_latent_config,
+    choose_hopper_latent_few_config,
+)
+from espalier.kernels.ops.attention import Staged, latent_attention
 from espalier.kernels.runtime.launch import Chip, chip
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, Inputs, draw, expected, poison_empty
 
@@ -34,7 +36,7 @@ def drawn(case: Case, device: torch.device) -> Inputs:
 
 def run(inputs: Inputs, max_splits: int, staged: bool = True, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
     staged_rows = inputs.staged if staged else None
-    return latent_attention_triton(inputs.of_kernel(max_splits, staged_rows), **arguments)
+    return latent_attention.triton(inputs.of_kernel(max_splits, staged_rows), **arguments)
 
 
 def check(case: Case, device: torch.device, staged: bool = True, **arguments) -> None:

@@ -4,19 +4,9 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import (
-    LibraryPlan,
-    TritonPlan,
-    block_rows,
-    candidates,
-    linear,
-    linear_gated,
-    linear_parts,
-    linear_parts_triton,
-    linear_triton,
-    write_parts_triton,
-)
-from espalier.kernels.layers.silu import silu_mul, silu_mul_triton
+from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, block_rows, candidates
+from espalier.kernels.ops.activation import gated
+from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.kernels.runtime.launch import SMALLEST_SHARED_MEMORY, Chip
 
 # float16 on a CPU: Triton 3.6's interpreter multiplies the bits of bfloat16 as if they were integers.
@@ -73,27 +63,27 @@ def poisoned(monkeypatch):
 def test_any_shape(kernel_device, monkeypatch, plan, bias, rows, num_out, num_in):
     x, weight, bias_tensor = random_inputs(rows, num_out, num_in, kernel_device, bias=bias)
     poisoned(monkeypatch)
-    assert_is_the_product(linear_triton(x, weight, bias_tensor, plan), x, weight, bias_tensor)
+    assert_is_the_product(linear.triton(x, weight, bias_tensor, plan), x, weight, bias_tensor)
 
 
 def test_more_splits_than_tiles(kernel_device):
     x, weight, _ = random_inputs(2, 64, 100, kernel_device)
-    assert_is_the_product(linear_triton(x, weight, None, SPLIT), x, weight, None)
+    assert_is_the_product(linear.triton(x, weight, None, SPLIT), x, weight, None)
 
 
 def test_float16(kernel_device):
     x, weight, bias = random_inputs(4, 64, 128, kernel_device, torch.float16, bias=True)
-    assert_is_the_product(linear_triton(x, weight, bias, SPLIT), x, weight, bias)
+    assert_is_the_product(linear.triton(x, weight, bias, SPLIT), x, weight, bias)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_partial_sums_add_up_to_linear(kernel_device, monkeypatch, bias):
     x, weight, bias_tensor = random_inputs(3, 70, 200, kernel_device, bias=bias)
     poisoned(monkeypatch)
-    first, second, third = parts = linear_parts_triton(x, weight, bias_tensor, SPLIT)
+    first, second, third = parts = linear_parts.triton(x, weight, bias_tensor, SPLIT)
     assert parts.dtype == torch.float32
-    assert torch.equal((first + second + third).to(DTYPE), linear_triton(x, weight, bias_tensor, SPLIT))
-    assert torch.equal(linear_parts_triton(x, weight, bias_tensor, WHOLE), linear_triton(x, weight, bias_tensor, WHOLE))
+    assert torch.equal((first + second + third).to(DTYPE), linear.triton(x, weight, bias_tensor, SPLIT))
+    assert torch.equal(linear_parts.triton(x, weight, bias_tensor, WHOLE), linear.triton(x, weight, bias_tensor, WHOLE))
 
 
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT])
@@ -101,11 +91,13 @@ def test_parts_are_written_into_the_tail_of_others(kernel_device, plan):
     """In float32: rounded once added, they are `linear`."""
     x, weight, bias = random_inputs(3, 70, 200, kernel_device, bias=True)
     parts = torch.full((2 + plan.splits, 3, 70), 7.0, device=kernel_device)
-    write_parts_triton(x, weight, bias, plan, parts[2:])
-    assert (parts[:2] == 7).all() and torch.equal(parts[2:].cumsum(0)[-1].to(DTYPE), linear(x, weight, bias, plan))
+    write_parts.triton(x, weight, bias, plan, parts[2:])
+    assert (parts[:2] == 7).all() and torch.equal(
+        parts[2:].cumsum(0)[-1].to(DTYPE), linear.triton(x, weight, bias, plan)
+    )
     for wrong in (parts[1:], parts[2:].double(), parts[2:].transpose(1, 2).contiguous().transpose(1, 2)):
         with pytest.raises(EspalierError, match="parts"):
-            write_parts_triton(x, weight, bias, plan, wrong)
+            write_parts.triton(x, weight, bias, plan, wrong)
 
 
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT, TritonPlan(16, 64, 1, 4, 2), TritonPlan(128, 64, 1, 4, 2), None])
@@ -113,51 +105,49 @@ def test_parts_are_written_into_the_tail_of_others(kernel_device, plan):
 @pytest.mark.parametrize(
     ("rows", "size", "num_in"), [(1, 64, 192), (3, 35, 200), (17, 130, 136), (5, 1, 64), (0, 8, 64)]
 )
-def test_gated_equals_silu_mul_of_linear(kernel_device, monkeypatch, plan, bias, rows, size, num_in):
+def test_gated_is_the_activation_of_linear(kernel_device, monkeypatch, plan, bias, rows, size, num_in):
     """Bit for bit, with the activation in the kernel's epilogue or in a kernel of its own.  All sums are exact."""
     x, weight, bias_tensor = drawn_exact(rows, 2 * size, num_in, kernel_device, bias=bias)
-    gate_up = linear(x, weight, bias_tensor, plan)
+    gate_up = linear.triton(x, weight, bias_tensor, plan)
     poisoned(monkeypatch)
-    out = linear_gated(x, weight, bias_tensor, plan)
-    # With a fused epilogue compare to the Triton kernel.  On a CPU silu_mul is PyTorch's, which rounds twice.
-    gate = silu_mul if plan is None else silu_mul_triton
-    assert out.shape == (rows, size) and torch.equal(out, gate(gate_up))
+    out = linear_gated.triton(x, weight, bias_tensor, plan)
+    assert out.shape == (rows, size) and torch.equal(out, gated.triton(gate_up))
 
 
 @pytest.mark.parametrize(("rows", "plan"), [(100, TritonPlan(128, 64, 1, 8, 3)), (200, TritonPlan(64, 64, 1, 4, 2))])
 def test_gated_at_many_rows(kernel_device, rows, plan):
     x, weight, _ = drawn_exact(rows, 272, 136, kernel_device)
-    assert torch.equal(linear_gated(x, weight, None, plan), silu_mul_triton(linear(x, weight, None, plan)))
+    assert torch.equal(linear_gated.triton(x, weight, None, plan), gated.triton(linear.triton(x, weight, None, plan)))
 
 
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT])
 def test_gated_refuses_an_odd_number_of_outputs(kernel_device, plan):
     x, weight, _ = random_inputs(3, 7, 64, kernel_device)
     with pytest.raises(EspalierError, match="even number"):
-        linear_gated(x, weight, None, plan)
+        linear_gated.triton(x, weight, None, plan)
 
 
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT])
 def test_strided_rows(kernel_device, plan):
     wide, weight, _ = random_inputs(8, 64, 256, kernel_device)
     x, weight = wide[::2, 64:192], weight[:, 128:]
-    assert_is_the_product(linear_triton(x, weight, None, plan), x, weight, None)
+    assert_is_the_product(linear.triton(x, weight, None, plan), x, weight, None)
 
 
 @pytest.mark.parametrize("plan", [WHOLE, SPLIT])
 def test_a_rows_bits_do_not_depend_on_other_rows(kernel_device, plan):
     """Neither on their number, within one block of rows, nor on their values, NaN included."""
     x, weight, _ = random_inputs(16, 64, 192, kernel_device)
-    alone = linear_triton(x[3:4], weight, None, plan)
+    alone = linear.triton(x[3:4], weight, None, plan)
     x[5] = torch.nan
-    assert torch.equal(linear_triton(x, weight, None, plan)[3:4], alone)
-    assert torch.equal(linear_triton(x[3:8], weight, None, plan)[:1], alone)
+    assert torch.equal(linear.triton(x, weight, None, plan)[3:4], alone)
+    assert torch.equal(linear.triton(x[3:8], weight, None, plan)[:1], alone)
 
 
 @pytest.mark.parametrize(("rows", "num_out"), [(0, 64), (2, 0)])
 def test_empty_inputs(kernel_device, rows, num_out):
     x, weight, _ = random_inputs(rows, num_out, 64, kernel_device)
-    for make in (linear_triton, linear_parts_triton):
+    for make in (linear.triton, linear_parts.triton):
         assert make(x, weight, None, SPLIT).shape == (rows, num_out)
 
 
@@ -180,12 +170,12 @@ def test_no_plan_is_f_linear():
 )
 def test_wrong_inputs_are_refused(change, message):
     with pytest.raises(EspalierError, match=message):
-        linear_triton(*change(*random_inputs(3, 64, 64, "cpu", bias=True)), WHOLE)
+        linear.triton(*change(*random_inputs(3, 64, 64, "cpu", bias=True)), WHOLE)
 
 
 def test_a_plan_for_a_larger_chip_is_refused():
     with pytest.raises(EspalierError, match="doctor --tune"):
-        linear_triton(*random_inputs(3, 64, 64, "cpu"), TritonPlan(128, 256, 1, 4, 4))
+        linear.triton(*random_inputs(3, 64, 64, "cpu"), TritonPlan(128, 256, 1, 4, 4))
 
 
 @pytest.mark.parametrize("gpu", [H200, SMALL])
@@ -205,7 +195,7 @@ def test_library_plans(kernel_device, monkeypatch, plan, bias):
     wide, weight, bias_tensor = random_inputs(10, 70, 256, kernel_device, bias=bias)
     x, weight = wide[::2, 64:192], weight[:, 128:]
     poisoned(monkeypatch)
-    out, parts = linear(x, weight, bias_tensor, plan), linear_parts(x, weight, bias_tensor, plan)
+    out, parts = linear.triton(x, weight, bias_tensor, plan), linear_parts.triton(x, weight, bias_tensor, plan)
     assert out.dtype == DTYPE
     assert_is_the_product(out, x, weight, bias_tensor)
     if plan.splits == 1:
@@ -222,7 +212,7 @@ def test_library_plans(kernel_device, monkeypatch, plan, bias):
 @pytest.mark.parametrize(("rows", "num_out"), [(0, 64), (2, 0)])
 def test_library_plans_with_empty_inputs(kernel_device, plan, rows, num_out):
     x, weight, _ = random_inputs(rows, num_out, 64, kernel_device)
-    assert linear_parts(x, weight, None, plan).shape == (rows, num_out)
+    assert linear_parts.triton(x, weight, None, plan).shape == (rows, num_out)
 
 
 def test_library_candidates_divide_into_whole_tiles():
@@ -249,10 +239,10 @@ def test_every_candidate(kernel_device, monkeypatch, rows, shape):
         seen[tile] = seen.get(tile, 0) + 1
         if seen[tile] > 2:
             continue
-        out = linear(x, weight, None, plan)
+        out = linear.triton(x, weight, None, plan)
         # Compare norms: a bound per element needs the products' magnitudes; the tests of small shapes check that.
         assert (out.double() - exact).norm() <= 4e-3 * exact.norm(), plan
-        assert torch.equal(out, linear(x, weight, None, plan)), plan
+        assert torch.equal(out, linear.triton(x, weight, None, plan)), plan
 
 
 @pytest.mark.gpu
@@ -260,9 +250,9 @@ def test_every_candidate(kernel_device, monkeypatch, rows, shape):
 @pytest.mark.parametrize("rows", [96, 256])
 def test_library_rows_do_not_depend_on_other_rows(kernel_device, plan, rows):
     x, weight, _ = random_inputs(rows, 4096, 4096, kernel_device)
-    expected = linear(x, weight, None, plan)[3]
+    expected = linear.triton(x, weight, None, plan)[3]
     x[4:] = torch.nan
-    assert torch.equal(linear(x, weight, None, plan)[3], expected)
+    assert torch.equal(linear.triton(x, weight, None, plan)[3], expected)
 
 
 @pytest.mark.gpu
@@ -273,8 +263,8 @@ def test_pdl_in_a_cuda_graph_waits_for_inputs(kernel_device):
     buffer = torch.empty_like(x)
 
     def body():
-        y = linear_triton(buffer, first, None, WHOLE)
-        return linear_triton(linear_triton(y.add_(1), second, None, SPLIT), first, None, SPLIT)
+        y = linear.triton(buffer, first, None, WHOLE)
+        return linear.triton(linear.triton(y.add_(1), second, None, SPLIT), first, None, SPLIT)
 
     body()
     graph = torch.cuda.CUDAGraph()

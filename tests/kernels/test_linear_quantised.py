@@ -6,21 +6,11 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers import linear_quantised, quantise_rows
-from espalier.kernels.layers.linear import TritonPlan, sum_parts_reference
-from espalier.kernels.layers.linear_quantised import (
-    _launch,
-    linear_quantised_gated_triton,
-    linear_quantised_triton,
-    lines_ahead,
-    max_block_in,
-    plan_of,
-    require_supported,
-    rule,
-    tuning_name,
-)
+from espalier.kernels.layers import quantise_rows as quantise_rows_launcher
+from espalier.kernels.layers import quantised_plans
+from espalier.kernels.layers.linear_plans import TritonPlan
+from espalier.kernels.layers.linear_quantised import _launch, lines_ahead
 from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans
-from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import (
     FP8,
     SPREAD,
@@ -30,13 +20,14 @@ from espalier.kernels.layers.quantised import (
     dequantise,
     in_order_of_columns,
     interleave_nibbles,
-    linear_quantised_reference,
     nibble_matrix,
     pack_nibbles,
     quantise_inputs,
 )
 from espalier.kernels.layers.quantised_candidates import candidates
-from espalier.kernels.layers.silu import silu_mul_triton
+from espalier.kernels.layers.quantised_plans import max_block_in, plan_of, require_supported, rule, tuning_name
+from espalier.kernels.ops.activation import gated
+from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows, sum_parts
 from espalier.kernels.runtime.launch import Chip, chip
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from tests.kernels.quantised_inputs import DTYPE, KINDS, drawn, inputs_of
@@ -70,16 +61,16 @@ def assert_is_the_product(out, x, matrix, bias):
 def test_any_shape(kernel_device, kind, splits, rows, num_out, num_in):
     matrix, x = drawn(kind, (), num_out, num_in, kernel_device), x_of(rows, num_in, kernel_device)
     bias = x_of(1, num_out, kernel_device)[0] if rows % 2 else None
-    out = linear_quantised_triton(x, matrix, bias, plan_for(matrix, splits))
+    out = linear_quantised.triton(x, matrix, bias, plan_for(matrix, splits))
     assert_is_the_product(out, x, matrix, bias)
-    assert_is_the_product(linear_quantised_reference(x, matrix, bias), x, matrix, bias)
+    assert_is_the_product(linear_quantised.reference(x, matrix, bias), x, matrix, bias)
 
 
 @pytest.mark.parametrize("kind", ["int4-zeros", "int4-channel", "mxfp4"])
 @pytest.mark.parametrize("block_in", [256, 128, 32])
 def test_steps_of_several_groups_that_the_columns_do_not_fill(kernel_device, kind, block_in):
     matrix, x = drawn(kind, (), 80, 1056, kernel_device), x_of(5, 1056, kernel_device)
-    out = linear_quantised_triton(x, matrix, None, TritonPlan(64, block_in, 3, 4, 2))
+    out = linear_quantised.triton(x, matrix, None, TritonPlan(64, block_in, 3, 4, 2))
     assert_is_the_product(out, x, matrix, None)
 
 
@@ -91,63 +82,60 @@ def test_a_step_of_two_sums_has_the_bits_of_two_steps(kernel_device, kind, num_i
     if matrix.group < num_in:
         matrix = replace(matrix, group=128, scales=matrix.scales[:, ::2].contiguous(), inputs=InputScales(128))
     short, long = (TritonPlan(64, block_in, 1, 4, 2) for block_in in (128, 256))
-    out = linear_quantised_triton(x, matrix, None, long)
-    assert torch.equal(out, linear_quantised_triton(x, matrix, None, short))
+    out = linear_quantised.triton(x, matrix, None, long)
+    assert torch.equal(out, linear_quantised.triton(x, matrix, None, short))
     assert_is_the_product(out, x, matrix, None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gated_is_silu_mul_of_the_product(kernel_device, kind):
+def test_gated_is_the_activation_of_the_product(kernel_device, kind):
     matrix, x = drawn(kind, (), 2 * 40, 128, kernel_device), x_of(5, 128, kernel_device)
     if matrix.row_block > 1:
         matrix = replace(matrix, row_block=40)
     plan = plan_for(matrix)
-    product = linear_quantised_triton(x, matrix, None, plan)
-    assert torch.equal(linear_quantised_gated_triton(x, matrix, None, plan), silu_mul_triton(product))
+    product = linear_quantised.triton(x, matrix, None, plan)
+    assert torch.equal(linear_quantised_gated.triton(x, matrix, None, plan), gated.triton(product))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_parts_add_up(kernel_device, kind):
     matrix, x = drawn(kind, (), 48, 192, kernel_device), x_of(2, 192, kernel_device)
     plan = plan_for(matrix, 3)
-    parts = _launch(x, matrix, None, plan, gated=False)
+    parts = _launch(x, matrix, None, plan, is_gated=False)
     assert parts.shape == (3, 2, 48)
-    assert torch.equal(sum_parts_reference(parts, DTYPE), linear_quantised_triton(x, matrix, None, plan))
+    assert torch.equal(sum_parts.reference(parts, DTYPE), linear_quantised.triton(x, matrix, None, plan))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_rows_bits_do_not_depend_on_other_rows(kernel_device, kind):
     matrix, x = drawn(kind, (), 64, 128, kernel_device), x_of(16, 128, kernel_device)
     plan = plan_for(matrix)
-    alone = linear_quantised_triton(x[3:4], matrix, None, plan)
+    alone = linear_quantised.triton(x[3:4], matrix, None, plan)
     x[5], x[6] = torch.nan, 1e4
-    assert torch.equal(linear_quantised_triton(x, matrix, None, plan)[3:4], alone)
+    assert torch.equal(linear_quantised.triton(x, matrix, None, plan)[3:4], alone)
 
 
 @pytest.mark.parametrize("kind", ["fp8-channel-inputs", "fp8-block-inputs"])
 def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
     matrix, x = drawn(kind, (), 2 * 64, 192, kernel_device), x_of(5, 192, kernel_device)
-    rounded = RoundedRows(*quantise_rows_triton(x, matrix.inputs), x.dtype)
-    for product, plan in product_of_each(linear_quantised_gated_triton, linear_quantised_triton, matrix):
+    rounded = RoundedRows(*quantise_rows.triton(x, matrix.inputs), x.dtype)
+    for product, plan in product_of_each(linear_quantised_gated.triton, linear_quantised.triton, matrix):
         assert torch.equal(product(rounded, matrix, None, plan), product(x, matrix, None, plan))
     weight = QuantisedWeight(matrix, "fp8")
     assert weight.rounding == matrix.inputs
-    # On a GPU the weight's own products of a tensor run the same kernel.
     assert_is_the_product(weight.of_rounded(rounded, None, "apply"), x, matrix, None)
-    assert torch.equal(
-        weight.of_rounded(rounded, None, "gated"), silu_mul_triton(weight.of_rounded(rounded, None, "apply"))
-    )
+    assert torch.equal(weight.of_rounded(rounded, None, "gated"), gated(weight.of_rounded(rounded, None, "apply")))
 
 
-def product_of_each(gated, whole, matrix):
-    return [(gated, plan_for(matrix)), (whole, plan_for(matrix)), (whole, plan_for(matrix, 3))]
+def product_of_each(of_gated, whole, matrix):
+    return [(of_gated, plan_for(matrix)), (whole, plan_for(matrix)), (whole, plan_for(matrix, 3))]
 
 
 def test_inputs_are_taken_in_the_order_of_the_columns(kernel_device):
     matrix, x = drawn("int4-zeros", (), 48, 64, kernel_device), x_of(3, 64, kernel_device)
     order = torch.randperm(64, generator=torch.Generator().manual_seed(2)).to(kernel_device)
-    ordered = linear_quantised_triton(x, replace(matrix, order=order), None, plan_for(matrix))
-    assert torch.equal(ordered, linear_quantised_triton(x[:, order], matrix, None, plan_for(matrix)))
+    ordered = linear_quantised.triton(x, replace(matrix, order=order), None, plan_for(matrix))
+    assert torch.equal(ordered, linear_quantised.triton(x[:, order], matrix, None, plan_for(matrix)))
     assert_is_the_product(ordered, x, replace(matrix, order=order), None)
 
 
@@ -157,7 +145,7 @@ def test_every_nibble_and_exponent(kernel_device):
     scales = torch.tensor([[115, 120, 127, 130]] * 4, dtype=torch.uint8, device=kernel_device)
     matrix = nibble_matrix("mxfp4", codes, scales, 32)
     unit = torch.eye(128, dtype=DTYPE, device=kernel_device)
-    out = linear_quantised_triton(unit, matrix, None, TritonPlan(16, 128, 1, 4, 1))
+    out = linear_quantised.triton(unit, matrix, None, TritonPlan(16, 128, 1, 4, 1))
     assert torch.equal(out, dequantise(matrix, DTYPE).T)
 
 
@@ -168,7 +156,7 @@ def test_every_nibble_and_zero_point(kernel_device):
     scales = torch.tensor([[0.5, 3.0]] * 16, dtype=torch.float32, device=kernel_device)
     matrix = nibble_matrix("int4", codes, scales, 32, zeros)
     unit = torch.eye(64, dtype=DTYPE, device=kernel_device)
-    out = linear_quantised_triton(unit, matrix, None, TritonPlan(16, 64, 1, 4, 1))
+    out = linear_quantised.triton(unit, matrix, None, TritonPlan(16, 64, 1, 4, 1))
     expected = (torch.arange(16)[None, :] - torch.arange(16)[:, None]).repeat(1, 4).double()
     expected *= torch.tensor([0.5, 3.0]).repeat_interleave(32)
     assert torch.equal(out.cpu().double(), expected.T)
@@ -210,7 +198,7 @@ def test_rounded_inputs_are_the_references(kernel_device, rows, num_in, group, s
     x = x_of(rows, num_in, kernel_device) * 3
     x[:1, :32] = 0
     scale = None if static is None else torch.tensor([static], device=kernel_device)
-    values, scales = quantise_rows_triton(x, InputScales(group, scale))
+    values, scales = quantise_rows.triton(x, InputScales(group, scale))
     expected, expected_scales = quantise_inputs(x, InputScales(group, scale))
     assert torch.equal(scales, expected_scales)
     assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
@@ -224,12 +212,12 @@ def test_quotients_are_exact_from_the_smallest_to_the_largest_groups(kernel_devi
     bits = bits & 0x807F | (exponents - (bits >> 16) % 12).clamp(min=1) << 7
     x = bits.to(torch.int16).view(torch.bfloat16).to(kernel_device)
     x[:, 0] = -0.0
-    values, scales = quantise_rows_triton(x, InputScales(128))
+    values, scales = quantise_rows.triton(x, InputScales(128))
     expected, expected_scales = quantise_inputs(x, InputScales(128))
     assert torch.equal(scales, expected_scales)
     assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8))
     x[126, 3] = torch.inf
-    values, scales = quantise_rows_triton(x[126:127], InputScales(128))
+    values, scales = quantise_rows.triton(x[126:127], InputScales(128))
     assert scales.isinf().all() and values.float().nonzero().tolist() == [[0, 3]] and values[0, 3].float().isnan()
 
 
@@ -238,10 +226,10 @@ def test_quotients_are_exact_from_the_smallest_to_the_largest_groups(kernel_devi
 def test_groups_of_many_rows_share_a_program(kernel_device, monkeypatch, num_in, for_library):
     """To the bits of a program each; the last program of a row has groups that do not exist."""
     x, inputs = x_of(40, num_in, kernel_device), InputScales(16)
-    values, scales = quantise_rows_triton(x, inputs)
-    monkeypatch.setattr(quantise_rows, "GROUPS_A_PROGRAM", 4)
-    monkeypatch.setattr(quantise_rows, "oversubscribed", lambda *_: True)
-    together, scales_together = quantise_rows_triton(x, inputs, for_library)
+    values, scales = quantise_rows.triton(x, inputs)
+    monkeypatch.setattr(quantise_rows_launcher, "GROUPS_A_PROGRAM", 4)
+    monkeypatch.setattr(quantise_rows_launcher, "oversubscribed", lambda *_: True)
+    together, scales_together = quantise_rows.triton(x, inputs, for_library)
     assert torch.equal(together[:40].view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(scales_together[:40], scales)
     if for_library:
@@ -253,13 +241,13 @@ def test_groups_of_many_rows_share_a_program(kernel_device, monkeypatch, num_in,
 def test_parts_of_a_row_are_rounded_by_programs_of_their_own(kernel_device, monkeypatch, rows, group):
     """To the bits of one program, also where the last part is ragged."""
     x = x_of(rows, 104, kernel_device)
-    monkeypatch.setattr(quantise_rows, "MAX_PARTS", 1)
-    values, scales = quantise_rows_triton(x, InputScales(group))
-    monkeypatch.setattr(quantise_rows, "MAX_PARTS", 8)
-    monkeypatch.setattr(quantise_rows, "VALUES_PER_PART", 16)
+    monkeypatch.setattr(quantise_rows_launcher, "MAX_PARTS", 1)
+    values, scales = quantise_rows.triton(x, InputScales(group))
+    monkeypatch.setattr(quantise_rows_launcher, "MAX_PARTS", 8)
+    monkeypatch.setattr(quantise_rows_launcher, "VALUES_PER_PART", 16)
     many = replace(chip(x), processors=132)
-    monkeypatch.setattr(quantise_rows, "chip", lambda _: many)
-    in_parts, scales_in_parts = quantise_rows_triton(x, InputScales(group))
+    monkeypatch.setattr(quantise_rows_launcher, "chip", lambda _: many)
+    in_parts, scales_in_parts = quantise_rows.triton(x, InputScales(group))
     assert torch.equal(in_parts.view(torch.uint8), values.view(torch.uint8)) and torch.equal(scales_in_parts, scales)
 
 
@@ -308,7 +296,7 @@ def test_candidates_fit_the_chip_and_one_gives_the_product(kernel_device, kind, 
     assert found and all(max_block_in(matrix) % plan.block_in == 0 for plan in found)
     assert all(plan.splits * 96 // plan.block_out <= 4 * H200.processors for plan in found)
     x = x_of(3, 1024, kernel_device)
-    assert_is_the_product(linear_quantised_triton(x, matrix, None, found[0]), x, matrix, None)
+    assert_is_the_product(linear_quantised.triton(x, matrix, None, found[0]), x, matrix, None)
 
 
 def test_the_first_candidates_keep_memory_busy_with_every_tile():
@@ -347,8 +335,8 @@ def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkey
     matrix, x = drawn("int4", (), 4096, 4096, torch.device("cpu")), x_of(3, 4096, torch.device("cpu"))
     mine, others = TritonPlan(32, 64, 1, 4, 3), TritonPlan(128, 64, 1, 4, 3)
     tables = {"int4-1x64": {(4096, 4096): LinearPlans((mine, *[None] * 4))}, DENSE: {(4096, 4096): others}}
-    monkeypatch.setattr(linear_quantised, "chip", lambda tensor: H200)
-    monkeypatch.setattr(linear_quantised, "measured_plans", lambda gpu, format, dtype: tables.get(format, {}))
+    monkeypatch.setattr(quantised_plans, "chip", lambda tensor: H200)
+    monkeypatch.setattr(quantised_plans, "measured_plans", lambda gpu, format, dtype: tables.get(format, {}))
     by_rule = rule(17, 4096, 4096, "int4", 256, True, H200)
     assert plan_of(matrix, x) == mine and mine != rule(3, 4096, 4096, "int4", 256, True, H200)
     # A bucket that was measured slower than the rule, rows above all buckets, another shape, another format.
@@ -376,7 +364,7 @@ def test_names_of_tuning_tables():
 def test_blocks_that_span_two_groups_are_refused(kernel_device):
     matrix, x = drawn("fp8-block", (), 64, 128, kernel_device), x_of(3, 128, kernel_device)
     with pytest.raises(EspalierError, match="blocks that divide 64 columns"):
-        linear_quantised_triton(x, matrix, None, TritonPlan(64, 128, 1, 4, 2))
+        linear_quantised.triton(x, matrix, None, TritonPlan(64, 128, 1, 4, 2))
 
 
 @pytest.mark.parametrize(("num_in", "group"), [(64, 16), (80, 80)])
@@ -385,8 +373,8 @@ def test_words_of_two_groups_and_words_that_are_not_whole_are_refused(kernel_dev
     scales = torch.ones(8, num_in // group, device=kernel_device)
     matrix, x = nibble_matrix("int4", codes, scales, group), x_of(3, num_in, kernel_device)
     with pytest.raises(EspalierError, match="groups of whole words"):
-        linear_quantised_triton(x, matrix, None, TritonPlan(64, 64, 1, 4, 2))
-    assert_is_the_product(linear_quantised_reference(x, matrix, None), x, matrix, None)
+        linear_quantised.triton(x, matrix, None, TritonPlan(64, 64, 1, 4, 2))
+    assert_is_the_product(linear_quantised.reference(x, matrix, None), x, matrix, None)
 
 
 def test_weights_on_a_cpu_need_no_chip():
@@ -404,7 +392,7 @@ def test_weights_on_a_cpu_need_no_chip():
 )
 def test_what_no_kernel_takes_is_refused_at_start(monkeypatch, kind, capability, dtype, says):
     matrix = drawn(kind, (), 16, 32, torch.device("cpu"))
-    monkeypatch.setattr(linear_quantised, "chip", lambda tensor: replace(H200, capability=capability))
+    monkeypatch.setattr(quantised_plans, "chip", lambda tensor: replace(H200, capability=capability))
     on_gpu = replace(matrix, codes=OnGPU(matrix.codes))
     if says is None:
         require_supported(on_gpu, dtype)

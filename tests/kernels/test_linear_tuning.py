@@ -9,8 +9,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers import linear_tuning
-from espalier.kernels.layers.linear import DTYPES, LibraryPlan, TritonPlan, candidates, linear, rule
-from espalier.kernels.layers.linear_quantised import tuning_name
+from espalier.kernels.layers.linear_plans import DTYPES, LibraryPlan, TritonPlan, candidates, rule
 from espalier.kernels.layers.linear_tuning import (
     CHOICES_FILE,
     DENSE,
@@ -26,6 +25,8 @@ from espalier.kernels.layers.linear_tuning import (
 )
 from espalier.kernels.layers.quantised import Code, InputScales, QuantisedMatrix
 from espalier.kernels.layers.quantised_candidates import candidates as quantised_candidates
+from espalier.kernels.layers.quantised_plans import tuning_name
+from espalier.kernels.ops.linear import linear, linear_parts
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.linear import Linear
 from espalier.models.weight_formats import dense as dense_format
@@ -238,6 +239,8 @@ def test_a_linear_layer_uses_the_plan_of_its_bucket(kernel_device, monkeypatch, 
 @pytest.mark.parametrize("rows", [5, 0, 40])
 def test_a_linear_layer_returns_partial_sums(kernel_device, monkeypatch, rows):
     """Only for a plan with splits.  With F.linear, or without a measured plan, the result is complete."""
+    for product in (linear, linear_parts):
+        monkeypatch.setattr(dense_format, product.__name__, product.triton)
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=generator).half().to(kernel_device) for size in ((rows, 128), (64, 128)))
     unmeasured = Linear(dense_format.dense_weight(weight))

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
+from espalier.kernels.ops.sampling import write_logprobs
 from espalier.kernels.runtime.launch import Chip
 from espalier.kernels.sampling import logprobs as kernel
-from espalier.kernels.sampling.logprobs import split_size, write_logprobs_reference, write_logprobs_triton
+from espalier.kernels.sampling.logprobs import split_size
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
 
 # Of log-probabilities up to some 20: a sum over the vocabulary in another order, and Triton's exp and log.
@@ -51,8 +52,8 @@ def agree(parts, dtype, device):
     batch, width = tokens.shape
     entry = torch.tensor([1], device=device)
     ours, reference = (ring_of(batch, width, device) for _ in range(2))
-    write_logprobs_triton(ours, entry, *parts)
-    write_logprobs_reference(reference, entry, *parts)
+    write_logprobs.triton(ours, entry, *parts)
+    write_logprobs.reference(reference, entry, *parts)
     untouched = torch.ones(3, batch + 1, width + 1, dtype=torch.bool, device=device)
     for b in range(batch):
         count = min(int(asked[b]), logits.shape[2])
@@ -91,7 +92,7 @@ def test_an_empty_batch(kernel_device):
     ring = ring_of(1, 1, kernel_device)
     none = torch.zeros(0, 2, dtype=torch.int64, device=kernel_device)
     logits = torch.zeros(0, 3, 8, device=kernel_device)
-    for write in (write_logprobs_triton, write_logprobs_reference):
+    for write in (write_logprobs.triton, write_logprobs.reference):
         write(ring, none.new_zeros(1), logits, none, none, none[:, 0], none[:, 0])
     assert (ring == UNTOUCHED).all()
 
@@ -100,12 +101,12 @@ def test_what_does_not_fit_is_refused(kernel_device):
     logits, rows, tokens, length, asked = launched(2, 2, 2, 8, torch.float32, 1, kernel_device)
     entry = torch.tensor([0], device=kernel_device)
     with pytest.raises(EspalierError, match="logprobs: ring"):
-        write_logprobs_triton(ring_of(0, 2, kernel_device), entry, logits, rows, tokens, length, asked)
+        write_logprobs.triton(ring_of(0, 2, kernel_device), entry, logits, rows, tokens, length, asked)
     with pytest.raises(EspalierError, match="strides"):
         ring = ring_of(2, 2, kernel_device).transpose(2, 3).contiguous().transpose(2, 3)
-        write_logprobs_triton(ring, entry, logits, rows, tokens, length, asked)
+        write_logprobs.triton(ring, entry, logits, rows, tokens, length, asked)
     with pytest.raises(EspalierError, match="logprobs: rows"):
-        write_logprobs_triton(ring_of(2, 2, kernel_device), entry, logits, rows[:1], tokens, length, asked)
+        write_logprobs.triton(ring_of(2, 2, kernel_device), entry, logits, rows[:1], tokens, length, asked)
 
 
 def test_splits_grow_with_the_rows(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.kernels.attention.masked_attention import masked_attention
-from espalier.kernels.attention.merge import merge, merge_reference, merge_triton
+from espalier.kernels.ops.attention import merge
 
 # float64: a few roundings of sums of about ten terms of size one.
 TOLERANCE = 1e-12
@@ -91,8 +91,8 @@ def test_kernel_equals_reference(kernel_device, rows, sink, dtype):
         parts.append((torch.randn(rows, 3, 5, generator=generator).to(dtype), lse))
     logits = torch.tensor([0.3, -1.0, -torch.inf], dtype=exact) if sink else None
     on_device = [tuple(value.to(kernel_device) for value in part) for part in parts]
-    made = merge_triton(*on_device, None if logits is None else logits.to(kernel_device)).cpu()
-    right = merge_reference(*parts, logits)
+    made = merge.triton(*on_device, None if logits is None else logits.to(kernel_device)).cpu()
+    right = merge.reference(*parts, logits)
     assert made.dtype == right.dtype and made.isfinite().all()
     tolerance = 4 * torch.finfo(dtype).eps
     assert torch.allclose(made.double(), right.double(), rtol=tolerance, atol=tolerance)

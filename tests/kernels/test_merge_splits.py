@@ -4,14 +4,9 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_reference
-from espalier.kernels.attention.merge_splits import (
-    MOST_FEW,
-    PROGRAMS_PER_PROCESSOR,
-    PartialResults,
-    merge_splits_reference,
-    merge_splits_triton,
-)
+from espalier.kernels.attention.merge_splits import MOST_FEW, PROGRAMS_PER_PROCESSOR
+from espalier.kernels.ops.attention import PartialResults, merge_splits
+from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import chip
 
 # float32: a few roundings of sums of up to 32 terms of size one.
@@ -21,7 +16,7 @@ POLICY = KVSplitPolicy(8, 8)
 
 def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=0, policy=POLICY):
     generator = torch.Generator().manual_seed(seed)
-    splits = kv_splits_reference(torch.tensor(lengths, device=device), 0, policy)
+    splits = kv_splits.reference(torch.tensor(lengths, device=device), 0, policy)
     partials = PartialResults.of(splits, queries, heads, v_size)
     partials.out.copy_(torch.randn(partials.out.shape, generator=generator))
     partials.lse.copy_(torch.randn(partials.lse.shape, generator=generator) * 3)
@@ -37,8 +32,8 @@ def drawn(device, lengths=(0, 1, 300, 5000), queries=3, heads=5, v_size=7, seed=
 def assert_equals_reference(partials, splits, out, lse):
     partials.out[:, 1, 2] = 0
     expected_out, expected_lse = out.clone(), lse.clone()
-    merge_splits_triton(partials, splits, out, lse)
-    merge_splits_reference(partials, splits, expected_out, expected_lse)
+    merge_splits.triton(partials, splits, out, lse)
+    merge_splits.reference(partials, splits, expected_out, expected_lse)
     torch.testing.assert_close(out, expected_out, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=TOLERANCE)
 
@@ -51,8 +46,8 @@ def test_kernel_equals_reference(kernel_device, sink, dtype):
     logits = torch.tensor([0.3, -1.0, 2.0, -torch.inf, 0.0], device=kernel_device) if sink else None
     out = out.to(dtype)
     expected_out, expected_lse = out.clone(), lse.clone()
-    merge_splits_triton(partials, splits, out, lse, logits)
-    merge_splits_reference(partials, splits, expected_out, expected_lse, logits)
+    merge_splits.triton(partials, splits, out, lse, logits)
+    merge_splits.reference(partials, splits, expected_out, expected_lse, logits)
     # bfloat16: the two float32 results may round to neighbouring values.
     relative = 0 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(out, expected_out, rtol=relative, atol=TOLERANCE)
@@ -91,9 +86,9 @@ def test_bits_do_not_depend_on_the_batch(kernel_device, num_splits, max_splits, 
     """A request's bits are the same alone and in a batch."""
     lengths, policy = (600, 0, 5000, 1, 300, 9000, 40000), KVSplitPolicy(num_splits, max_splits)
     partials, splits, out, lse = drawn(kernel_device, lengths, 3, heads, 128, policy=policy)
-    merge_splits_triton(partials, splits, out, lse)
+    merge_splits.triton(partials, splits, out, lse)
     for request, length in enumerate(lengths):
-        alone_splits = kv_splits_reference(torch.tensor([length], device=kernel_device), 0, policy)
+        alone_splits = kv_splits.reference(torch.tensor([length], device=kernel_device), 0, policy)
         of_request = slice(int(splits.starts[request]), int(splits.starts[request + 1]))
         alone_partials = PartialResults.of(alone_splits, 3, heads, 128)
         (
@@ -101,20 +96,20 @@ def test_bits_do_not_depend_on_the_batch(kernel_device, num_splits, max_splits, 
             alone_partials.lse[: of_request.stop - of_request.start],
         ) = partials.out[of_request], partials.lse[of_request]
         again, again_lse = torch.full_like(out[:1], 7.0), torch.full_like(lse[:1], 7.0)
-        merge_splits_triton(alone_partials, alone_splits, again, again_lse)
+        merge_splits.triton(alone_partials, alone_splits, again, again_lse)
         assert torch.equal(again[0], out[request]) and torch.equal(again_lse[0], lse[request])
 
 
 def test_offsets_that_need_64_bits_are_refused():
-    splits = kv_splits_reference(torch.tensor([300]), 0, KVSplitPolicy(32, 32))
+    splits = kv_splits.reference(torch.tensor([300]), 0, KVSplitPolicy(32, 32))
     out, lse = torch.empty(1, 2**14, 8, 512, device="meta"), torch.empty(1, 2**14, 8, device="meta")
     partials = PartialResults(*(torch.empty(32, *each.shape[1:], device="meta") for each in (out, lse)))
     with pytest.raises(EspalierError, match="64-bit offsets; use fewer splits"):
-        merge_splits_triton(partials, splits, out, lse)
+        merge_splits.triton(partials, splits, out, lse)
 
 
 def test_an_empty_batch_is_legal(kernel_device):
-    merge_splits_triton(*drawn(kernel_device, lengths=()))
+    merge_splits.triton(*drawn(kernel_device, lengths=()))
 
 
 @pytest.mark.gpu

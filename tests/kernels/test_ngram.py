@@ -5,7 +5,7 @@ import torch
 
 import espalier.kernels.tree.ngram as ngram
 from espalier.errors import EspalierError
-from espalier.kernels.tree.ngram import find_matches, find_matches_reference, find_matches_triton, longest_known
+from espalier.kernels.ops.drafts import find_matches, longest_known
 from tests.kernels.treeing import poisoned, random
 
 
@@ -34,8 +34,8 @@ def test_kernel_is_the_reference(kernel_device, case, monkeypatch):
         monkeypatch.setattr(ngram, "BLOCK", 16)
     inputs = random_inputs(batch, width, vocab)
     with poisoned():
-        matches = find_matches_triton(*(value.to(kernel_device) for value in inputs), topk)
-    expected = find_matches_reference(*inputs, topk)
+        matches = find_matches.triton(*(value.to(kernel_device) for value in inputs), topk)
+    expected = find_matches.reference(*inputs, topk)
     assert all(torch.equal(got.cpu(), value) for got, value in zip(matches, expected, strict=True))
 
 
@@ -50,6 +50,6 @@ def test_the_width_of_history_does_not_matter():
 def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
     history, index, root = (value.to(kernel_device) for value in random_inputs(3, 9, 2))
     with pytest.raises(EspalierError, match="find_matches: root"):
-        find_matches_triton(history, index, root[1:], 2)
+        find_matches.triton(history, index, root[1:], 2)
     with pytest.raises(EspalierError, match="find_matches: history"):
-        find_matches_triton(history.int(), index, root, 2)
+        find_matches.triton(history.int(), index, root, 2)

@@ -5,18 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.norm import (
-    add_rms_norm_reference,
-    add_rms_norm_triton,
-    norm_and_rounded_triton,
-    rms_norm_reference,
-    rms_norm_triton,
-    rounded_norm_triton,
-    rounds_norm,
-)
-from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, kernel_rows
+from espalier.kernels.ops.linear import quantise_rows
+from espalier.kernels.ops.norm import add_rms_norm, norm_and_rounded, rms_norm, rounded_norm, rounds_norm
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.norm import RMSNorm
 
@@ -45,10 +37,10 @@ def assert_close(out: torch.Tensor, exact: torch.Tensor) -> None:
 @pytest.mark.parametrize("scale", [0.0, 1e-3, 1.0, 100.0])
 def test_norm(shape, dtype, scale, kernel_device):
     x, weight = random_normal(shape, dtype, kernel_device, 1, scale), random_normal(shape[1:], dtype, kernel_device, 2)
-    out = rms_norm_triton(x, weight, EPS)
+    out = rms_norm.triton(x, weight, EPS)
     assert out.dtype == dtype
     assert_close(out, F.rms_norm(x.double(), weight.shape, weight.double(), EPS))
-    assert_close(rms_norm_reference(x, weight, EPS), F.rms_norm(x.double(), weight.shape, weight.double(), EPS))
+    assert_close(rms_norm.reference(x, weight, EPS), F.rms_norm(x.double(), weight.shape, weight.double(), EPS))
 
 
 @shapes
@@ -56,8 +48,8 @@ def test_norm(shape, dtype, scale, kernel_device):
 def test_norm_after_an_addition(shape, dtype, kernel_device):
     delta, residual = (random_normal(shape, dtype, kernel_device, seed) for seed in (1, 2))
     weight, residual_before = random_normal(shape[1:], dtype, kernel_device, 3), residual.clone()
-    total, out = add_rms_norm_triton(delta, residual, weight, EPS)
-    expected, _ = add_rms_norm_reference(delta, residual, weight, EPS)
+    total, out = add_rms_norm.triton(delta, residual, weight, EPS)
+    expected, _ = add_rms_norm.reference(delta, residual, weight, EPS)
     if kernel_device.type == "cuda" or dtype != torch.bfloat16:
         assert torch.equal(total, expected), "a sum of two is rounded once"
     else:  # A GPU rounds to bfloat16; Triton's interpreter truncates.
@@ -69,7 +61,7 @@ def test_norm_after_an_addition(shape, dtype, kernel_device):
 @shapes
 @pytest.mark.parametrize("half", [True, False], ids=["half", "float64"])
 @pytest.mark.parametrize("parts", [1, 2, 5])
-@pytest.mark.parametrize("make", [add_rms_norm_triton, add_rms_norm_reference])
+@pytest.mark.parametrize("make", [add_rms_norm.triton, add_rms_norm.reference])
 def test_partial_sums_are_added_in_order_and_rounded_first(shape, half, parts, make, kernel_device):
     dtype = torch.float64 if not half else torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
     delta = random_normal((parts, *shape), torch.promote_types(dtype, torch.float32), kernel_device, 1)
@@ -91,8 +83,8 @@ def test_parts_of_many_rows_are_far_apart(tmp_path, kernel_device):
     parts = far.as_strided((3, 1, 8), (2**30, 8, 1))
     parts.copy_(random_normal((3, 1, 8), torch.float32, kernel_device))
     residual, weight = (torch.ones(shape, dtype=torch.float16) for shape in ((1, 8), (8,)))
-    total, _ = add_rms_norm_triton(parts, residual, weight, EPS)
-    assert torch.equal(total, add_rms_norm_reference(parts.contiguous(), residual, weight, EPS)[0])
+    total, _ = add_rms_norm.triton(parts, residual, weight, EPS)
+    assert torch.equal(total, add_rms_norm.reference(parts.contiguous(), residual, weight, EPS)[0])
 
 
 def test_strided_rows_and_any_batch_shape(kernel_device):
@@ -101,10 +93,10 @@ def test_strided_rows_and_any_batch_shape(kernel_device):
         random_normal((32,), torch.float32, kernel_device, 1),
     )
     x = wide[:, 16:48]
-    assert_close(rms_norm_triton(x, weight, EPS), F.rms_norm(x.double(), (32,), weight.double(), EPS))
-    assert rms_norm_triton(x.unflatten(0, (2, 3)), weight, EPS).shape == (2, 3, 32)
+    assert_close(rms_norm.triton(x, weight, EPS), F.rms_norm(x.double(), (32,), weight.double(), EPS))
+    assert rms_norm.triton(x.unflatten(0, (2, 3)), weight, EPS).shape == (2, 3, 32)
     delta, columns = wide[:, :32], wide.t()[:32].t()
-    assert torch.equal(add_rms_norm_triton(delta, columns.contiguous(), weight, EPS)[0], delta + columns)
+    assert torch.equal(add_rms_norm.triton(delta, columns.contiguous(), weight, EPS)[0], delta + columns)
 
 
 def test_a_row_is_the_same_in_any_batch(kernel_device):
@@ -112,22 +104,22 @@ def test_a_row_is_the_same_in_any_batch(kernel_device):
         random_normal((9, 96), torch.bfloat16, kernel_device),
         random_normal((96,), torch.bfloat16, kernel_device, 1),
     )
-    batched = rms_norm_triton(x, weight, EPS)
-    assert all(torch.equal(rms_norm_triton(x[i : i + 1], weight, EPS), batched[i : i + 1]) for i in range(9))
+    batched = rms_norm.triton(x, weight, EPS)
+    assert all(torch.equal(rms_norm.triton(x[i : i + 1], weight, EPS), batched[i : i + 1]) for i in range(9))
 
 
 def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
     x = torch.zeros(2, 8, device=kernel_device)
     with pytest.raises(EspalierError, match="rms_norm: weight needs shape"):
-        rms_norm_triton(x, torch.zeros(7, device=kernel_device), EPS)
+        rms_norm.triton(x, torch.zeros(7, device=kernel_device), EPS)
     with pytest.raises(EspalierError, match="delta needs shape"):
-        add_rms_norm_triton(x[:1], x, torch.zeros(8, device=kernel_device), EPS)
+        add_rms_norm.triton(x[:1], x, torch.zeros(8, device=kernel_device), EPS)
     with pytest.raises(EspalierError, match="delta's partial sums needs shape"):
-        add_rms_norm_triton(torch.zeros(2, 2, 7, device=kernel_device), x, torch.zeros(8, device=kernel_device), EPS)
+        add_rms_norm.triton(torch.zeros(2, 2, 7, device=kernel_device), x, torch.zeros(8, device=kernel_device), EPS)
     with pytest.raises(EspalierError, match="delta's partial sums needs shape"):
-        add_rms_norm_triton(x.half()[None], x, torch.zeros(8, device=kernel_device), EPS)
+        add_rms_norm.triton(x.half()[None], x, torch.zeros(8, device=kernel_device), EPS)
     with pytest.raises(EspalierError, match="delta needs shape"):
-        add_rms_norm_triton(x.double(), x, torch.zeros(8, device=kernel_device), EPS)
+        add_rms_norm.triton(x.double(), x, torch.zeros(8, device=kernel_device), EPS)
 
 
 def test_strided_weight(kernel_device):
@@ -135,7 +127,7 @@ def test_strided_weight(kernel_device):
         random_normal((3, 16), torch.float64, kernel_device),
         random_normal((16, 2), torch.float64, kernel_device, 1),
     )
-    assert_close(rms_norm_triton(x, wide[:, 1], EPS), F.rms_norm(x, (16,), wide[:, 1].contiguous(), EPS))
+    assert_close(rms_norm.triton(x, wide[:, 1], EPS), F.rms_norm(x, (16,), wide[:, 1].contiguous(), EPS))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
@@ -145,13 +137,13 @@ def test_the_layer_equals_the_reference(dtype):
     x, delta = random_normal((5, 24), dtype, cpu, 1), random_normal((5, 24), dtype, cpu, 2)
     weight = random_normal((24,), dtype, cpu, 3)
     layer = RMSNorm(weight, EPS)
-    assert torch.equal(layer(x), rms_norm_reference(x, weight, EPS))
-    for out, expected in zip(layer.after(delta, x), add_rms_norm_reference(delta, x, weight, EPS), strict=True):
+    assert torch.equal(layer(x), rms_norm.reference(x, weight, EPS))
+    for out, expected in zip(layer.after(delta, x), add_rms_norm.reference(delta, x, weight, EPS), strict=True):
         assert torch.equal(out, expected)
     assert layer.after(None, x)[0] is x
 
 
-@pytest.mark.parametrize("make", [add_rms_norm_triton, add_rms_norm_reference])
+@pytest.mark.parametrize("make", [add_rms_norm.triton, add_rms_norm.reference])
 def test_the_norm_is_of_the_rounded_sum(make, kernel_device):
     """The norm of the unrounded sum would differ in about half of the values, by 1 ulp.  No tolerance would show that,
     so the test counts the values that differ."""
@@ -175,15 +167,15 @@ def test_a_norm_is_rounded_as_by_a_launch_of_its_own(size, group, static, kernel
     parts[:, 1] = 0
     for delta in (parts, residual * 2, None):
         if delta is None:
-            total, norm = residual, rms_norm_triton(residual, weight, EPS)
+            total, norm = residual, rms_norm.triton(residual, weight, EPS)
         else:
-            total, norm = add_rms_norm_triton(delta, residual, weight, EPS)
-        values, scales = quantise_rows_triton(norm, inputs)
-        own_total, rounded = rounded_norm_triton(delta, residual, weight, EPS, inputs)
+            total, norm = add_rms_norm.triton(delta, residual, weight, EPS)
+        values, scales = quantise_rows.triton(norm, inputs)
+        own_total, rounded = rounded_norm.triton(delta, residual, weight, EPS, inputs)
         assert torch.equal(own_total, total) and torch.equal(rounded.scales, scales)
         assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
         assert rounded.dtype == torch.float16 and len(rounded) == 3
-        own_total, own_norm, both = norm_and_rounded_triton(delta, residual, weight, EPS, inputs)
+        own_total, own_norm, both = norm_and_rounded.triton(delta, residual, weight, EPS, inputs)
         assert torch.equal(own_total, total) and torch.equal(own_norm, norm) and torch.equal(both.scales, scales)
         assert torch.equal(both.values.view(torch.uint8), values.view(torch.uint8))
 
@@ -193,7 +185,7 @@ def test_groups_that_no_norm_rounds(kernel_device):
     x, weight = random_normal((2, 96), torch.float16, kernel_device), torch.ones(96, device=kernel_device).half()
     assert not rounds_norm(96, InputScales(48)) and rounds_norm(96, InputScales(96)) and rounds_norm(96, InputScales())
     with pytest.raises(EspalierError, match="groups of a power of two, not 48"):
-        rounded_norm_triton(None, x, weight, EPS, InputScales(48))
+        rounded_norm.triton(None, x, weight, EPS, InputScales(48))
     norm = RMSNorm(weight, EPS)
     assert isinstance(norm.rounded_after(None, x, None)[1], torch.Tensor)
     assert isinstance(norm.rounded_after(None, x, InputScales(48))[1], torch.Tensor)

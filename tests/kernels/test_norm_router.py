@@ -4,16 +4,10 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers import experts as experts_triton
-from espalier.kernels.layers import norm_router
-from espalier.kernels.layers.norm import add_rms_norm_triton
-from espalier.kernels.layers.norm_router import (
-    norm_router_reference,
-    norm_router_triton,
-)
-from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import FP8, InputScales, QuantisedMatrix
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.ops.experts import Routing, grouped_experts
+from espalier.kernels.ops.linear import quantise_rows
+from espalier.kernels.ops.norm import add_rms_norm, norm_router
 from espalier.models.layers import experts
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.norm import RMSNorm
@@ -42,10 +36,10 @@ def test_equals_the_two_launches(kernel_device, shape, dtype):
     """The sum to the bit; the norm within two ulps; the logits as far as their own norm gives them in float32."""
     inputs = drawn(*shape, kernel_device, dtype)
     with poisoned():
-        total, normed, rows, logits = norm_router_triton(*inputs)
+        total, normed, rows, logits = norm_router.triton(*inputs)
     assert rows is normed
-    expected_total, expected_normed, expected_logits = norm_router_reference(*inputs)
-    assert torch.equal(total, expected_total) and torch.equal(total, add_rms_norm_triton(*inputs[:4])[0])
+    expected_total, expected_normed, _, expected_logits = norm_router.reference(*inputs)
+    assert torch.equal(total, expected_total) and torch.equal(total, add_rms_norm.triton(*inputs[:4])[0])
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(normed, expected_normed, rtol=2 * ulp, atol=2 * ulp)
     assert logits.dtype == torch.float32
@@ -57,21 +51,24 @@ def test_equals_the_two_launches(kernel_device, shape, dtype):
 def test_the_norm_is_also_rounded(kernel_device, group):
     """As by a launch of its own, to the bit, and the other results stay."""
     inputs = drawn(3, 200, 70, 2, kernel_device)
-    total, normed, rounded, logits = norm_router_triton(*inputs, InputScales(group))
-    expected_total, expected, _, expected_logits = norm_router_triton(*inputs)
+    total, normed, rounded, logits = norm_router.triton(*inputs, InputScales(group))
+    expected_total, expected, _, expected_logits = norm_router.triton(*inputs)
     assert torch.equal(total, expected_total) and torch.equal(normed, expected) and torch.equal(logits, expected_logits)
-    values, scales = quantise_rows_triton(expected, InputScales(group))
+    values, scales = quantise_rows.triton(expected, InputScales(group))
     assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
     assert torch.equal(rounded.scales, scales)
+    by_reference = norm_router.reference(*inputs, InputScales(group))[2]
+    torch.testing.assert_close(by_reference.scales, scales, rtol=2e-3, atol=0)
+    assert by_reference.values.shape == values.shape and by_reference.dtype == rounded.dtype
     with pytest.raises(EspalierError, match="groups of a power of two, not 48"):
-        norm_router_triton(*inputs, InputScales(48))
+        norm_router.triton(*inputs, InputScales(48))
 
 
 def test_a_rows_bits_do_not_depend_on_the_others(kernel_device):
     delta, residual, *weights = drawn(4, 300, 12, 3, kernel_device)
-    together = norm_router_triton(delta, residual, *weights)
+    together = norm_router.triton(delta, residual, *weights)
     for row in range(4):
-        alone = norm_router_triton(delta[:, row : row + 1], residual[row : row + 1], *weights)
+        alone = norm_router.triton(delta[:, row : row + 1], residual[row : row + 1], *weights)
         assert all(torch.equal(one[0], all_rows[row]) for one, all_rows in zip(alone, together, strict=True))
 
 
@@ -87,7 +84,7 @@ def test_what_it_does_not_take_is_refused(kernel_device):
         (delta[:, :0], residual[:0], weight, eps, router),
     ):
         with pytest.raises(EspalierError, match="norm_router"):
-            norm_router_triton(*wrong)
+            norm_router.triton(*wrong)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -99,10 +96,10 @@ def test_a_mixtures_block_is_the_norm_and_then_the_block(kernel_device, monkeypa
         Routing(8, 2), router, None, *(tensor.to(kernel_device, router.dtype) for tensor in (gate_up, down))
     )
     norm, live = RMSNorm(weight, eps), torch.arange(rows, device=kernel_device) != 1
-    monkeypatch.setattr(norm_router, "takes", lambda residual: False)
+    monkeypatch.setattr(experts, "takes_router", lambda residual: False)
     expected_total, routed = mlp.read(norm, delta, residual)
     expected = mlp(routed, live)
-    monkeypatch.setattr(norm_router, "takes", lambda residual: True)
+    monkeypatch.setattr(experts, "takes_router", lambda residual: True)
     total, routed = mlp.read(norm, delta, residual)
     parts = mlp(routed, live)
     assert torch.equal(total, expected_total) and parts.any()
@@ -120,8 +117,8 @@ def test_fp8_experts_take_what_the_norm_rounds(kernel_device, monkeypatch, few):
         scales = torch.full((*shape[:2], 1), 1e-3, device=kernel_device)
         matrices.append(QuantisedMatrix("fp8", codes, scales, shape[2], inputs=inputs))
     mlp, norm = MixtureMLP(Routing(8, 2), router, None, *matrices), RMSNorm(weight, eps)
-    monkeypatch.setattr(norm_router, "takes", lambda residual: few)
-    monkeypatch.setattr(experts, "grouped_experts", experts_triton.grouped_experts_triton)
+    monkeypatch.setattr(experts, "takes_router", lambda residual: few)
+    monkeypatch.setattr(experts, "grouped_experts", grouped_experts.triton)
     found = []
     for rounding in (None, inputs):
         monkeypatch.setattr(experts, "rounding_in_norm", lambda gate_up, x, rounding=rounding: rounding)

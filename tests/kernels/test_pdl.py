@@ -15,15 +15,13 @@ from espalier.attention.triton import TritonBackend
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.attention.contiguous_blocks import contiguous_blocks_triton
-from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_triton
-from espalier.kernels.attention.rows import Committed, Inputs, Staged
-from espalier.kernels.attention.tree_attention import tree_attention_triton
-from espalier.kernels.layers.latent import LatentForm
-from espalier.kernels.layers.linear import TritonPlan, linear_gated, linear_parts_triton
-from espalier.kernels.layers.norm import add_rms_norm_triton, rms_norm_triton
-from espalier.kernels.layers.rope import Rotation, rotate_and_store_triton
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.layers.linear_plans import TritonPlan
+from espalier.kernels.ops.attention import Committed, Inputs, Staged, count_contiguous_blocks, tree_attention
+from espalier.kernels.ops.experts import Routing
+from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
+from espalier.kernels.ops.linear import linear_gated, linear_parts
+from espalier.kernels.ops.norm import add_rms_norm, rms_norm
+from espalier.kernels.ops.rope import LatentForm, Rotation, rotate_and_store
 from espalier.layout import RoundLayout
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.experts import MixtureMLP
@@ -58,17 +56,17 @@ class Chain:
         self.kv = torch.zeros(2, rows, KV_HEADS, SIZE, device=device, dtype=torch.bfloat16)
 
     def __call__(self) -> list[torch.Tensor]:
-        x, normed = self.x, rms_norm_triton(self.x, self.norm, 1e-5)
+        x, normed = self.x, rms_norm.triton(self.x, self.norm, 1e-5)
         for out, down in ((SPLIT, SLOW), (SLOW, SPLIT)):
             # The first layer continues with the stored K and V rows, the second one with the rotated q.
-            qkv = linear_parts_triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
-            q, _, _ = rotate_and_store_triton(qkv, self.rotation, None, self.rows, *self.kv)
+            qkv = linear_parts.triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
+            q, _, _ = rotate_and_store.triton(qkv, self.rotation, None, self.rows, *self.kv)
             heads = self.kv.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
-            attended = linear_parts_triton(heads, self.weight["out"], None, out)
-            x, normed = add_rms_norm_triton(attended, x, self.norm, 1e-5)
+            attended = linear_parts.triton(heads, self.weight["out"], None, out)
+            x, normed = add_rms_norm.triton(attended, x, self.norm, 1e-5)
             gated = linear_gated(normed, self.weight["gate_up"], None, down)
-            x, normed = add_rms_norm_triton(
-                linear_parts_triton(gated, self.weight["down"], None, down), x, self.norm, 1e-5
+            x, normed = add_rms_norm.triton(
+                linear_parts.triton(gated, self.weight["down"], None, down), x, self.norm, 1e-5
             )
         return [x, normed, self.kv.clone()]
 
@@ -96,7 +94,7 @@ class Attended:
         pool = random_normal(2, (1 + pages) * self.page_size, KV_HEADS, SIZE)
         self.committed = Committed(*pool, table, length, self.page_size)
         # With 64 rows, enough work for two groups of warps.
-        self.splits = kv_splits_triton(length, 0, KVSplitPolicy(8, 8))
+        self.splits = kv_splits.triton(length, 0, KVSplitPolicy(8, 8))
         self.positions = 700 + self.rows[None]
         mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
         self.staged = Staged(self.kv[0][None], self.kv[1][None], self.positions, pack(mask))
@@ -105,14 +103,14 @@ class Attended:
         q = self._stored(0, self.rows, *self.kv)
         c, contiguous = self.committed, None
         if self.page_size % 64:
-            contiguous = contiguous_blocks_triton(self.splits, c.page_table, self.page_size, 0)
+            contiguous = count_contiguous_blocks.triton(self.splits, c.page_table, self.page_size, 0)
         self._stored(1, self.page_size + self.rows, c.k, c.v)
         inputs = Inputs(q[None], c, self.staged, self.positions, self.splits, SIZE**-0.5)
-        return list(tree_attention_triton(inputs, contiguous=contiguous))
+        return list(tree_attention.triton(inputs, contiguous=contiguous))
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        qkv = linear_parts_triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))
-        return rotate_and_store_triton(qkv, self.rotation, None, rows, k, v)[0]
+        qkv = linear_parts.triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))
+        return rotate_and_store.triton(qkv, self.rotation, None, rows, k, v)[0]
 
 
 class AttendedOnSmallPages(Attended):

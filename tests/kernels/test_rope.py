@@ -5,7 +5,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.layers.rope import HeadNorms, Rotation, rotate_and_store_reference, rotate_and_store_triton
+from espalier.kernels.ops.rope import HeadNorms, Rotation, rotate_and_store
 from espalier.kernels.runtime import launch
 from espalier.kernels.state.kv_scales import KVScales
 from tests.oracles.fp8_cache import nearest
@@ -16,7 +16,7 @@ SMALL = [(0, 4, 2, 8), (1, 1, 1, 2), (3, 4, 2, 8), (5, 6, 2, 10), (2, 3, 3, 64)]
 LARGE = [(1, 32, 8, 128), (64, 32, 8, 128), (2048, 32, 8, 128), (300, 40, 8, 128), (33, 16, 1, 256), (9, 28, 4, 96)]
 # Whether heads are normed, and which share of them is rotated: 2 is a half.
 WAYS = [False, True], [1, 2]
-each_way = pytest.mark.parametrize("make", [rotate_and_store_triton, rotate_and_store_reference])
+each_way = pytest.mark.parametrize("make", [rotate_and_store.triton, rotate_and_store.reference])
 shapes = pytest.mark.parametrize(
     "shape", [*SMALL, *(pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE)], ids=str
 )
@@ -164,7 +164,7 @@ def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, norm
         monkeypatch.setattr(launch, "PROGRAMS_A_PROCESSOR", programs_per_sm)
         buffers = torch.zeros(2, rows, kv_heads, size, dtype=dtype, device=kernel_device)
         copy = qkv.to(kernel_device, copy=True)
-        out = rotate_and_store_triton(copy if parts else copy[0], *turn, stored_rows, *buffers)
+        out = rotate_and_store.triton(copy if parts else copy[0], *turn, stored_rows, *buffers)
         results.append([*out, buffers])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -176,7 +176,7 @@ def test_strided_views_are_read_and_written_in_place(kernel_device):
     buffers = torch.zeros(5, 2, 2, 8, dtype=torch.float64, device=kernel_device)
     stored_rows = torch.tensor([4, 1, 2], device=kernel_device)
     other = wide[:, 0].clone()
-    out = rotate_and_store_triton(qkv, *turn, stored_rows, buffers[:, 0, :1], buffers[:, 1, 1:])
+    out = rotate_and_store.triton(qkv, *turn, stored_rows, buffers[:, 0, :1], buffers[:, 1, 1:])
     for value, exact in zip(out, expected, strict=True):
         torch.testing.assert_close(value, exact)
     assert torch.equal(wide[:, 0], other) and not buffers[:, 0, 1].any() and not buffers[:, 1, 0].any()
@@ -201,7 +201,7 @@ def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
         (qkv.half()[None], *turn, rows, buffer, buffer),
     ):
         with pytest.raises(EspalierError, match="needs shape"):
-            rotate_and_store_triton(*wrong)
+            rotate_and_store.triton(*wrong)
 
 
 def test_a_strided_last_dimension_is_refused(kernel_device):
@@ -220,7 +220,7 @@ def test_a_strided_last_dimension_is_refused(kernel_device):
         (qkv, turn[0], turn[1]._replace(k=torch.ones(16, device=kernel_device)[::2]), rows, buffer, buffer),
     ):
         with pytest.raises(EspalierError, match="not contiguous in its last dimension"):
-            rotate_and_store_triton(*wrong)
+            rotate_and_store.triton(*wrong)
 
 
 def test_wrong_numbers_of_heads_and_rotated_values_are_refused(kernel_device):
@@ -229,7 +229,6 @@ def test_wrong_numbers_of_heads_and_rotated_values_are_refused(kernel_device):
         rotation, _ = random_turn(3, size + size % 2, False, torch.float32, kernel_device)
         rotation = Rotation(rotation.cos[:, :size], rotation.sin[:, :size])
         buffer = torch.zeros(5, 1, size, device=kernel_device)
+        qkv = torch.zeros(3, heads, size, device=kernel_device)
         with pytest.raises(EspalierError, match="needs K and V of each KV head"):
-            rotate_and_store_triton(
-                torch.zeros(3, heads, size, device=kernel_device), rotation, None, rows, buffer, buffer
-            )
+            rotate_and_store.triton(qkv, rotation, None, rows, buffer, buffer)

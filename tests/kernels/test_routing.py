@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.routing import Routing, route_reference, route_triton
+from espalier.kernels.ops.experts import Routing, route
 from tests.kernels.treeing import poisoned
 
 ROUTINGS = [
@@ -40,9 +40,9 @@ def drawn(routing, rows, device, seed=0, dtype=torch.float32):
 )
 def test_kernel_is_the_reference(kernel_device, routing, rows, dtype):
     logits, bias = drawn(routing, rows, kernel_device, dtype=dtype)
-    expected_ids, expected_weights = route_reference(logits, bias, routing)
+    expected_ids, expected_weights = route.reference(logits, bias, routing)
     with poisoned():
-        ids, weights = route_triton(logits, bias, routing)
+        ids, weights = route.triton(logits, bias, routing)
     assert torch.equal(ids, expected_ids) and weights.dtype == dtype
     torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=0)
 
@@ -54,7 +54,7 @@ def test_ties_go_to_the_lower_id(kernel_device, scoring, n_group):
     # Equal to 0.
     logits[0, :50] = -0.0
     logits[1, 150], logits[2, 199], logits[2, 100:] = 1.0, 2.0, 1.0
-    ids, _ = route_triton(logits, None, Routing(200, 3, scoring, n_group=n_group, topk_group=min(n_group, 2)))
+    ids, _ = route.triton(logits, None, Routing(200, 3, scoring, n_group=n_group, topk_group=min(n_group, 2)))
     assert ids.tolist() == [[0, 1, 2], [0, 1, 150], [100, 101, 102]]
 
 
@@ -68,7 +68,7 @@ def test_ids_exist_whatever_the_logits_are(kernel_device, routing, value):
     logits, bias = drawn(routing, 3, kernel_device)
     logits[0], logits[1, 2] = value, value
     with poisoned():
-        ids, _ = route_triton(logits, bias, routing)
+        ids, _ = route.triton(logits, bias, routing)
     padded = torch.cat((ids.new_full((3, 1), -1), ids, ids.new_full((3, 1), routing.num_experts)), 1)
     assert (padded.diff(dim=1) > 0).all()
 
@@ -77,7 +77,7 @@ def test_strided_logits(kernel_device):
     routing = Routing(6, 2)
     wide, _ = drawn(Routing(12, 2), 5, kernel_device)
     for logits in (wide[:, 6:], wide[:, ::2]):
-        assert torch.equal(route_triton(logits, None, routing)[0], route_reference(logits, None, routing)[0])
+        assert torch.equal(route.triton(logits, None, routing)[0], route.reference(logits, None, routing)[0])
 
 
 @pytest.mark.parametrize("routing", [ROUTINGS[3], ROUTINGS[8], ROUTINGS[9]], ids=lambda r: str(r.num_experts))
@@ -87,15 +87,15 @@ def test_logits_in_parts(kernel_device, routing):
     parts[:, 0], parts[:, 0, -1] = 0.0, torch.tensor([1e8, -1e8, 1.0], device=kernel_device)
     bias = drawn(routing, 5, kernel_device)[1]
     with poisoned():
-        ids, weights = route_triton(parts, bias, routing)
-    expected_ids, expected_weights = route_triton(parts[0] + parts[1] + parts[2], bias, routing)
+        ids, weights = route.triton(parts, bias, routing)
+    expected_ids, expected_weights = route.triton(parts[0] + parts[1] + parts[2], bias, routing)
     assert torch.equal(ids, expected_ids) and torch.equal(weights, expected_weights)
-    assert torch.equal(ids, route_reference(parts, bias, routing)[0])
+    assert torch.equal(ids, route.reference(parts, bias, routing)[0])
 
 
 def test_wrong_shapes_are_refused(kernel_device):
     logits, bias = drawn(ROUTINGS[8], 3, kernel_device)
     with pytest.raises(EspalierError, match="route: logits"):
-        route_triton(logits[:, 1:], bias, ROUTINGS[8])
+        route.triton(logits[:, 1:], bias, ROUTINGS[8])
     with pytest.raises(EspalierError, match="route: bias"):
-        route_triton(logits, bias[1:], ROUTINGS[8])
+        route.triton(logits, bias[1:], ROUTINGS[8])

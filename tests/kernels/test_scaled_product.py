@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from espalier.kernels.layers import scaled_product as of_library
-from espalier.kernels.layers.linear_quantised import linear_quantised, linear_quantised_gated
-from espalier.kernels.layers.quantise_rows import quantise_rows
 from espalier.kernels.layers.quantised import (
     FP8,
     InputScales,
@@ -17,7 +15,8 @@ from espalier.kernels.layers.quantised import (
     rounded_inputs,
 )
 from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, is_scaled_product, scaled_product
-from espalier.kernels.layers.silu import silu_mul
+from espalier.kernels.ops.activation import gated
+from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows
 from espalier.kernels.runtime.launch import Chip
 
 ROWS = MAX_KERNEL_ROWS + 3
@@ -86,7 +85,7 @@ def test_a_linear_layer_takes_it():
     matrix, x = drawn(64, 128, "cuda"), inputs_for(128, "cuda")
     product = scaled_product(x, matrix, None)
     assert torch.equal(linear_quantised(x, matrix, None), product)
-    assert torch.equal(linear_quantised_gated(x, matrix, None), silu_mul(product))
+    assert torch.equal(linear_quantised_gated(x, matrix, None), gated(product))
 
 
 def test_other_matrices_stay_with_our_kernel():

@@ -7,7 +7,7 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import unpack
-from espalier.kernels.tree.select_beams import select_beams, select_beams_reference, select_beams_triton
+from espalier.kernels.ops.tree import select_beams
 from tests.kernels.treeing import drawn_scores, poisoned, random, same
 
 
@@ -50,7 +50,7 @@ def test_reference_equals_sorting(rows, topk, first, num_words):
     for seed in range(5):
         inputs = random_inputs(2, rows, topk, num_words, seed, level_one=rows == 1)
         path = blank_path(2, first + topk)
-        beams = select_beams_reference(*inputs, path, first, num_words)
+        beams = select_beams.reference(*inputs, path, first, num_words)
         assert (path[:, :first] == BLANK).all()
         for b in range(2):
             request = [None if value is None else value[b] for value in inputs]
@@ -77,8 +77,8 @@ def check(device, batch, rows, topk, first, num_words):
         inputs = random_inputs(batch, rows, topk, num_words, seed, level_one=rows == 1 and batch != 1)
         path, expected = blank_path(batch, first + topk + 1, device), blank_path(batch, first + topk + 1)
         with poisoned():
-            beams = select_beams_triton(*to(inputs, device), path, first, num_words)
-        same(beams, select_beams_reference(*inputs, expected, first, num_words))
+            beams = select_beams.triton(*to(inputs, device), path, first, num_words)
+        same(beams, select_beams.reference(*inputs, expected, first, num_words))
         assert torch.equal(path.cpu(), expected)
 
 
@@ -96,26 +96,26 @@ def test_kernel_is_the_reference_at_size(kernel_device, batch, rows, topk, first
 def test_extreme_scores_are_in_order(kernel_device):
     scores = torch.tensor([[[-3.4e38, -math.inf, 3.4e38, -1e-45, 0.0, 1e-45, math.nan, math.inf, -0.0]]])
     tokens = torch.arange(9)[None, None]
-    beams = select_beams_triton(
+    beams = select_beams.triton(
         tokens.to(kernel_device), scores.to(kernel_device), None, blank_path(1, 9, kernel_device), 0, 1
     )
     assert beams.places.tolist() == [[7, 2, 5, 4, 8, 3, 0, 1, 6]]
-    same(beams, select_beams_reference(tokens, scores, None, blank_path(1, 9), 0, 1))
+    same(beams, select_beams.reference(tokens, scores, None, blank_path(1, 9), 0, 1))
 
 
 def test_wrong_sizes_are_refused(kernel_device):
     tokens, scores, ancestor_bits = to(random_inputs(2, 3, 3, 1, 0), kernel_device)
     path = blank_path(2, 65, kernel_device)
     with pytest.raises(EspalierError, match=r"row 64 does not fit into .* 1 words"):
-        select_beams_triton(tokens, scores, ancestor_bits, path, 62, 1)
+        select_beams.triton(tokens, scores, ancestor_bits, path, 62, 1)
     with pytest.raises(EspalierError, match="row 65 does not fit into a contiguous path"):
-        select_beams_triton(tokens, scores, ancestor_bits.repeat(1, 1, 2), path, 63, 2)
+        select_beams.triton(tokens, scores, ancestor_bits.repeat(1, 1, 2), path, 63, 2)
     with pytest.raises(EspalierError, match="select_beams: ancestor_bits"):
-        select_beams_triton(tokens, scores, ancestor_bits, path, 0, 2)
+        select_beams.triton(tokens, scores, ancestor_bits, path, 0, 2)
     with pytest.raises(EspalierError, match="select_beams: scores"):
-        select_beams_triton(tokens, scores.double(), ancestor_bits, path, 0, 1)
+        select_beams.triton(tokens, scores.double(), ancestor_bits, path, 0, 1)
 
 
 def test_cpu_tensors_use_the_reference():
     inputs = random_inputs(2, 3, 3, 1, 0)
-    same(select_beams(*inputs, blank_path(2, 6), 3, 1), select_beams_reference(*inputs, blank_path(2, 6), 3, 1))
+    same(select_beams(*inputs, blank_path(2, 6), 3, 1), select_beams.reference(*inputs, blank_path(2, 6), 3, 1))

@@ -8,13 +8,8 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import unpack
-from espalier.kernels.tree.select_paths import (
-    VOID,
-    Candidates,
-    select_paths,
-    select_paths_reference,
-    select_paths_triton,
-)
+from espalier.kernels.ops.drafts import Candidates, select_paths
+from espalier.kernels.ops.tree import VOID
 from tests.kernels.treeing import poisoned, random, same
 
 GAPS = torch.tensor([0.0, -0.0, -0.25, -0.5, -1.0, -7.0])
@@ -81,7 +76,7 @@ def by_sorting(root, tokens, scores, below, nodes):
 def test_reference_is_all_paths_sorted(steps, rows, topk, nodes):
     for seed in range(6):
         root, candidates = random_candidates(2, steps, rows, topk, seed)
-        tree = select_paths_reference(root, candidates, nodes)
+        tree = select_paths.reference(root, candidates, nodes)
         masks = unpack(tree.ancestors, nodes)
         for b in range(2):
             expected = by_sorting(int(root[b]), *(value[b] for value in candidates), nodes)
@@ -116,8 +111,8 @@ def check(device, batch, steps, rows, topk, nodes):
         root, candidates = random_candidates(batch, steps, rows, topk, seed)
         with poisoned():
             moved = Candidates(*(value.to(device) for value in candidates))
-            tree = select_paths_triton(root.to(device), moved, nodes)
-        same(tree, select_paths_reference(root, candidates, nodes))
+            tree = select_paths.triton(root.to(device), moved, nodes)
+        same(tree, select_paths.reference(root, candidates, nodes))
 
 
 @pytest.mark.parametrize("batch,steps,rows,topk,nodes", SMALL)
@@ -136,7 +131,7 @@ def test_without_candidates_only_the_root_is_left(kernel_device):
     for nothing in (-torch.inf, torch.nan):
         void = Candidates(*(value.to(kernel_device) for value in candidates))
         void.scores.fill_(nothing)
-        tree = select_paths_triton(root.to(kernel_device), void, 4)
+        tree = select_paths.triton(root.to(kernel_device), void, 4)
         assert tree.tokens.tolist() == [[70, -1, -1, -1], [71, -1, -1, -1]]
         assert tree.ancestors.flatten(1).tolist() == [[1, 2, 4, 8]] * 2
 
@@ -145,9 +140,9 @@ def test_without_next_rows_the_tree_is_one_deep(kernel_device):
     root, candidates = random_candidates(2, 3, 1, 4, 0)
     candidates.next_rows.fill_(-1)
     moved = Candidates(*(value.to(kernel_device) for value in candidates))
-    tree = select_paths_triton(root.to(kernel_device), moved, 8)
+    tree = select_paths.triton(root.to(kernel_device), moved, 8)
     assert tree.depths.tolist() == [[0, 1, 1, 1, 1, 1, 1, 1]] * 2
-    same(tree, select_paths_reference(root, candidates, 8))
+    same(tree, select_paths.reference(root, candidates, 8))
 
 
 def test_sizes_beyond_a_key_are_refused():
@@ -160,6 +155,6 @@ def test_sizes_beyond_a_key_are_refused():
 
 def test_cpu_tensors_use_the_reference():
     root, candidates = random_candidates(2, 3, 2, 3, 1)
-    same(select_paths(root, candidates, 9), select_paths_reference(root, candidates, 9))
+    same(select_paths(root, candidates, 9), select_paths.reference(root, candidates, 9))
     order = select_paths(root, candidates, 9).scores[0].tolist()
     assert all(after <= before for before, after in pairwise(order))

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.kernels.attention.kv_splits import kv_splits_triton
-from espalier.kernels.attention.merge import merge_triton
-from espalier.kernels.attention.rows import Staged
-from espalier.kernels.attention.staged_attention import NoPrefix, staged_attention_reference, staged_attention_triton
+from espalier.kernels.ops.attention import NoPrefix, Staged, merge, staged_attention
+from espalier.kernels.ops.kv_splits import kv_splits
 from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, draw, expected, run
 
 CASES = [
@@ -31,10 +29,10 @@ def test_kernel_equals_reference(case, kernel_device):
     inputs = draw(case, kernel_device)
     exact = replace(inputs.staged, k=inputs.staged.k.double(), v=inputs.staged.v.double())
     no_prefix = NoPrefix.of(len(case.lengths), kernel_device)
-    out, lse = staged_attention_triton(
+    out, lse = staged_attention.triton(
         inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix
     )
-    expected_part = staged_attention_reference(
+    expected_part = staged_attention.reference(
         inputs.q.double(), exact, inputs.positions, inputs.scale, inputs.window, no_prefix
     )
     torch.testing.assert_close(out.double(), expected_part[0], rtol=0, atol=TOLERANCE[case.dtype])
@@ -43,7 +41,7 @@ def test_kernel_equals_reference(case, kernel_device):
 
 def test_no_prefix_equals_splits_of_empty_requests(kernel_device):
     no_prefix = NoPrefix.of(3, kernel_device)
-    expected_splits = kv_splits_triton(no_prefix.length, 0, no_prefix.splits.policy)
+    expected_splits = kv_splits.triton(no_prefix.length, 0, no_prefix.splits.policy)
     assert torch.equal(no_prefix.splits.table, expected_splits.table) and torch.equal(
         no_prefix.splits.starts, expected_splits.starts
     )
@@ -55,8 +53,8 @@ def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
     inputs = draw(replace(case, sink=sink), kernel_device)
     no_prefix = NoPrefix.of(len(case.lengths), kernel_device)
     over_prefix = run(replace(inputs, sink=None), case.max_splits, staged=False)
-    among = staged_attention_triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix)
-    merged = merge_triton(over_prefix, among, inputs.sink)
+    among = staged_attention.triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix)
+    merged = merge.triton(over_prefix, among, inputs.sink)
     for expected_part in (expected(inputs)[0], run(inputs, case.max_splits)[0].double()):
         torch.testing.assert_close(merged.double(), expected_part, rtol=0, atol=2 * TOLERANCE[case.dtype])
 
@@ -70,8 +68,8 @@ def test_wide_latent_rows(chain, kernel_device):
     bits = torch.tensor([1, 3, 5, 9, 25]).expand(2, 5)[..., None].contiguous().to(kernel_device)
     staged = Staged(rows, rows[..., :256], positions.to(kernel_device), None if chain else bits)
     no_prefix = NoPrefix.of(2, kernel_device)
-    out, lse = staged_attention_triton(q, staged, positions.to(kernel_device), 0.1, None, no_prefix)
+    out, lse = staged_attention.triton(q, staged, positions.to(kernel_device), 0.1, None, no_prefix)
     exact = replace(staged, k=staged.k.double(), v=staged.v.double())
-    expected_part = staged_attention_reference(q.double(), exact, staged.row_positions, 0.1, None, no_prefix)
+    expected_part = staged_attention.reference(q.double(), exact, staged.row_positions, 0.1, None, no_prefix)
     torch.testing.assert_close(out.double(), expected_part[0], rtol=0, atol=TOLERANCE[torch.float32])
     torch.testing.assert_close(lse.double(), expected_part[1], rtol=1e-5, atol=LSE_TOLERANCE)

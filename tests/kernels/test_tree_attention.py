@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.kv_splits import KVSplitPolicy, kv_splits_reference
-from espalier.kernels.attention.rows import Committed, Inputs
-from espalier.kernels.attention.tree_attention import _choose
+from espalier.kernels.attention.choose import choose
 from espalier.kernels.attention.triton_config import TritonConfig, choose_config
+from espalier.kernels.ops.attention import Committed, Inputs
+from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import Chip
 from tests.kernels.attending import Case, check, draw, expected, run
 
@@ -223,7 +223,7 @@ def test_a_padded_batch_has_the_blocks_of_the_batch():
         pages = torch.empty(8, 6, 16, dtype=torch.bfloat16)
         length = torch.zeros(batch, dtype=torch.int64)
         committed = Committed(pages, pages, torch.zeros(batch, 1, dtype=torch.int32), length, 8)
-        splits = kv_splits_reference(length, 0, KVSplitPolicy.of(batch, 1, 6, 2, 8192, 16))
+        splits = kv_splits.reference(length, 0, KVSplitPolicy.of(batch, 1, 6, 2, 8192, 16))
         positions = torch.zeros(batch, 1, dtype=torch.int64)
-        configs.append(_choose(Inputs(q, committed, None, positions, splits, 1.0)))
+        configs.append(choose(Inputs(q, committed, None, positions, splits, 1.0)))
     assert configs[0] == configs[1]

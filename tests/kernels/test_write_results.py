@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.state.write_results import EMPTY, write_results, write_results_reference, write_results_triton
+from espalier.kernels.ops.state import EMPTY, write_results
 from tests.kernels.treeing import random
 
 # After the columns that are written come OTHERS, of something else.
@@ -46,7 +46,7 @@ def test_the_reference_is_what_loops_put(batch):
     for seed in range(4):
         fields, ring = drawn(batch, seed, seed % 2 == 0), ring_of(seed)
         expected = put_in_loops(ring, seed % ENTRIES, fields)
-        write_results_reference(ring[..., :WIDTH], torch.tensor([seed % ENTRIES]), fields)
+        write_results.reference(ring[..., :WIDTH], torch.tensor([seed % ENTRIES]), fields)
         assert torch.equal(ring, expected)
 
 
@@ -55,8 +55,8 @@ def test_kernel_is_the_reference(kernel_device, batch):
     for seed in range(4):
         fields, expected = drawn(batch, seed, seed % 2 == 0), ring_of(seed)
         ring, entry = ring_of(seed, kernel_device), torch.tensor([seed % ENTRIES])
-        write_results_reference(expected[..., :WIDTH], entry, fields)
-        write_results_triton(
+        write_results.reference(expected[..., :WIDTH], entry, fields)
+        write_results.triton(
             ring[..., :WIDTH],
             entry.to(kernel_device),
             {start: field.to(kernel_device) for start, field in fields.items()},
@@ -68,13 +68,13 @@ def test_what_does_not_fit_is_refused(kernel_device):
     ring, entry = ring_of(0, kernel_device)[..., :WIDTH], torch.tensor([0]).to(kernel_device)
     fields = {start: field.to(kernel_device) for start, field in drawn(4, 0).items()}
     with pytest.raises(EspalierError, match="write_results: entry"):
-        write_results_triton(ring, entry[:0], fields)
+        write_results.triton(ring, entry[:0], fields)
     with pytest.raises(EspalierError, match="field of column 3"):
-        write_results_triton(ring, entry, fields | {3: fields[3][1:]})
+        write_results.triton(ring, entry, fields | {3: fields[3][1:]})
     with pytest.raises(EspalierError, match="up to column 22"):
-        write_results_triton(ring, entry, fields | {17: fields[3]})
+        write_results.triton(ring, entry, fields | {17: fields[3]})
     with pytest.raises(EspalierError, match="stride 138, not 1"):
-        write_results_triton(ring.permute(1, 2, 0), entry, {0: fields[0]})
+        write_results.triton(ring.permute(1, 2, 0), entry, {0: fields[0]})
 
 
 def test_a_cpu_needs_no_kernel():

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from espalier.kernels.tree.select_beams import select_beams_reference
+from espalier.kernels.ops.tree import select_beams
 
 # Few values, so that most scores are tied.  Their sums are exact in float32.
 VALUES = torch.tensor([0.0, -0.0, -0.25, -0.5, -1.0, -1.5, -7.0, -torch.inf, torch.nan])
@@ -34,7 +34,7 @@ def random_pool(batch: int, topk: int, steps: int, seed: int, vocab: int = 50) -
         tokens.append(ids.flatten(1))
         scores.append(path_scores.flatten(1))
         if level < steps:
-            selected = select_beams_reference(
+            selected = select_beams.reference(
                 ids, path_scores, None, torch.empty(batch, topk).long(), 0, 1 + topk // 64
             )
             parent_scores = selected.scores

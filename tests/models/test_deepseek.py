@@ -11,9 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.experts import ExpertBiases
-from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS
-from espalier.kernels.layers.routing import Routing, route
+from espalier.kernels.ops.experts import MAX_SHARED_ROWS, ExpertBiases, Routing, route
 from espalier.models import ModelConfig, load_target, read_config
 from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP

@@ -16,7 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.routing import Routing, route
+from espalier.kernels.ops.experts import Routing, route
 from espalier.models import load_target, read_config
 from espalier.models.config import Experts
 from espalier.models.expert_loading import load_experts

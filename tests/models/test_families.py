@@ -1,12 +1,14 @@
 """Every family computes what transformers computes, over whole sequences."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import Dots1Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
@@ -23,6 +25,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, one kv head": ("llama", {"kv_heads": 1}),
     "llama, plain heads": ("llama", {"kv_heads": 4}),
+    "llama, the other name of silu": ("llama", {"hidden_act": "swish"}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}),
     "llama, attention and mlp biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama, head size apart": ("llama", {"head_dim": 12}),
@@ -128,17 +131,26 @@ def test_windows_reach_the_geometry(tmp_path: Path) -> None:
         assert tuple(layer.window for layer in model.layer_specs) == expected == model.config.windows
 
 
-def test_windows_of_a_config_without_layer_types(tmp_path: Path) -> None:
-    """Transformers 4 wrote only where the window starts."""
-    family, fields = VARIANTS["qwen2, window on upper layers"]
-    path = make_target(tmp_path, family, **fields)
-    raw = json.loads((path / "config.json").read_text())
-    del raw["layer_types"]
-    (path / "config.json").write_text(json.dumps(raw))
-    assert read_config(path).windows == (None, 5, 5)
+# The families whose window starts or ends at a layer.
+BY_LAYER = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "qwen2_moe": Qwen2MoeConfig, "dots1": Dots1Config}
+
+
+@pytest.mark.parametrize("family", BY_LAYER)
+def test_windows_of_a_config_without_layer_types(family: str, tmp_path: Path) -> None:
+    """Transformers 4 wrote only where the window starts.  Transformers 5 makes layer_types of that."""
+    path = make_target(tmp_path, family, layers=5)
+    raw = json.loads((path / "config.json").read_text()) | {"layer_types": None, "sliding_window": 5}
+    for use, first in product((True, False), range(7)):
+        given = {**raw, "use_sliding_window": use, "max_window_layers": first}
+        (path / "config.json").write_text(json.dumps(given))
+        theirs = BY_LAYER[family](**given)
+        expected = tuple(5 if kind == "sliding_attention" else None for kind in theirs.layer_types)
+        assert read_config(path).windows == expected, (use, first)
+    if family == "dots1":  # which knows no use_sliding_window
+        return
     no_window = {**raw, "use_sliding_window": False, "max_window_layers": None}
     (path / "config.json").write_text(json.dumps(no_window))
-    assert read_config(path).windows == (None, None, None), "where no layer has a window, nobody asks where it starts"
+    assert read_config(path).windows == (None,) * 5, "where no layer has a window, nobody asks where it starts"
 
 
 def test_mistrals_window_is_in_every_layer_or_the_config_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.activation import Activation
-from espalier.kernels.layers.routing import Routing
+from espalier.kernels.ops.activation import Activation
+from espalier.kernels.ops.experts import Routing
 from espalier.models import load_target, read_config
 from espalier.models.config import Experts
 from espalier.models.layers.attention import Attention

@@ -49,6 +49,20 @@ def test_every_name_and_shape(tmp_path, names, shape):
             torch.testing.assert_close(scale, (stored[name] * (1 + layer)).flatten().expand(HEADS))
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "glm4_moe_lite"])
+def test_a_latent_row_has_the_scale_of_k(tmp_path, family):
+    """It is stored once, and is both K and V."""
+    target = make_target(tmp_path, family)
+    weights = load_file(target / "model.safetensors")
+    for layer in range(LAYERS):
+        weights |= {
+            f"model.layers.{layer}.self_attn.{name}_scale": torch.tensor(0.5 + i) for i, name in enumerate("kv")
+        }
+    save_file(weights, target / "model.safetensors")
+    for scales in kv_scales(loaded(target)).values():
+        assert (scales.k.tolist(), scales.v.tolist()) == ([0.5], [0.5])
+
+
 PAIR = {"k_scale": torch.tensor([0.1]), "v_scale": torch.tensor([0.2])}
 
 

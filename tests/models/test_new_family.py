@@ -1,6 +1,7 @@
 """A model family that only this file knows: its declaration is registered here, and nothing else is touched."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,9 @@ def rename(path: Path) -> Path:
     return path
 
 
-def test_a_family_is_added_by_its_declaration(tmp_path, monkeypatch):
-    path = make_target(tmp_path / "model", attention_bias=True)
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
+def test_a_family_is_added_by_its_declaration(tmp_path, monkeypatch, act):
+    path = make_target(tmp_path / "model", attention_bias=True, hidden_act=act)
     tokens = torch.randint(0, 16, (1, 12), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)(tokens).logits
@@ -46,6 +48,13 @@ def test_a_family_is_added_by_its_declaration(tmp_path, monkeypatch):
     with pytest.raises(EspalierError, match="'HazelForCausalLM' is not supported; supported are LlamaForCausalLM"):
         load.find(EngineConfig(model=path))
     monkeypatch.setitem(FAMILIES, FAMILY.architecture, FAMILY)
+    if act != "silu":
+        with pytest.raises(EspalierError, match="hidden_act = 'gelu_pytorch_tanh' is not supported, only 'silu'"):
+            load.find(EngineConfig(model=path))
+        honouring = replace(FAMILY, honours=("hidden_act",))
+        monkeypatch.setitem(FAMILIES, FAMILY.architecture, honouring)
+        with pytest.raises(EspalierError, match="hidden_act = 'relu2' is not supported, only 'silu' or 'gelu_py"):
+            load.find(EngineConfig(model=path, model_overrides={"hidden_act": "relu2"}))
     assert load.find(EngineConfig(model=path)).target.max_position == 64
     target = load_target(path, dtype=torch.float64, device="cpu", position_rows=64)
     out = target(DensePass(tokens, target.layer_specs, torch.arange(12)[None]))

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.quantise import quantise
+from espalier.models.quantisers import QUANTISERS
 from espalier.models.weights import INDEX, Weights
 from tests.builders import make_target
 
@@ -89,6 +90,32 @@ def test_experts_and_latent_layers(tmp_path, family, to):
     # The latents of the tiny DeepSeek have 12 and 14 values.
     assert bool(written.dense) == (family == "deepseek_v3" and to == "int4")
     load_target(tmp_path / "out", dtype=torch.float32, device="cpu", position_rows=8)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner", "groups"), [(96, 320, {32: 15, 64: 3}), (64, 128, {64: 15}), (128, 96, {32: 3})]
+)
+def test_int4_takes_the_largest_group_that_divides(tmp_path, hidden, inner, groups):
+    """As 576 columns of a model of 135M, which 128 does not divide."""
+    path = make_target(tmp_path / "target", hidden=hidden, intermediate_size=inner, head_dim=32, heads=4)
+    original = load_file(path / "model.safetensors")
+    written = quantise(path, tmp_path / "out", "int4", CPU, lambda: None)
+    assert (written.num_matrices, written.dense, written.small_groups) == (21, [], groups)
+    stored = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["config_groups"]
+    assert all(len(group["targets"]) <= 7 for group in stored.values()), "a pattern for all layers"
+    load_target(tmp_path / "out", dtype=torch.float32, device="cpu", position_rows=8)
+    copy = Weights(tmp_path / "out", torch.float64, "cpu", read_config(tmp_path / "out").formats)
+    for name, tensor in original.items():
+        if ".layers." in name and tensor.ndim == 2:
+            lost = copy.take_matrix(name.removesuffix(".weight"), *tensor.shape) - tensor
+            assert 0 < lost.norm() / tensor.norm() < LOSS["int4"]
+
+
+def test_layers_that_differ_are_named_one_by_one():
+    """A pattern for all layers would take those of another group too."""
+    columns = {"model.layers.0.mlp.down_proj": 192, "model.layers.1.mlp.down_proj": 256, "model.layers.10.x": 64}
+    formats = QUANTISERS["int4"].formats(columns)
+    assert [formats(name).group for name in columns] == [64, 128, 64]
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):

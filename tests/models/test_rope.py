@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from espalier.kernels.layers.rope import rotate
+from espalier.kernels.ops.rope import rotate
 from espalier.models import load_target, read_config
 from espalier.models.rope import RopeTables
 from tests.builders import CONFIGS, make_target

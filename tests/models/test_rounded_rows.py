@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from espalier.kernels.layers.quantise_rows import quantise_rows_triton
 from espalier.kernels.layers.quantised import RoundedRows
+from espalier.kernels.ops.linear import quantise_rows
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
@@ -21,7 +21,7 @@ def layer(num_out, num_in, device, kind):
 def inputs(linear, device):
     """(x, x as a norm rounds it for the layer)."""
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1)).to(DTYPE).to(device)
-    return x, RoundedRows(*quantise_rows_triton(x, linear.rounding), x.dtype)
+    return x, RoundedRows(*quantise_rows.triton(x, linear.rounding), x.dtype)
 
 
 def close(out, expected):

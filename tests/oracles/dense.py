@@ -8,8 +8,7 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import KVHeads, LayerSpec
-from espalier.kernels.layers.latent import LatentForm
-from espalier.kernels.layers.rope import HeadNorms, Rotation
+from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation
 from tests.oracles.fp8_cache import LayerScales
 
 Planes = tuple[Tensor, ...]

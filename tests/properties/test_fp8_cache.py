@@ -45,7 +45,7 @@ def test_tokens_are_those_of_plain_decoding_alone(setup):
 
 def test_a_scale_of_the_batch_would_be_noticed(monkeypatch):
     """Rows rounded by the largest of a pass: neighbours and siblings change a request's tokens."""
-    from espalier.kernels.layers import rope
+    from espalier.kernels.ops import rope
 
     nearest = rope.rounded
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, RoundTrace
-from espalier.kernels.layers.experts import grouped_experts
+from espalier.kernels.ops.experts import grouped_experts
 from espalier.models.layers import experts
 from espalier.request import Request
 from espalier.speculate.tree import VOID

@@ -69,11 +69,21 @@ def test_fronts_that_know_nothing_agree_and_spread():
     assert set(chosen) == set(REPLICAS)
 
 
-def test_only_the_pages_used_last_are_remembered():
-    chooser = ReplicaChooser(max_prefixes=5)
-    chooser.record_sent(KEYS, 1, "a", "r")
-    chooser.record_sent(prefix_hashes([0] * 16, 16), 1, "b", "s")
-    assert chooser.ranked(KEYS, ("a", "b")) == chooser.ranked((), ("a", "b")), "its first page is forgotten"
+PROMPTS = [prefix_hashes([start] * 16 + PROMPT, 16) for start in range(4)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=12), st.integers(1, 12))
+def test_what_is_remembered_are_the_pages_used_last_and_of_one_prompt_its_first(sent, max_prefixes):
+    """A prompt's remembered keys are its shortest prefixes: a longer one without them is never found."""
+    chooser = ReplicaChooser(max_prefixes=max_prefixes)
+    newest = []
+    for number, (prompt, pages) in enumerate(sent):
+        keys = PROMPTS[prompt][:pages]
+        chooser.record_sent(keys, 1, "a", str(number))
+        newest = [*keys, *(key for key in newest if key not in keys)][:max_prefixes]
+    for keys in PROMPTS:
+        held = next((count for count, key in enumerate(keys) if key not in newest), len(keys))
+        assert chooser._pages_held(keys, ("a",)).get("a", 0) == held == sum(key in newest for key in keys)
 
 
 @settings(max_examples=60, deadline=None)

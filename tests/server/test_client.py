@@ -22,6 +22,7 @@ from espalier.server.front import ClientLeft, Front, Run
 from espalier.server.gate import Gate
 from espalier.server.metrics import Metrics
 from espalier.server.protocol import Abort, Part, Refused
+from espalier.server.shares import Shares
 from tests.folders import new_folder
 
 
@@ -230,7 +231,7 @@ def test_an_echo_is_read_beside_the_loop_by_the_length_of_all_its_prompts(monkey
 def test_prompts_that_are_being_read_take_room():
     front = Front.__new__(Front)
     front.engines = SimpleNamespace(require_up=lambda: None, num_slots=2, open_samples=1)
-    front.options, front.draining, front._num_entering = SimpleNamespace(max_queue=2), False, 0
+    front.options, front.draining, front.shares = SimpleNamespace(max_queue=2), False, Shares()
     with front.entering(2):
         with (
             pytest.raises(ApiError, match=r"3 of 4 samples") as caught,
@@ -247,7 +248,7 @@ def test_prompts_that_are_being_read_take_room():
 def test_an_answer_is_made_once_the_prompts_have_left():
     order = []
 
-    def submit(name, prompts, params, priority, detokenize):
+    def submit(name, prompts, params, priority, detokenize, client):
         order.append("submitted")
         return Generation(front.engines, [name], 1)
 
@@ -265,7 +266,7 @@ def test_an_answer_is_made_once_the_prompts_have_left():
     ending = {"sent": sent, "forget": lambda _: order.append("forgotten")}
     front.engines = SimpleNamespace(require_up=lambda: None, num_slots=2, open_samples=0, submit=submit, **ending)
     front.options = SimpleNamespace(max_queue=2, request_timeout_s=None)
-    front.draining, front._num_entering, front.metrics = False, 0, Metrics([])
+    front.draining, front.shares, front.metrics = False, Shares(), Metrics([])
     http = SimpleNamespace(receive=receive, scope={"state": {}})
     asked = http, SimpleNamespace(stream=True, priority=None), [[1]], ResolvedParams()
     with pytest.raises(RuntimeError, match="enough"):

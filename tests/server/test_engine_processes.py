@@ -1,11 +1,17 @@
 """Every module that a front starts as its engine process, the stand-ins under tools/ among them."""
 
+import os
 import re
+import signal
 import tempfile
+import time
 from pathlib import Path
+
+import pytest
 
 from espalier.server.worker import BROKEN
 from tests import warm
+from tests.server.serving import exists
 
 ROOT = Path(__file__).parents[2]
 NAMED = re.compile(r'worker="(.*?)"')
@@ -29,3 +35,30 @@ def test_it_takes_what_the_front_gives_and_ends_without_a_front(tmp_path):
     # A traceback has this status too.
     assert ends == dict.fromkeys(ends, BROKEN), lines
     assert "Traceback" not in lines, lines
+
+
+@pytest.mark.parametrize("end", ["the front is killed", "it gets SIGTERM"])
+def test_an_engine_that_is_loading_ends(tmp_path, end):
+    folder, pid_file, server = tmp_path / "socket", tmp_path / "pid", warm.server()
+    folder.mkdir()
+    with tempfile.TemporaryFile("w+") as said:
+        front = server.start("tests.server.loading", [f"{folder}/1", str(pid_file)], server.environment, said, said)
+        try:
+            engine = until(lambda: pid_file.exists() and int(pid_file.read_text() or 0))
+            if end == "it gets SIGTERM":
+                os.kill(engine, signal.SIGTERM)
+            else:
+                os.kill(front.pid, signal.SIGKILL)
+            until(lambda: not exists(engine))
+            assert folder.exists() == (end == "it gets SIGTERM"), "the front removes the folder where it lives"
+        finally:
+            front.kill()
+            front.wait(60)
+
+
+def until(holds, seconds=60.0):
+    end = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return found

@@ -148,12 +148,12 @@ def test_a_body_process_that_dies_takes_one_body_with_it():
         reader = BodyReader(LIMITS)
         read = lambda: reader.read(Posted(text("a" * SMALL_BYTES)), CompletionRequest)  # noqa: E731
         first = await read()
-        dead = reader._process
+        dead = await reader.aside.start()
         dead.kill()
         with pytest.raises(ApiError, match="500: internal server error"):
             await read()
         assert await read() == first
-        assert reader._process.pid != dead.pid
+        assert (await reader.aside.start()).pid != dead.pid
         await reader.close()
 
     asyncio.run(run())
@@ -236,14 +236,14 @@ def test_a_conversation_is_as_long_as_all_its_texts():
     chat = {"model": "m", "messages": asked, "tools": [tool], "tool_choice": "none"}
     sizes = []
 
-    async def run(*work, size, field):
+    async def rendered(*work, size):
         sizes.append(size)
-        raise ApiError(400, field)
+        raise ApiError(400, "messages")
 
     front = SimpleNamespace(
         resolve=lambda params: SimpleNamespace(n=1), check_effect=lambda names: None, formats=Formats()
     )
-    front.inputs, front.lanes = SimpleNamespace(tokenizer=None), SimpleNamespace(run=run)
+    front.inputs, front.rendered = SimpleNamespace(tokenizer=None), rendered
     front.entering, front.require_tokenizable = lambda samples: nullcontext(), None
     with pytest.raises(ApiError, match="messages"):
         asyncio.run(converse(front, ChatRequest.model_validate(chat)))

@@ -3,7 +3,6 @@
 import gzip
 import http.client
 import json
-import logging
 import re
 import socket
 import time
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 
 from espalier.server.bodies import BodyLimits, read_body
 from espalier.server.errors import ApiError
-from espalier.server.http1 import MAX_HEAD_BYTES, Connection
+from espalier.server.heads import MAX_HEAD_BYTES
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, field_rows
 from espalier.server.responses import ResponsesRequest
 from tests.properties.summary import ASKED
@@ -456,7 +455,7 @@ def test_what_is_no_http_is_refused_as_all_else_is(served, sent):
     error = error_of(answer)
     assert "send plain HTTP/1.1 (http://, not https://)" in error["message"]
     assert answer[1]["connection"] == "close" and answer[1]["content-type"] == "application/json"
-    served.until(lambda: f"[{error['request_id']}] malformed HTTP from 127.0.0.1 port" in served.log.read_text())
+    served.until(lambda: f"[{error['request_id']}] refused HTTP from 127.0.0.1 port" in served.log.read_text())
 
 
 # What comes first, and the line that is repeated behind it until it is too much.
@@ -471,8 +470,15 @@ ENDLESS = {
 @pytest.mark.parametrize("start,line", ENDLESS.values(), ids=ENDLESS)
 def test_a_head_or_trailer_without_end_is_refused(served, start, line):
     [answer] = answers([start, line * (MAX_HEAD_BYTES // len(line) + 1)], served.port, 0.1)
-    assert "too long" in error_of(answer)["message"]
+    assert f"larger than {MAX_HEAD_BYTES} bytes" in error_of(answer, 431)["message"]
     assert answer[1]["connection"] == "close"
+
+
+def test_who_still_sends_when_it_is_refused_reads_why(served):
+    """Megabytes behind what was refused would reset the connection, and the error would be lost."""
+    sent = CHUNKED % b"tokenize" + b"1\r\na\r\n" * 17_000 + bytes(3 * 2**20)
+    [answer] = answers([sent], served.port)
+    assert "send larger ones" in error_of(answer)["message"]
 
 
 def test_who_leaves_in_the_midst_of_a_body_is_no_defect(served):
@@ -498,16 +504,15 @@ def test_a_body_that_goes_wrong_after_its_answer_brings_no_other(served):
     assert served.request("/health")[0] == 200 and "Fatal error" not in served.log.read_text()
 
 
-def test_an_upgrade_brings_no_advice_that_would_not_help(served, caplog):
-    # From uvicorn's own name of it: where that goes, this fails.
-    assert hasattr(Connection.__mro__[1], "_unsupported_upgrade_warning")
-    asked = b"GET /%s HTTP/1.1\r\nhost: x\r\nconnection: upgrade, close\r\nupgrade: %s\r\n\r\n"
-    for path, wanted, status in ((b"v1/realtime", b"websocket", 404), (b"health", b"h2c", 200)):
-        assert [answer[0] for answer in answers([asked % (path, wanted)], served.port)] == [status]
-    assert "upgrade" not in served.log.read_text().lower()
-    with caplog.at_level(logging.DEBUG, "espalier.server"):
-        Connection._unsupported_upgrade_warning(None)
-    assert [record.levelname for record in caplog.records] == ["DEBUG"]
+@pytest.mark.parametrize("pause", [0.0, 0.1])
+def test_a_request_that_offers_another_protocol_is_served_with_its_body(served, pause):
+    """As the HttpClient of the JDK does, with what is pipelined behind it."""
+    body = b'{"prompt": "x"}'
+    head = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % len(body)
+    head += b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n\r\n"
+    last = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    first, second = answers([head, body + last], served.port, pause)
+    assert (first[0], first[2]["count"], second[0]) == (200, 2, 200)
 
 
 def test_a_body_without_a_length_is_counted_as_it_comes(served):

@@ -48,6 +48,8 @@ def test_a_file_that_cannot_be_copied_whole_leaves_nothing(tmp_path):
     for id in (None, "file-1"):
         with pytest.raises(OSError, match="No space"):
             store.add(Full(b"torn"), "b.jsonl", "batch_output", id)
+    with pytest.raises(UnicodeError):  # the description fails, after the content
+        store.add(BytesIO(b"torn"), "\ud800", "batch")
     assert list(store.files) == ["file-1"]
     assert names(store) == ["file-1", "file-1.json"]
     assert store.content("file-1").read_bytes() == b"whole", "a file is replaced whole"
@@ -55,11 +57,17 @@ def test_a_file_that_cannot_be_copied_whole_leaves_nothing(tmp_path):
 
 
 def test_what_a_killed_server_had_not_finished_is_removed(tmp_path):
-    Store(tmp_path).close()
-    for folder in ("files", "batches"):
-        (tmp_path / folder / "file-1.new").write_bytes(b"torn")
     store = Store(tmp_path)
-    assert names(store) == [] and not any((tmp_path / "batches").iterdir())
+    file = store.add(BytesIO(b"whole"), "a.jsonl", "batch")
+    store.save(Batch("batch_1", "/v1/completions", file.id, 0, 0))
+    store.answers("batch_1").write_bytes(b"{}")
+    store.close()
+    kept = set(tmp_path.rglob("*"))
+    left = ["files/file-1.new", "files/file-2", "batches/batch_1.new", "batches/batch_1.ok", "batches/batch_2.jsonl"]
+    for name in left:
+        (tmp_path / name).write_bytes(b"torn")
+    store = Store(tmp_path)
+    assert set(tmp_path.rglob("*")) == kept
     store.close()
 
 

@@ -8,8 +8,9 @@ import uvicorn
 
 from espalier.bench.clients import Exchange, request_of
 from espalier.request import OutputChunk
-from espalier.server import answers, chat_answers, front, response_answers
+from espalier.server import answers, chat_answers, event_stream, response_answers
 from espalier.server.api import ApiOptions, make_app
+from espalier.server.connections import Room
 from espalier.server.engines import Generation
 from espalier.server.front import Front, FrontOptions
 from espalier.server.http1 import Connection
@@ -84,7 +85,10 @@ def ask(tokenizer, monkeypatch):
             app, _ = make_app(Front(engines, FrontOptions(("m",))), ApiOptions())
             config = uvicorn.Config(app, http=Connection, log_config=None, lifespan="off", ws="none")
             config.load()
-            connection, transport = Connection(config, uvicorn.server.ServerState(), {}), Transport(pauses)
+            connection, transport = (
+                Connection(config, uvicorn.server.ServerState(), {}, room=Room(None)),
+                Transport(pauses),
+            )
             transport.connection = connection
             connection.connection_made(transport)
             connection.data_received(request_of(path, {"model": "m", "stream": True, **body}, {"x-request-id": "same"}))
@@ -105,7 +109,7 @@ def named_events(body):
 
 
 def through_asgi(monkeypatch):
-    monkeypatch.setattr(front, "connection_of", lambda scope: None)
+    monkeypatch.setattr(event_stream, "connection_of", lambda scope: None)
 
 
 @pytest.mark.parametrize("pauses", [False, True], ids=["reads", "pauses"])
@@ -134,8 +138,8 @@ def test_the_run_writes_one_chunk_for_the_parts_that_came_together(ask, monkeypa
 
 @pytest.mark.parametrize("what", BODIES)
 def test_the_last_events_and_the_end_of_the_response_are_one_message(ask, monkeypatch, what):
-    messages, make = [], front._body
-    monkeypatch.setattr(front, "_body", lambda *about: messages.append(make(*about)) or messages[-1])
+    messages, make = [], event_stream._body
+    monkeypatch.setattr(event_stream, "_body", lambda *about: messages.append(make(*about)) or messages[-1])
     body = ask(*BODIES[what]).body()
     assert [message["more_body"] for message in messages] == [True, False]
     assert messages[1]["body"] and body.endswith(messages[1]["body"])

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
-from espalier.kernels.tree.accept import accept
+from espalier.kernels.ops.tree import accept
 from espalier.sampling.pick import SampledTokens
 from espalier.speculate.tree import VOID, RootTrees, Tree
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from espalier.kernels.tree.ngram import find_matches
+from espalier.kernels.ops.drafts import find_matches
 from espalier.speculate.drafters.ngram import continued_at
 from tests.oracles.reference_round import Reference, matched
 

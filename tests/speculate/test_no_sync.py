@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from espalier.engine.executor import CpuExecutor
-from espalier.kernels.tree import ngram
+from espalier.kernels.ops import drafts
 from espalier.request import SamplingParams
 from espalier.speculate import round
 from tests.harness import Setup, prompts, request
@@ -60,7 +60,7 @@ def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
     for verb in ("begin", "extend"):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))
     # What only a CPU's path reads: a GPU's kernels end where the text does.
-    monkeypatch.setattr(ngram, "longest_known", lambda root: engine.layout.history_width)
+    monkeypatch.setattr(drafts, "longest_known", lambda root: engine.layout.history_width)
     for stage in ("propose", "accept", "verify", "commit"):
         monkeypatch.setattr(round, stage, watched(getattr(round, stage)))
     for i, prompt in enumerate(prompts(0, (5, 9))):

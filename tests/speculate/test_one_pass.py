@@ -9,13 +9,11 @@ from espalier.attention import CommittedLengths, ModelCache, grouped_backend
 from espalier.cache import kv, layer_spec
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.guard.faults import plant
-from espalier.kernels.layers.block_conv import block_conv_triton
-from espalier.kernels.layers.block_conv_norm import block_conv_norm_triton
-from espalier.kernels.layers.embed_rows import embed_rows_triton
-from espalier.kernels.layers.rope import rotate_and_store_triton
-from espalier.kernels.state.batch_state import chain_triton
-from espalier.kernels.state.commit import commit_rows_triton
-from espalier.kernels.tree.select_paths import select_paths_triton
+from espalier.kernels.ops.block_conv import block_conv, block_conv_norm
+from espalier.kernels.ops.drafts import select_paths
+from espalier.kernels.ops.embedding import embed_rows
+from espalier.kernels.ops.rope import rotate_and_store
+from espalier.kernels.ops.state import chain, commit_rows
 from espalier.layout import RoundLayout
 from espalier.models import dflash2, load_target, read_config
 from espalier.models.layers import embedding
@@ -31,13 +29,13 @@ BLOCK, STEPS, VOCAB, NEW = 5, 4, 16, 3
 # Greedy, sampled, and with penalties, a bias and banned stops.
 SLOTS = (ASKED[0], ASKED[1], ASKED[10], ASKED[11])
 BY_KERNELS = {
-    (one_pass, "chain"): chain_triton,
-    (one_pass, "select_paths"): select_paths_triton,
-    (dflash2, "block_conv"): block_conv_triton,
-    (dflash2, "block_conv_norm"): block_conv_norm_triton,
-    (layer_spec, "rotate_and_store"): rotate_and_store_triton,
-    (embedding, "embed_rows"): embed_rows_triton,
-    (kv, "commit_rows"): commit_rows_triton,
+    (one_pass, "chain"): chain.triton,
+    (one_pass, "select_paths"): select_paths.triton,
+    (dflash2, "block_conv"): block_conv.triton,
+    (dflash2, "block_conv_norm"): block_conv_norm.triton,
+    (layer_spec, "rotate_and_store"): rotate_and_store.triton,
+    (embedding, "embed_rows"): embed_rows.triton,
+    (kv, "commit_rows"): commit_rows.triton,
 }
 
 

@@ -9,9 +9,9 @@ from espalier.attention import Nodes, Prefix
 from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.results import Results, read
 from espalier.errors import EspalierError
-from espalier.kernels.layers.experts import grouped_experts
-from espalier.kernels.state.batch_state import gather
-from espalier.kernels.tree.accept import Path
+from espalier.kernels.ops.experts import grouped_experts
+from espalier.kernels.ops.state import gather
+from espalier.kernels.ops.tree import Path
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.speculate.round import ModelRunner, commit, decode_round, prefill

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import every_ancestor
-from espalier.kernels.tree import select_beams
+from espalier.kernels.ops import tree as tree_ops
 from espalier.speculate.tree import VOID, Pool, RootTrees, ordered_topk
 
 # Few values, so that most are tied.
@@ -24,7 +24,7 @@ def usable(score: float) -> float:
 def order(request, monkeypatch):
     """Few scores are sorted, many are ordered by keys: here both, of few."""
     if request.param == "keys":
-        monkeypatch.setattr(select_beams, "FEW", 0)
+        monkeypatch.setattr(tree_ops, "FEW", 0)
 
 
 @pytest.mark.usefixtures("order")

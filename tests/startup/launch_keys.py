@@ -68,7 +68,7 @@ class MetaWeights(Weights):
     def __init__(self, fused: tuple[int, int] | None = None, stored: str = DENSE) -> None:
         self.path, self.dtype, self.device = Path("meta"), torch.bfloat16, META
         self.quantiser = None if stored == DENSE else QUANTISERS[stored]
-        self.formats = all_dense if self.quantiser is None else self.quantiser.formats()
+        self.formats = all_dense if self.quantiser is None else self.quantiser.formats({})
         self.fused = fused
         self._loaded, self._files, self._not_taken = {}, {}, set()
         self._names = frozenset((FUSED, *DRAFT_WEIGHTS) if fused else ())
@@ -79,6 +79,9 @@ class MetaWeights(Weights):
     def shape(self, name: str) -> tuple[int, ...]:
         assert name == FUSED and self.fused is not None
         return self.fused
+
+    def require_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Every weight has the shape that a model asks for."""
 
     def take_raw(self, name: str, *shape: int) -> torch.Tensor:
         if name == "d2t":  # the target's id of each id minus that id; not all the same, so that the map is kept

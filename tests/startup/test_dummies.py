@@ -32,7 +32,7 @@ SPECIALISED = {
     *("_best_of_split_kernel.above", "_block_topk_kernel.above", "_block_topk_kernel.offset", "_carry_kernel.rows"),
     *("_chain_kernel.first", "_commit_kernel.layers", "_contiguous_blocks_kernel.first", "_down_kernel.num_rows"),
     *("_draw_filtered_kernel.above", "_draw_filtered_kernel.rows", "_gated_kernel.num_rows"),
-    *("_head_product_kernel.num_rows", "_hopper_attention_kernel.first", "_hopper_latent_kernel.partial_ptr"),
+    *("_head_product_kernel.num_rows", "hopper_attention_kernel.first", "hopper_latent_kernel.partial_ptr"),
     *("_kv_splits_kernel.batch", "_linear_kernel.num_rows", "_linear_kernel.out_ptr", "_merge_logprobs_kernel.width"),
     *("_select_beams_kernel.first", "_sort_pairs_kernel.num_pairs", "_split_logprobs_kernel.width"),
     *("_tree_attention_kernel.first", "_tree_attention_kernel.rows", "_write_latents_kernel.num_rows"),

@@ -16,7 +16,7 @@ FP8 = {**ATTENTION, "_rms_norm_kernel": 2, "_linear_quantised_kernel": 4, "_quan
 MIXTURE = {**ATTENTION, **EXPERTS, "_linear_kernel": 2}
 FP8_MIXTURE = {**ATTENTION, **EXPERTS, "_linear_quantised_kernel": 2, "_quantise_rows_kernel": 2}
 LATENT = {"_rms_norm_kernel": 1, "_write_latents_kernel": 1, "_merge_splits_kernel": 1}
-LATENT |= {"_hopper_latent_few_kernel": 1}
+LATENT |= {"hopper_latent_few_kernel": 1}
 LAYERS = (
     ({"shape": "llama-3.1-8b"}, DENSE),
     ({"shape": "llama-3.1-8b", "stored": "fp8"}, FP8),

@@ -1,10 +1,14 @@
 """How many threads PyTorch computes with: by the model's size, unless OMP_NUM_THREADS or the user says otherwise."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from espalier import LLM, EspalierError, cores
-from espalier.startup.threads import BYTES_PER_THREAD, VARIABLE, ThreadFacts, choose_threads
+from espalier.startup.threads import BYTES_PER_THREAD, VARIABLE, ThreadFacts, choose_threads, use_threads
 from tests.harness import directories
 
 SIZE = {"device": "cpu", "max_batch": 1, "max_context": 64}
@@ -53,6 +57,36 @@ def test_an_engine_takes_what_was_chosen_and_says_so(monkeypatch, variable, sett
     with LLM(model=target, draft=draft, **SIZE, **settings) as llm:
         assert (llm.config.threads, torch.get_num_threads()) == (threads, threads)
         assert f"threads           {threads}\n" in llm.config.block()
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "spins"),
+    [
+        ("", {}, cores.SPINS),
+        ("", {cores.SPIN_COUNT: "7"}, "7"),
+        ("", {cores.WAIT_POLICY: "active"}, None),
+        ("import torch", {}, None),
+    ],
+    ids=["default", "own count", "own policy", "PyTorch before"],
+)
+def test_threads_wait_shortly_unless_the_user_says_how(first, given, spins):
+    """The library reads the variable when PyTorch is imported."""
+    code = f"import os; {first or 'pass'}; import espalier; print(os.environ.get({cores.SPIN_COUNT!r}))"
+    environment = {k: v for k, v in os.environ.items() if k not in (cores.SPIN_COUNT, cores.WAIT_POLICY)}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment | given, capture_output=True, text=True)
+    assert ran.stdout.strip() == str(spins)
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_where_it_is_too_late_several_threads_are_warned_of(monkeypatch, caplog, is_set):
+    monkeypatch.delenv(cores.WAIT_POLICY, raising=False)
+    monkeypatch.delenv(cores.SPIN_COUNT, raising=False)
+    if is_set:
+        monkeypatch.setenv(cores.SPIN_COUNT, "1")
+    for threads, warned in ((1, 0), (2, 1 - is_set)):
+        caplog.clear()
+        use_threads(threads)
+        assert len([each for each in caplog.records if "import espalier first" in each.getMessage()]) == warned
 
 
 @pytest.mark.parametrize("threads", [0, -1, "2", True, 1.5])

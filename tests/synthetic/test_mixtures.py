@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.routing import route
+from espalier.kernels.ops.experts import route
 from espalier.models import load_target
 from espalier.models.layers.experts import MixtureMLP, RoutedRows
 from espalier.synthetic.chain import predicted_accept_length

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from espalier import train
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
 from espalier.train import evaluate
-from espalier.train.command import main, make_parser, refuse_other_model
+from espalier.train.command import TRAINERS, config_of, main, make_parser, refuse_other_model
 from espalier.train.configs import kind_in
 from espalier.train.evaluate import continued, report
+from espalier.train.own_text import print_work
+from espalier.train.settings import OwnTextConfig
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -79,6 +83,29 @@ def test_a_draft_of_the_same_kind_may_be_replaced(kind: str, draft: Path, tmp_pa
     assert kind_in(draft) == kind
     refuse_other_model(draft, kind)
     refuse_other_model(tmp_path, kind)
+
+
+@pytest.mark.parametrize("kind", [*TRAINERS, "own-text"])
+def test_the_first_line_says_device_and_work_and_how_to_make_it_small(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flags that it names are valid, and make it small."""
+    config = OwnTextConfig if kind == "own-text" else TRAINERS[kind].config
+    monkeypatch.setattr("espalier.train.own_text.training_device", lambda: torch.device("cpu"))
+    print_work(config(), makes_text=True)
+    line = capsys.readouterr().err
+    assert line.startswith("on cpu: 40960 continuations of up to 256 tokens") and line.count("\n") == 1
+    assert ("7629 steps of 32 x 1024 tokens" in line) == (kind != "own-text")
+    out = [] if kind == "own-text" else ["--out", "out"]
+    flags = [kind, "--target", "x", "--data", "y", "--work", "z", *out, *line.partition(" give ")[2].split()]
+    small = config_of(config, make_parser().parse_args(flags))
+    print_work(small, makes_text=kind == "own-text")
+    assert re.search(
+        r"on cpu: (97 steps of 4 x 256 tokens|64 continuations of up to 64 tokens);", capsys.readouterr().err
+    )
+    monkeypatch.setattr("espalier.train.own_text.training_device", lambda: torch.device("cuda"))
+    print_work(config(), makes_text=True)
+    assert capsys.readouterr().err.startswith("on cuda: 40960 cont") and "trial" not in line.partition(";")[0]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ def add_flags(parser: ArgumentParser) -> None:
         "--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8; minutes on a CPU"
     )
     _add_choose_flags(parser, mode)
-    parser.add_argument("--batch", type=whole_numbers, metavar="N,N", help="batch sizes (1)")
+    parser.add_argument("--batch", type=whole_numbers, metavar="N,N", help="batch sizes (1; of --choose: all)")
     parser.add_argument("--context", type=whole_numbers, metavar="N,N", help="prompt lengths (128)")
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
     parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")

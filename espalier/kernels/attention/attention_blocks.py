@@ -1,20 +1,19 @@
 """The loops of the Triton attention kernels: a query tile over blocks of rows.
 
-`_over_unmasked` and `_over_blocks` read committed rows through a page table, `_over_staged` reads staged rows.  Each
+`_over_unmasked` and `over_blocks` read committed rows through a page table, `over_staged` reads staged rows.  Each
 takes and returns the tile's online softmax: (max_score, sum_weights, acc).  kernels/attention/tree_attention.py has K
 and V heads; kernels/attention/latent_attention.py has latent rows, whose queries are in two parts.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import triton.language as tl
 
 from espalier.kernels.attention.work_items import block_index, committed_blocks
 from espalier.kernels.runtime.convert import from_fp8
-from espalier.kernels.runtime.launch import kernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from espalier.kernels.runtime.jit import kernel
 
 
 class Constants(NamedTuple):
@@ -55,7 +54,7 @@ def _attend_block(
     q_rope: the queries' part for the second tile of latent rows; None for K and V.
     FP8 rows become q's dtype, which is exact.  Their scales are factors of `scale` and of the result.
     Every fused multiply-add is explicit.  If the compiler chose them, a change of another loop could change a rounding,
-    and the bits would differ from those of kernels/attention/hopper_attend.py.
+    and the bits would differ from those of kernels/hopper/attend.py.
     """
     values = from_fp8(first, q.dtype)
     if q_rope is None:
@@ -133,7 +132,7 @@ def _row(page, at, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @kernel
-def _rows(pointer, offsets, exists, MASKED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def load_rows(pointer, offsets, exists, MASKED: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load rows [N, BLOCK] at offsets [N].  Zeros past SIZE and, if MASKED, for rows that do not exist."""
     size = tl.arange(0, BLOCK)
     at = pointer + offsets[:, None] + size[None, :]
@@ -152,10 +151,10 @@ def _rows(pointer, offsets, exists, MASKED: tl.constexpr, SIZE: tl.constexpr, BL
 @kernel
 def _load_tiles(tiles, row, exists, MASKED: tl.constexpr, CONSTANTS: tl.constexpr):
     """(first, second): the tiles of rows `row` [N]."""
-    first = _rows(
+    first = load_rows(
         tiles.first_ptr, row * tiles.first_stride, exists, MASKED, CONSTANTS.FIRST_SIZE, CONSTANTS.FIRST_BLOCK
     )
-    second = _rows(
+    second = load_rows(
         tiles.second_ptr, row * tiles.second_stride, exists, MASKED, CONSTANTS.SECOND_SIZE, CONSTANTS.SECOND_BLOCK
     )
     return first, second
@@ -180,7 +179,7 @@ def _over_unmasked(q, table, tiles, low, high, scale, max_score, sum_weights, ac
 
 
 @kernel
-def _over_blocks(
+def over_blocks(
     q, q_rope, position, table, tiles, begin, end, first, num_lower, num_unmasked, low, high,
     scale, max_score, sum_weights, acc, MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):
@@ -209,7 +208,7 @@ def _over_blocks(
 
 
 @kernel
-def _over_staged(
+def over_staged(
     q, q_rope, query, query_exists, position, tiles, row_position_ptr, row_position_r, bits_ptr, bits_q,
     low, high, rows, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
@@ -240,7 +239,7 @@ def _over_staged(
 
 
 @kernel
-def _over_committed(
+def over_committed(
     q, position, table, tiles, begin, end, first, scale, max_score, sum_weights, acc, CONSTANTS: tl.constexpr,
 ):
     """Positions begin .. end of K and V; begin is a multiple of BLOCK_N.  The unmasked blocks come first."""
@@ -251,7 +250,7 @@ def _over_committed(
         max_score, sum_weights, acc = _over_unmasked(
             q, table, tiles, low, low + num_unmasked * BLOCK_N, scale, max_score, sum_weights, acc, CONSTANTS
         )
-    return _over_blocks(
+    return over_blocks(
         q, None, position, table, tiles, begin, end, first, num_lower, num_unmasked, num_unmasked, num_blocks,
         scale, max_score, sum_weights, acc, True, CONSTANTS,
     )
@@ -259,7 +258,7 @@ def _over_committed(
 
 
 @kernel
-def _times_scale(values, scale_ptr, head):
+def times_scale(values, scale_ptr, head):
     """values times the FP8 scale of a KV head; scale_ptr: None for rows that are not FP8."""
     if scale_ptr is not None:
         values = values * tl.load(scale_ptr + head)
@@ -267,7 +266,7 @@ def _times_scale(values, scale_ptr, head):
 
 
 @kernel
-def _share_beside_sink(lse, sink_ptr, head):
+def share_beside_sink(lse, sink_ptr, head):
     """The share of the softmax that rows keep when the sink of their head joins (masked_attention.py:with_sink).
 
     lse: of the rows, in base 2.  The fused multiply-add is explicit, as in `_attend_block`.
@@ -281,7 +280,7 @@ def _share_beside_sink(lse, sink_ptr, head):
 def _with_sink(out, lse, sink_ptr, head, SINK: tl.constexpr):
     """A tile's out [M, V] after the sinks of its heads [M] have joined the softmax.  lse: [M], of the rows alone."""
     if SINK:
-        out = out * _share_beside_sink(lse, sink_ptr, head)[:, None]
+        out = out * share_beside_sink(lse, sink_ptr, head)[:, None]
     return out
 
 
@@ -296,7 +295,7 @@ def _write(out_ptr, lse_ptr, row, acc, lse, query_exists, V_SIZE: tl.constexpr, 
 
 # fmt: off
 @kernel
-def _write_work_item(
+def write_work_item(
     results, split, request, request_splits, queries, query, query_exists, head, v_scale_ptr, kv_head,
     scale, max_score, sum_weights, acc,
     dtype: tl.constexpr, HEADS: tl.constexpr, SINK: tl.constexpr, V_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -308,7 +307,7 @@ def _write_work_item(
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)
     # One division a query, not one a value.
-    out = _times_scale(acc * (1.0 / divisor)[:, None], v_scale_ptr, kv_head)
+    out = times_scale(acc * (1.0 / divisor)[:, None], v_scale_ptr, kv_head)
     lse = _lse(max_score, sum_weights, scale, dtype)
     if request_splits == 1:
         out = _with_sink(out, lse, sink_ptr, head, SINK)

@@ -6,40 +6,23 @@ of the block: then every block is contiguous.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.hopper import BLOCK_N
-from espalier.kernels.attention.kv_splits import COLUMNS, KVSplits
 from espalier.kernels.attention.work_items import committed_blocks, load_split
-from espalier.kernels.runtime.launch import chip, kernel, require, unspecialised
+from espalier.kernels.hopper.config import BLOCK_N
+from espalier.kernels.ops.kv_splits import COLUMNS, KVSplits
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.state.page_rows import page_rows
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Blocks checked per step: 4096 rows.
 STEP_BLOCKS = 64
 
 
-def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
-    """[B * max_splits] int32: for each split, how many of its first unmasked blocks are contiguous in the pool.
-
-    The count of a split ends at its first block that is not contiguous.  Unmasked blocks are those of
-    work_items.committed_blocks.  Entries past the last split are undefined.
-    page_table: [B, T] int32; rows below `first` do not exist.
-    """
-    return (contiguous_blocks_triton if page_table.is_cuda else contiguous_blocks_reference)(
-        splits, page_table, page_size, first
-    )
-
-
-@unspecialised("batch")
-@kernel
+@kernel(do_not_specialize=["batch"])
 def _contiguous_blocks_kernel(
     split_ptr, start_ptr, table_ptr, out_ptr, batch, first, table_b,
     PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, STEP_BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -66,7 +49,7 @@ def _contiguous_blocks_kernel(
     tl.store(out_ptr + split, count, mask=exists)
 
 
-def contiguous_blocks_triton(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
+def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
     capacity = splits.table.shape[0]
     require("contiguous blocks' splits", splits.table, (-1, COLUMNS), torch.int32, page_table)
     require("contiguous blocks' page_table", page_table, (splits.starts.shape[0] - 1, -1), torch.int32, page_table)
@@ -80,17 +63,3 @@ def contiguous_blocks_triton(splits: KVSplits, page_table: Tensor, page_size: in
             **pdl_arguments(chip(page_table)),
         )  # fmt: skip
     return out
-
-
-def contiguous_blocks_reference(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
-    out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
-    for split, (request, begin, end, _request_splits) in enumerate(splits.table[: int(splits.starts[-1])].tolist()):
-        low = begin + -(-max(first - begin, 0) // BLOCK_N) * BLOCK_N
-        while low + BLOCK_N <= begin + (end - begin) // BLOCK_N * BLOCK_N:
-            position = torch.arange(low, low + BLOCK_N, device=page_table.device)
-            [rows] = page_rows(page_table[request][None], position[None], page_size)
-            if not torch.equal(rows, rows[0] + position - low):
-                break
-            out[split] += 1
-            low += BLOCK_N
-    return out.to(page_table.device)

@@ -3,45 +3,31 @@
 K is the whole row and V is its first part.  A block of rows is loaded once and used as both.  The block is two tiles,
 because the sizes of Triton's tiles are powers of two: the latent, which is V, and the RoPE part.  All heads share one
 row, so there is one KV head.  Work items, splits, partial results, their merge and the plain-torch reference are those
-of kernels/attention/tree_attention.py.  On Hopper the launcher runs kernels/attention/hopper_latent.py instead, for
-rows of 512 + 64 values in two-byte dtypes; for one node of up to 16 heads, hopper_latent_few.py.
+of kernels/attention/tree_attention.py.  On Hopper the launcher runs kernels/hopper/latent.py instead, for
+rows of 512 + 64 values in two-byte dtypes; for one node of up to 16 heads, hopper/latent_few.py.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.attention_blocks import (
     Constants,
     Tiles,
-    _over_blocks,
-    _over_staged,
-    _rows,
-    _times_scale,
-    _write_work_item,
+    load_rows,
+    over_blocks,
+    over_staged,
+    times_scale,
+    write_work_item,
 )
-from espalier.kernels.attention.hopper_latent import (
-    HopperLatentConfig,
-    _hopper_latent_kernel,
-    choose_hopper_latent_config,
-    fits_hopper_latent,
-    hopper_latent_arguments,
-)
-from espalier.kernels.attention.hopper_latent_few import (
-    HopperLatentFewConfig,
-    _hopper_latent_few_kernel,
-    choose_hopper_latent_few_config,
-    hopper_latent_few_arguments,
-    takes_few,
-)
-from espalier.kernels.attention.merge_splits import PartialResults, merge_splits_triton
-from espalier.kernels.attention.rows import Inputs, check_shapes, shared_arguments, strides
-from espalier.kernels.attention.tree_attention import DTYPES
-from espalier.kernels.attention.triton_config import TritonConfig, choose_latent_config
+from espalier.kernels.attention.choose import LatentConfig, block_sizes, choose_latent, takes_latent
+from espalier.kernels.attention.rows import check_shapes, shared_arguments, strides
+from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.attention.work_items import (
     Plan,
     committed_blocks,
@@ -51,22 +37,24 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, unspecialised
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-# The output of a tile stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
-MAX_V_SIZE = 512
-MAX_ROW_SIZE = 576
-
-Config = TritonConfig | HopperLatentConfig | HopperLatentFewConfig
+from espalier.kernels.hopper.config import HopperLatentConfig, HopperLatentFewConfig
+from espalier.kernels.hopper.latent import hopper_latent_arguments, hopper_latent_kernel
+from espalier.kernels.hopper.latent_few import hopper_latent_few_arguments, hopper_latent_few_kernel
+from espalier.kernels.ops.attention import (
+    DTYPES,
+    MAX_ROW_SIZE,
+    MAX_V_SIZE,
+    Inputs,
+    PartialResults,
+    merge_splits,
+)
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip
 
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
-@unspecialised("batch")
-@kernel
+@kernel(do_not_specialize=["batch"])
 def _latent_attention_kernel(
     q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
@@ -85,7 +73,7 @@ def _latent_attention_kernel(
     num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
     num_work_items = num_splits * num_tiles
     plan = Plan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
-    scale = _times_scale(scale, row_scale_ptr, 0)
+    scale = times_scale(scale, row_scale_ptr, 0)
     backwards = 0
     for base in tl.range(0, num_work_items, tl.num_programs(0)):
         work_item = work_item_of(base, backwards)
@@ -99,18 +87,18 @@ def _latent_attention_kernel(
             head = packed % HEADS
             query_exists = query < queries
             q_offset = request * q_b + query.to(tl.int64) * q_q + head * q_h
-            q = _rows(q_ptr, q_offset, query_exists, True, V_SIZE, BLOCK_V)
-            q_rope = _rows(q_ptr + V_SIZE, q_offset, query_exists, True, ROPE_SIZE, BLOCK_ROPE)
+            q = load_rows(q_ptr, q_offset, query_exists, True, V_SIZE, BLOCK_V)
+            q_rope = load_rows(q_ptr + V_SIZE, q_offset, query_exists, True, ROPE_SIZE, BLOCK_ROPE)
             max_score = tl.full([BLOCK_M], float("-inf"), tl.float32)
             sum_weights = tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             num_blocks, num_lower, num_unmasked = committed_blocks(begin, end, first, 0, BLOCK_N)
             table = table_ptr + request * table_b
-            max_score, sum_weights, out = _over_blocks(
+            max_score, sum_weights, out = over_blocks(
                 q, q_rope, query, table, tiles, begin, end, first, num_lower, num_unmasked, 0, num_unmasked,
                 scale, max_score, sum_weights, out, False, CONSTANTS,
             )
-            max_score, sum_weights, out = _over_blocks(
+            max_score, sum_weights, out = over_blocks(
                 q, q_rope, query, table, tiles, begin, end, first, num_lower, num_unmasked, num_unmasked, num_blocks,
                 scale, max_score, sum_weights, out, True, CONSTANTS,
             )
@@ -119,13 +107,13 @@ def _latent_attention_kernel(
                 low, high = staged_rows_of(tile, num_staged, STAGED, 0, HEADS, BLOCK_M, BLOCK_R)
                 staged = staged_ptr + request * staged_b
                 # No window: positions are not needed.
-                max_score, sum_weights, out = _over_staged(
+                max_score, sum_weights, out = over_staged(
                     q, q_rope, query, query_exists, query, Tiles(staged, staged_r, staged + V_SIZE, staged_r), 0, 0,
                     bits_ptr + request * bits_b, bits_q, low, high, rows, scale, max_score, sum_weights, out, CONSTANTS,
                 )
             let_merge_start(base, num_work_items, DEPENDENT)
             # There are no sinks.
-            _write_work_item(
+            write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, None), split, request, request_splits, queries, query,
                 query_exists, head, row_scale_ptr, 0, scale, max_score, sum_weights, out,
                 q.dtype, HEADS, False, V_SIZE, BLOCK_V,
@@ -133,15 +121,11 @@ def _latent_attention_kernel(
 # fmt: on
 
 
-def latent_attention_triton(
+def latent_attention(
     inputs: Inputs,
     partials: PartialResults | None = None,
-    config: Config | None = None,
+    config: LatentConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As tree_attention_triton, for one KV head whose V is the first part of K.
-
-    committed.v and staged.v are views of committed.k and staged.k.  Windows and sinks are not supported.
-    """
     inputs = _checked(inputs)
     splits = inputs.splits
     out, lse = inputs.buffers()
@@ -152,8 +136,8 @@ def latent_attention_triton(
         # Without splits there are no partial results, so no buffer: it would need 256 KB per query with 128 heads.
         partials = PartialResults.of(splits, *out.shape[1:]) if is_split else PartialResults(out, lse)
     if config is None:
-        config = _choose(inputs)
-    elif not (isinstance(config, TritonConfig) or _takes(config, inputs)):
+        config = choose_latent(inputs)
+    elif not (isinstance(config, TritonConfig) or takes_latent(config, inputs)):
         raise EspalierError(
             "the Hopper kernels for latent rows need bfloat16 or float16, rows of 512 + 64 values, addresses and "
             "strides divisible by 16, and raw_stages for FP8 rows; the one for few queries takes one node of at most "
@@ -161,43 +145,14 @@ def latent_attention_triton(
         )
     _launch(inputs, partials, config, out, lse)
     if is_split:
-        merge_splits_triton(partials, splits, out, lse)
+        merge_splits.triton(partials, splits, out, lse)
     return out, lse
-
-
-def _choose(inputs: Inputs) -> Config:
-    """The launch configuration.  It does not depend on the batch."""
-    q, committed, staged = inputs[:3]
-    queries, heads, size = q.shape[1:]
-    if _fits_hopper(inputs):
-        fp8 = committed.scales is not None
-        few = None if fp8 else choose_hopper_latent_few_config(chip(q), queries, heads)
-        config = few or choose_hopper_latent_config(chip(q), fp8)
-        if config is not None:
-            return config
-    row_bytes = sum(_block_sizes(size, inputs.v_size)) * q.dtype.itemsize
-    rows = 0 if staged is None else staged.k.shape[1]
-    return choose_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
-
-
-def _takes(config: HopperLatentConfig | HopperLatentFewConfig, inputs: Inputs) -> bool:
-    """Whether the Hopper kernel of this configuration takes these tensors."""
-    fp8, (queries, heads) = inputs.committed.scales is not None, inputs.q.shape[1:3]
-    if isinstance(config, HopperLatentFewConfig):
-        return _fits_hopper(inputs) and not fp8 and takes_few(queries, heads)
-    return _fits_hopper(inputs) and fp8 == (config.raw_stages > 0)
-
-
-def _fits_hopper(inputs: Inputs) -> bool:
-    """Whether the Hopper kernel takes these tensors."""
-    rows = [inputs.committed.k, *(() if inputs.staged is None else (inputs.staged.k,))]
-    return fits_hopper_latent(inputs.q, rows, inputs.v_size)
 
 
 def _launch(
     inputs: Inputs,
     partials: PartialResults,
-    config: Config,
+    config: LatentConfig,
     out: Tensor,
     lse: Tensor,
 ) -> None:
@@ -205,12 +160,12 @@ def _launch(
     (_, queries, heads, size), v_size = q.shape, inputs.v_size
     # Without staged rows the kernel gets another pointer, which it does not read.
     new = q if staged is None else staged.k
-    attention_kernel: Kernel
+    attention_kernel: Any
     if isinstance(config, HopperLatentConfig):
-        attention_kernel = _hopper_latent_kernel
+        attention_kernel = hopper_latent_kernel
         constants = hopper_latent_arguments(config, committed.k, committed.page_size)
     elif isinstance(config, HopperLatentFewConfig):
-        attention_kernel = _hopper_latent_few_kernel
+        attention_kernel = hopper_latent_few_kernel
         constants = hopper_latent_few_arguments(config, committed.k, committed.page_size)
     else:
         attention_kernel, constants = _latent_attention_kernel, _constants(config, size, v_size, q.dtype)
@@ -229,7 +184,7 @@ def _launch(
 
 
 def _constants(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    block_v, block_rope = _block_sizes(size, v_size)
+    block_v, block_rope = block_sizes(size, v_size)
     return {
         "V_SIZE": v_size,
         "ROPE_SIZE": size - v_size,
@@ -242,11 +197,6 @@ def _constants(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype)
         "STAGES": config.stages,
         "num_warps": config.warps,
     }
-
-
-def _block_sizes(size: int, v_size: int) -> tuple[int, int]:
-    """The row sizes of the tiles for the latent and for the RoPE part."""
-    return max(16, power_of_two(v_size)), max(16, power_of_two(size - v_size))
 
 
 def _checked(inputs: Inputs) -> Inputs:

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.ops.attention import Part
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-Part = tuple[Tensor, Tensor]
-
-
-def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
-    """Attention out [..., heads, v_size] over the union of the keys of a and b, in the dtype of a's out.
-
-    a, b: (out, lse [..., heads] natural log); an lse may be -inf, and if both are, the result is zero.
-    sink: [heads], one extra logit per head, with weight but without a value.
-    """
-    return (merge_triton if a[0].is_cuda else merge_reference)(a, b, sink)
 
 
 @kernel
@@ -56,7 +43,7 @@ def _merge_kernel(
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def merge_triton(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
+def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
     """Equal to the reference up to one rounding.  Raises EspalierError if the sizes do not agree."""
     shape = tuple(a[0].shape)
     heads, v_size = shape[-2:]
@@ -80,13 +67,3 @@ def merge_triton(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
             **pdl_arguments(chip(out)),
         )
     return out
-
-
-def merge_reference(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
-    (out_a, lse_a), (out_b, lse_b) = a, b
-    lse = torch.logaddexp(lse_a, lse_b)
-    if sink is not None:
-        lse = torch.logaddexp(lse, sink.to(lse.dtype))
-    finite = lse.masked_fill(lse == -torch.inf, 0)
-    weighted = out_a * torch.exp(lse_a - finite)[..., None] + out_b * torch.exp(lse_b - finite)[..., None]
-    return weighted.to(out_a.dtype)

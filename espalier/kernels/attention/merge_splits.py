@@ -5,21 +5,17 @@ The order of the sums depends only on the request's own splits, not on the batch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.attention_blocks import _share_beside_sink
-from espalier.kernels.attention.kv_splits import KVSplits
-from espalier.kernels.attention.masked_attention import with_sink
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require, unspecialised
+from espalier.kernels.attention.attention_blocks import share_beside_sink
+from espalier.kernels.ops.attention import PartialResults
+from espalier.kernels.ops.kv_splits import KVSplits
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Floats that one program (one warp) loads at once, for one (query, head) pair.
 PROGRAM_VALUES = 4096
@@ -34,23 +30,6 @@ MIN_PART_SIZE, MAX_PART_SIZE = 32, 128
 # Size of the persistent grid.  Four times as many programs would fit, but each costs time to start, even if there is
 # nothing to merge (docs/log.md).
 PROGRAMS_PER_PROCESSOR = 8
-
-
-@dataclass(frozen=True)
-class PartialResults:
-    """Attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
-
-    Both are float32; lse is base 2.  Requests with a single split are not written here.
-    """
-
-    out: Tensor
-    lse: Tensor
-
-    @classmethod
-    def of(cls, splits: KVSplits, queries: int, heads: int, v_size: int) -> PartialResults:
-        shape = (splits.table.shape[0], queries, heads)
-        device = splits.table.device
-        return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
 
 
 @kernel
@@ -84,15 +63,14 @@ def _merge_pairs(
     lse = tl.where(total_weight == 0.0, float("-inf"), shift + tl.log2(divisor))
     out = tl.sum(weight[:, :, None] * partial_out, 1) / divisor[:, None]
     if SINK:
-        out = out * _share_beside_sink(lse, sink_ptr, (pair + pairs) % HEADS)[:, None]
+        out = out * share_beside_sink(lse, sink_ptr, (pair + pairs) % HEADS)[:, None]
     merged = count > 0
     at = pair * V_SIZE + (pairs * V_SIZE)[:, None] + size[None, :]
     tl.store(out_ptr + at, out, mask=merged & (size < V_SIZE)[None, :])
     tl.store(lse_ptr + pair + pairs, lse * 0.6931471805599453, mask=merged & (tl.program_id(1) == 0))
 
 
-@unspecialised("batch")
-@kernel
+@kernel(do_not_specialize=["batch"])
 def _merge_splits_kernel(
     partial_ptr, partial_lse_ptr, start_ptr, sink_ptr, out_ptr, lse_ptr, batch, pairs_per_request,
     HEADS: tl.constexpr, V_SIZE: tl.constexpr, SINK: tl.constexpr, PAIRS: tl.constexpr,
@@ -129,14 +107,9 @@ def _merge_splits_kernel(
                 )  # fmt: skip
 
 
-def merge_splits_triton(
+def merge_splits(
     partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
 ) -> None:
-    """Write out [B, Q, heads, v_size] and lse [B, Q, heads] (float32, natural log) of requests with several splits.
-
-    sink: [heads], one extra logit per head, with weight but without a value; lse is without it.  A query that sees no
-    rows gets zeros and lse -inf.
-    """
     batch, queries, heads, v_size = out.shape
     capacity = splits.table.shape[0]
     require("merge_splits' partial out", partials.out, (capacity, queries, heads, v_size), torch.float32, out)
@@ -177,19 +150,3 @@ def merge_splits_triton(
         enable_fp_fusion=False,
         **pdl_arguments(chip(out)),
     )
-
-
-def merge_splits_reference(
-    partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
-) -> None:
-    starts = splits.starts.tolist()
-    for request in range(out.shape[0]):
-        of_request = slice(starts[request], starts[request + 1])
-        if starts[request + 1] - starts[request] == 1:
-            continue
-        partial_lse = partials.lse[of_request] * torch.tensor(2.0).log()
-        total_weight = torch.logsumexp(partial_lse, 0)
-        shift = total_weight.masked_fill(total_weight == -torch.inf, 0)
-        merged = (torch.exp(partial_lse - shift)[..., None] * partials.out[of_request]).sum(0)
-        out[request] = merged if sink is None else with_sink(merged, total_weight, sink)
-        lse[request] = total_weight

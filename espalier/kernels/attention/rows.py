@@ -2,74 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import require_bits
-from espalier.kernels.attention.kv_splits import KVSplits
-from espalier.kernels.attention.merge_splits import PartialResults
 from espalier.kernels.attention.work_items import CHAIN, NO_STAGED, TREE
+from espalier.kernels.ops.attention import Inputs, PartialResults
 from espalier.kernels.runtime.launch import chip, require
 from espalier.kernels.runtime.pdl import pdl_arguments
-from espalier.kernels.state.kv_scales import KVScales, require_rows
+from espalier.kernels.state.kv_scales import require_rows
 
 LOG2_E = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Committed:
-    """Committed rows in pages.  k, v: [rows, kv_heads, size], row = page * page_size + offset; page_table: [B, T]
-    int32; length: [B] int64; rows below `first` do not exist.  scales: if k and v are FP8; staged rows are too."""
-
-    k: Tensor
-    v: Tensor
-    page_table: Tensor
-    length: Tensor
-    page_size: int
-    first: int = 0
-    scales: KVScales | None = None
-
-
-@dataclass(frozen=True)
-class Staged:
-    """Staged rows.  k, v: [B, R, kv_heads, size]; row_positions: [B, R] int64; ancestor_bits: [B, Q, W] int64, the rows
-    that each query sees, or None for a chain of consecutive positions."""
-
-    k: Tensor
-    v: Tensor
-    row_positions: Tensor
-    ancestor_bits: Tensor | None
-
-
-class Inputs(NamedTuple):
-    """What one launch of an attention kernel attends with, and to what.
-
-    q: [B, Q, heads, k_size]; positions: [B, Q] int64; splits: of committed.length and this window; scale: of scores.
-    staged: None for committed rows alone.  sink: [heads], one extra logit per head, without a value.
-    """
-
-    q: Tensor
-    committed: Committed
-    staged: Staged | None
-    positions: Tensor
-    splits: KVSplits
-    scale: float
-    window: int | None = None
-    sink: Tensor | None = None
-
-    @property
-    def v_size(self) -> int:
-        return self.committed.v.shape[2]
-
-    def buffers(self) -> tuple[Tensor, Tensor]:
-        """out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, for a kernel to write."""
-        rows = self.q.shape[:3]
-        out = torch.empty(*rows, self.v_size, dtype=self.q.dtype, device=self.q.device)
-        return out, torch.empty(*rows, dtype=torch.float32, device=self.q.device)
 
 
 def check_shapes(name: str, inputs: Inputs, kv_heads: int) -> None:

@@ -7,39 +7,25 @@ writes its result directly.  The other requests write partial results, which ker
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import seen_rows
 from espalier.kernels.attention.attention_blocks import (
     Constants,
     Tiles,
-    _over_committed,
-    _over_staged,
-    _rows,
-    _times_scale,
-    _write_work_item,
+    load_rows,
+    over_committed,
+    over_staged,
+    times_scale,
+    write_work_item,
 )
-from espalier.kernels.attention.hopper import DTYPES as HOPPER_DTYPES
-from espalier.kernels.attention.hopper import (
-    HEAD_SIZES,
-    WARPGROUP_QUERIES,
-    HopperConfig,
-    _hopper_attention_kernel,
-    choose_hopper_config,
-    copies_by_tma,
-    hopper_constants,
-    needs_counting,
-    tma_arguments,
-)
-from espalier.kernels.attention.kv_splits import PROGRAMS
-from espalier.kernels.attention.masked_attention import masked_attention, with_sink
-from espalier.kernels.attention.merge_splits import PartialResults, merge_splits_triton
-from espalier.kernels.attention.rows import Inputs, Staged, check_shapes, shared_arguments, strides
-from espalier.kernels.attention.triton_config import TritonConfig, choose_config
+from espalier.kernels.attention.choose import choose, fits_hopper
+from espalier.kernels.attention.rows import check_shapes, shared_arguments, strides
+from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.attention.work_items import (
     let_merge_start,
     load_split,
@@ -49,16 +35,11 @@ from espalier.kernels.attention.work_items import (
     wait_and_count_splits,
     work_item_of,
 )
-from espalier.kernels.runtime.launch import Kernel, chip, kernel, power_of_two, require, unspecialised
-from espalier.kernels.runtime.tma import aligned_for_copies
-from espalier.kernels.state.page_rows import page_rows
-from espalier.layout import next_bucket
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_SIZE = 256
+from espalier.kernels.hopper.attention import hopper_attention_kernel, hopper_constants, tma_arguments
+from espalier.kernels.hopper.config import HEAD_SIZES, HopperConfig
+from espalier.kernels.ops.attention import DTYPES, MAX_HEAD_SIZE, Inputs, PartialResults, Staged, merge_splits
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 
 
 @kernel
@@ -68,7 +49,7 @@ def _queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr, BLOC
     To float16 one instruction converts two FP8 values, to bfloat16 it takes four (docs/design.md).  What float16 cannot
     hold becomes NaN, so that the request fails: infinite scores below zero would look like rows that are not seen.
     """
-    q = _rows(q_ptr, offsets, exists, True, SIZE, BLOCK)
+    q = load_rows(q_ptr, offsets, exists, True, SIZE, BLOCK)
     if FP8 and q.dtype == tl.bfloat16:
         values = q.to(tl.float32)
         q = tl.where(tl.abs(values) <= 65504.0, values, float("nan")).to(tl.float16)
@@ -77,8 +58,7 @@ def _queries(q_ptr, offsets, exists, FP8: tl.constexpr, SIZE: tl.constexpr, BLOC
 
 # Arguments are grouped by meaning; one argument per line would hide the groups.
 # fmt: off
-@unspecialised("batch")
-@kernel
+@kernel(do_not_specialize=["batch"])
 def _tree_attention_kernel(
     q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
     table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
@@ -121,11 +101,11 @@ def _tree_attention_kernel(
                 at_query = position_ptr + request * position_b + query.to(tl.int64) * position_q
                 position = tl.load(at_query, mask=query_exists, other=0x7FFFFFFF).to(tl.int32)
                 begin = tl.maximum(begin, (tl.min(position, 0) - WINDOW + 1) // BLOCK_N * BLOCK_N)
-            score_scale = _times_scale(scale, k_scale_ptr, head)
+            score_scale = times_scale(scale, k_scale_ptr, head)
             max_score, sum_weights = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
             out = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
             tiles = Tiles(k_ptr + head * k_h, k_row, v_ptr + head * v_h, v_row)
-            max_score, sum_weights, out = _over_committed(
+            max_score, sum_weights, out = over_committed(
                 q, position, table_ptr + request * table_b, tiles, begin, end, first,
                 score_scale, max_score, sum_weights, out, CONSTANTS,
             )
@@ -136,13 +116,13 @@ def _tree_attention_kernel(
                     staged_k_ptr + request * staged_k_b + head * staged_k_h, staged_k_r,
                     staged_v_ptr + request * staged_v_b + head * staged_v_h, staged_v_r,
                 )
-                max_score, sum_weights, out = _over_staged(
+                max_score, sum_weights, out = over_staged(
                     q, None, query, query_exists, position, staged,
                     row_position_ptr + request * row_position_b, row_position_r, bits_ptr + request * bits_b, bits_q,
                     low, high, rows, score_scale, max_score, sum_weights, out, CONSTANTS,
                 )
             let_merge_start(base, num_work_items, DEPENDENT)
-            _write_work_item(
+            write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr), split, request, count, queries, query,
                 query_exists, q_head, v_scale_ptr, head, score_scale, max_score, sum_weights, out,
                 q.dtype, KV_HEADS * GROUP_SIZE, SINK, V_SIZE, BLOCK_V,
@@ -150,21 +130,12 @@ def _tree_attention_kernel(
 # fmt: on
 
 
-def tree_attention_triton(
+def tree_attention(
     inputs: Inputs,
     partials: PartialResults | None = None,
     config: TritonConfig | HopperConfig | None = None,
     contiguous: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries over committed and staged rows.
-
-    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, natural log, of the rows without the
-    sink.  A query that sees no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
-
-    partials: a buffer to reuse (`PartialResults.of`).  config: overrides the launch configuration, for tests and
-    benchmarks.  contiguous: counts of kernels/attention/contiguous_blocks.py for these splits; without them the result
-    is the same, but slower.
-    """
     inputs = _checked(inputs)
     q, splits, sink = inputs.q, inputs.splits, inputs.sink
     if contiguous is not None:
@@ -177,9 +148,9 @@ def tree_attention_triton(
     if partials is None:
         partials = PartialResults.of(splits, *out.shape[1:])
     if config is None:
-        config = _choose(inputs)
+        config = choose(inputs)
     elif isinstance(config, HopperConfig) and not (
-        _fits_hopper(inputs) and (inputs.committed.scales is not None) == (config.raw_stages > 0)
+        fits_hopper(inputs) and (inputs.committed.scales is not None) == (config.raw_stages > 0)
     ):
         raise EspalierError(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
@@ -187,41 +158,8 @@ def tree_attention_triton(
         )
     _launch(inputs, partials, config, contiguous, out, lse)
     if splits.policy.max_splits > 1:
-        merge_splits_triton(partials, splits, out, lse, sink)
+        merge_splits.triton(partials, splits, out, lse, sink)
     return out, lse
-
-
-def uses_contiguous_blocks(inputs: Inputs) -> bool:
-    """Whether tree_attention_triton is faster with `contiguous`."""
-    if not needs_counting(inputs.committed.page_size, inputs.window or 0):
-        return False
-    config = _choose(inputs)
-    return isinstance(config, HopperConfig) and copies_by_tma(config)
-
-
-def _choose(inputs: Inputs) -> TritonConfig | HopperConfig:
-    """The launch configuration.  The Hopper kernel and the Triton kernel give the same bits."""
-    q, committed, staged, _, splits = inputs[:5]
-    (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
-    packed_queries, fp8 = queries * heads // kv_heads, committed.scales is not None
-    if _fits_hopper(inputs):
-        work_items = splits.table.shape[0] * kv_heads * -(-packed_queries // (2 * WARPGROUP_QUERIES))
-        config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, committed.page_size, fp8)
-        if config is not None:
-            return config
-    rows = queries if staged is None else staged.k.shape[1]
-    # By the bucket, as the policy: a padded graph and an eager launch have the same blocks, and so the same bits.
-    one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= PROGRAMS
-    return choose_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
-
-
-def _fits_hopper(inputs: Inputs) -> bool:
-    """Whether the Hopper kernel takes these types, sizes and strides."""
-    q, committed, staged = inputs[:3]
-    sizes = (q.shape[3], inputs.v_size)
-    read = [q, committed.k, committed.v, *(() if staged is None else (staged.k, staged.v))]
-    fits = q.dtype in HOPPER_DTYPES and sizes[0] == sizes[1] in HEAD_SIZES and all(map(aligned_for_copies, read))
-    return fits and (staged is None or staged.k.shape[1] > 0)
 
 
 def _launch(
@@ -238,10 +176,10 @@ def _launch(
     num_tiles = -(-queries * (heads // kv_heads) // config.block_m)
     # Without staged rows the kernel gets other pointers, which it does not read.
     new = Staged(q, q, positions, None) if staged is None else staged
-    attention_kernel: Kernel
+    attention_kernel: Any
     if isinstance(config, HopperConfig):
         same_strides = committed.k.stride(0) == committed.v.stride(0)
-        attention_kernel, constants = _hopper_attention_kernel, hopper_constants(config, k_size, same_strides)
+        attention_kernel, constants = hopper_attention_kernel, hopper_constants(config, k_size, same_strides)
         constants |= tma_arguments(config, committed.k, committed.v, committed.page_size, window, contiguous)
     else:
         attention_kernel, constants = _tree_attention_kernel, _constants(config, k_size, v_size, q.dtype)
@@ -298,23 +236,3 @@ def _checked(inputs: Inputs) -> Inputs:
         )
     check_shapes("tree attention", inputs, kv_heads)
     return inputs if q.stride(3) == 1 else inputs._replace(q=q.contiguous())
-
-
-def tree_attention_reference(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """In plain torch: one masked attention over all rows.  Rows that do not exist are read as zeros."""
-    q, committed, staged, positions, _, scale, window, sink = inputs
-    batch, queries = positions.shape
-    row_positions = torch.arange(committed.page_table.shape[1] * committed.page_size, device=q.device).expand(batch, -1)
-    exists = (row_positions >= committed.first) & (row_positions < committed.length[:, None])
-    row = page_rows(committed.page_table, row_positions, committed.page_size, exists)
-    k, v = (torch.where(exists[..., None, None], buffer[row], 0) for buffer in (committed.k, committed.v))
-    seen = exists[:, None].expand(-1, queries, -1)
-    if staged is not None:
-        seen_staged = seen_rows(staged.ancestor_bits, positions, staged.row_positions, None)
-        seen = torch.cat((seen, seen_staged), 2)
-        k, v = torch.cat((k, staged.k), 1), torch.cat((v, staged.v), 1)
-        row_positions = torch.cat((row_positions, staged.row_positions), 1)
-    if window is not None:
-        seen = seen & (positions[:, :, None] - row_positions[:, None, :] < window)
-    out, lse = masked_attention(q, k, v, seen, scale, committed.scales)
-    return out if sink is None else with_sink(out, lse, sink), lse

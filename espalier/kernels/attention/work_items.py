@@ -7,13 +7,12 @@ scalar code, shared by the Triton and the Gluon kernel.  The programs of a persi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from espalier.kernels.runtime.launch import kernel
+import triton.language as tl
+
+from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.pdl import pdl_trigger, pdl_wait
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Values of a kernel's STAGED: no staged rows; a chain; a tree, with ancestor bits.
 NO_STAGED, CHAIN, TREE = 0, 1, 2

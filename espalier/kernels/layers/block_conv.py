@@ -14,38 +14,25 @@ and rounded once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
-from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.ops.block_conv import block_conv as contract
+from espalier.kernels.ops.block_conv import require_block_conv
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Of a program: rows (the fewest that tensor cores take), groups, and columns of a step of the product.
 ROWS, GROUPS, COLUMNS = 16, 8, 128
 
 
 def block_conv(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """(the convolved rows [N, H], the coefficients of the output's convolution [N, T, G]) in x's dtype.
-
-    x: [N, H], normed rows of blocks of `width` rows; weight: [2 · T · G, H], T taps and G groups, the input's half
-    first; base: [T, H].  Raises EspalierError if sizes do not agree.
-    """
-    _require(x, weight, base, width)
-    # Triton has no product in float64.
-    by_kernel = x.is_cuda and x.dtype != torch.float64
-    return (block_conv_triton if by_kernel else block_conv_reference)(x, weight, base, width)
-
-
-def block_conv_triton(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """x is not float64."""
-    taps, groups = _require(x, weight, base, width)
+    if x.dtype == torch.float64:
+        # Triton has no product in float64.
+        return contract.reference(x, weight, base, width)
+    taps, groups = require_block_conv(x, weight, base, width)
     x = x.contiguous()
     (rows, size), group = x.shape, x.shape[1] // groups
     out, coefficients = torch.empty_like(x), x.new_empty(rows, taps, groups)
@@ -65,40 +52,6 @@ def block_conv_triton(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tu
             **pdl_arguments(chip(x)),
         )
     return out, coefficients
-
-
-def block_conv_reference(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    taps, groups = _require(x, weight, base, width)
-    delta = F.linear(x, weight).view(len(x), 2, taps, groups)
-    return convolved(x, delta[:, 0], base, width), delta[:, 1]
-
-
-def convolved(x: Tensor, delta: Tensor, base: Tensor, width: int) -> Tensor:
-    """x [N, H], rows of blocks of `width` rows, convolved with base [T, H] + delta [N, T, G] of its channel's group."""
-    exact = torch.promote_types(x.dtype, torch.float32)
-    group = x.shape[1] // delta.shape[2]
-    coefficients = base.to(exact) + delta.to(exact).repeat_interleave(group, 2)
-    blocks = x.to(exact).unflatten(0, (-1, width))
-    total = torch.zeros_like(blocks)
-    for tap in range(base.shape[0]):
-        behind = F.pad(blocks, (0, 0, tap, 0))[:, :width]
-        total += behind * coefficients[:, tap].unflatten(0, (-1, width))
-    return total.flatten(0, 1).to(x.dtype)
-
-
-def _require(x: Tensor, weight: Tensor, base: Tensor, width: int) -> tuple[int, int]:
-    """(taps, groups), after a check of the sizes."""
-    taps, size = base.shape
-    groups = weight.shape[0] // (2 * taps)
-    require("block_conv: x", x, (-1, size), None, x)
-    require("block_conv: weight", weight, (2 * taps * groups, size), x.dtype, x)
-    require("block_conv: base", base, (taps, size), x.dtype, x)
-    if not groups or size % groups or width < 1 or len(x) % width:
-        raise EspalierError(
-            f"block_conv: {size} channels in {groups} groups, and {len(x)} rows in blocks of {width}, do not divide: "
-            "allocate and launch from the same layout"
-        )
-    return taps, groups
 
 
 @kernel

@@ -9,36 +9,18 @@ rounded before the addition.  From there on as kernels/layers/norm.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.block_conv import convolved
-from espalier.kernels.layers.linear import load_sum, sum_parts_reference
-from espalier.kernels.layers.norm import add_rms_norm_reference
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.layers.linear import load_sum
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 def block_conv_norm(
-    delta: Tensor, coefficients: Tensor, base: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
-) -> tuple[Tensor, Tensor]:
-    """(sum, norm) with sum = residual + conv(delta), each [N, H] in residual's dtype.
-
-    delta: [N, H] in residual's dtype, or partial sums [parts, N, H] in float32 at least, rows of blocks of `width`;
-    coefficients: [N, T, G], from block_conv; base: [T, H]; weight: [H], of the norm.
-    Raises EspalierError if sizes do not agree.
-    """
-    implementation = block_conv_norm_triton if residual.is_cuda else block_conv_norm_reference
-    return implementation(delta, coefficients, base, residual, weight, eps, width)
-
-
-def block_conv_norm_triton(
     delta: Tensor, coefficients: Tensor, base: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
 ) -> tuple[Tensor, Tensor]:
     rows, size = residual.shape
@@ -72,14 +54,6 @@ def block_conv_norm_triton(
             **pdl_arguments(chip(residual)),
         )
     return total, out
-
-
-def block_conv_norm_reference(
-    delta: Tensor, coefficients: Tensor, base: Tensor, residual: Tensor, weight: Tensor, eps: float, width: int
-) -> tuple[Tensor, Tensor]:
-    if delta.ndim == 3:
-        delta = sum_parts_reference(delta, residual.dtype)
-    return add_rms_norm_reference(convolved(delta, coefficients, base, width), residual, weight, eps)
 
 
 @kernel

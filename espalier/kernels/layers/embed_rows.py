@@ -6,73 +6,18 @@ program looks up a row's embedding, cos and sin; for a draft model, a second one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.norm import rms_norm_reference
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.ops.embedding import DraftHidden, EmbeddedRows, EmbeddingTables
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-
-@dataclass(frozen=True)
-class EmbeddingTables:
-    """A model's tables: embed [V, H] by token; cos, sin [P, rotary] by position, float32 (float64 for float64)."""
-
-    embed: Tensor
-    cos: Tensor
-    sin: Tensor
-
-
-@dataclass(frozen=True)
-class DraftHidden:
-    """The hidden states that a draft model's rows take in.  hidden: [B, R, H].
-
-    parents: [B, Q] int64, the row of `hidden` for each input row; None: R is Q, and input row q takes hidden row q.
-    embed_norm, hidden_norm: [H], weights of RMS norms, each with its eps.
-    normed_residual: whether the residual stream starts with the normed hidden state.
-    """
-
-    hidden: Tensor
-    parents: Tensor | None
-    embed_norm: Tensor
-    embed_eps: float
-    hidden_norm: Tensor
-    hidden_eps: float
-    normed_residual: bool
-
-
-class EmbeddedRows(NamedTuple):
-    """N = B · Q rows.  x: [N, H], or [N, 2 · H] with hidden states; residual: [N, H], the start of the residual stream;
-    cos, sin: [N, rotary]; live: [N] bool, whether the token is at least 0."""
-
-    x: Tensor
-    residual: Tensor
-    cos: Tensor
-    sin: Tensor
-    live: Tensor
 
 
 def embed_rows(
-    tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
-) -> EmbeddedRows:
-    """The input rows for tokens, positions [B, Q] int64, of any strides.
-
-    A token below 0 (a void node) is replaced by its request's first token, or by 0 if that is void too.
-    draft: None for a target model.
-    Raises EspalierError if sizes do not agree.  Exact, except for the norms: see kernels/layers/norm.py.
-    """
-    implementation = embed_rows_triton if tokens.is_cuda else embed_rows_reference
-    return implementation(tokens, positions, tables, draft)
-
-
-def embed_rows_triton(
     tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
 ) -> EmbeddedRows:
     batch, queries = tokens.shape
@@ -130,24 +75,6 @@ def _check(tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: Dr
         dense += [draft.embed_norm, draft.hidden_norm]
     if any(not table.is_contiguous() for table in dense) or (draft is not None and draft.hidden.stride(2) != 1):
         raise EspalierError("embed_rows: tables and norms must be contiguous, and hidden in its last dimension")
-
-
-def embed_rows_reference(
-    tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
-) -> EmbeddedRows:
-    live = (tokens >= 0).flatten()
-    tokens = torch.where(tokens < 0, tokens[:, :1], tokens).clamp_(min=0).flatten()
-    cos, sin = (table.index_select(0, positions.flatten()) for table in (tables.cos, tables.sin))
-    x = torch.nn.functional.embedding(tokens, tables.embed)
-    if draft is None:
-        return EmbeddedRows(x, x, cos, sin, live)
-    hidden = draft.hidden
-    if draft.parents is not None:
-        hidden = hidden.gather(1, draft.parents[..., None].expand(-1, -1, hidden.shape[2]))
-    hidden = hidden.flatten(0, 1)
-    normed = rms_norm_reference(hidden, draft.hidden_norm, draft.hidden_eps)
-    x = torch.cat((rms_norm_reference(x, draft.embed_norm, draft.embed_eps), normed), 1)
-    return EmbeddedRows(x, normed if draft.normed_residual else hidden, cos, sin, live)
 
 
 @kernel

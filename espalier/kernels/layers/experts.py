@@ -8,7 +8,7 @@ differ, so for a single row each pair is a tile, and nothing is sorted.  `_down_
 while `_gated_kernel` runs.
 
 For few rows the tiles of shared experts run in the same two launches (experts_shared.py).  On Hopper, few pairs of
-experts in 4 bits have kernels of their own in the place of these two (hopper_experts.py), with the same bits.
+experts in 4 bits have kernels of their own in the place of these two (hopper/experts.py), with the same bits.
 
 The K results of a row are not summed here.  The next norm adds them in float32, in order of choice and then the shared
 experts' pieces in order of their columns: the same order in every batch.  Below, the place of a pair is its index in
@@ -17,21 +17,20 @@ the sorted order; without a sort, it is the pair itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.activation import SILU, Activation, apply_activation, apply_activation_reference
+from espalier.kernels.hopper.experts import is_hopper_experts, launch_down, launch_gated
+from espalier.kernels.layers.activation import apply_activation
 from espalier.kernels.layers.experts_dense import dense_gate_up, dense_product
 from espalier.kernels.layers.experts_plan import ExpertsPlan, ExpertsShape, ProductPlan
 from espalier.kernels.layers.experts_quantised import launch_options
 from espalier.kernels.layers.experts_shared import (
     PREFETCHED_STEPS,
-    SharedExperts,
     prefetch_piece,
     require_shared,
     rows_of_tile,
@@ -39,8 +38,8 @@ from espalier.kernels.layers.experts_shared import (
 )
 from espalier.kernels.layers.experts_tiles import Tiles, tiles_of
 from espalier.kernels.layers.experts_tuning import plan_for
-from espalier.kernels.layers.hopper_experts import is_hopper_experts, launch_down, launch_gated
-from espalier.kernels.layers.linear import block_rows, gate_and_up, weight_rows
+from espalier.kernels.layers.linear import gate_and_up, weight_rows
+from espalier.kernels.layers.linear_plans import block_rows
 from espalier.kernels.layers.linear_quantised import (
     FEWEST_LINES_AHEAD,
     kernel_codes,
@@ -48,54 +47,15 @@ from espalier.kernels.layers.linear_quantised import (
     stored,
     tile_options,
 )
-from espalier.kernels.layers.quantised import QuantisedMatrix, RoundedRows, Rows, linear_quantised_reference
+from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.layers.quantised_tile import prefetch_codes, quantised_dot
-from espalier.kernels.layers.silu import require_gated
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, require
+from espalier.kernels.ops.activation import SILU, Activation, require_gated
+from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, SharedExperts
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait, prefetch
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Experts [E, out, in].
-ExpertMatrix = Tensor | QuantisedMatrix
-
-
-@dataclass(frozen=True)
-class ExpertBiases:
-    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate over up.  down: [E, H]."""
-
-    gate_up: Tensor
-    down: Tensor
-
-
-def grouped_experts(
-    x: Rows,
-    gate_up: ExpertMatrix,
-    down: ExpertMatrix,
-    ids: Tensor,
-    weights: Tensor,
-    live: Tensor | None = None,
-    biases: ExpertBiases | None = None,
-    activation: Activation = SILU,
-    extra: int = 0,
-    shared: SharedExperts | None = None,
-) -> Tensor:
-    """The weighted results of each row's experts, in order of choice: parts [K + S + extra, N, H].
-
-    x: [N, H]; RoundedRows must be rounded as gate_up asks.  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].
-    ids: [N, K] int64, different experts for a row.
-    weights: [N, K], float32 (float64 for float64); parts have its dtype.  The bias of `down` is weighted too.
-    live: [N] bool; other rows go to no expert, and their parts are 0; None: all rows are live.
-    extra: the number of further parts at the end.  They are allocated here, and the caller writes them.
-    shared: of S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of its pieces are the parts
-    behind the first K, of rows that are not live too; its activation is SILU, as that of the others must be.
-    """
-    rest = (gate_up, down, ids, weights, live, biases, activation, extra, shared)
-    if isinstance(x, RoundedRows) or x.is_cuda:
-        return grouped_experts_triton(x, *rest)
-    return grouped_experts_reference(x, *rest)
 
 
 @kernel
@@ -104,9 +64,9 @@ def _gated_kernel(
     order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, live_ptr, out_ptr,
     num_out, num_in, x_stride, num_rows, top_k, num_experts,
     CODE: tl.constexpr, GROUP: tl.constexpr, ROW_BLOCK: tl.constexpr, INPUT_GROUP: tl.constexpr,
-    ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
-    SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr,
-    EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
+    KIND: tl.constexpr, ALPHA: tl.constexpr, UP_OFFSET: tl.constexpr, LIMIT: tl.constexpr, SHARED: tl.constexpr,
+    AHEAD: tl.constexpr, SORTED: tl.constexpr, LIVE: tl.constexpr, ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr, EVEN_IN: tl.constexpr, EXACT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the activations of all pairs and pieces, in order of place, to out [(K + SHARED) · N, num_out].
 
@@ -161,7 +121,7 @@ def _gated_kernel(
     # Rounded before the activation, as the output of a linear layer is.
     out_type = out_ptr.dtype.element_ty
     gate, up = gate.to(out_type).to(EXACT), up.to(out_type).to(EXACT)
-    out = apply_activation(gate, up, ALPHA, UP_OFFSET, LIMIT).to(out_type)
+    out = apply_activation(gate, up, KIND, ALPHA, UP_OFFSET, LIMIT).to(out_type)
     out_ptrs = out_ptr + place.to(tl.int64)[:, None] * num_out + column[None, :]
     tl.store(out_ptrs, tl.trans(out), mask=inside[:, None] & (column[None, :] < num_out))
 
@@ -229,7 +189,7 @@ def _down_kernel(
     tl.store(out_ptrs, tl.trans(acc), mask=inside[:, None] & (column[None, :] < num_out))
 
 
-def grouped_experts_triton(
+def grouped_experts(
     x: Rows,
     gate_up: ExpertMatrix,
     down: ExpertMatrix,
@@ -240,13 +200,11 @@ def grouped_experts_triton(
     activation: Activation = SILU,
     extra: int = 0,
     shared: SharedExperts | None = None,
-    *,
     plan: ExpertsPlan | None = None,
 ) -> Tensor:
     """x's dtype is bfloat16, float16, float32 (IEEE products) or float64; weights and biases are contiguous.
 
-    plan: None: the plan that experts_tuning.py chooses.  With the same plan, the bits of a row depend neither on the
-    other rows nor on their number.
+    With the same plan, the bits of a row depend neither on the other rows nor on their number.
     Raises EspalierError on other shapes, dtypes or strides.
     """
     num_rows, hidden = stored(x).shape
@@ -255,7 +213,7 @@ def grouped_experts_triton(
     num_experts, inner, top_k = gate_up.shape[0], down.shape[2], ids.shape[1]
     if shared is not None:
         require_shared(
-            shared, stored(x), inner, is_plain=isinstance(gate_up, Tensor) and biases is None and activation == SILU
+            shared, stored(x), inner, is_plain=isinstance(gate_up, Tensor) and biases is None and activation.is_silu
         )
     if weights.numel() * hidden == 0:
         pieces = 0 if shared is None else shared.pieces(inner)
@@ -292,10 +250,7 @@ def gated_triton(
         *(*operands, bias, None if shared is None else shared.gate_up, *tiles.pointers),
         *(out, inner, hidden, operands[0].stride(0), num_rows, top_k, num_experts),
         **constants,
-        # constexpr: as run-time arguments they would be rounded to float32.
-        ALPHA=activation.alpha,
-        UP_OFFSET=activation.up_offset,
-        LIMIT=activation.limit,
+        **activation.constants,
         AHEAD=PREFETCHED_STEPS * max(plan.block_in, 64),
         **_options(x, gate_up, tiles, plan, 2, pieces, grid),
     )
@@ -399,42 +354,3 @@ def _require(
             f"grouped_experts: the Triton kernel takes contiguous experts of a floating-point dtype of 2 to 8 bytes, "
             f"but got {x.dtype} with strides {[tensor.stride() for tensor in contiguous]}: use the reference"
         )
-
-
-def grouped_experts_reference(
-    x: Tensor,
-    gate_up: ExpertMatrix,
-    down: ExpertMatrix,
-    ids: Tensor,
-    weights: Tensor,
-    live: Tensor | None = None,
-    biases: ExpertBiases | None = None,
-    activation: Activation = SILU,
-    extra: int = 0,
-    shared: SharedExperts | None = None,
-) -> Tensor:
-    """A loop over the experts that have rows.  It reads their number on the host."""
-    top_k, inner = ids.shape[1], down.shape[2]
-    gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
-    pieces = 0 if shared is None else shared.pieces(inner)
-    parts = x.new_zeros(top_k + pieces + extra, len(x), down.shape[1], dtype=weights.dtype)
-    if shared is not None:
-        gated = apply_activation_reference(F.linear(x, shared.gate_up), activation)
-        for piece, columns in enumerate(gated.split(inner, dim=1)):
-            parts[top_k + piece] = F.linear(columns, shared.down[:, piece * inner : (piece + 1) * inner])
-    if live is not None:
-        ids = ids.masked_fill(~live[:, None], len(gate_up))
-    counts = ids.flatten().bincount(minlength=len(gate_up) + 1).tolist()
-    pairs = ids.flatten().argsort(stable=True).split(counts)
-    for expert, own in enumerate(pairs[: len(gate_up)]):
-        if len(own):
-            rows, choices = own // top_k, own % top_k
-            gated = _product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
-            gated = apply_activation_reference(gated, activation)
-            result = _product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
-            parts[choices, rows] = result * weights[rows, choices, None]
-    return parts
-
-
-def _product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else linear_quantised_reference(x, weight, bias)

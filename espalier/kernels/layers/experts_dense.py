@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import triton.language as tl
 
-from espalier.kernels.runtime.launch import kernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from espalier.kernels.runtime.jit import kernel
 
 
 @kernel

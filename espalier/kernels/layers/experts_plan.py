@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from espalier.kernels.layers.linear import MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY, block_rows
+from espalier.kernels.layers.linear_plans import MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY, block_rows
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
 MAX_TILE_ROWS = 128

@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from espalier.kernels.layers.experts_plan import MIN_STAGES, ExpertsPlan, ExpertsShape, ProductPlan
-from espalier.kernels.layers.linear import RESERVED_SHARED_MEMORY, TritonPlan, block_rows
-from espalier.kernels.layers.linear_quantised import (
+from espalier.kernels.layers.linear_plans import RESERVED_SHARED_MEMORY, TritonPlan, block_rows
+from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised_plans import (
     STREAMED_ROWS,
+    SUM_COLUMNS,
     fp8_rule,
     max_block_in,
     nibble_rule,
     stage_bytes,
 )
-from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.layers.quantised_tile import SUM_COLUMNS
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
 # Registers of a multiprocessor; the most and the fewest of a thread.  With fewer, values would spill to memory.

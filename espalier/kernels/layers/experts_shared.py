@@ -9,41 +9,18 @@ More rows fill the chip anyway, and a dense product reads a weight once for all 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_tiles import expert_of_tile, pairs_of_tile
-from espalier.kernels.layers.linear import MIN_BLOCK_ROWS
-from espalier.kernels.runtime.launch import kernel, require
+from espalier.kernels.ops.experts import MAX_SHARED_ROWS, SharedExperts
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import require
 from espalier.kernels.runtime.pdl import prefetch
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-# All rows of a piece are one tile.  Linear layers have one plan for these rows too, so the bits of a row change where
-# theirs do.
-MAX_SHARED_ROWS = MIN_BLOCK_ROWS
 # Steps of its loop whose weights a tile prefetches.  More would take bandwidth from the kernels before.
 PREFETCHED_STEPS = 1
-
-
-@dataclass(frozen=True)
-class SharedExperts:
-    """An MLP that every row takes, with weight 1: gate_up [2 · S · I, H], gate over up, and down [H, S · I].
-
-    I is the width of a routed expert.  Piece p is rows p · I .. (p + 1) · I of gate and of up, and those columns of
-    down.  Both have x's dtype and are contiguous.
-    """
-
-    gate_up: Tensor
-    down: Tensor
-
-    def pieces(self, inner: int) -> int:
-        """S, for routed experts of width `inner`."""
-        return self.down.shape[1] // inner
 
 
 def require_shared(shared: SharedExperts, x: Tensor, inner: int, is_plain: bool) -> None:

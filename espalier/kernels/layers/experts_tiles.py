@@ -6,16 +6,14 @@ The programs of experts.py take a tile each.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require, unspecialised
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Pairs that a sorting program reads per step.  It reads all pairs, so it has up to 1024 threads, the most of a program.
 MAX_SORT_BLOCK = 8192
@@ -37,8 +35,7 @@ def _experts_of(ids_ptr, live_ptr, pair, num_pairs, TOP_K: tl.constexpr, NUM_EXP
     return expert
 
 
-@unspecialised("num_tiles")
-@kernel
+@kernel(do_not_specialize=["num_tiles"])
 def _sort_pairs_kernel(
     ids_ptr, live_ptr, order_ptr, ends_ptr, tile_experts_ptr, tile_begins_ptr, num_pairs, num_tiles,
     TOP_K: tl.constexpr, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, ROWS: tl.constexpr, LIVE: tl.constexpr,

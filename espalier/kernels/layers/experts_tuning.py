@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.hopper.plans import FEW_ROWS, TILE, takes_format
 from espalier.kernels.layers.experts_plan import PAIRS_BUCKETS, ExpertsPlan, ExpertsShape, ProductPlan, rule
 from espalier.kernels.layers.experts_quantised import quantised_rule
-from espalier.kernels.layers.hopper_products import FEW_ROWS, TILE, takes_format
-from espalier.kernels.layers.linear import MIN_BLOCK_ROWS
+from espalier.kernels.layers.linear_plans import MIN_BLOCK_ROWS
 from espalier.kernels.layers.linear_tuning import (
     DTYPES,
     SHIPPED,

@@ -2,42 +2,27 @@
 (kernels/layers/latent.py).
 
 Grid: (blocks of outputs, heads).  A program multiplies BLOCK_OUT outputs of one head with all rows.  It loads its part
-of the matrix before it waits for the kernel before (PDL).  For few rows only: above MAX_ROWS, PyTorch's batched product
-is faster.
+of the matrix before it waits for the kernel before (PDL).  For few rows only: above MAX_HEAD_ROWS, PyTorch's batched
+product is faster.
 
 Tolerance: sums are in float32, in an order that other implementations do not share, and are rounded once.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import DTYPES, MIN_BLOCK_ROWS
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.layers.linear_plans import DTYPES
+from espalier.kernels.ops.rope import MAX_HEAD_INPUTS, MAX_HEAD_ROWS
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-# They are one tile of rows, so a row's bits do not depend on their number.
-MAX_ROWS = MIN_BLOCK_ROWS
-# Numbers of a matrix that a program holds in registers, and the most inputs.
-TILE, MAX_IN = 8192, 512
+# Numbers of a matrix that a program holds in registers.
+TILE = 8192
 NUM_WARPS = 4
-
-
-def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write x [N, heads, in] times each head's weight [heads, in, out] to `out` [N, heads, out]."""
-    (head_product_triton if takes(x) else head_product_reference)(x, weight, out)
-
-
-def takes(x: Tensor) -> bool:
-    """Whether the kernel is for rows like these."""
-    return x.is_cuda and 0 < len(x) <= MAX_ROWS and x.shape[2] <= MAX_IN and x.dtype in DTYPES
 
 
 @kernel
@@ -77,9 +62,9 @@ def _head_product_kernel(
     )  # fmt: skip
 
 
-def head_product_triton(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """1 to MAX_ROWS rows of bfloat16 or float16, at most MAX_IN inputs.  The weight may have any strides; x and out
-    need a contiguous last dimension.  Raises EspalierError on others."""
+def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """1 to MAX_HEAD_ROWS rows of bfloat16 or float16, at most MAX_HEAD_INPUTS inputs.  The weight may have any strides;
+    x and out need a contiguous last dimension.  Raises EspalierError on others."""
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
     num_blocks, sizes = require_head_product(x, weight, out)
     _head_product_kernel[num_blocks, heads](
@@ -93,15 +78,17 @@ def require_head_product(x: Tensor, weight: Tensor, out: Tensor) -> tuple[int, d
     (rows, heads, num_in), num_out = x.shape, weight.shape[2]
     require("head_product: weight", weight, (heads, num_in, num_out), x.dtype, x)
     require("head_product: out", out, (rows, heads, num_out), x.dtype, x)
-    if not 0 < rows <= MAX_ROWS or num_in > MAX_IN or x.dtype not in DTYPES or x.stride(2) != 1 or out.stride(2) != 1:
+    if (
+        not 0 < rows <= MAX_HEAD_ROWS
+        or num_in > MAX_HEAD_INPUTS
+        or x.dtype not in DTYPES
+        or x.stride(2) != 1
+        or out.stride(2) != 1
+    ):
         raise EspalierError(
-            f"head_product: the Triton kernel takes 1 to {MAX_ROWS} rows of at most {MAX_IN} contiguous inputs in "
-            f"bfloat16 or float16, but got {list(x.shape)} in {x.dtype}: use the reference"
+            f"head_product: the Triton kernel takes 1 to {MAX_HEAD_ROWS} rows of at most {MAX_HEAD_INPUTS} contiguous "
+            f"inputs in bfloat16 or float16, but got {list(x.shape)} in {x.dtype}: use the reference"
         )
     block_in = max(power_of_two(num_in), 16)
     block_out = min(max(power_of_two(num_out), 16), TILE // block_in, 64)
-    return -(-num_out // block_out), {"BLOCK_ROWS": MAX_ROWS, "BLOCK_OUT": block_out, "BLOCK_IN": block_in}
-
-
-def head_product_reference(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+    return -(-num_out // block_out), {"BLOCK_ROWS": MAX_HEAD_ROWS, "BLOCK_OUT": block_out, "BLOCK_IN": block_in}

@@ -8,66 +8,28 @@ stores its latent, the others rotate queries.  For few rows the product of k_up 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.head_product import NUM_WARPS, head_product, multiply_head, require_head_product, takes
-from espalier.kernels.layers.norm import rms_norm_reference
+from espalier.kernels.layers.head_product import NUM_WARPS, multiply_head, require_head_product
 from espalier.kernels.layers.quantised import FP8_MAX
-from espalier.kernels.layers.rope import Rotation, rotate, write_rows
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.ops.rope import (
+    LatentForm,
+    Rotation,
+    require_latent,
+)
+from espalier.kernels.runtime.convert import rounded_values
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
-from espalier.kernels.state.kv_scales import KVScales, require_rows, rounded_values
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from espalier.kernels.state.kv_scales import KVScales, require_rows
 
 # Query heads of one program.
 HEADS_PER_PROGRAM = 16
-
-
-@dataclass(frozen=True)
-class LatentForm:
-    """The form of a layer's latent rows, whose last `rotary` values are rotated.
-
-    norm: [size - rotary], weight of the latent's RMS norm, or None; eps: of the norm.
-    interleaved: whether the input has the two values of a rotated pair side by side (2i and 2i + 1), as DeepSeek's
-    weights do, and not half a row apart (i and i + rotary / 2).  The result always has them half a row apart.
-    """
-
-    norm: Tensor | None = None
-    eps: float = 0.0
-    interleaved: bool = False
-
-
-def rotate_and_store_latent(
-    q_rope: Tensor,
-    q: Tensor,
-    latent: Tensor,
-    rotation: Rotation,
-    form: LatentForm,
-    rows: Tensor,
-    plane: Tensor,
-    scales: KVScales | None = None,
-) -> None:
-    """Rotate q_rope [N, heads, rotary], and store it as the last values of q [N, heads, ...].  Norm and rotate latent
-    [N, 1, size], and store it in rows [N] of plane [R, 1, size].
-
-    q_rope may be a view of q.  scales: of an FP8 plane.  Raises EspalierError if sizes do not agree.
-    """
-    rotary, size = rotation.cos.shape[1], plane.shape[2]
-    if q_rope.shape[2] != rotary or latent.shape[1:] != plane.shape[1:] or rotary % 2 or rotary > min(size, q.shape[2]):
-        raise EspalierError(
-            f"a latent layer needs one latent of {size} values per row, and queries with an even number of rotated "
-            f"values, but got latents {list(latent.shape)}, queries {list(q.shape)} with a rotated part "
-            f"{list(q_rope.shape)}, and cos and sin for {rotary} values"
-        )
-    implementation = rotate_and_store_latent_triton if q.is_cuda else rotate_and_store_latent_reference
-    implementation(q_rope, q, latent, rotation, form, rows, plane, scales)
 
 
 @kernel
@@ -203,7 +165,7 @@ def _write_latents_kernel(
         )  # fmt: skip
 
 
-def rotate_and_store_latent_triton(
+def rotate_and_store_latent(
     q_rope: Tensor,
     q: Tensor,
     latent: Tensor,
@@ -214,6 +176,7 @@ def rotate_and_store_latent_triton(
     scales: KVScales | None = None,
 ) -> None:
     """Tolerance: equal to the reference within one ulp of the dtype and a few of float32."""
+    require_latent(q_rope, q, latent, rotation, plane)
     arguments, constants, blocks = _rotation(q_rope, q, latent, rotation, form, rows, plane, scales)
     if len(q):
         _rotate_latent_kernel[len(q), blocks](*arguments, **constants, **pdl_arguments(chip(q)))
@@ -230,38 +193,14 @@ def write_latents(
     plane: Tensor,
     scales: KVScales | None = None,
 ) -> None:
-    """Write the queries q [N, heads, rank + rotary] of raw [N, heads, nope + rotary], and store the latents.
+    """q must not be a view of raw.
 
-    The first part of a query is its first part in raw times k_up [heads, nope, rank]; the rest is as in
-    rotate_and_store_latent.  Rows of the plane have rank + rotary values.  On a GPU this is one launch for few rows,
-    two for more.
+    The bits are those of the launchers of head_product and rotate_and_store_latent, and so are the errors.
     """
     nope, rank = k_up.shape[1:]
     x, q_rope = raw[..., :nope], raw[..., nope:]
-    if takes(x):
-        write_latents_triton(x, k_up, q_rope, q, latent, rotation, form, rows, plane, scales)
-    else:
-        head_product(x, k_up, q[..., :rank])
-        rotate_and_store_latent(q_rope, q, latent, rotation, form, rows, plane, scales)
-
-
-def write_latents_triton(
-    x: Tensor,
-    k_up: Tensor,
-    q_rope: Tensor,
-    q: Tensor,
-    latent: Tensor,
-    rotation: Rotation,
-    form: LatentForm,
-    rows: Tensor,
-    plane: Tensor,
-    scales: KVScales | None = None,
-) -> None:
-    """x, q_rope: the two parts of raw.  q must not be a view of raw.
-
-    The bits are those of head_product_triton and rotate_and_store_latent_triton, and so are the errors.
-    """
-    num_blocks, sizes = require_head_product(x, k_up, q[..., : k_up.shape[2]])
+    require_latent(q_rope, q, latent, rotation, plane)
+    num_blocks, sizes = require_head_product(x, k_up, q[..., :rank])
     arguments, constants, blocks = _rotation(q_rope, q, latent, rotation, form, rows, plane, scales)
     num_product = num_blocks * x.shape[1]
     _write_latents_kernel[(num_product + len(q) * blocks,)](
@@ -323,30 +262,3 @@ def _rotation(
         "num_warps": NUM_WARPS,
     }
     return arguments, constants, 1 + -(-heads // block_h)
-
-
-def rotate_and_store_latent_reference(
-    q_rope: Tensor,
-    q: Tensor,
-    latent: Tensor,
-    rotation: Rotation,
-    form: LatentForm,
-    rows: Tensor,
-    plane: Tensor,
-    scales: KVScales | None = None,
-) -> None:
-    rotary = rotation.cos.shape[1]
-    rank = latent.shape[2] - rotary
-    latent_part = latent[..., :rank]
-    if form.norm is not None:
-        latent_part = rms_norm_reference(latent_part, form.norm, form.eps)
-    row = torch.cat((latent_part, _rotated(latent[..., rank:], rotation, form)), -1)
-    write_rows((plane,), rows, (row,), scales)
-    q[..., q.shape[2] - rotary :] = _rotated(q_rope, rotation, form)
-
-
-def _rotated(values: Tensor, rotation: Rotation, form: LatentForm) -> Tensor:
-    """values [N, heads, rotary], rotated."""
-    if form.interleaved:
-        values = values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return rotate(values, *rotation)

@@ -9,7 +9,7 @@ Above about 100 rows PyTorch's GEMM library is faster.  For some shapes several 
 (`LibraryPlan`): a grid of 1.5 waves takes as long as a grid of 2.
 
 If one weight stacks gate over up, the epilogue also computes silu(gate) · up, without split-K (`linear_gated`).  So
-does the kernel of hopper_gated.py, for many rows.
+does the kernel of hopper/gated.py, for many rows.
 
 `espalier doctor --tune` measures which plan is fastest; kernels/layers/linear_tuning.py reads the result.  This file
 lists the plans worth measuring (`candidates`), and has a rule for shapes that nobody measured (`rule`).
@@ -24,159 +24,32 @@ result, plus in · 2⁻²⁴ times the sum of the products' magnitudes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.hopper_gated import fills_chip, hopper_gated, takes_gated
-from espalier.kernels.layers.silu import require_gated, silu_mul, silu_times
-from espalier.kernels.runtime.launch import Chip, chip, kernel, only_compiles, power_of_two, require
+from espalier.kernels.hopper.gated import fills_chip, hopper_gated, takes_gated
+from espalier.kernels.layers.activation import silu_times
+from espalier.kernels.layers.linear_plans import (
+    DTYPES,
+    MAX_ROWS,
+    LibraryPlan,
+    LinearPlan,
+    TritonPlan,
+    block_rows,
+    num_blocks,
+)
+from espalier.kernels.ops.activation import SILU, Activation, gated, require_gated
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import Chip, chip, only_compiles, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait, prefetch
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-DTYPES = (torch.bfloat16, torch.float16)
-MAX_ROWS = 256
-# Smallest tile of rows that tensor cores take.  1 to 16 rows are padded to it, so they are the same computation.
-MIN_BLOCK_ROWS = 16
 SUM_BLOCK = 1024
-
-# (max rows, the (block_out, block_in, warps) to measure up to that number): those within 2.5% of the best in a wider
-# search on an H200 (docs/log.md), and one that fits small GPUs.
-TILES = (
-    (32, ((32, 256, 4), (64, 64, 4), (64, 128, 4), (64, 256, 4), (128, 64, 4), (128, 128, 4))),
-    (64, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4))),
-    (128, ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8))),
-    (256, ((64, 64, 4), (128, 64, 8))),
-)
-STAGES = (2, 3, 4, 6, 8)
-SPLITS = (1, 2, 3, 4, 6, 8)
-# The library's plans are measured from this number of rows on; below it, its tiles are worse than ours.
-LIBRARY_MIN_ROWS = 65
-LIBRARY_PIECES = (2, 3, 4)
-LIBRARY_SPLITS = (2, 4)
-# Largest edge of the library's tiles.  A piece or split must be a multiple of it, so that no tile is partly empty.
-LIBRARY_TILE = 128
-# The most rows of `rule`.
-RULE_ROWS = 64
-# (most rows, block_in) where a program has a multiprocessor alone: faster from 17 rows on, on an H100.
-RULE_ALONE = ((32, 128), (64, 64))
-# The rule's tile, warps, most splits, and stages by the number of programs that share a multiprocessor: what most
-# shapes were measured to be fastest with, up to 16 rows on an H200.
-RULE_TILE, RULE_WARPS, RULE_SPLITS, RULE_STAGES = (64, 128), 4, 4, (6, 4, 3)
-# Bytes of shared memory that a program uses besides its tiles.
-RESERVED_SHARED_MEMORY = 1024
-
-
-@dataclass(frozen=True)
-class TritonPlan:
-    """Launch parameters of the Triton kernel.
-
-    block_out × block_in: a tile of the weight; splits: of `in` (split-K); warps: per program; stages: pipeline stages,
-    each holds one tile of the weight and one of x in shared memory.
-    """
-
-    block_out: int
-    block_in: int
-    splits: int
-    warps: int
-    stages: int
-
-    def shared_memory(self, rows: int) -> int:
-        """Bytes of shared memory that a program uses for `rows` rows."""
-        return self.stages * (self.block_out + block_rows(rows)) * self.block_in * 2 + RESERVED_SHARED_MEMORY
-
-
-@dataclass(frozen=True)
-class LibraryPlan:
-    """Several smaller products by PyTorch's library.  One of the two fields is 1.
-
-    pieces: groups of weight rows, one call for each.  splits: of `in` (split-K), all in one batched call, which returns
-    float32 partial sums.
-    """
-
-    pieces: int
-    splits: int
-
-
-LinearPlan = TritonPlan | LibraryPlan | None
-
-
-def block_rows(rows: int) -> int:
-    """The tile size along rows: rows padded to a power of two, at least MIN_BLOCK_ROWS."""
-    return max(power_of_two(rows), MIN_BLOCK_ROWS)
-
-
-def candidates(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan | LibraryPlan]:
-    """The plans worth measuring against F.linear."""
-    library = _library_plans(num_out, num_in) if rows >= LIBRARY_MIN_ROWS else []
-    return [*_triton_plans(rows, num_out, num_in, gpu), *library]
-
-
-def rule(rows: int, num_out: int, num_in: int, gpu: Chip) -> LinearPlan:
-    """The plan of a shape that was not measured, for a bucket of up to `rows` rows; None above RULE_ROWS.
-
-    It splits `in` as long as all programs run at once and each fills its pipeline.
-    """
-    if rows > RULE_ROWS:
-        return None
-    if rows > MIN_BLOCK_ROWS and _num_blocks(num_out, RULE_TILE[0]) <= gpu.processors:
-        return _alone(rows, num_out, num_in, gpu)
-    (block_out, block_in), least = RULE_TILE, TritonPlan(*RULE_TILE, 1, RULE_WARPS, min(RULE_STAGES))
-    together = max(min(gpu.shared_memory // least.shared_memory(rows), len(RULE_STAGES)), 1)
-    blocks, steps = _num_blocks(num_out, block_out), _num_blocks(num_in, block_in)
-    splits = max(min(RULE_SPLITS, together * gpu.processors // blocks, steps // least.stages), 1)
-    sharing = min(_num_blocks(blocks * splits, gpu.processors), together)
-    plan = replace(least, splits=splits, stages=RULE_STAGES[sharing - 1])
-    return plan if sharing * plan.shared_memory(rows) <= gpu.shared_memory else replace(least, splits=splits)
-
-
-def _alone(rows: int, num_out: int, num_in: int, gpu: Chip) -> TritonPlan:
-    """The rule's plan with at most one program on a multiprocessor, and as many stages as fit into it."""
-    block_out, block_in = RULE_TILE[0], next(block_in for most, block_in in RULE_ALONE if rows <= most)
-    blocks, steps = _num_blocks(num_out, block_out), _num_blocks(num_in, block_in)
-    splits = max(min(RULE_SPLITS, gpu.processors // blocks, steps // max(RULE_STAGES[1:])), 1)
-    plans = [TritonPlan(block_out, block_in, splits, RULE_WARPS, stages) for stages in reversed(STAGES)]
-    return next(plan for plan in plans if plan.shared_memory(rows) <= gpu.shared_memory)
-
-
-def _library_plans(num_out: int, num_in: int) -> list[LibraryPlan]:
-    pieces = [LibraryPlan(pieces, 1) for pieces in LIBRARY_PIECES if num_out % (pieces * LIBRARY_TILE) == 0]
-    return pieces + [LibraryPlan(1, splits) for splits in LIBRARY_SPLITS if num_in % (splits * LIBRARY_TILE) == 0]
-
-
-def _triton_plans(rows: int, num_out: int, num_in: int, gpu: Chip) -> list[TritonPlan]:
-    tiles = next(tiles for max_rows, tiles in TILES if rows <= max_rows)
-    plans = (
-        TritonPlan(block_out, block_in, splits, warps, stages)
-        for block_out, block_in, warps in tiles
-        for stages in STAGES
-        for splits in SPLITS
-    )
-    return [plan for plan in plans if _worth_measuring(plan, rows, num_out, num_in, gpu)]
-
-
-def _worth_measuring(plan: TritonPlan, rows: int, num_out: int, num_in: int, gpu: Chip) -> bool:
-    """With split-K the grid must be 0.45 to 1 wave; without, any number of waves.  A weight whose rows are too short to
-    fill the pipeline gets the fewest stages and no split-K."""
-    programs_per_sm = gpu.shared_memory // plan.shared_memory(rows)
-    # Loads in flight must fill at least a third of the shared memory to hide the memory latency.
-    if programs_per_sm == 0 or plan.shared_memory(rows) * min(programs_per_sm, 8) < gpu.shared_memory // 3:
-        return False
-    if _num_blocks(num_in, plan.block_in) < plan.stages * plan.splits:
-        return plan.splits == 1 and plan.stages == STAGES[0]
-    programs = _num_blocks(num_out, plan.block_out) * plan.splits
-    return plan.splits == 1 or 0.45 * gpu.processors <= programs <= gpu.processors * programs_per_sm
-
-
-def _num_blocks(count: int, block: int) -> int:
-    return -(-count // block)
 
 
 @kernel
@@ -280,71 +153,48 @@ def _sum_parts_kernel(
     tl.store(out_ptr + offset, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """x · weightᵀ + bias: x [rows, in] -> a new tensor [rows, out] in x's dtype.  plan None: F.linear.
-
-    The bits of a row never depend on the other rows' values.  They depend on the plan and, for a TritonPlan, on
-    block_rows(rows); for the library, on rows.
-    """
-    return summed(linear_parts(x, weight, bias, plan), x.dtype)
-
-
-def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """`linear` [rows, out] or, if the plan splits, its partial sums [splits, rows, out] in float32.
-
-    The partial sums, added in order and rounded to x's dtype, equal `linear` to the bit.
-    """
-    if plan is None:
-        return linear_reference(x, weight, bias)
-    if isinstance(plan, LibraryPlan):
-        return linear_parts_library(x, weight, bias, plan)
-    return linear_parts_triton(x, weight, bias, plan)
-
-
-def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
-    """silu(gate) · up [rows, out / 2], where gate and up are the halves of `linear`: the same bits as silu_mul(linear).
-
-    The weight stacks gate over up.  A TritonPlan runs without split-K: the activation in the epilogue saves two
-    launches.  Without a plan, many rows on Hopper have a kernel of their own (hopper_gated.py).  Raises EspalierError
-    for an odd `out`.
-    """
-    require_gated(weight.shape[0])
-    if isinstance(plan, TritonPlan):
-        return _launch(x, weight, bias, replace(plan, splits=1), gated=True)
-    if plan is None and x.is_cuda and takes_gated(x, weight, bias, chip(x)):
-        if fills_chip(len(x), weight.shape[0] // 2, chip(x)):
-            return hopper_gated(x, weight)
-        if only_compiles():
-            hopper_gated(x, weight)
-    return silu_mul(linear(x, weight, bias, plan))
-
-
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return F.linear(x, weight, bias)
-
-
-def sum_parts_reference(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    total = parts[0].clone()
-    for part in parts[1:]:
-        total += part
-    return total.to(dtype)
-
-
-def summed(result: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add partial sums [splits, rows, out], to dtype; a complete result [rows, out] is returned as it is."""
-    if result.ndim == 2:
-        return result
-    splits, rows, num_out = result.shape
-    out = result.new_empty(rows, num_out, dtype=dtype)
-    _sum_parts_kernel[(_num_blocks(out.numel(), SUM_BLOCK),)](
-        result, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4, **pdl_arguments(chip(result))
+def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    if parts.ndim == 2:
+        return parts
+    splits, rows, num_out = parts.shape
+    out = parts.new_empty(rows, num_out, dtype=dtype)
+    _sum_parts_kernel[(num_blocks(out.numel(), SUM_BLOCK),)](
+        parts, out, out.numel(), SPLITS=splits, BLOCK=SUM_BLOCK, num_warps=4, **pdl_arguments(chip(parts))
     )
     return out
 
 
-def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan) -> Tensor:
-    """See linear_parts_triton."""
-    return summed(linear_parts_triton(x, weight, bias, plan), x.dtype)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    return sum_parts(linear_parts(x, weight, bias, plan), x.dtype)
+
+
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan) -> Tensor:
+    """For a TritonPlan, rows of x and weight may have any stride but must be contiguous; all tensors have x's dtype.
+
+    Raises EspalierError on other shapes, dtypes or strides, and if the plan does not fit the chip.
+    """
+    if plan is None:
+        return F.linear(x, weight, bias)
+    if isinstance(plan, LibraryPlan):
+        return linear_parts_library(x, weight, bias, plan)
+    return _launch(x, weight, bias, plan, is_gated=False)
+
+
+def linear_gated(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: LinearPlan, activation: Activation = SILU
+) -> Tensor:
+    """Silu with a TritonPlan runs without split-K: the activation in the epilogue saves two launches.  Without a plan,
+    silu of many rows on Hopper has a kernel of its own (hopper/gated.py).
+    """
+    require_gated(weight.shape[0])
+    if activation.is_silu and isinstance(plan, TritonPlan):
+        return _launch(x, weight, bias, replace(plan, splits=1), is_gated=True)
+    if activation.is_silu and plan is None and x.is_cuda and takes_gated(x, weight, bias, chip(x)):
+        if fills_chip(len(x), weight.shape[0] // 2, chip(x)):
+            return hopper_gated(x, weight)
+        if only_compiles():
+            hopper_gated(x, weight)
+    return gated.triton(linear(x, weight, bias, plan), activation)
 
 
 def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: LibraryPlan) -> Tensor:
@@ -374,44 +224,32 @@ def linear_parts_library(x: Tensor, weight: Tensor, bias: Tensor | None, plan: L
     return out
 
 
-def linear_parts_triton(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan) -> Tensor:
-    """Rows of x and weight may have any stride but must be contiguous; all tensors have x's dtype.
-
-    Raises EspalierError on other shapes, dtypes or strides, and if the plan does not fit the chip.
-    """
-    return _launch(x, weight, bias, plan, gated=False)
-
-
-def write_parts_triton(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
-    """Write the partial sums to out [splits, rows, out] float32, contiguous; one part if the plan does not split.
-
-    Raises EspalierError as linear_parts_triton.
-    """
+def write_parts(x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, out: Tensor) -> None:
     require("linear: parts", out, (plan.splits, len(x), weight.shape[0]), torch.float32, x)
     if not out.is_contiguous():
         raise EspalierError(f"linear: parts must be contiguous, but have strides {out.stride()}")
-    _launch(x, weight, bias, plan, gated=False, out=out)
+    _launch(x, weight, bias, plan, is_gated=False, out=out)
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, gated: bool, out: Tensor | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: TritonPlan, is_gated: bool, out: Tensor | None = None
 ) -> Tensor:
     rows, num_in = x.shape
     splits, gpu = plan.splits, chip(x)
     _require(x, weight, bias, plan, gpu)
     num_out, block_written = weight.shape[0], plan.block_out
-    if gated:
+    if is_gated:
         num_out, block_written = num_out // 2, block_written // 2
     if out is None:
         in_parts = splits > 1 and rows * num_out > 0
         out = x.new_empty(splits, rows, num_out, dtype=torch.float32) if in_parts else x.new_empty(rows, num_out)
     if out.numel() == 0:
         return out
-    _linear_kernel[_num_blocks(num_out, block_written), splits](
+    _linear_kernel[num_blocks(num_out, block_written), splits](
         x, weight, bias, out, rows, num_out, num_in, x.stride(0), weight.stride(0),
         BLOCK_ROWS=block_rows(rows), BLOCK_OUT=plan.block_out, BLOCK_IN=plan.block_in,
         EVEN_OUT=num_out % block_written == 0, EVEN_IN=num_in % plan.block_in == 0,
-        BIAS=bias is not None, GATED=gated,
+        BIAS=bias is not None, GATED=is_gated,
         num_warps=plan.warps, num_stages=plan.stages, **pdl_arguments(gpu),
     )  # fmt: skip
     return out

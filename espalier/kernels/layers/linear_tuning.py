@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import DTYPES, RULE_ROWS, LibraryPlan, LinearPlan, TritonPlan, rule
+from espalier.kernels.layers.linear_plans import DTYPES, RULE_ROWS, LibraryPlan, LinearPlan, TritonPlan, rule
 from espalier.kernels.runtime.launch import Chip, chip
 
 # Environment variable: the path of the user's table.

@@ -6,40 +6,22 @@ rounded once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import load_sum, sum_parts_reference
+from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.layers.quantise_rows import empty_rounded, rounded_arguments, store_rounded
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.ops.norm import rounds_norm
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Values of a row that a warp norms, and the most warps of a program.  A thread loads few values, because nothing hides
 # the latency of a lone row's loads (docs/log.md).
 WARP_VALUES, MAX_WARPS = 128, 16
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
-    return rms_norm_triton(x, weight, eps) if x.is_cuda else rms_norm_reference(x, weight, eps)
-
-
-def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(sum, norm) with sum = residual + delta and norm = rms_norm(sum), each [N, H] in residual's dtype.
-
-    delta: [N, H] in residual's dtype, or partial sums [splits, N, H] in float32 (float64 for float64), as
-    kernels/layers/linear.py:linear_parts gives them.  They are added in order and rounded to residual's dtype first.
-    The norm is of the rounded sum.
-    """
-    implementation = add_rms_norm_triton if residual.is_cuda else add_rms_norm_reference
-    return implementation(delta, residual, weight, eps)
 
 
 @kernel
@@ -93,7 +75,7 @@ def _rms_norm_kernel(
         tl.store(out_ptr + row * SIZE + column, norm.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Tolerance: two ulps of the reference, because the sum of squares has another reduction order.
 
     A two-dimensional x with contiguous rows, of any row stride, is read in place; other layouts may be copied first.
@@ -104,30 +86,25 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out.view(x.shape)
 
 
-def add_rms_norm_triton(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum equals the reference's to the bit; the norm has the tolerance of rms_norm_triton."""
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum equals the reference's to the bit; the norm has the tolerance of rms_norm."""
     _require_delta(delta, residual)
     total, out = (torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) for _ in range(2))
     _launch(residual, delta, weight, eps, total, out)
     return total, out
 
 
-def rounded_norm_triton(
+def rounded_norm(
     delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales
 ) -> tuple[Tensor, RoundedRows]:
-    """add_rms_norm_triton (delta None: rms_norm_triton), with the norm rounded to FP8 in the same launch.
-
-    The same bits as quantise_rows of the norm.  Raises EspalierError unless `rounds_norm` takes the sizes.
-    """
     total, rounded = _begin_rounded(delta, residual, inputs)
     _launch(residual, delta, weight, eps, total, None, rounded, inputs)
     return residual if total is None else total, rounded
 
 
-def norm_and_rounded_triton(
+def norm_and_rounded(
     delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales
 ) -> tuple[Tensor, Tensor, RoundedRows]:
-    """As rounded_norm_triton, with the norm itself between the two."""
     total, rounded = _begin_rounded(delta, residual, inputs)
     out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
     _launch(residual, delta, weight, eps, total, out, rounded, inputs)
@@ -143,12 +120,6 @@ def _begin_rounded(delta: Tensor | None, residual: Tensor, inputs: InputScales) 
         _require_delta(delta, residual)
     total = None if delta is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
     return total, empty_rounded(residual, inputs)
-
-
-def rounds_norm(size: int, inputs: InputScales) -> bool:
-    """Whether a norm of `size` columns can be rounded in its own launch."""
-    group = inputs.columns(size)
-    return group == size or power_of_two(group) == group
 
 
 def _require_delta(delta: Tensor, residual: Tensor) -> None:
@@ -200,29 +171,3 @@ def _launch(
 def warps_for(block: int) -> int:
     """The warps of a program that norms a row of `block` values."""
     return min(max(block // WARP_VALUES, 1), MAX_WARPS)
-
-
-def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    exact = torch.promote_types(x.dtype, torch.float32)
-    if x.dtype == weight.dtype == exact:
-        return norm_by_length(x, *length_constants(weight, eps))
-    return norm_by_length(x.to(exact), *length_constants(weight.to(exact), eps)).to(x.dtype)
-
-
-def length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """norm_by_length's scaled_weight and floor for a weight [H]: weight · sqrt(H) and sqrt(H · eps)."""
-    size = weight.numel()
-    return weight * size**0.5, weight.new_full((), (size * eps) ** 0.5)
-
-
-def norm_by_length(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
-    """RMS norm by way of sqrt(sum(x²) + H · eps) = hypot(length of x, floor): 4 operations; F.rms_norm runs 9."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return (x / torch.hypot(length, floor)).mul_(scaled_weight)
-
-
-def add_rms_norm_reference(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if delta.ndim == 3:
-        delta = sum_parts_reference(delta, residual.dtype)
-    total = residual + delta
-    return total, rms_norm_reference(total, weight, eps)

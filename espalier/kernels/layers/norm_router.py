@@ -2,36 +2,28 @@
 
 Grid: (rows, blocks of experts).  Each program norms the whole row again, and multiplies it with BLOCK_E rows of the
 router, which it loads before it waits for the kernel before (PDL).  That repeats the norm num_experts / BLOCK_E times:
-with more than MAX_ROWS rows, a norm and a product of their own are faster.
+with more than MAX_ROUTER_ROWS rows, a norm and a product of their own are faster.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
-import torch.nn.functional as F
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import DTYPES, load_sum
-from espalier.kernels.layers.norm import add_rms_norm_reference, rounds_norm, warps_for
+from espalier.kernels.layers.linear import load_sum
+from espalier.kernels.layers.linear_plans import DTYPES
+from espalier.kernels.layers.norm import warps_for
 from espalier.kernels.layers.quantise_rows import empty_rounded, rounded_arguments, store_rounded
 from espalier.kernels.layers.quantised import InputScales, Rows
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.ops.norm import MAX_ROUTER_ROWS, rounds_norm
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-MAX_ROWS = 4
 # Numbers of the router that a program holds in registers.
 TILE = 8192
-
-
-def takes(residual: Tensor) -> bool:
-    """Whether the kernel is for rows like these."""
-    return residual.is_cuda and residual.dtype in DTYPES and 0 < len(residual) <= MAX_ROWS
 
 
 @kernel
@@ -74,16 +66,9 @@ def _norm_router_kernel(
     tl.store(logits_ptr + row * num_experts + expert, logits, mask=expert < num_experts)
 
 
-def norm_router_triton(
+def norm_router(
     delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, rounding: InputScales | None = None
 ) -> tuple[Tensor, Tensor, Rows, Tensor]:
-    """(sum, norm, rows, logits) for 1 to MAX_ROWS rows of bfloat16 or float16.
-
-    sum, norm: as kernels/layers/norm.py:add_rms_norm gives them, with its tolerance; delta may be partial sums.
-    rows: the norm as quantise_rows rounds it, to the bit; without `rounding` the norm itself.
-    router: [E, H], contiguous.  logits: norm · routerᵀ [rows, E], computed and returned in float32.
-    Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `rounds_norm` refuses.
-    """
     rows, size = residual.shape
     num_experts = router.shape[0]
     parts = delta if delta.ndim == 3 else delta[None]
@@ -92,10 +77,14 @@ def norm_router_triton(
     require("norm_router: weight", weight, (size,), residual.dtype, residual)
     require("norm_router: router", router, (num_experts, size), residual.dtype, residual)
     read = (parts, residual, weight)
-    if not 0 < rows <= MAX_ROWS or residual.dtype not in DTYPES or any(tensor.stride(-1) != 1 for tensor in read):
+    if (
+        not 0 < rows <= MAX_ROUTER_ROWS
+        or residual.dtype not in DTYPES
+        or any(tensor.stride(-1) != 1 for tensor in read)
+    ):
         raise EspalierError(
-            f"norm_router: the Triton kernel takes 1 to {MAX_ROWS} contiguous rows of bfloat16 or float16, but got "
-            f"{rows} of {residual.dtype}: use the reference"
+            f"norm_router: the Triton kernel takes 1 to {MAX_ROUTER_ROWS} contiguous rows of bfloat16 or float16, but "
+            f"got {rows} of {residual.dtype}: use the reference"
         )
     if not router.is_contiguous():
         raise EspalierError(f"norm_router: the router must be contiguous, but has strides {router.stride()}")
@@ -114,10 +103,3 @@ def norm_router_triton(
         num_warps=warps_for(block), **rounded_arguments(rounded, rounding, block), **pdl_arguments(chip(residual)),
     )  # fmt: skip
     return total, out, out if rounded is None else rounded, logits
-
-
-def norm_router_reference(
-    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    total, normed = add_rms_norm_reference(delta, residual, weight, eps)
-    return total, normed, F.linear(normed.float(), router.float())

@@ -6,17 +6,14 @@ equal the reference's to the bit.  Norms that round use the same functions.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import FP8, FP8_MAX, InputScales, RoundedRows, quantise_inputs
-from espalier.kernels.runtime.launch import chip, kernel, oversubscribed, power_of_two, require
+from espalier.kernels.layers.quantised import FP8, FP8_MAX, InputScales, RoundedRows
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Values that a warp loads: where programs are many, and where each has a multiprocessor to itself.  There the divisions
 # of a thread would be most of the time, so up to MAX_PARTS programs load the same group and find its largest value, and
@@ -29,11 +26,6 @@ FEW_WARPS, MAX_WARPS, MAX_WARPS_ALONE = 4, 16, 32
 GROUPS_A_PROGRAM = 16
 # The library multiplies rows in scaled blocks only in multiples of this.
 ROWS_FILLED = 16
-
-
-def quantise_rows(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
-    """x [rows, in] -> (FP8 values [rows, in], their scales [rows, ceil(in / group)] float32)."""
-    return (quantise_rows_triton if x.is_cuda else quantise_inputs)(x, inputs)
 
 
 @kernel
@@ -139,12 +131,8 @@ def _quantise_rows_kernel(
     tl.store(scales_ptr + row * scale_row + group * scale_group, scale, mask=exists)
 
 
-def quantise_rows_triton(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
-    """x: bfloat16 or float16; its rows are contiguous.  Raises EspalierError on other shapes.
-
-    for_library: the scales of a group lie together in memory, and there are more rows, up to a multiple of ROWS_FILLED;
-    they hold anything.
-    """
+def quantise_rows(x: Tensor, inputs: InputScales, for_library: bool = False) -> tuple[Tensor, Tensor]:
+    """x: bfloat16 or float16; its rows are contiguous.  Raises EspalierError on other shapes."""
     require("quantise_rows: x", x, (-1, -1), None, x)
     x = x if x.stride(1) == 1 else x.contiguous()
     rows, num_in = x.shape

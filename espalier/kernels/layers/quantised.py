@@ -294,23 +294,8 @@ def quantise_inputs(x: Tensor, inputs: InputScales) -> tuple[Tensor, Tensor]:
     return values.flatten(1)[:, :num_in].to(FP8), scales
 
 
-def rounded_inputs(x: Tensor, inputs: InputScales) -> Tensor:
+def rounded_inputs(x: Rows, inputs: InputScales) -> Tensor:
     """The values that quantise_inputs keeps of x, in float32 at least."""
-    values, scales = quantise_inputs(x, inputs)
-    group = inputs.columns(x.shape[1])
-    return values.to(scales.dtype) * scales.repeat_interleave(group, 1)[:, : x.shape[1]]
-
-
-def linear_quantised_reference(x: Tensor, weight: QuantisedMatrix, bias: Tensor | None) -> Tensor:
-    """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.  Rounded once, at the end."""
-    exact = torch.promote_types(x.dtype, torch.float32)
-    inputs = x.to(exact) if weight.inputs is None else rounded_inputs(x, weight.inputs)
-    num_out, num_in = weight.shape
-    out = x.new_empty(len(x), num_out)
-    # Whole row blocks: `dequantise` begins at one.
-    step = max(BLOCK_VALUES // max(num_in, 1) // weight.row_block, 1) * weight.row_block
-    for begin in range(0, num_out, step):
-        end = min(begin + step, num_out)
-        block_bias = None if bias is None else bias[begin:end].to(exact)
-        out[:, begin:end] = F.linear(inputs, dequantise(weight, exact, begin, end), block_bias)
-    return out
+    values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_inputs(x, inputs)
+    num_in = values.shape[1]
+    return values.to(scales.dtype) * scales.repeat_interleave(inputs.columns(num_in), 1)[:, :num_in]

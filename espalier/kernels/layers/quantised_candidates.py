@@ -6,16 +6,16 @@ they have in flight, and how full the last wave is.  Above, products bind, and a
 
 from itertools import zip_longest
 
-from espalier.kernels.layers.linear import RESERVED_SHARED_MEMORY, TritonPlan, block_rows
-from espalier.kernels.layers.linear_quantised import (
+from espalier.kernels.layers.linear_plans import RESERVED_SHARED_MEMORY, TritonPlan, block_rows
+from espalier.kernels.layers.linear_tuning import MIN_BLOCK_IN
+from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised_plans import (
     MAX_BLOCK_ROWS,
     STREAMED_ROWS,
     codes_bytes,
     max_block_in,
     stage_bytes,
 )
-from espalier.kernels.layers.linear_tuning import MIN_BLOCK_IN
-from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.runtime.launch import Chip
 
 # Where weights are streamed, and where rows are many: (block_out, warps), stages, split-K.

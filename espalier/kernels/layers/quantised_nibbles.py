@@ -9,15 +9,14 @@ shared memory, where the inputs lie in the order of their columns.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import triton
+import triton.language as tl
 
-from espalier.kernels.runtime.launch import kernel
+from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.pdl import prefetch
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-    INTERPRETED = False
+# Whether Triton's interpreter runs the kernels, which has no inline assembly.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @kernel

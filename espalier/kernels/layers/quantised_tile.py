@@ -11,18 +11,13 @@ fewer bits than float32, so a new sum starts after SUM_COLUMNS columns at most, 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import triton.language as tl
 
 from espalier.kernels.layers.quantised_nibbles import nibble_dot
 from espalier.kernels.runtime.convert import from_fp8
-from espalier.kernels.runtime.launch import kernel
+from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.pdl import prefetch
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-# The most columns of one sum of FP8 products.  Kernels cannot read it: _fp8_dot repeats it.
-SUM_COLUMNS = 128
 # Bytes of an L2 line.  Kernels cannot read it either: prefetch_codes repeats it.
 LINE_BYTES = 128
 # Codes of espalier/kernels/layers/quantised.py:QuantisedMatrix, as numbers for a kernel.

@@ -6,65 +6,25 @@ takes BLOCK_H heads of one row, so the heads of a single row spread over many SM
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import load_sum, sum_parts_reference
-from espalier.kernels.layers.norm import rms_norm_reference
+from espalier.kernels.layers.linear import load_sum
 from espalier.kernels.layers.quantised import FP8_MAX
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, oversubscribed, power_of_two, require
+from espalier.kernels.ops.rope import HeadNorms, Rotation
+from espalier.kernels.runtime.convert import rounded_values
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.state.kv_scales import KVScales, require_rows, rounded, rounded_values
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from espalier.kernels.state.kv_scales import KVScales, require_rows
 
 # Heads of one block.  One warp computes a block for heads of up to 128 values, two warps above that.
 HEADS_PER_BLOCK = 2
 # Blocks per program if a grid with one block per program would oversubscribe the chip.  Each block keeps its own warps,
 # so no bit of the result changes.
 BLOCKS_PER_PROGRAM = 4
-
-
-class Rotation(NamedTuple):
-    """cos, sin: [N, rotary] for the positions of N rows, float32 (float64 for float64); the first half of sin is
-    negated.  The first `rotary` values of a head are rotated, the others stay."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-class HeadNorms(NamedTuple):
-    """q, k: [size], weights of the RMS norm that some families apply to each head before RoPE; eps: of both."""
-
-    q: Tensor
-    k: Tensor
-    eps: float
-
-
-def rotate_and_store(
-    qkv: Tensor,
-    rotation: Rotation,
-    norms: HeadNorms | None,
-    rows: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    scales: KVScales | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
-
-    qkv may also be partial sums [splits, N, heads + 2 · kv_heads, size] float32 (kernels/layers/linear.py).  They are
-    added in order and rounded to the model's dtype first.
-    rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
-    scales: of FP8 buffers.
-    Returns q [N, heads, size], k and v [N, kv_heads, size].  On a GPU, a qkv without splits is overwritten.
-    """
-    implementation = rotate_and_store_triton if qkv.is_cuda else rotate_and_store_reference
-    return implementation(qkv, rotation, norms, rows, k_buffer, v_buffer, scales)
 
 
 @kernel
@@ -159,7 +119,7 @@ def _rotate_kernel(
         _store_kv(rows_of_kv, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, EXACT, MOST)
 
 
-def rotate_and_store_triton(
+def rotate_and_store(
     qkv: Tensor,
     rotation: Rotation,
     norms: HeadNorms | None,
@@ -259,55 +219,3 @@ def _check(
                 f"rope: a tensor {list(tensor.shape)} with strides {tensor.stride()} is not contiguous in its last "
                 "dimension: pass it contiguous"
             )
-
-
-def rotate_and_store_reference(
-    qkv: Tensor,
-    rotation: Rotation,
-    norms: HeadNorms | None,
-    rows: Tensor,
-    k_buffer: Tensor,
-    v_buffer: Tensor,
-    scales: KVScales | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Does not overwrite qkv."""
-    if qkv.ndim == 4:
-        qkv = sum_parts_reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
-    qk_heads = qkv.shape[1] - k_buffer.shape[1]
-    heads = qk_heads - k_buffer.shape[1]
-    rotated = rotate(_normed(qkv[:, :qk_heads], heads, norms), *rotation)
-    q, k, v = rotated[:, :heads], rotated[:, heads:], qkv[:, qk_heads:]
-    write_rows((k_buffer, v_buffer), rows, (k, v), scales)
-    return q, k, v
-
-
-def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor], scales: KVScales | None) -> None:
-    """Write each of `values` [N, heads, size] to rows [N] of its plane [R, heads, size].  scales: of FP8 planes."""
-    if scales is None:
-        for plane, value in zip(planes, values, strict=True):
-            plane.index_copy_(0, rows, value)
-        return
-    for plane, value, scale in zip(planes, values, (scales.k, scales.v), strict=False):
-        plane.view(torch.uint8).index_copy_(0, rows, rounded(value, scale).view(torch.uint8))
-
-
-def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
-    """The Q and K heads, each normed if the model has head norms."""
-    if norms is None:
-        return qk
-    q, k = (
-        rms_norm_reference(part, weight, norms.eps)
-        for part, weight in zip((qk[:, :heads], qk[:, heads:]), norms[:2], strict=True)
-    )
-    return torch.cat((q, k), 1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, heads, size] with the first `rotary` values of each head rotated, in x's dtype.
-
-    cos, sin: [N, rotary], see Rotation.
-    """
-    rotary, cos, sin = cos.shape[-1], cos[:, None], sin[:, None]
-    values = x if rotary == x.shape[-1] else x[..., :rotary]
-    rotated = torch.addcmul(values * cos, values.roll(rotary // 2, -1), sin).to(x.dtype)
-    return rotated if values is x else torch.cat((rotated, x[..., rotary:]), -1)

@@ -5,97 +5,18 @@ Grid: one program a row.  Computed in float32 (float64 for float64).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.errors import EspalierError
-from espalier.kernels.layers.linear import load_sum, sum_parts_reference
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.layers.linear import load_sum
+from espalier.kernels.ops.experts import NORM_EPS, Routing
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-SCORINGS = ("softmax", "sigmoid", "topk_softmax")
-GROUP_SCORES = ("max", "top2_sum")
-# Added to the sum that weights are divided by, as DeepSeek-V3 does: sigmoid scores may all be 0.
-NORM_EPS = 1e-20
 # Experts that a warp holds.  Within a warp, reductions need no shared memory.
 WARP_EXPERTS = 512
-
-
-@dataclass(frozen=True)
-class Routing:
-    """How the router chooses top_k of num_experts experts for a row, and how it weights them.
-
-    scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, and softmax is over the chosen ones.
-    norm_topk_prob: divide the weights by their sum.  routed_scaling_factor: of the weights, after that.
-    n_group, topk_group: experts are chosen from the best topk_group of n_group groups of neighbours (DeepSeek-V2, V3).
-    group_score: a group's score, from the scores of its experts.
-    correction_bias: a bias [E] is added to the scores that choose, not to the weights.
-    logit_bias: a bias [E] is added to the logits, so it also changes the weights.  Only one of the two can be set.
-    Raises EspalierError for values that do not go together.
-    """
-
-    num_experts: int
-    top_k: int
-    scoring: Literal["softmax", "sigmoid", "topk_softmax"] = "softmax"
-    norm_topk_prob: bool = False
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
-    group_score: Literal["max", "top2_sum"] = "max"
-    correction_bias: bool = False
-    logit_bias: bool = False
-
-    def __post_init__(self) -> None:
-        for name, supported in (("scoring", SCORINGS), ("group_score", GROUP_SCORES)):
-            if (value := getattr(self, name)) not in supported:
-                raise EspalierError(
-                    f"routing with {name} = {value!r} is not supported, only {', '.join(map(repr, supported))}; "
-                    "use another model"
-                )
-        for name, most in (
-            ("num_experts", self.num_experts),
-            ("n_group", self.num_experts),
-            ("topk_group", self.n_group),
-            ("top_k", self.num_experts),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= most:
-                raise EspalierError(f"routing with {name} = {value!r}, but 1 to {most} is needed; correct the config")
-        if self.correction_bias and self.logit_bias:
-            raise EspalierError("routing with biases of both scores and logits is not supported; use another model")
-        if not isinstance(self.routed_scaling_factor, int | float):
-            raise EspalierError(
-                f"routing with routed_scaling_factor = {self.routed_scaling_factor!r}, but a number is needed; correct "
-                "the config"
-            )
-        size = self.group_size
-        if size * self.n_group != self.num_experts or size * self.topk_group < self.top_k:
-            raise EspalierError(
-                f"routing cannot choose {self.top_k} experts from {self.topk_group} of {self.n_group} equal groups of "
-                f"{self.num_experts} experts; correct the config"
-            )
-        if self.group_score == "top2_sum" and self.n_group > 1 and size < 2:
-            raise EspalierError("routing with group_score = 'top2_sum' needs groups of 2 experts; correct the config")
-
-    @property
-    def group_size(self) -> int:
-        return self.num_experts // self.n_group
-
-
-def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """The experts of each row, and their weights: ids [N, K] int64, ascending in each row, and weights [N, K].
-
-    logits: [N, E], float32 or float64, or [parts, N, E], which are added in order; weights have its dtype.
-    bias: [E], added as `routing` says, or None.
-    Among equal scores the lower id is chosen.  Sums have the same order whatever the number of rows.
-    """
-    return (route_triton if logits.is_cuda else route_reference)(logits, bias, routing)
 
 
 @kernel
@@ -183,7 +104,7 @@ def best_groups(
     return found
 
 
-def route_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """The ids are the reference's, but for scores that differ by a rounding; tolerance of the weights: 1e-5 of each."""
     parts = logits if logits.ndim == 3 else logits[None]
     num_parts, num_rows, top_k = parts.shape[0], parts.shape[1], routing.top_k
@@ -215,41 +136,3 @@ def route_triton(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple
             **pdl_arguments(chip(logits)),
         )
     return ids, weights
-
-
-def route_reference(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    if logits.ndim == 3:
-        logits = sum_parts_reference(logits, logits.dtype)
-    if routing.logit_bias and bias is not None:
-        logits, bias = logits + bias, None
-    if routing.scoring == "softmax":
-        scores = logits.softmax(-1)
-    else:
-        scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits
-    choosing = scores if bias is None else scores + bias
-    if routing.n_group > 1:
-        choosing = choosing.masked_fill(~_in_best_groups(choosing, routing), -torch.inf)
-    ids = _top(choosing, routing.top_k).sort(-1).values
-    weights = scores.gather(1, ids)
-    if routing.scoring == "topk_softmax":
-        weights = weights.softmax(-1)
-    if routing.norm_topk_prob:
-        # cumsum adds in order; the order of sum may follow from the number of rows.
-        weights = weights / (weights.cumsum(-1)[:, -1:] + NORM_EPS)
-    if routing.routed_scaling_factor != 1.0:
-        weights = weights * routing.routed_scaling_factor
-    return ids, weights
-
-
-def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
-    """[N, E] bool: whether an expert's group is one of the row's best topk_group."""
-    grouped = choosing.unflatten(-1, (routing.n_group, routing.group_size))
-    group_scores = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
-    best = torch.zeros_like(group_scores, dtype=torch.bool)
-    best.scatter_(1, _top(group_scores, routing.topk_group), True)
-    return best.repeat_interleave(routing.group_size, dim=-1)
-
-
-def _top(scores: Tensor, count: int) -> Tensor:
-    """[N, count] int64, the indices of the largest scores; among equal scores the lower index.  topk is not stable."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]

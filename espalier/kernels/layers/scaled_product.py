@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import ScalingType, scaled_mm
 
-from espalier.kernels.layers.quantise_rows import quantise_rows, quantise_rows_triton
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
+from espalier.kernels.ops.linear import quantise_rows
 from espalier.kernels.runtime.launch import Chip, chip
 
 # Up to this many rows the kernel of linear_quantised.py multiplies; the second number is for scales of blocks.
@@ -56,7 +56,7 @@ def scaled_product(x: Rows, weight: QuantisedMatrix, bias: Tensor | None) -> Ten
         kinds = ScalingType.RowWise, ScalingType.RowWise
     else:
         assert isinstance(x, Tensor)
-        rounded = quantise_rows_triton(x, weight.inputs, for_library=True)
+        rounded = quantise_rows.triton(x, weight.inputs, for_library=True)
         scales = scales.t()
         kinds = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
     inputs, input_scales = rounded

@@ -1,16 +1,13 @@
-"""The `@kernel` decorator, which imports Triton when a kernel first runs, and the device facts that launchers need.
+"""What launchers need: the facts of a chip, the checks of arguments, and the hook that takes launches.
 
-`import espalier` and every CPU path work without Triton.  Each file in kernels/ implements one operation with three
-functions: the kernel, its launcher (`..._triton`) and its plain-torch reference (`..._reference`).  A fourth function,
-with the operation's name, calls the launcher for tensors on a GPU and the reference otherwise.  GPU-only code calls the
-launcher directly.
+`import espalier` and every CPU path work without Triton, so nothing here imports it.
 """
 
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,6 +22,8 @@ SHARED_MEMORY_CAP = "ESPALIER_SHARED_MEMORY"
 SMALLEST_SHARED_MEMORY = 99 * 1024
 # Bytes that the driver keeps of a multiprocessor's shared memory, for each program.
 KEPT_SHARED_MEMORY = 1024
+# The compute capability of Hopper, the first with PDL, TMA and products of warpgroups.
+HOPPER = (9, 0)
 # Above this many programs per SM, starting the programs takes longer than running them (see `oversubscribed`).
 PROGRAMS_A_PROCESSOR = 12
 
@@ -33,95 +32,9 @@ PROGRAMS_A_PROCESSOR = 12
 launch_hook: ContextVar[Callable[..., None] | None] = ContextVar("launch_hook", default=None)
 
 
-class Kernel:
-    """A function in Triton's language, compiled at its first launch: `kernel[grid](arguments)`.
-
-    The first launch also adds `tl`, `libdevice` and `INTERPRETED` (whether Triton's interpreter runs the kernel, which
-    has no inline assembly) to the globals of the function's module, and replaces the kernels that the function calls by
-    Triton's JIT functions, because Triton looks them up in these globals.
-    """
-
-    def __init__(self, function: Callable[..., None]):
-        self.function = function
-        self.unspecialised: tuple[str, ...] = ()
-        self._compiled: Any = None
-
-    @property
-    def compiled(self) -> Any:
-        if self._compiled is None:
-            jit, language = self._language()
-            scope = self.function.__globals__
-            scope.update(language)
-            for name in self.function.__code__.co_names:
-                callee = scope.get(name)
-                if isinstance(callee, Kernel):
-                    scope[name] = callee.compiled
-            self._compiled = jit(self.function, do_not_specialize=self.unspecialised)
-        return self._compiled
-
-    def _language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """The JIT decorator, and the names to add to the globals of the function's module."""
-        triton = require_triton()
-        language = triton.language
-        return triton.jit, {
-            "tl": language,
-            "libdevice": language.extra.libdevice,
-            "INTERPRETED": language.constexpr(triton.knobs.runtime.interpret),
-        }
-
-    def __getitem__(self, grid: Any) -> Any:
-        hook = launch_hook.get()
-        return self.compiled[grid] if hook is None else partial(hook, self.compiled, grid)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Always an error: a kernel is launched with a grid.  Calls from another kernel are compiled by Triton and do
-        not come here."""
-        raise TypeError(f"{self.function.__name__} runs on a GPU: launch it with a grid, or call it from a kernel")
-
-
-class GluonKernel(Kernel):
-    """A function in Gluon, Triton's language with explicit layouts, shared memory and warps.  Its module's globals get
-    `gl` and, for Hopper's instructions, `hopper`.  It may call a Kernel that computes with scalars, or value by value:
-    that makes no tensor, which would need a layout.  A Kernel may not call a GluonKernel.
-
-    Triton's interpreter does not run Gluon.  A Kernel computes the same result, bit for bit; tests/gpu and
-    tests/kernels compare the two.
-    """
-
-    def _language(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        require_triton()
-        from triton.experimental import gluon
-        from triton.experimental.gluon import language
-        from triton.experimental.gluon.language.nvidia import hopper
-
-        return gluon.jit, {"gl": language, "hopper": hopper}
-
-
 def only_compiles() -> bool:
     """Whether this thread's launches only compile.  A launcher then asks for each kernel that other rows may need."""
     return launch_hook.get() is not None
-
-
-def kernel(function: Callable[..., Any]) -> Kernel:
-    return Kernel(function)
-
-
-def gluon_kernel(function: Callable[..., Any]) -> Kernel:
-    return GluonKernel(function)
-
-
-def unspecialised(*names: str) -> Callable[[Kernel], Kernel]:
-    """A decorator for a kernel: one code serves all values of these integers.
-
-    Triton compiles another code where an integer is 1, and where 16 divides it.  That helps addresses and divisions,
-    but not a bound that is read once, such as the batch.  There it would only compile kernels while requests wait.
-    """
-
-    def mark(marked: Kernel) -> Kernel:
-        marked.unspecialised = names
-        return marked
-
-    return mark
 
 
 def require_triton() -> Any:

@@ -19,14 +19,12 @@ The launcher passes `**pdl_arguments(chip(x))`, which sets the constant DEPENDEN
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from espalier.kernels.runtime.launch import Chip, kernel
+import triton.language as tl
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-HOPPER = (9, 0)
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import HOPPER, Chip
 
 
 def pdl_arguments(on: Chip) -> dict[str, Any]:

@@ -8,18 +8,17 @@ launch serves any mixture of requests, and a row without parameters costs nothin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.slots import FLOATS, INTS, Columns, SlotTable
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 LOGITS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # The columns of SlotRows, for kernels: those of the slot table, then three more.

@@ -7,90 +7,23 @@ has both launches.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require
+from espalier.kernels.ops.sampling import exact_of
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import Chip, chip, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.logprobs import CHOSEN, RANK, TOKEN, TOP, words
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Token ids per program of the first launch: the least, and the most where rows are many.
 SPLIT = 2048
 MAX_SPLIT = 8192
 
 
-def rows_of(tokens: Tensor, chosen: Tensor, ranks: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Rows [..., words(n)] of espalier/logprobs.py, from the parts of sampling/pick.py:Logprobs."""
-    head = torch.stack((tokens, ranks, _bits(chosen)), -1)
-    return torch.cat((head, torch.stack((ids, _bits(values)), -1).flatten(-2)), -1)
-
-
-def _bits(values: Tensor) -> Tensor:
-    return values.double().view(torch.int64)
-
-
 def write_logprobs(
-    ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
-) -> None:
-    """Write the target's log-probabilities of emitted tokens, before temperature and masks, to entry [1] of the ring.
-
-    ring: [entries, >= B, >= W, words(n)] int64, rows of espalier/logprobs.py, those of a request contiguous; n: how
-    many of the likeliest tokens a request may ask for at most; logits: [B, D, V]; rows: [B, W] int64, the row of the
-    logits that each token was picked from; tokens: [B, W] int64; the first length [B] were emitted; num_logprobs: [B]
-    int64, how many of the likeliest tokens each request wants, below 0 for a request without log-probabilities.  Tokens
-    of equal logits are in order of their ids.  Words that no request asked for are undefined.
-    """
-    (write_logprobs_triton if logits.is_cuda else write_logprobs_reference)(
-        ring, entry, logits, rows, tokens, length, num_logprobs
-    )
-
-
-def write_logprobs_reference(
-    ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
-) -> None:
-    if not bool((num_logprobs >= 0).any()):
-        return
-    asked = (torch.arange(tokens.shape[1], device=length.device) < length[:, None]) & (num_logprobs >= 0)[:, None]
-    b, w = asked.nonzero(as_tuple=True)
-    if not len(b):
-        return
-    picked = logits[b, rows[b, w]].to(_exact(logits))
-    tokens = tokens[b, w][:, None]
-    logp = torch.log_softmax(picked, -1)
-    count = min(int(num_logprobs.max()), (ring.shape[3] - TOP) // 2, logits.shape[2])
-    ids = _likeliest(picked, count)
-    ranks = 1 + (picked > picked.gather(-1, tokens)).sum(-1)
-    written = rows_of(tokens[:, 0], logp.gather(-1, tokens)[:, 0], ranks, ids, logp.gather(-1, ids))
-    ring[int(entry), b, w, : words(count)] = written
-
-
-def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The ids [N, count] of the largest logits of each row [N, V], those of equal logits in order.
-
-    Half the time of ordered_topk for a vocabulary, but it reads on the host whether topk left equals out.
-    """
-    vocab, taken = logits.shape[1], 2 * count
-    values, ids = logits.topk(min(taken, vocab))
-    while 0 < taken < vocab and bool((values[:, count - 1] == values[:, -1]).any()):
-        taken *= 2
-        values, ids = logits.topk(min(taken, vocab))
-    ids = ids.sort(-1).values
-    order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return ids.gather(-1, order[:, :count])
-
-
-def _exact(logits: Tensor) -> torch.dtype:
-    """The type of the sums: float32, or float64 for float64."""
-    return torch.promote_types(logits.dtype, torch.float32)
-
-
-def write_logprobs_triton(
     ring: Tensor, entry: Tensor, logits: Tensor, rows: Tensor, tokens: Tensor, length: Tensor, num_logprobs: Tensor
 ) -> None:
     """Within 2**-16 of the reference in float32 (it sums the vocabulary in another order); ids and ranks are exact.
@@ -114,7 +47,7 @@ def write_logprobs_triton(
     on, places = chip(logits), batch * width
     split = split_size(vocab, places, on)
     splits = -(-vocab // split)
-    exact = _exact(logits)
+    exact = exact_of(logits)
     values = torch.empty(places, splits, most, dtype=exact, device=logits.device)
     ids = torch.empty(places, splits, most, dtype=torch.int32, device=logits.device)
     # For each split: its maximum, its sum of exp(logit - maximum), and how many logits are above the chosen one.

@@ -8,15 +8,12 @@ relative error into an absolute error.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import kernel, power_of_two, require
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import power_of_two, require
 
 
 @kernel

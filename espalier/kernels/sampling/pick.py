@@ -12,12 +12,12 @@ equal, and sampled tokens are equal except where scores tie within the rounding 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import Chip, chip, kernel, oversubscribed, power_of_two, require, unspecialised
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import Chip, chip, oversubscribed, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -33,9 +33,6 @@ from espalier.kernels.sampling.logit_processors import (
 )
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
 from espalier.kernels.sampling.top_k_top_p import draw_filtered, from_order, in_order
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Token ids of a split: the least, and the most where rows are many.
 SPLIT = 2048
@@ -199,8 +196,7 @@ def best_of(
     return key, index
 
 
-@unspecialised("splits")
-@kernel
+@kernel(do_not_specialize=["splits"])
 def _best_of_split_kernel(
     keys_ptr,
     ids_ptr,
@@ -262,8 +258,7 @@ def _merge_kernel(tokens_ptr, finite_ptr, keys_ptr, ids_ptr, splits, SPLITS: tl.
     tl.store(keys_ptr + out * splits + split, tl.zeros_like(keys) + best, mask=split == 0)
 
 
-@unspecialised("splits")
-@kernel
+@kernel(do_not_specialize=["splits"])
 def _draw_filtered_kernel(
     tokens_ptr,
     finite_ptr,

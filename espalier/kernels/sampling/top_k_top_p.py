@@ -12,14 +12,11 @@ the reference.  Here it is always on the same side.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import triton.language as tl
 
-from espalier.kernels.runtime.launch import kernel
+from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.sampling.logit_processors import shaped
 from espalier.kernels.sampling.noise import gumbel_at
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 @kernel

@@ -5,58 +5,19 @@ One launch, the same for rounds and prefill passes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.ops.state import Advanced, Copies, NodeRows
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.state.page_rows import page_row, page_rows
+from espalier.kernels.state.page_rows import page_row
 from espalier.slots import COLUMNS, BatchState
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-
-class NodeRows(NamedTuple):
-    """rows: [B, W] accepted nodes, from the root down; nodes: rows of staging per request."""
-
-    rows: Tensor
-    nodes: int
-
-
-class Copies(NamedTuple):
-    """source, destination [B, W]: rows of the target's staging and of its pages; destination 0 is not kept."""
-
-    source: Tensor
-    destination: Tensor
-
-
-class Advanced(NamedTuple):
-    """num_picked: [B] int64, decided tokens that were not known before; copies: None without a path."""
-
-    num_picked: Tensor
-    copies: Copies | None
 
 
 def advance(
-    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
-) -> Advanced:
-    """Decide `length` [B] more tokens of each slot; the last one becomes its root.
-
-    picked: [B, W] int64, the last W of the decided tokens, or all of them where there are fewer; earlier ones are in
-    the history already.  Where the history knows a token, that token stays and the picked one is dropped.
-    count_tokens: count picked tokens for penalties.  path: the accepted nodes, whose rows go to positions from
-    prefix_len on; None for a prefill pass, whose rows are in order already.
-    Where length is 0 nothing changes; that is padding, and padding may name one slot twice.  Raises EspalierError if
-    sizes do not agree.  Exact.
-    """
-    run = advance_triton if picked.is_cuda else advance_reference
-    return run(slots, length, picked, count_tokens, path)
-
-
-def advance_triton(
     slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
 ) -> Advanced:
     table, (batch, width) = slots.table, picked.shape
@@ -81,34 +42,6 @@ def advance_triton(
             **pdl_arguments(chip(picked)),
         )
     return Advanced(num_picked, copies)
-
-
-def advance_reference(
-    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
-) -> Advanced:
-    table, width = slots.table, picked.shape[1]
-    offsets = torch.arange(width, device=picked.device)
-    decided = offsets < length[:, None]
-    places = slots.prefix_len[:, None] + 1 + (length[:, None] - width).clamp(min=0) + offsets
-    # An undecided entry keeps its token.
-    columns = places.clamp(max=table.layout.history_width - 1)
-    slot = slots.index[:, None].expand_as(columns)
-    new = decided & (places >= table.known_len[slots.index][:, None])
-    tokens = torch.where(new, picked, table.history[slot, columns])
-    table.history[slot, columns] = tokens
-    last = tokens.gather(1, (length.clamp(max=width) - 1).clamp(min=0)[:, None])[:, 0]
-    table.root[slots.index] = torch.where(length > 0, last, table.root[slots.index])
-    table.prefix_len[slots.index] = slots.prefix_len + length
-    if count_tokens:
-        table.counts.index_put_((slot, tokens), new.to(table.counts.dtype), accumulate=True)
-    num_picked = new.sum(1)
-    if path is None:
-        return Advanced(num_picked, None)
-    positions = slots.prefix_len[:, None] + offsets
-    kept = decided & (positions >= slots.commit_from[:, None])
-    destination = page_rows(slots.page_table, positions, table.layout.page_size, kept)
-    first = torch.arange(slots.batch, device=picked.device) * path.nodes
-    return Advanced(num_picked, Copies(path.rows + first[:, None], destination))
 
 
 @kernel

@@ -2,64 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require, unspecialised
+from espalier.kernels.ops.state import Chain
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.state.page_rows import page_row, page_rows
-from espalier.kernels.tree.gather_rows import gather_rows
+from espalier.kernels.state.page_rows import page_row
 from espalier.slots import COLUMNS, BatchState, ScatterUpdate, SlotTable
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 LARGEST_BLOCK = 1024
 # Appended pages that a program writes at a time: as many as it has threads.
 APPENDED_BLOCK = 128
 
 
-class Chain(NamedTuple):
-    """Consecutive known tokens of a batch, [B, W] int64 each; rows: the page rows that a commit fills."""
-
-    positions: Tensor
-    tokens: Tensor
-    rows: Tensor
-
-
 def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
-    """The BatchState of the slots `index` [B] int64, after `appended` is written to the page tables.  Exact.
-
-    appended: of any slots; several values for one cell must be equal.
-    """
-    return (gather_triton if index.is_cuda else gather_reference)(table, index, appended)
-
-
-def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
-    """`length` [B] tokens of each slot's history from position prefix_len + `first` on, in `width` rows.
-
-    Rows past length have the token `padding`; None: the root.  Rows past length and rows below commit_from are written
-    to the dummy row.  Exact.
-    """
-    return (chain_triton if length.is_cuda else chain_reference)(slots, first, length, width, padding)
-
-
-def carried(slots: BatchState, name: str) -> Tensor:
-    """[B, 1, H]: what `carry` stored.  Exact."""
-    return gather_rows(slots.index[None], slots.table.carried[name][None]).transpose(0, 1)
-
-
-def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
-    """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for its next launch.
-
-    name: the carried field's name; length: [B].  Exact.
-    """
-    (carry_triton if length.is_cuda else carry_reference)(slots, name, values, length)
-
-
-def gather_triton(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
     (batch,), width = index.shape, table.page_table.shape[1]
     require("gather: index", index, (-1,), torch.int64, table.page_table)
     at, values = (index[:0], index[:0]) if appended is None else appended
@@ -86,26 +45,7 @@ def gather_triton(table: SlotTable, index: Tensor, appended: ScatterUpdate | Non
     )
 
 
-def gather_reference(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
-    if appended is not None:
-        table.write({"page_table": appended})
-    prefix_len = table.prefix_len[index]
-    left = table.layout.max_accept_depth(table.end[index], prefix_len)
-    return BatchState(
-        table=table,
-        index=index,
-        prefix_len=prefix_len,
-        root=table.root[index],
-        commit_from=table.commit_from[index],
-        num_tokens=prefix_len + 1,
-        max_accept_depth=torch.minimum(table.depth_limit[index], left).clamp(min=0),
-        num_logprobs=table.num_logprobs[index],
-        real=index > 0,
-        page_table=table.page_table[index],
-    )
-
-
-def chain_triton(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
+def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
     batch, table, page_size = slots.batch, slots.table, slots.table.layout.page_size
     require("chain: length", length, (batch,), torch.int64, slots.prefix_len)
     made = Chain(*(length.new_empty(batch, width) for _ in range(3)))
@@ -123,16 +63,7 @@ def chain_triton(slots: BatchState, first: int, length: Tensor, width: int, padd
     return made
 
 
-def chain_reference(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
-    offsets = torch.arange(width, device=length.device)
-    positions = slots.prefix_len[:, None] + first + offsets
-    known = offsets < length[:, None]
-    tokens = torch.where(known, slots.history_at(positions), slots.root[:, None] if padding is None else padding)
-    kept = known & (positions >= slots.commit_from[:, None])
-    return Chain(positions, tokens, page_rows(slots.page_table, positions, slots.table.layout.page_size, kept))
-
-
-def carry_triton(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
+def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
     kept = slots.table.carried[name]
     batch, size = slots.batch, kept.shape[1]
     require("carry: values", values, (batch, -1, size), kept.dtype, kept)
@@ -149,13 +80,7 @@ def carry_triton(slots: BatchState, name: str, values: Tensor, length: Tensor) -
         )
 
 
-def carry_reference(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
-    last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[2])
-    slots.table.carried[name][slots.index] = values.gather(1, last)[:, 0]
-
-
-@unspecialised("appended")
-@kernel
+@kernel(do_not_specialize=["appended"])
 def _gather_slots_kernel(
     index_ptr, ints_ptr, page_table_ptr,
     prefix_len_ptr, root_ptr, commit_from_ptr, num_tokens_ptr, max_accept_depth_ptr, num_logprobs_ptr, real_ptr,
@@ -193,8 +118,7 @@ def _gather_slots_kernel(
         tl.store(real_ptr + b, slot > 0)
 
 
-@unspecialised("padding")
-@kernel
+@kernel(do_not_specialize=["padding"])
 def _chain_kernel(
     index_ptr, prefix_len_ptr, root_ptr, commit_from_ptr, page_table_ptr, history_ptr, length_ptr,
     positions_ptr, tokens_ptr, rows_ptr,

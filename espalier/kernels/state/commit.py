@@ -6,18 +6,15 @@ One launch copies all layers of one group, and up to two stacked planes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import chip, kernel, oversubscribed, power_of_two, require
+from espalier.kernels.ops.state import checked_copies
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, oversubscribed, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.layout import DUMMY_ROW
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 LARGEST_BLOCK = 2048
 # Bytes that a warp copies at once: 16 per thread, the widest access.
@@ -25,27 +22,6 @@ WARP_BYTES = 512
 # Layers of one program, where one program per layer would be more than the chip can start quickly.
 LAYERS_A_PROGRAM = 4
 TENSORS_A_LAUNCH = 2
-
-
-def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
-    """Copy rows `source` [N] of the staged tensors to `rows` [N] of the committed tensors.
-
-    A tensor is [layers, rows, heads, size]: a plane of each layer of a group, stacked.  `rows` has no row twice, except
-    the dummy row 0, which is not written.
-    Raises EspalierError if shapes do not agree.
-    """
-    for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
-        require(f"staged tensor {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
-    staged, committed = _as_bytes(staged), _as_bytes(committed)
-    require("commit's source", source, (-1,), torch.int64, committed[0])
-    require("commit's rows", rows, tuple(source.shape), torch.int64, source)
-    run = commit_rows_triton if source.is_cuda else commit_rows_reference
-    run(staged, committed, source, rows)
-
-
-def _as_bytes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """FP8 tensors as bytes: PyTorch copies no FP8 rows by index."""
-    return [tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor for tensor in tensors]
 
 
 @kernel
@@ -74,8 +50,9 @@ def _commit_kernel(
                 _copy(src_1_ptr, dst_1_ptr, layer, source, row, src_1_layer, dst_1_layer, SIZE_1, BLOCK_1)
 
 
-def commit_rows_triton(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
+def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
     """Copies bytes, so the result equals the reference's."""
+    staged, committed = checked_copies(staged, committed, source, rows)
     if not source.shape[0]:
         return
     # The order of layers in memory is free; the values of one row must be contiguous.
@@ -110,10 +87,3 @@ def _launch(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tenso
         num_warps=min(max(min(blocks) * committed[0].element_size() // WARP_BYTES, 1), 4),
         **pdl_arguments(chip(source)),
     )
-
-
-def commit_rows_reference(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
-    for src, dst in zip(staged, committed, strict=True):
-        dummy = dst[:, DUMMY_ROW].clone()
-        dst.index_copy_(1, rows, src.index_select(1, source))
-        dst[:, DUMMY_ROW] = dummy

@@ -8,16 +8,12 @@ result, so attention multiplies no row by a scale.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import FP8, FP8_MAX
-from espalier.kernels.runtime.launch import kernel, require
-
-if TYPE_CHECKING:
-    import triton.language as tl
+from espalier.kernels.runtime.launch import require
 
 
 @dataclass(frozen=True)
@@ -73,20 +69,3 @@ def rounded(values: Tensor, scale: Tensor) -> Tensor:
     exact = torch.promote_types(values.dtype, torch.float32)
     quotient = values.to(exact) / scale.to(exact)[:, None]
     return torch.where(quotient.isfinite(), quotient.clamp(-FP8_MAX, FP8_MAX), torch.nan).to(FP8)
-
-
-@kernel
-def rounded_values(values, scale, MOST: tl.constexpr):
-    """`rounded` without the conversion to FP8, which does the rounding: the clamped quotient, in float32.
-
-    values, scale: float32 or float64, of shapes that broadcast.
-    """
-    # An IEEE quotient, so that the bytes equal the reference's.
-    if values.dtype == tl.float32:
-        quotient = tl.div_rn(values, tl.zeros_like(values) + scale)
-    else:
-        quotient = values / scale
-    clamped = tl.where(quotient > MOST, MOST, tl.where(quotient < -MOST, -MOST, quotient))
-    # NaN fails both comparisons, and stays NaN.
-    # PyTorch converts float64 to FP8 by way of float32 too.  A GPU has no direct conversion.
-    return tl.where(tl.abs(quotient) == float("inf"), float("nan"), clamped).to(tl.float32)

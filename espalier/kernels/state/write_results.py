@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.ops.state import EMPTY
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
 MOST_FIELDS = 8
-EMPTY = -1
 
 
 def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
-    """Write the first B rows of entry [1] of a ring [entries, rows, width] int64, whose columns are adjacent.
-
-    fields: [B, columns] int64 or float32 by their first column; float32 is written as its bits.  Columns without a
-    field become EMPTY.  Raises EspalierError if sizes do not agree.  Exact.
-    """
-    (write_results_triton if ring.is_cuda else write_results_reference)(ring, entry, fields)
-
-
-def write_results_triton(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
     _, rows, width = ring.shape
     batch = next(iter(fields.values())).shape[0]
     require("write_results: ring", ring, (-1, -1, -1), torch.int64, ring)
@@ -57,15 +46,6 @@ def write_results_triton(ring: Tensor, entry: Tensor, fields: Mapping[int, Tenso
             num_warps=min(max(block // 128, 1), 8),
             **pdl_arguments(chip(ring)),
         )
-
-
-def write_results_reference(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
-    batch = next(iter(fields.values())).shape[0]
-    made = ring.new_full((batch, ring.shape[2]), EMPTY)
-    for start, field in fields.items():
-        value = field.contiguous().view(torch.int32).to(torch.int64) if field.dtype == torch.float32 else field
-        made[:, start : start + field.shape[1]] = value
-    ring[entry, torch.arange(batch, device=ring.device)] = made
 
 
 @kernel

@@ -6,51 +6,18 @@ reference agree exactly.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import every_ancestor, unpack
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.ops.tree import Path, Tree
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.tree.select_tree import Tree
 from espalier.layout import ANCESTOR_BITS
-
-if TYPE_CHECKING:
-    import triton.language as tl
-
-
-class Path(NamedTuple):
-    """An accepted path, all int64.
-
-    rows: [B, S+1], its nodes from the root down; zeros past length.
-    length: [B], tokens emitted (the accept length); 0 for padding.
-    tokens: [B, S+1], the emitted tokens: the accepted draft tokens, then one token of the target; zeros past length.
-    num_finite: [B], how many of these tokens, from the first, were sampled from finite logits.
-    """
-
-    rows: Tensor
-    length: Tensor
-    tokens: Tensor
-    num_finite: Tensor
 
 
 def accept(tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, real: Tensor, steps: int) -> Path:
-    """Keep the longest path that the target would have produced itself, for greedy and for sampled requests.
-
-    tree: depths are at most steps.  picks: [B, D] int64, the target's token after each node; finite: [B, D] bool,
-    whether the logits of the pick were finite.  max_accept_depth: [B] int64, deeper nodes never match; real: [B] bool,
-    False for padding.  Siblings have distinct tokens, so at most one child of a node matches; should two paths be
-    equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do not agree.  Exact.
-    """
-    implementation = accept_triton if picks.is_cuda else accept_reference
-    return implementation(tree, picks, finite, max_accept_depth, real, steps)
-
-
-def accept_triton(
-    tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, real: Tensor, steps: int
-) -> Path:
     tokens, parents, depths, _, ancestors = tree
     batch, nodes = tokens.shape
     num_words = -(-nodes // ANCESTOR_BITS)
@@ -76,41 +43,6 @@ def accept_triton(
             **pdl_arguments(chip(tokens)),
         )
     return path
-
-
-def accept_reference(
-    tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, real: Tensor, steps: int
-) -> Path:
-    tokens, parents, depths, _, ancestors = tree
-    match = (tokens == picks.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
-    last = deepest(every_ancestor(ancestors, match), depths)
-    rows = path_rows(ancestors, depths, last, steps)
-    depth = depths.gather(1, last[:, None])
-    bonus = picks.gather(1, last[:, None])
-    level = torch.arange(steps + 1, device=rows.device)
-    drafted = torch.nn.functional.pad(tokens.gather(1, rows)[:, 1:], (0, 1))
-    emitted = torch.where(level < depth, drafted, torch.where(level == depth, bonus, 0))
-    length = torch.where(real, depth[:, 0] + 1, 0)
-    num_finite = (finite.gather(1, rows) & (level < length[:, None])).cumprod(1).sum(1)
-    return Path(rows, length, emitted, num_finite)
-
-
-def deepest(kept: Tensor, depths: Tensor) -> Tensor:
-    """[B]: the deepest kept node; among equally deep ones the lowest index."""
-    nodes = depths.shape[1]
-    rank = torch.arange(nodes - 1, -1, -1, device=depths.device)
-    return torch.where(kept, depths * nodes + rank, -1).argmax(1)
-
-
-def path_rows(ancestors: Tensor, depths: Tensor, last: Tensor, steps: int) -> Tensor:
-    """[B, S+1]: the nodes from the root to `last`, indexed by depth; zeros at greater depths."""
-    batch, nodes = depths.shape
-    path = ancestors.gather(1, last[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
-    # Nodes that are not on the path are written to one extra column, which is dropped.
-    dropped = steps + 1
-    depth = torch.where(unpack(path, nodes), depths, dropped)
-    rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last.device)
-    return rows.scatter_(1, depth, torch.arange(nodes, device=last.device).expand_as(depth))[:, :dropped]
 
 
 @kernel

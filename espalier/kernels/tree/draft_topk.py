@@ -18,12 +18,12 @@ and exp is tl.exp.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -39,9 +39,6 @@ from espalier.kernels.sampling.logit_processors import (
     shaped,
 )
 from espalier.kernels.sampling.noise import gumbel_at, noise_keys
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 SPLIT = 2048
 # Splits, over all rows of a program, that a warp merges.

@@ -10,18 +10,15 @@ is rounded once, to the dtype of `before`; the reference rounds every operation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 from espalier.kernels.tree.edges import LowRankEdges, Rows
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Numbers of a program's block of the rank.  The least rank is what tensor cores take.
 BLOCK_OUT, LEAST_RANK = 16, 16

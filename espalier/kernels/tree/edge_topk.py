@@ -17,13 +17,14 @@ dtype.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import chip, exact_type, kernel, power_of_two, require
+from espalier.kernels.ops.drafts import Candidates
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_trigger_and_wait, pdl_wait
 from espalier.kernels.sampling.logit_processors import (
     COLUMNS,
@@ -39,10 +40,6 @@ from espalier.kernels.sampling.logit_processors import (
 from espalier.kernels.tree.draft_topk import shaped_with_noise
 from espalier.kernels.tree.edges import LowRankEdges, Rows
 from espalier.kernels.tree.select_beams import order_of, score_of, usable_score
-from espalier.kernels.tree.select_paths import Candidates
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 # Columns of a program, and the rank that it multiplies in a step.  With 64 kB of bfloat16, three programs fit into the
 # shared memory of a processor.

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.kernels.tree.select_beams import ordered_topk, usable
-from espalier.kernels.tree.select_paths import Candidates
+from espalier.kernels.ops.drafts import Candidates
+from espalier.kernels.ops.tree import ordered_topk, usable
 
 
 class Rows(NamedTuple):

@@ -5,30 +5,19 @@ Grid: (output rows, blocks of up to MAX_BLOCK columns, parts).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 MAX_BLOCK = 2048
 
 
 def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
-    """out[b, w] = values[b, rows[b, w]]: rows [B, W] int64, values [B, D, p·n], in p parts of n -> [B, W, p·n].  Exact.
-
-    Parts have the same strides.
-    """
-    return (gather_rows_triton if rows.is_cuda else gather_rows_reference)(rows, *parts)
-
-
-def gather_rows_triton(rows: Tensor, *parts: Tensor) -> Tensor:
     batch, width = rows.shape
     values = parts[0]
     size, strides = values.shape[2], values.stride()
@@ -48,10 +37,6 @@ def gather_rows_triton(rows: Tensor, *parts: Tensor) -> Tensor:
             **pdl_arguments(chip(values)),
         )
     return out
-
-
-def gather_rows_reference(rows: Tensor, *parts: Tensor) -> Tensor:
-    return torch.cat([part.gather(1, rows[..., None].expand(-1, -1, part.shape[2])) for part in parts], 2)
 
 
 @kernel

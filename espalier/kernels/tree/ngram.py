@@ -7,40 +7,19 @@ second kernel merges the blocks' matches, one program per request.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.ops.drafts import MAX_NGRAM, Matches
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-MAX_NGRAM = 4
 BLOCK = 1024
 
 
-class Matches(NamedTuple):
-    """[B, K] int64 each, best first.  length: the number of matching tokens; ends: the position of the last matching
-    token.  Both are 0 for no match."""
-
-    length: Tensor
-    ends: Tensor
-
-
 def find_matches(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Matches:
-    """The topk best earlier occurrences of each request's last tokens.  The tokens after them are all distinct.
-
-    history: [slots, W] int64, contiguous rows of tokens; index: [B] int64, each request's row of history; root: [B]
-    int64, below W, the position of the last token.  Position j < root matches m tokens if history[j-m+1 .. j] equals
-    history[root-m+1 .. root]; m is at most MAX_NGRAM.  Longest match first, then latest.  Exact.
-    """
-    return (find_matches_triton if history.is_cuda else find_matches_reference)(history, index, root, topk)
-
-
-def find_matches_triton(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Matches:
     (batch,), width = index.shape, history.shape[1]
     require("find_matches: history", history, (-1, -1), torch.int64, root)
     require("find_matches: index", index, (batch,), torch.int64, root)
@@ -67,40 +46,6 @@ def find_matches_triton(history: Tensor, index: Tensor, root: Tensor, topk: int)
             **pdl_arguments(chip(root)),
         )
     return matches
-
-
-def find_matches_reference(history: Tensor, index: Tensor, root: Tensor, topk: int) -> Matches:
-    width = longest_known(root)
-    known = history[:, :width].index_select(0, index)
-    length = match_lengths(known, root)
-    next_tokens = torch.roll(known, -1, 1)
-    # One key orders by length, then by position; 0 is no match.
-    key = torch.where(length > 0, length * width + torch.arange(width, device=root.device), 0)
-    best = []
-    for _ in range(topk):
-        best.append(key.amax(1, keepdim=True))
-        next_token = next_tokens.gather(1, best[-1] % width)
-        key = key.masked_fill(next_tokens == next_token, 0)
-    keys = torch.cat(best, 1)
-    return Matches(keys // width, keys % width)
-
-
-def match_lengths(known: Tensor, root: Tensor) -> Tensor:
-    """[B, W]: the match length at each position of `known` [B, W]."""
-    positions = torch.arange(known.shape[1], device=known.device).expand_as(known)
-    matching = positions < root[:, None]
-    length = torch.zeros_like(known)
-    for back in range(MAX_NGRAM):
-        root_token = known.gather(1, (root - back).clamp(min=0)[:, None])
-        token = torch.roll(known, back, 1)
-        matching = matching & (token == root_token) & (positions >= back) & (root >= back)[:, None]
-        length = length + matching
-    return length
-
-
-def longest_known(root: Tensor) -> int:
-    """The number of tokens of the longest request.  For CPU tensors: on a GPU this would synchronise."""
-    return int(root.max()) + 1 if root.numel() else 1
 
 
 @kernel

@@ -8,52 +8,22 @@ Grid: one program per request, which ranks all candidates by comparing each with
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import own_bits
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.ops.tree import SelectedBeams
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 from espalier.layout import ANCESTOR_BITS
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
 # Comparisons per step of the ranking; their results are in registers.
 COMPARISONS_PER_STEP = 16384
-# Up to so many scores the reference sorts them.
-FEW = 64
-
-
-class SelectedBeams(NamedTuple):
-    """The beams of a level, best first.  scores: [B, K] float32; places: [B, K] int64, the beam's index among the
-    level's candidates; parents: [B, K] int64, the index of its parent among the P rows; ancestor_bits: [B, K, W] int64,
-    the bits of its ancestors among the draft rows and of itself."""
-
-    scores: Tensor
-    places: Tensor
-    parents: Tensor
-    ancestor_bits: Tensor
 
 
 def select_beams(
-    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
-) -> SelectedBeams:
-    """The K best of P · K candidates become draft rows first to first + K - 1.
-
-    tokens: [B, P, K] int64; scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64 of the P parent
-    rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft rows;
-    the new rows' tokens are written to it.  num_words: W.  Raises EspalierError if sizes do not agree.  Exact.
-    """
-    return (select_beams_triton if tokens.is_cuda else select_beams_reference)(
-        tokens, scores, ancestor_bits, path, first, num_words
-    )
-
-
-def select_beams_triton(
     tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
 ) -> SelectedBeams:
     batch, rows, topk = tokens.shape
@@ -88,52 +58,6 @@ def select_beams_triton(
             **pdl_arguments(chip(tokens)),
         )
     return beams
-
-
-def select_beams_reference(
-    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
-) -> SelectedBeams:
-    topk = tokens.shape[2]
-    best, index = ordered_topk(scores.flatten(1), topk)
-    parents = index // topk
-    bits = own_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
-    if ancestor_bits is not None:
-        bits = bits | ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words))
-    path[:, first : first + topk] = tokens.flatten(1).gather(1, index)
-    return SelectedBeams(best, index, parents, bits)
-
-
-def usable(scores: Tensor) -> Tensor:
-    """Scores in the form in which they are compared: NaN becomes -inf, -0.0 becomes 0.0."""
-    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).add_(0.0)
-
-
-def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best of the last dimension; ties go to the lower index (torch.topk leaves the order of ties open).
-
-    scores: float32; NaN counts as -inf.  Returns (values, indices).  If there are fewer than k, the rest is -inf with
-    index 0.
-    """
-    width = scores.shape[-1]
-    scores = usable(scores)
-    best = scores.sort(dim=-1, descending=True, stable=True).indices if width <= FEW else _topk_of_keys(scores, k)
-    best = best[..., :k]
-    values = scores.gather(-1, best)
-    missing = max(k - width, 0)
-    if missing:
-        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
-        best = torch.nn.functional.pad(best, (0, missing))
-    return values, best
-
-
-def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
-    """The indices of ordered_topk.  A sort would take 3 to 15 times as long for a vocabulary, and less time for FEW."""
-    width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
-    # Integers in the order of the floats.  In place: for a vocabulary, new tensors would take longer than the rest.
-    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
-    # The low half of a key breaks ties by index.
-    keys = torch.arange(width - 1, -1, -1, device=scores.device).add(ordered, alpha=1 << 32)
-    return keys.topk(min(k, width), -1).indices
 
 
 @kernel

@@ -12,68 +12,24 @@ hit the L1: all candidates are read at once before the first step.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
-import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.ops.drafts import Candidates, require_paths
+from espalier.kernels.ops.tree import Tree
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.tree.select_beams import order_of, score_of, usable
-from espalier.kernels.tree.select_tree import VOID, Tree
+from espalier.kernels.tree.select_beams import order_of, score_of
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-# 32 bits hold a depth, a node, a candidate's place and a row in 6, 10, 8 and 8 bits.
-MAX_STEPS, MAX_NODES, MAX_CANDIDATES = 63, 1024, 256
 # The largest number of keys that one warp holds in registers.
 ONE_WARP = 256
 # The most candidates that are read before the first step, as many as fit into its registers.  At least MAX_CANDIDATES.
 MOST_READ = 2048
 
 
-class Candidates(NamedTuple):
-    """The candidates of each depth, in rows: those of one row continue the same tokens.
-
-    tokens: [B, S, R, K] int64; scores: [B, S, R, K] float32, log-probabilities, at most 0, best first; -inf: none.
-    next_rows: [B, S, R, K] int32, the row of the next depth that continues a candidate; -1: nothing does.
-    Depth 1 has one row, row 0.  R is 1 for a draft whose candidates do not depend on the tokens before.  Rows that
-    nothing leads to may hold anything.
-    """
-
-    tokens: Tensor
-    scores: Tensor
-    next_rows: Tensor
-
-    @classmethod
-    def empty(cls, root: Tensor, steps: int, topk: int) -> Candidates:
-        """topk rows a depth, to be written."""
-        shape, on = (len(root), steps, topk, topk), root.device
-        types = (torch.int64, torch.float32, torch.int32)
-        return cls(*(torch.empty(shape, dtype=dtype, device=on) for dtype in types))
-
-    def of_rows(self, depth: int, rows: int) -> Candidates:
-        """Views [B, rows, K] of the first rows at `depth`, from 0."""
-        return Candidates(*(value[:, depth, :rows] for value in self))
-
-
 def select_paths(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
-    """The tree of the root [B] int64 and the best nodes - 1 paths, best first.
-
-    Equal scores: the path of lower depth first, then the one whose parent was selected first, then the candidate that
-    comes first in its row.  If there are too few paths, the remaining nodes are void, as in select_tree.select.
-    Raises EspalierError if sizes do not agree.  Exact.
-    """
-    return (select_paths_triton if root.is_cuda else select_paths_reference)(root, candidates, nodes)
-
-
-def select_paths_triton(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
-    batch, steps, rows, topk = _require(root, candidates, nodes)
+    batch, steps, rows, topk = require_paths(root, candidates, nodes)
     tree = Tree.empty(root, nodes)
     if batch:
         # At least the lanes of a warp: the maximum over a part of them takes several instructions.
@@ -95,63 +51,6 @@ def select_paths_triton(root: Tensor, candidates: Candidates, nodes: int) -> Tre
             **pdl_arguments(chip(root)),
         )
     return tree
-
-
-def select_paths_reference(root: Tensor, candidates: Candidates, nodes: int) -> Tree:
-    _, steps, _, _ = _require(root, candidates, nodes)
-    tokens, next_rows = candidates.tokens.tolist(), candidates.next_rows.tolist()
-    scores = usable(candidates.scores).tolist()
-    trees = [_best_paths(*of_request, nodes) for of_request in zip(tokens, scores, next_rows, strict=True)]
-    made = torch.tensor([tree for tree, _ in trees], dtype=torch.int64).view(len(trees), nodes, 3)
-    made[:, 0, 0] = root
-    path_scores = torch.tensor([scored for _, scored in trees], dtype=torch.float32).view(len(trees), nodes)
-    drafted, parents, depths = made.unbind(-1)
-    return Tree(drafted, parents, depths, path_scores, pack(ancestor_mask(parents, drafted == VOID, steps)))
-
-
-def _best_paths(
-    tokens: list, scores: list, next_rows: list, nodes: int
-) -> tuple[list[tuple[int, int, int]], list[float]]:
-    """(token, parent, depth) of each node and its score, of one request.  The root's token is left out."""
-    tree, selected = [(VOID, 0, 0)], [0.0]
-    # Of each entry: its key, and its parent's score.
-    frontier = [((-scores[0][0][0], 1, 0, 0, 0), 0.0)]
-    while len(tree) < nodes and frontier:
-        (negated, depth, parent, place, row), above = heappop(frontier)
-        if negated == np.inf:
-            break
-        at, node = depth - 1, len(tree)
-        tree.append((tokens[at][row][place], parent, depth))
-        selected.append(-negated)
-        if place + 1 < len(tokens[at][row]):
-            beside = _float32_sum(above, scores[at][row][place + 1])
-            heappush(frontier, ((-beside, depth, parent, place + 1, row), above))
-        below = next_rows[at][row][place]
-        if depth < len(tokens) and below >= 0:
-            child = _float32_sum(-negated, scores[depth][below][0])
-            heappush(frontier, ((-child, depth + 1, node, 0, below), -negated))
-    missing = nodes - len(tree)
-    return tree + [(VOID, 0, 1)] * missing, selected + [-np.inf] * missing
-
-
-def _float32_sum(score: float, logp: float) -> float:
-    """The sum of two float32 values, rounded to float32."""
-    return float(np.float32(score + logp))
-
-
-def _require(root: Tensor, candidates: Candidates, nodes: int) -> tuple[int, int, int, int]:
-    """Check the arguments of select_paths; returns the sizes of the candidates."""
-    tokens, scores, next_rows = candidates
-    require("select_paths: tokens", tokens, (root.shape[0], -1, -1, -1), torch.int64, root)
-    require("select_paths: scores", scores, tuple(tokens.shape), torch.float32, root)
-    require("select_paths: next_rows", next_rows, tuple(tokens.shape), torch.int32, root)
-    batch, steps, rows, topk = tokens.shape
-    if steps > MAX_STEPS or max(rows, topk) > MAX_CANDIDATES or not 1 <= nodes <= MAX_NODES:
-        raise EspalierError(
-            f"a tree of {nodes} nodes, {steps} steps and {max(rows, topk)} candidates a step is not supported for a "
-            f"block draft; use at most {MAX_NODES} nodes, {MAX_STEPS} steps and topk {MAX_CANDIDATES}"
-        )
-    return batch, steps, rows, topk
 
 
 @kernel

@@ -9,86 +9,24 @@ Grid: one program per request, which holds all candidates in registers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from espalier.errors import EspalierError
-from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack, unpack
-from espalier.kernels.runtime.launch import chip, kernel, power_of_two, require
+from espalier.kernels.ops.tree import Parts, Tree, require_pool
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
-from espalier.kernels.tree.select_beams import order_of, usable, usable_score
-from espalier.layout import ANCESTOR_BITS
+from espalier.kernels.tree.select_beams import order_of, usable_score
 
-if TYPE_CHECKING:
-    import triton.language as tl
-
-VOID = -1
 # The most parts of a pool that the kernel reads each from its own tensor.
 MOST_PARTS = 16
-# A pool's values [B, n], whole or as one tensor for each level.
-Parts = Sequence[Tensor]
-
-
-class Tree(NamedTuple):
-    """The trees of a batch.
-
-    tokens: [B, D] int64; -1 for void nodes.
-    parents: [B, D] int64, index of the parent node; the root is its own parent.
-    depths: [B, D] int64, distance from the root; 1 for void nodes.
-    scores: [B, D] float32, log-probability of the path; 0 for the root, -inf for void nodes.
-    ancestors: [B, D, W] int64, bit j of a node: node j is its ancestor, or the node itself.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    scores: Tensor
-    ancestors: Tensor
-
-    @classmethod
-    def empty(cls, root: Tensor, nodes: int) -> Tree:
-        """Trees of the roots [B] int64, for a kernel to write."""
-        batch, num_words = root.shape[0], -(-nodes // ANCESTOR_BITS)
-        tokens, parents, depths = (root.new_empty(batch, nodes) for _ in range(3))
-        scores = root.new_empty(batch, nodes, dtype=torch.float32)
-        return cls(tokens, parents, depths, scores, root.new_empty(batch, nodes, num_words))
-
-    @property
-    def num_words(self) -> int:
-        return self.ancestors.shape[2]
-
-    def mask(self) -> Tensor:
-        """[B, D, D] bool: node j is an ancestor of node i, or i itself."""
-        return unpack(self.ancestors, self.tokens.shape[1])
-
-    def positions(self, prefix_len: Tensor) -> Tensor:
-        """[B, D]: position of each node in the target."""
-        # The root's depth is 0.
-        return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
 
 
 def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int) -> Tree:
-    """The root and the best nodes - 1 of n candidates, by descending score, then by index in the pool.
-
-    root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool: topk candidates of
-    level 1, then topk² candidates per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64:
-    for each beam, topk per level, its index among its level's candidates.  All three are whole, or in levels.
-
-    A child must not score above its parent, and it comes after its parent in the pool.  So the ancestors of a selected
-    candidate are selected too.  A score of -inf or NaN is no candidate.  If there are too few candidates, the remaining
-    nodes are void: token -1, parent 0, depth 1, no ancestor but themselves.  Raises EspalierError if sizes do not
-    agree.  Exact.
-    """
-    return (select_tree_triton if root.is_cuda else select_tree_reference)(root, tokens, scores, beams, topk, nodes)
-
-
-def select_tree_triton(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int) -> Tree:
     if len(tokens) > MOST_PARTS:
         tokens, scores, beams = ([torch.cat(list(parts), 1)] for parts in (tokens, scores, beams))
-    batch, size, steps = _require(root, tokens, scores, beams, topk, nodes)
+    batch, size, steps = require_pool(root, tokens, scores, beams, topk, nodes)
     tree = Tree.empty(root, nodes)
     if batch:
         block, word_block = power_of_two(size), power_of_two(tree.num_words)
@@ -111,57 +49,6 @@ def select_tree_triton(root: Tensor, tokens: Parts, scores: Parts, beams: Parts,
             **pdl_arguments(chip(root)),
         )
     return tree
-
-
-def select_tree_reference(
-    root: Tensor, of_tokens: Parts, of_scores: Parts, of_beams: Parts, topk: int, nodes: int
-) -> Tree:
-    _, _, steps = _require(root, of_tokens, of_scores, of_beams, topk, nodes)
-    tokens, scores = torch.cat(list(of_tokens), 1), usable(torch.cat(list(of_scores), 1))
-    beams = torch.cat([tokens[:, :0], *of_beams], 1)
-    best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(1).values
-    void = scores.gather(1, best) == -torch.inf
-    node_of = torch.zeros_like(tokens).scatter_(1, best, torch.arange(1, nodes, device=best.device).expand_as(best))
-    # Candidates of level 1 continue the root, which is node 0.
-    parent_node = torch.nn.functional.pad(
-        node_of.gather(1, beams + _level_starts(beams.shape[1], topk, beams)), (1, 0)
-    ).gather(1, best // topk)
-    level = torch.where(best < topk, 1, 2 + (best - topk) // topk**2)
-    # Prepend the root: node 0, depth 0, score 0, never void.
-    parents, depths, void = (
-        torch.nn.functional.pad(value, (1, 0))
-        for value in (parent_node.masked_fill(void, 0), level.masked_fill(void, 1), void)
-    )
-    drafted = torch.cat((root[:, None], tokens.gather(1, best)), 1).masked_fill(void, VOID)
-    ancestor_bits = pack(ancestor_mask(parents, void, steps))
-    return Tree(drafted, parents, depths, torch.nn.functional.pad(scores.gather(1, best), (1, 0)), ancestor_bits)
-
-
-def _level_starts(count: int, topk: int, like: Tensor) -> Tensor:
-    """[count]: for each beam, the pool index of the first candidate of its level."""
-    level = torch.arange(count, device=like.device) // topk
-    return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
-
-
-def _require(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int) -> tuple[int, int, int]:
-    """Check the arguments of select; returns the batch, the size of the pool and its number of levels."""
-    batch, size, in_levels = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
-    for level, (of_tokens, of_scores) in enumerate(zip(tokens, scores, strict=True)):
-        count = size if not in_levels else topk**2 if level else topk
-        require("select_tree: tokens", of_tokens, (batch, count), torch.int64, root)
-        require("select_tree: scores", of_scores, (batch, count), torch.float32, root)
-    num_beams = size // topk - 1
-    if sum(part.shape[1] for part in beams) != num_beams or (in_levels and len(beams) != len(tokens) - 1):
-        raise EspalierError(f"select_tree: beams of {size} candidates at topk={topk} must be {num_beams}, by level")
-    for part in beams:
-        require("select_tree: beams", part, (batch, topk if in_levels else num_beams), torch.int64, root)
-    steps, excess = 1 + (size - topk) // topk**2, (size - topk) % topk**2
-    if excess or not 1 <= nodes <= size + 1:
-        raise EspalierError(
-            f"select_tree: {size} candidates at topk={topk} are not whole levels, or too few for {nodes} nodes with "
-            "the root: draft and select with the same layout"
-        )
-    return batch, size, steps
 
 
 @kernel

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
-from espalier.kernels.layers.rope import HeadNorms
+from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.embed_rows import DraftHidden, EmbeddingTables, embed_rows
-from espalier.kernels.layers.rope import Rotation
+from espalier.kernels.ops.embedding import DraftHidden, EmbeddingTables, embed_rows
+from espalier.kernels.ops.rope import Rotation
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
 

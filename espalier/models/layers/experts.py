@@ -10,14 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers import norm_router
-from espalier.kernels.layers.activation import SILU, Activation
-from espalier.kernels.layers.experts import ExpertBiases, ExpertMatrix, grouped_experts
-from espalier.kernels.layers.experts_shared import MAX_SHARED_ROWS, SharedExperts
-from espalier.kernels.layers.linear import TritonPlan, linear_parts_triton
-from espalier.kernels.layers.norm import rounds_norm
+from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.layers.quantised import InputScales, Rows
-from espalier.kernels.layers.routing import Routing, route
+from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.experts import (
+    MAX_SHARED_ROWS,
+    ExpertBiases,
+    ExpertMatrix,
+    Routing,
+    SharedExperts,
+    grouped_experts,
+    route,
+)
+from espalier.kernels.ops.linear import linear_parts
+from espalier.kernels.ops.norm import norm_router, rounds_norm, takes_router
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -73,7 +79,8 @@ class MixtureMLP:
         self.biases = biases
         self.activation = activation
         self.shared_tiles = None
-        if shared is not None and shared_gate is None and biases is None and activation == SILU:
+        are_silu = activation.is_silu and (shared is None or shared.activation.is_silu)
+        if shared is not None and shared_gate is None and biases is None and are_silu:
             self.shared_tiles = _as_tiles(shared, gate_up, down)
 
     def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, RoutedRows]:
@@ -83,10 +90,8 @@ class MixtureMLP:
         rounded.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        if delta is not None and norm_router.takes(x):
-            total, normed, rounded, logits = norm_router.norm_router_triton(
-                delta, x, norm.weight, norm.eps, self.router, rounding
-            )
+        if delta is not None and takes_router(x):
+            total, normed, rounded, logits = norm_router.triton(delta, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
         total, normed, rounded = norm.both_after(delta, x, rounding)
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
@@ -146,6 +151,6 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     exact = torch.promote_types(x.dtype, torch.float32)
     if x.is_cuda and x.dtype != exact:
         if 0 < len(x) <= ROUTER_MAX_ROWS:
-            return linear_parts_triton(x, weight, None, ROUTER_PLAN)
+            return linear_parts.triton(x, weight, None, ROUTER_PLAN)
         return torch.mm(x, weight.T, out_dtype=exact)
     return F.linear(x.to(exact), weight.to(exact))

@@ -10,9 +10,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.head_product import head_product
-from espalier.kernels.layers.latent import LatentForm
 from espalier.kernels.layers.quantised import Rows
+from espalier.kernels.ops.rope import LatentForm, head_product
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables

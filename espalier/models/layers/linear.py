@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
+from espalier.kernels.ops.activation import SILU, Activation
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import Weight
 
@@ -64,8 +65,8 @@ class Linear:
         """x [rows, in] -> out [weight.num_parts(rows), rows, out], float32 at least, which the reader sums."""
         self.weight.write_parts(x, self.bias, out)
 
-    def gated(self, x: Rows) -> Tensor:
-        """x [rows, in] -> silu(gate) · up [rows, out / 2], for a weight that stacks gate and up."""
+    def gated(self, x: Rows, activation: Activation = SILU) -> Tensor:
+        """x [rows, in] -> the activation of gate and up [rows, out / 2], for a weight that stacks gate and up."""
         if isinstance(x, RoundedRows):
-            return self.weight.of_rounded(x, self.bias, "gated")
-        return self.weight.gated(x, self.bias)
+            return self.weight.of_rounded(x, self.bias, "gated", activation)
+        return self.weight.gated(x, self.bias, activation)

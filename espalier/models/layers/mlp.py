@@ -1,8 +1,9 @@
-"""The gated feed-forward block of all families: down(silu(gate(x)) * up(x))."""
+"""The gated feed-forward block of all families: down(activation(gate(x)) * up(x))."""
 
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import Rows
+from espalier.kernels.ops.activation import SILU, Activation
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 
@@ -10,11 +11,12 @@ from espalier.models.layers.norm import RMSNorm
 class GatedMLP:
     """gate_up: stacked weights of gate and up, [2·intermediate, hidden]."""
 
-    __slots__ = ("gate_up", "down")
+    __slots__ = ("gate_up", "down", "activation")
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation = SILU) -> None:
         self.gate_up = gate_up
         self.down = down
+        self.activation = activation
 
     def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
@@ -25,7 +27,7 @@ class GatedMLP:
 
         live: [B·Q] bool, as MixtureMLP takes it.  Here every row is computed.
         """
-        return self.down.in_parts(self.gate_up.gated(x))
+        return self.down.in_parts(self.gate_up.gated(x, self.activation))
 
     def num_parts(self, rows: int) -> int:
         """The number of parts that `write_parts` writes."""
@@ -33,8 +35,8 @@ class GatedMLP:
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
         """[B·Q, hidden] -> out [num_parts, B·Q, hidden], float32 at least; they sum to the result."""
-        self.down.write_parts(self.gate_up.gated(x), out)
+        self.down.write_parts(self.gate_up.gated(x, self.activation), out)
 
     def summed(self, x: Tensor) -> Tensor:
         """[B·Q, hidden] -> [B·Q, hidden], summed: never in parts."""
-        return self.down(self.gate_up.gated(x))
+        return self.down(self.gate_up.gated(x, self.activation))

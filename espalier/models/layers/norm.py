@@ -3,18 +3,18 @@
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.linear import sum_parts_reference
-from espalier.kernels.layers.norm import (
-    add_rms_norm,
-    length_constants,
-    norm_and_rounded_triton,
-    norm_by_length,
-    rms_norm,
-    rounded_norm_triton,
-    rounds_norm,
-)
 from espalier.kernels.layers.quantised import InputScales, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
+from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.norm import (
+    add_rms_norm,
+    length_constants,
+    norm_and_rounded,
+    norm_by_length,
+    rms_norm,
+    rounded_norm,
+    rounds_norm,
+)
 from espalier.kernels.runtime.launch import chip
 
 
@@ -47,7 +47,7 @@ class RMSNorm:
         few = residual.is_cuda and len(residual) <= kernel_rows(rounding, chip(residual))
         if not few or not rounds_norm(residual.shape[1], rounding):
             return self.after(delta, residual)
-        return rounded_norm_triton(delta, residual, self.weight, self.eps, rounding)
+        return rounded_norm.triton(delta, residual, self.weight, self.eps, rounding)
 
     def both_after(
         self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
@@ -57,7 +57,7 @@ class RMSNorm:
         rounding: on a GPU alone, for widths that `rounds_norm` takes.
         """
         if rounding is not None:
-            return norm_and_rounded_triton(delta, residual, self.weight, self.eps, rounding)
+            return norm_and_rounded.triton(delta, residual, self.weight, self.eps, rounding)
         total, norm = self.after(delta, residual)
         return total, norm, norm
 
@@ -70,6 +70,6 @@ class RMSNorm:
         if delta is None:
             return residual, self(residual)
         if self._constants is not None:
-            total = residual + (delta if delta.ndim == 2 else sum_parts_reference(delta, residual.dtype))
+            total = residual + (delta if delta.ndim == 2 else sum_parts.reference(delta, residual.dtype))
             return total, norm_by_length(total, *self._constants)
         return add_rms_norm(delta, residual, self.weight, self.eps)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from espalier.kernels.layers.linear import sum_parts_reference
+from espalier.kernels.ops.linear import sum_parts
 from espalier.models.layers.norm import RMSNorm
 
 
@@ -67,7 +67,7 @@ class Stream:
         """Take a block's output, [N, H] or parts of it.  norm: of the output, for families that norm behind a block."""
         if norm is not None:
             assert isinstance(delta, Tensor)
-            delta = norm(delta if delta.ndim == 2 else sum_parts_reference(delta, self.x.dtype))
+            delta = norm(sum_parts(delta, self.x.dtype))
         self.delta = delta
 
     def keep(self, rows: Tensor | None) -> None:

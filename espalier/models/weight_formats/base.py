@@ -16,7 +16,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows
-from espalier.kernels.layers.silu import silu_mul
+from espalier.kernels.ops.activation import SILU, Activation, gated
 
 
 class Weight(ABC):
@@ -55,16 +55,22 @@ class Weight(ABC):
         """Write the result of `apply`, in parts that sum to it, to out [num_parts, rows, out], float32 at least."""
         out[0].copy_(self.apply(x, bias))
 
-    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """silu(gate) · up [rows, out / 2], for a weight that stacks gate and up."""
-        return silu_mul(self.apply(x, bias))
+    def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+        """The activation of gate and up [rows, out / 2], for a weight that stacks gate and up."""
+        return gated(self.apply(x, bias), activation)
 
     @property
     def rounding(self) -> InputScales | None:
         """How inputs must be rounded that `of_rounded` takes; None: it takes none."""
         return None
 
-    def of_rounded(self, x: RoundedRows, bias: Tensor | None, how: Literal["apply", "parts", "gated"]) -> Tensor:
+    def of_rounded(
+        self,
+        x: RoundedRows,
+        bias: Tensor | None,
+        how: Literal["apply", "parts", "gated"],
+        activation: Activation = SILU,
+    ) -> Tensor:
         """The result of `apply`, `parts` or `gated`, for inputs that are rounded already."""
         raise NotImplementedError
 

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers.linear import TritonPlan, linear, linear_gated, linear_parts, write_parts_triton
+from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.layers.linear_tuning import DENSE, LinearPlans, plans_for
+from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
 from espalier.models.weight_formats.base import StoredTensor, Weight, WeightFormat
 
 # oneDNN optimises the layout for a given number of rows.  The layout for 16 rows is near the best from 1 to 128 rows.
@@ -38,8 +40,8 @@ class DenseWeight(Weight):
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.tensor, bias)
 
-    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_gated(x, self.tensor, bias, None)
+    def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+        return linear_gated(x, self.tensor, bias, None, activation)
 
     def rows_from(self, first: int) -> Weight:
         return dense_weight(self.tensor[first:])
@@ -67,12 +69,12 @@ class TunedWeight(DenseWeight):
     def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         plan = self._plans.at(len(x))
         if isinstance(plan, TritonPlan):
-            write_parts_triton(x, self.tensor, bias, plan, out)
+            write_parts.triton(x, self.tensor, bias, plan, out)
         else:
             super().write_parts(x, bias, out)
 
-    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_gated(x, self.tensor, bias, self._plans.at(len(x)))
+    def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+        return linear_gated(x, self.tensor, bias, self._plans.at(len(x)), activation)
 
 
 class PackedWeight(Weight):

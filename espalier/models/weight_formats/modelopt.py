@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from espalier.model_files import read_json
 from espalier.models.weight_formats.base import FormatOf
 from espalier.models.weight_formats.fp8 import Fp8Format
-from espalier.models.weight_formats.quantised import dense_if_skipped, module_names, read_field
+from espalier.models.weight_formats.quantised import dense_if_skipped, module_names, read_field, read_object
 
 MODELOPT = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -24,9 +25,9 @@ def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
     return dense_if_skipped(skipped, Fp8Format((None, None), inputs="static"))
 
 
-def read_hf_quant_config(path: Path, read_json: Any) -> dict[str, Any]:
+def read_hf_quant_config(path: Path) -> dict[str, Any]:
     """The fields for config.json from a directory's hf_quant_config.json; empty if there is none."""
     file = path / HF_QUANT_CONFIG
     if not file.exists():
         return {}
-    return {"quantization_config": {"quant_method": MODELOPT, **(read_json(file).get("quantization") or {})}}
+    return {"quantization_config": {"quant_method": MODELOPT, **read_object(read_json(file), "quantization")}}

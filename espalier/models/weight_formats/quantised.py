@@ -10,15 +10,13 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.linear_quantised import (
-    linear_quantised,
-    linear_quantised_gated,
-    linear_quantised_parts,
-    require_supported,
-)
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, pack_nibbles
+from espalier.kernels.layers.quantised_plans import require_supported
+from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
 from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.tokenizer_files import may_not_end
 
 # Dtypes of scales.  Loading keeps the stored one.
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,16 +44,23 @@ class QuantisedWeight(Weight):
     def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return linear_quantised_parts(x, self.matrix, bias)
 
-    def gated(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_quantised_gated(x, self.matrix, bias)
+    def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+        return linear_quantised_gated(x, self.matrix, bias, None, activation)
 
     @property
     def rounding(self) -> InputScales | None:
         return self.matrix.inputs if self.matrix.order is None else None
 
-    def of_rounded(self, x: RoundedRows, bias: Tensor | None, how: Literal["apply", "parts", "gated"]) -> Tensor:
-        products = {"apply": linear_quantised, "parts": linear_quantised_parts, "gated": linear_quantised_gated}
-        return products[how](x, self.matrix, bias)
+    def of_rounded(
+        self,
+        x: RoundedRows,
+        bias: Tensor | None,
+        how: Literal["apply", "parts", "gated"],
+        activation: Activation = SILU,
+    ) -> Tensor:
+        if how == "gated":
+            return linear_quantised_gated(x, self.matrix, bias, None, activation)
+        return (linear_quantised if how == "apply" else linear_quantised_parts)(x, self.matrix, bias)
 
     def rows_from(self, first: int) -> Weight:
         if first % self.matrix.row_block:
@@ -159,11 +164,13 @@ def module_names(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def _is_pattern(name: str) -> bool:
+    if not name.startswith("re:"):
+        return True
     try:
-        re.compile(name.removeprefix("re:"))
+        re.compile(name[3:])
     except re.error:
-        return not name.startswith("re:")
-    return True
+        return False
+    return not may_not_end(name[3:])
 
 
 def read_object(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:

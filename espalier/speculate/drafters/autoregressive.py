@@ -14,8 +14,8 @@ from torch import Tensor
 
 from espalier.attention import CommittedLengths, Nodes
 from espalier.kernels.attention.ancestor_bits import own_bits
-from espalier.kernels.state.batch_state import Chain, carried, carry, chain
-from espalier.kernels.tree.select_beams import SelectedBeams, select_beams
+from espalier.kernels.ops.state import Chain, carried, carry, chain
+from espalier.kernels.ops.tree import SelectedBeams, select_beams
 from espalier.models.draft import DraftModel, DraftModule, DraftOutput
 from espalier.sampling.logit_processors import Above
 from espalier.slots import BatchState

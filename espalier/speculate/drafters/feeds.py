@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Prefix
-from espalier.kernels.state.batch_state import carried
-from espalier.kernels.tree.gather_rows import gather_rows
+from espalier.kernels.ops.state import carried
+from espalier.kernels.ops.tree import gather_rows
 from espalier.slots import BatchState
 
 # hidden [B, R, H], and the index in it [B, Q] of what each row reads; None: row i reads row i.

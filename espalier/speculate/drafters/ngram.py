@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from espalier.kernels.tree.ngram import find_matches
+from espalier.kernels.ops.drafts import find_matches
 from espalier.models.draft import DraftSpec
 from espalier.sampling.mask import DraftGuide, allows, force
 from espalier.slots import BatchState

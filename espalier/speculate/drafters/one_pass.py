@@ -17,9 +17,9 @@ from torch import Tensor
 
 from espalier.attention import Nodes, Prefix
 from espalier.kernels.attention.ancestor_bits import pack
-from espalier.kernels.state.batch_state import Chain, chain
+from espalier.kernels.ops.drafts import Candidates, select_paths
+from espalier.kernels.ops.state import Chain, chain
 from espalier.kernels.tree.edges import LowRankEdges, Rows
-from espalier.kernels.tree.select_paths import Candidates, select_paths
 from espalier.layout import RoundLayout
 from espalier.models.draft import BlockModel
 from espalier.slots import BatchState

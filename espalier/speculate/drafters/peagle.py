@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from espalier.attention import Nodes, Prefix
-from espalier.kernels.state.batch_state import carried
+from espalier.kernels.ops.state import carried
 from espalier.kernels.tree.edges import Rows
 from espalier.models.draft import DraftOutput
 from espalier.models.peagle import PEagleDraft

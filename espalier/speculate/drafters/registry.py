@@ -7,8 +7,9 @@ from types import MappingProxyType
 import torch
 
 from espalier.attention import ModelCache
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.layout import RoundLayout
+from espalier.model_files import naming_config, read_json
 from espalier.models import (
     block,
     block_config,
@@ -22,7 +23,7 @@ from espalier.models import (
     peagle_config,
 )
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, Raw, architecture_of, read_json
+from espalier.models.config import ModelConfig, Raw, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel
 from espalier.models.loading import FAMILIES, read_raw
 from espalier.models.weights import Weights, shards_of
@@ -151,7 +152,7 @@ def _why_unknown(raw: Raw, path: Path) -> str:
     if name in MTP_NOT_BUILT:
         return f"{name!r} (the MTP layers of {MTP_NOT_BUILT[name]}) is not supported yet"
     if declared is not None:
-        return f"speculators_model_type {declared!r} is not supported"
+        return f"speculators_model_type {shown(declared)} is not supported"
     remedy = " (it is a whole model: pass it as model=)" if name in FAMILIES else ""
     return f"architecture {name!r} is not a known draft{remedy}"
 
@@ -198,7 +199,8 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
     """
     path = Path(path)
     raw = read_raw(path)
-    return format_of(raw, path).read(path, raw, target)
+    with naming_config(path):
+        return format_of(raw, path).read(path, raw, target)
 
 
 def load_draft(

@@ -1,0 +1,114 @@
+"""Refuses schemas and grammars of which a part cannot end: the output would run to its limit."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from espalier.errors import EspalierError, shown
+from espalier.grammar.characters import LAST, SURROGATES
+from espalier.grammar.schema_values import refused
+
+# Escapes of xgrammar's EBNF: \x reads all hex digits that follow.
+ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]+)|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)", re.DOTALL)
+# Kinds of expressions in a grammar that xgrammar has read.
+RULE, SEQUENCE, CHOICES, REPEAT = 4, 5, 6, 8
+
+
+def require_finite_values(made: Mapping[str, Any]) -> None:
+    """made: the enforceable schema of each place, behind which all references lead.  Raises EspalierError."""
+    ends = _least_fixpoint(made, lambda schema, ends: _ends(schema, ends))
+    # The innermost place is the one to change.
+    endless = sorted(made.keys() - ends, key=lambda place: (-place.count("/"), place))
+    if endless:
+        what = "no value ends, because the schema always needs itself again"
+        raise refused(endless[0], what, "make the reference optional, or give it another branch")
+
+
+def _least_fixpoint(parts: Mapping[Any, Any], ends: Callable[[Any, set[Any]], bool]) -> set[Any]:
+    """The names of the parts that end, given those that are known to end."""
+    found: set[Any] = set()
+    while new := {name for name, part in parts.items() if name not in found and ends(part, found)}:
+        found |= new
+    return found
+
+
+def _ends(schema: Any, known: set[str]) -> bool:
+    if not isinstance(schema, dict):
+        return True
+    if "$ref" in schema:
+        return schema["$ref"] in known
+    if "anyOf" in schema:
+        return any(_ends(branch, known) for branch in schema["anyOf"])
+    if schema.get("type") == "array":
+        first = schema.get("prefixItems", [])
+        needs_more = schema.get("minItems", 0) > len(first)
+        return all(_ends(item, known) for item in first) and (not needs_more or _ends(schema["items"], known))
+    if schema.get("type") == "object":
+        return _object_ends(schema, known)
+    return True
+
+
+def _object_ends(schema: dict[str, Any], known: set[str]) -> bool:
+    properties = schema.get("properties", {})
+    if not properties:
+        return not schema.get("minProperties") or _ends(schema.get("additionalProperties"), known)
+    ending = {name for name, value in properties.items() if _ends(value, known)}
+    return ending >= set(schema.get("required", ())) and len(ending) >= schema.get("minProperties", 0)
+
+
+def check_escapes(ebnf: str) -> None:
+    """Refuse escapes that are no characters.  Raises EspalierError."""
+    for escape in ESCAPE.finditer(ebnf):
+        digits = escape[1] or escape[2] or escape[3]
+        if digits and ((code := int(digits, 16)) > LAST or SURROGATES[0] <= code <= SURROGATES[1]):
+            what = "half of a surrogate pair" if code <= LAST else "no character"
+            raise EspalierError(
+                f"the grammar has {escape[0]!r} at position {escape.start()}, which is {what}; write the character, "
+                r"or \U and its 8 hex digits"
+            )
+
+
+def require_finite_rules(ebnf: str) -> None:
+    """Refuse escapes that are no characters, and rules that can be reached and of which no text ends.
+
+    Raises EspalierError.  It reads the grammar with xgrammar, and raises its RuntimeError for one that cannot be read.
+    """
+    import xgrammar
+
+    check_escapes(ebnf)
+
+    for name in _endless_rules(json.loads(xgrammar.Grammar.from_ebnf(ebnf).serialize_json())):
+        raise EspalierError(f"the grammar's rule {shown(name)} allows no finite text; give it a branch that ends")
+
+
+def _endless_rules(read: dict[str, Any]) -> list[str]:
+    """The names of the rules that can be reached and never end.  read: a grammar as xgrammar writes it."""
+    data, starts = read["grammar_expr_data"], read["grammar_expr_indptr"]
+    parts = [(data[at], data[at + 2 : at + 2 + data[at + 1]]) for at in starts]
+    bodies = {i: rule[1] for i, rule in enumerate(read["rules"])}
+
+    def ends(body: int, known: set[int]) -> bool:
+        kind, inside = parts[body]
+        if kind == RULE:
+            return inside[0] in known
+        if kind == REPEAT:
+            return inside[0] in known or inside[1] == 0
+        if kind in (SEQUENCE, CHOICES):
+            each = (ends(part, known) for part in inside)
+            return all(each) if kind == SEQUENCE else any(each)
+        return True
+
+    known = _least_fixpoint(bodies, ends)
+    reached, new = set(), {read["root_rule_id"]}
+    while new:
+        reached |= new
+        new = {rule for each in new for rule in _rules_in(bodies[each], parts)} - reached
+    return [read["rules"][i][0] for i in sorted(reached - known)]
+
+
+def _rules_in(body: int, parts: list[tuple[int, list[int]]]) -> set[int]:
+    kind, inside = parts[body]
+    if kind in (RULE, REPEAT):
+        return {inside[0]}
+    return set().union(*(_rules_in(part, parts) for part in inside)) if kind in (SEQUENCE, CHOICES) else set()

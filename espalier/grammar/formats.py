@@ -1,0 +1,112 @@
+"""The formats of JSON strings, each as the regular expression of what may come.
+
+They are exact: dates of the calendar, addresses without leading zeros.  Some allow less than their standard, so that
+every reader takes what comes: no leap second, host names and mail addresses of bounded length.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from espalier.grammar.regex import format_node
+from espalier.grammar.regex_tree import Node
+
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+# Of four digits, the last two or the first two divide by 4.
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)"
+_DAY = "(?:0[1-9]|1[0-9]|2[0-8])"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:{_DAY}|29|3[01]|30)|(?:0[469]|11)-(?:{_DAY}|29|30)|02-{_DAY})"
+    f"|{_LEAP_YEAR}-02-29)"
+)
+_HOUR_AND_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+\-]{_HOUR_AND_MINUTE})"
+_COUNT = "[0-9]{1,9}"
+_SPAN_OF_DAY = f"T(?:{_COUNT}H(?:{_COUNT}M(?:{_COUNT}S)?)?|{_COUNT}M(?:{_COUNT}S)?|{_COUNT}S)"
+_SPAN_OF_DAYS = f"(?:{_COUNT}Y(?:{_COUNT}M(?:{_COUNT}D)?)?|{_COUNT}M(?:{_COUNT}D)?|{_COUNT}D)"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_IPV4 = rf"{_BYTE}(?:\.{_BYTE}){{3}}"
+_GROUP = "[0-9a-fA-F]{1,4}"
+
+
+def _ipv6() -> str:
+    """Eight groups, or fewer around one "::"; the last two may be an IPv4 address."""
+    tails = [f"{_GROUP}(?::{_GROUP}){{{count - 1}}}" for count in range(1, 8)]
+    dotted = [f"(?:{_GROUP}:){{{count}}}{_IPV4}" for count in range(6)]
+    made = [f"{_GROUP}(?::{_GROUP}){{7}}", f"(?:{_GROUP}:){{6}}{_IPV4}"]
+    for before in range(8):
+        head = f"{_GROUP}(?::{_GROUP}){{{before - 1}}}" if before else ""
+        behind = [*tails[: 7 - before], *dotted[: max(0, 6 - before)]]
+        made.append(f"{head}::" + (f"(?:{'|'.join(behind)})?" if behind else ""))
+    return f"(?:{'|'.join(made)})"
+
+
+def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
+    digit = "[0-9a-fA-F]"
+    return f"{digit}{{8}}-{digit}{{4}}-{version}{digit}{{3}}-{variant}{digit}{{3}}-{digit}{{12}}"
+
+
+# A label of at most 23 characters.  Each character more is a state more, and so time to compile.
+_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,11}"
+_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
+_MAIL_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]{1,24}"
+_MAIL = rf"{_MAIL_ATOM}(?:\.{_MAIL_ATOM})?@(?:{_LABEL}\.){{1,2}}[A-Za-z]{{2,10}}"
+
+_HEX = "%[0-9A-Fa-f]{2}"
+_UNRESERVED = r"A-Za-z0-9._~\-"
+_DELIMITERS = "!$&'()*+,;="
+_SEGMENT_CHAR = f"(?:[{_UNRESERVED}{_DELIMITERS}:@]|{_HEX})"
+_AUTHORITY = (
+    rf"(?:(?:[{_UNRESERVED}{_DELIMITERS}:]|{_HEX})*@)?"
+    rf"(?:\[(?:{_GROUP}(?::{_GROUP}){{7}}|::(?:{_GROUP}(?::{_GROUP}){{0,5}})?)\]|(?:[{_UNRESERVED}{_DELIMITERS}]|{_HEX})*)(?::[0-9]*)?"
+)
+_PATH = f"(?:/{_SEGMENT_CHAR}*)*"
+_ENDING = rf"(?:\?(?:{_SEGMENT_CHAR}|[/?])*)?(?:#(?:{_SEGMENT_CHAR}|[/?])*)?"
+_ROOTED = f"(?://{_AUTHORITY}{_PATH}|/(?:{_SEGMENT_CHAR}+{_PATH})?)"
+_URI = rf"[A-Za-z][A-Za-z0-9+.\-]*:(?:{_ROOTED}|{_SEGMENT_CHAR}+{_PATH})?{_ENDING}"
+_NO_COLON = f"(?:[{_UNRESERVED}{_DELIMITERS}@]|{_HEX})"
+_URI_REFERENCE = rf"(?:{_URI}|(?:{_ROOTED}|{_NO_COLON}+{_PATH})?{_ENDING})"
+_VARIABLE = rf"(?:[A-Za-z0-9_]|{_HEX})(?:\.?(?:[A-Za-z0-9_]|{_HEX}))*(?::[1-9][0-9]{{0,3}}|\*)?"
+_TEMPLATE_CHAR = f"(?:[{_UNRESERVED}{_DELIMITERS}:@/?#\\[\\]]|{_HEX})"
+_URI_TEMPLATE = rf"(?:{_TEMPLATE_CHAR}|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
+# For a URI that has a maxLength: parts of bounded length.
+_SHORT_URI = (
+    rf"[A-Za-z][A-Za-z0-9+.\-]{{0,9}}://[{_UNRESERVED}]{{1,40}}(?::[0-9]{{1,5}})?"
+    rf"(?:/(?:{_SEGMENT_CHAR}|/){{0,80}})?(?:\?(?:{_SEGMENT_CHAR}|[/?]){{0,40}})?"
+)
+_POINTER = "(?:/(?:[^/~]|~[01])*)*"
+
+FORMATS: Mapping[str, str] = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}T{_TIME}",
+    "duration": f"P(?:{_COUNT}W|{_SPAN_OF_DAYS}(?:{_SPAN_OF_DAY})?|{_SPAN_OF_DAY})",
+    "email": _MAIL,
+    "hostname": _HOST,
+    "ipv4": _IPV4,
+    "ipv6": _ipv6(),
+    "uuid": _uuid(),
+    **{f"uuid{version}": _uuid(str(version), "[89abAB]") for version in (1, 3, 4, 5, 6, 7, 8)},
+    "uri": _URI,
+    "uri-reference": _URI_REFERENCE,
+    "uri-template": _URI_TEMPLATE,
+    "json-pointer": _POINTER,
+    "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,8}})(?:#|{_POINTER})",
+}
+# Formats that say how a value is used.  They limit nothing.
+ANNOTATING: Mapping[str, frozenset[str]] = {
+    "string": frozenset("binary byte base64url password path file-path directory-path".split()),
+    "integer": frozenset(("time-delta",)),
+    "number": frozenset("float double decimal time-delta".split()),
+}
+# Bits of the integers of a format.
+INTEGERS: Mapping[str, tuple[int, int]] = {
+    **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)},
+}
+
+
+@lru_cache
+def node_of_format(name: str, is_short: bool = False) -> Node:
+    """The texts of a format in FORMATS.  is_short: those that are likely to keep to a maxLength."""
+    return format_node(_SHORT_URI if is_short and name in ("uri", "uri-reference") else FORMATS[name])

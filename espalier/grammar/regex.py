@@ -1,0 +1,388 @@
+"""Reads regular expressions of our own dialect (docs/server.md has its table), and refuses all else by name.
+
+What it takes means the same in Python's re, and in ECMAScript where that has it.  The pattern of a JSON schema is
+searched for, as JSON Schema says: a side without an anchor is open.  A JSON string holds only characters that JSON does
+not escape.
+"""
+
+import re
+
+from espalier.errors import EspalierError, shown
+from espalier.grammar.characters import (
+    ALL,
+    NEWLINE,
+    NEWLINES,
+    PLAIN,
+    SURROGATES,
+    Characters,
+    Ranges,
+    class_of,
+    complement,
+    exactly,
+    union,
+)
+from espalier.grammar.regex_tree import (
+    EMPTY,
+    NOTHING,
+    Alt,
+    Anchor,
+    Chars,
+    Node,
+    Repeat,
+    Seq,
+    alt,
+    num_states,
+    repeat,
+    seq,
+    text_of,
+    within,
+)
+
+MAX_DEPTH = 64
+MAX_STATES = 100_000
+HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+POSIX_CLASS = re.compile(r"\[([:.=])[a-z]*\1\]")
+CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
+# Escapes that other dialects have, and what to write for them.
+OTHER_ESCAPES = {
+    "A": ("start of the text", "leave it out, or write ^"),
+    "Z": ("end of the text", "leave it out, or write $"),
+    "z": ("end of the text", "leave it out, or write $"),
+    "b": ("word boundary", "write the characters beside it"),
+    "B": ("no word boundary", "write the characters beside it"),
+    "G": ("start of the match", "leave it out"),
+    "K": ("start of the match", "leave it out"),
+    "Q": ("quotation", "escape each character instead"),
+    "E": ("end of a quotation", "escape each character instead"),
+    "h": ("horizontal space", r"write [ \t]"),
+    "H": ("no horizontal space", r"write [^ \t]"),
+    "N": ("no newline, or a named character", r"write [^\n], or the character"),
+    "R": ("line break", r"write (\r\n|\n|\r)"),
+    "X": ("grapheme", "write a class of characters"),
+    "p": ("Unicode property", "write the characters as a class, such as [A-Za-z]"),
+    "P": ("Unicode property", "write the characters as a class, such as [^A-Za-z]"),
+    "k": ("back reference", "write the group again"),
+    "g": ("back reference", "write the group again"),
+    "c": ("control character", r"write it as \x and two hex digits"),
+    "a": ("control character", r"write \x07"),
+    "e": ("control character", r"write \x1b"),
+    "0": ("octal number", r"write \x and two hex digits"),
+    "o": ("octal number", r"write \x and two hex digits"),
+}
+GROUPS = (
+    ("?=", "lookaround", "write what may follow as a part of the regex"),
+    ("?!", "lookaround", "write what may follow as a part of the regex"),
+    ("?<=", "lookaround", "write what comes before as a part of the regex"),
+    ("?<!", "lookaround", "write what comes before as a part of the regex"),
+    ("?P=", "back reference", "write the group again"),
+    ("?>", "atomic group", "write (?:...)"),
+    ("?#", "comment", "leave it out"),
+    ("?(", "condition", "write the branches with |"),
+    ("?R", "recursion", "use a grammar in EBNF"),
+)
+
+
+def ebnf_of_regex(regex: str) -> str:
+    """A grammar in xgrammar's EBNF of the texts that the regular expression matches as a whole.
+
+    Raises EspalierError if it is not in the dialect.
+    """
+    node = _anchored(_Reader(regex, "regex", NEWLINE).read(), regex, "regex")
+    text = text_of(_checked(node, regex, "regex", "write one that allows a text"))
+    return 'root ::= ""' if node == EMPTY else 'root ::= Regex("' + text.replace("\\", "\\\\") + '")'
+
+
+def pattern_node(pattern: str) -> Node:
+    """What the pattern of a JSON string allows between the quotes.  Raises EspalierError."""
+    node = _searched(_Reader(pattern, "pattern", NEWLINES).read(), pattern)
+    return _checked(within(node, PLAIN), pattern, "pattern", "write one that allows a text that JSON needs not escape")
+
+
+def format_node(regex: str) -> Node:
+    """The tree of a regular expression that is matched with a whole JSON string."""
+    return within(_Reader(regex, "format", NEWLINES).read(), PLAIN)
+
+
+def _checked(node: Node, regex: str, kind: str, remedy: str) -> Node:
+    if node == NOTHING:
+        raise EspalierError(f"{kind} {shown(regex)} allows no text; {remedy}")
+    if num_states(node) > MAX_STATES:
+        raise EspalierError(f"{kind} {shown(regex)} has repetitions of more than {MAX_STATES} characters; lower them")
+    return node
+
+
+def _refusal(kind: str, regex: str, what: str, position: int, remedy: str) -> EspalierError:
+    return EspalierError(f"{kind} {shown(regex)} has {what} at position {position}, which is not supported; {remedy}")
+
+
+# Anchors
+
+
+def _anchored(node: Node, regex: str, kind: str) -> Node:
+    """The node for a match with the whole text, whose anchors say nothing."""
+    return _side(_side(node, True, EMPTY, regex, kind), False, EMPTY, regex, kind)
+
+
+def _searched(node: Node, pattern: str) -> Node:
+    """The node for a search: any text may come on the sides that have no anchor."""
+    any_text = Repeat(Chars(ALL), 0, None)
+    return _side(_side(node, True, any_text, pattern, "pattern"), False, any_text, pattern, "pattern")
+
+
+def _side(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Node:
+    """Resolve the anchors of one side.  other: what comes there without an anchor."""
+    if isinstance(node, Alt):
+        return alt([_side(branch, is_start, other, regex, kind) for branch in node.branches])
+    parts = list(node.parts) if isinstance(node, Seq) else [node]
+    at = 0 if is_start else -1
+    if parts and isinstance(parts[at], Anchor) and parts[at].is_start == is_start:
+        while parts and isinstance(parts[at], Anchor) and parts[at].is_start == is_start:
+            parts.pop(at)
+        _require_none(Seq(tuple(parts)), is_start, regex, kind)
+        return seq(parts)
+    if parts and isinstance(parts[at], Alt):
+        inner = parts.pop(at)
+        _require_none(Seq(tuple(parts)), is_start, regex, kind)
+        made = _side(inner, is_start, other, regex, kind)
+        return seq([made, *parts] if is_start else [*parts, made])
+    _require_none(node, is_start, regex, kind)
+    return seq([other, *parts] if is_start else [*parts, other])
+
+
+def _require_none(node: Node, is_start: bool, regex: str, kind: str) -> None:
+    """Refuse the anchors of one side that are left."""
+    if isinstance(node, Anchor) and node.is_start == is_start:
+        what = f"{'^' if is_start else '$'!r} in the middle"
+        raise _refusal(kind, regex, what, node.position, r"write \^ or \$ for the character, or leave it out")
+    if isinstance(node, Repeat):
+        _require_none(node.part, is_start, regex, kind)
+    for child in node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ():
+        _require_none(child, is_start, regex, kind)
+
+
+# Reading
+
+
+class _Reader:
+    """kind: how an error calls the regex.  newlines: the characters that "." leaves out."""
+
+    def __init__(self, regex: str, kind: str, newlines: Ranges):
+        if not isinstance(regex, str):
+            raise EspalierError(f"{kind} {shown(regex)} is no string")
+        self.regex = regex
+        self.kind = kind
+        self.newlines = newlines
+        self.at = 0
+        self.names: set[str] = set()
+
+    def read(self) -> Node:
+        node = self._branches(0)
+        if self.at < len(self.regex):
+            raise self._refuse("')' without '('", r"write \) for the character")
+        return node
+
+    def _refuse(self, what: str, remedy: str, at: int | None = None) -> EspalierError:
+        return _refusal(self.kind, self.regex, what, self.at if at is None else at, remedy)
+
+    def _next(self) -> str:
+        return self.regex[self.at : self.at + 1]
+
+    def _take(self, text: str) -> bool:
+        found = self.regex.startswith(text, self.at)
+        self.at += len(text) if found else 0
+        return found
+
+    def _branches(self, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise self._refuse(f"more than {MAX_DEPTH} groups within each other", "flatten it")
+        branches = [self._sequence(depth)]
+        while self._take("|"):
+            branches.append(self._sequence(depth))
+        if len(branches) == 1:
+            return branches[0]
+        # Anchors are resolved branch by branch.
+        return Alt(tuple(branches)) if any(map(_has_anchor, branches)) else alt(branches)
+
+    def _sequence(self, depth: int) -> Node:
+        parts: list[Node] = []
+        while self._next() not in ("", "|", ")"):
+            parts.append(self._repeated(self._atom(depth)))
+        return seq(parts)
+
+    def _atom(self, depth: int) -> Node:
+        at, char = self.at, self._next()
+        if char == "(":
+            return self._group(depth)
+        if char == "[":
+            return _chars(self._class())
+        if char == "\\":
+            return _chars(self._escape())
+        if char in "*+?" or (char == "{" and self._counts() is not None):
+            raise self._refuse(f"{char!r} with nothing to repeat", rf"write \{char} for the character")
+        if char == "{":
+            raise self._refuse("'{' without counts", r"write \{ for the character, or {0,3} to repeat")
+        self.at += 1
+        if char in "^$":
+            return Anchor(char == "^", at)
+        return Chars(complement(self.newlines)) if char == "." else _chars(self._literal(char, at))
+
+    def _literal(self, char: str, at: int) -> Characters:
+        if SURROGATES[0] <= ord(char) <= SURROGATES[1]:
+            raise self._refuse(
+                f"half of a surrogate pair, {char!r}", r"write the character, or \U and 8 hex digits", at
+            )
+        return exactly([(ord(char), ord(char))])
+
+    def _group(self, depth: int) -> Node:
+        at = self.at
+        self.at += 1
+        if self._next() == "?" and not self._take("?:"):
+            self._modifier()
+        node = self._branches(depth + 1)
+        if not self._take(")"):
+            raise self._refuse("'(' that is not closed", r"add ')', or write \( for the character", at)
+        return node
+
+    def _modifier(self) -> None:
+        at = self.at - 1
+        for sign, what, remedy in GROUPS:
+            if self.regex.startswith(sign, self.at):
+                raise self._refuse(f"a {what} ({'(' + sign!r})", remedy, at)
+        if not (self._take("?P<") or self._take("?<")):
+            raise self._refuse("a flag in a group", "write both cases in a class, and groups as (?:...)", at)
+        name, found, _ = self.regex[self.at :].partition(">")
+        if not found or not name.isidentifier() or name in self.names:
+            raise self._refuse(f"a group with the name {shown(name)}", "use (...) without a name", at)
+        self.names.add(name)
+        self.at += len(name) + 1
+
+    # Repetitions
+
+    def _counts(self) -> tuple[int, int | None, int] | None:
+        """The counts in braces and the position behind them; None if there are none."""
+        inside, found, _ = self.regex[self.at + 1 :].partition("}")
+        least, comma, most = inside.partition(",")
+        if not found or not _is_count(least) or not (most == "" or _is_count(most)):
+            return None
+        return int(least), int(most) if most else None if comma else int(least), self.at + len(inside) + 2
+
+    def _repeated(self, part: Node) -> Node:
+        at, char = self.at, self._next()
+        counts: tuple[int, int | None]
+        if char == "{" and (found := self._counts()) is not None:
+            *bounds, self.at = found
+            counts = bounds[0], bounds[1]
+        elif char and char in "*+?":
+            counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
+            self.at += 1
+        else:
+            return part
+        if counts[1] is not None and counts[0] > counts[1]:
+            raise self._refuse("a repetition whose least is above its most", "swap them", at)
+        if max(counts[0], counts[1] or 0) > MAX_STATES:
+            raise self._refuse(f"a repetition of more than {MAX_STATES}", "lower it", at)
+        if _has_anchor(part):
+            raise self._refuse("a repetition of '^' or '$'", "repeat a part without them", at)
+        self._take("?")  # how eagerly it matches changes no text
+        if (self._next() and self._next() in "*+?") or (self._next() == "{" and self._counts() is not None):
+            what = f"{self.regex[self.at - 1] + self._next()!r}, a second or possessive repetition"
+            raise self._refuse(what, "write one, or a group around the first", self.at - 1)
+        return repeat(part, *counts)
+
+    # Classes
+
+    def _escape(self, within_class: bool = False) -> Characters:
+        at = self.at
+        self.at += 2
+        char = self.regex[at + 1 : at + 2]
+        if char in HEX_DIGITS:
+            return self._number(char, at)
+        if char in CONTROLS:
+            return exactly([(ord(CONTROLS[char]),) * 2])
+        if char and char in "dDwWsS":
+            return class_of(char)
+        if char and not (char.isascii() and char.isalnum()):
+            return self._literal(char, at)
+        if char and char in "123456789":
+            raise self._refuse(f"'\\{char}', a back reference", "write the group again", at)
+        if within_class and char == "b":
+            raise self._refuse(r"'\b' in a class", r"write \x08 for a backspace", at)
+        if char == "p" or char == "P":
+            self._name_of_property()
+        written = self.regex[at : max(self.at, at + 1)]
+        what, remedy = OTHER_ESCAPES.get(char, ("unknown escape", r"write \\ for a backslash"))
+        raise self._refuse(f"'{written}', a {what}", remedy, at)
+
+    def _name_of_property(self) -> None:
+        inside, found, _ = self.regex[self.at :].partition("}")
+        if found and inside.startswith("{") and inside[1:].replace("_", "").replace("=", "").isalnum():
+            self.at += len(inside) + 1
+
+    def _number(self, kind: str, at: int) -> Characters:
+        digits = self.regex[self.at : self.at + HEX_DIGITS[kind]]
+        if len(digits) < HEX_DIGITS[kind] or not all(each in "0123456789abcdefABCDEF" for each in digits):
+            what = f"'\\{kind}' without {HEX_DIGITS[kind]} hex digits"
+            raise self._refuse(what, r"write \x41, \u0041 or \U00000041", at)
+        code = int(digits, 16)
+        if code > ALL[-1][1]:
+            raise self._refuse(f"'\\{kind}{digits}', which is no character", "use 0010ffff at most", at)
+        self.at += HEX_DIGITS[kind]
+        return self._literal(chr(code), at)
+
+    def _class(self) -> Characters:
+        start = self.at
+        self.at += 1
+        is_negated = self._take("^")
+        if self._next() == "]":
+            what = f"'{'[^]' if is_negated else '[]'}'"
+            raise self._refuse(what, r"write \] for the character, or [\s\S] for any", start)
+        found: list[Characters] = []
+        while not self._take("]"):
+            if not self._next():
+                raise self._refuse("'[' that is not closed", r"add ']', or write \[ for the character", start)
+            found.append(self._range())
+        made = Characters(*(union(each for part in side for each in part) for side in zip(*found, strict=True)))
+        return made.negated() if is_negated else made
+
+    def _range(self) -> Characters:
+        at = self.at
+        first = self._unit()
+        if self._next() != "-" or self.regex[self.at + 1 : self.at + 2] in ("]", ""):
+            return first
+        self.at += 1
+        last = self._unit()
+        ends = [side.surely for side in (first, last)]
+        written = self.regex[at : self.at]
+        if any(side.surely != side.possibly or len(side.surely) != 1 for side in (first, last)) or any(
+            low != high for [(low, high)] in ends
+        ):
+            raise self._refuse(f"{written!r}, a range with a class at its end", r"write \- for the character", at)
+        if ends[0][0][0] > ends[1][0][0]:
+            raise self._refuse(f"{written!r}, a range whose first is above its last", "swap them", at)
+        return exactly([(ends[0][0][0], ends[1][0][0])])
+
+    def _unit(self) -> Characters:
+        at, char = self.at, self._next()
+        if char == "\\":
+            return self._escape(within_class=True)
+        if found := POSIX_CLASS.match(self.regex, at):
+            raise self._refuse(f"{found[0]!r}, a class in a class", "write its characters, such as a-z", at)
+        following = self.regex[at + 1 : at + 2]
+        if char in "-&~|" and char == following:
+            raise self._refuse(f"{char * 2!r} in a class", rf"write \{char} for the character", at)
+        self.at += 1
+        return self._literal(char, at)
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
+
+
+def _chars(found: Characters) -> Node:
+    return Chars(found.surely) if found.surely else NOTHING
+
+
+def _has_anchor(node: Node) -> bool:
+    if isinstance(node, Seq | Alt):
+        return any(map(_has_anchor, node.parts if isinstance(node, Seq) else node.branches))
+    return isinstance(node, Anchor) or (isinstance(node, Repeat) and _has_anchor(node.part))

@@ -1,0 +1,162 @@
+"""A regular expression as a tree, and the same as text that xgrammar reads in one way only."""
+
+from dataclasses import dataclass
+
+from espalier.grammar.characters import Ranges, common, of_text
+
+CARET = of_text("^")
+# The last characters of two and of three bytes.
+GAPS = (0x7FF, 0xFFFF)
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character of a set."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Seq:
+    """All parts, one after another.  Without parts: the empty text."""
+
+    parts: tuple["Node", ...]
+
+
+@dataclass(frozen=True)
+class Alt:
+    """One of the branches.  Without branches: no text at all."""
+
+    branches: tuple["Node", ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """`least` to `most` times the part; None: without end."""
+
+    part: "Node"
+    least: int
+    most: int | None
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The start of the text, or its end.  position: in the regex that was read."""
+
+    is_start: bool
+    position: int
+
+
+Node = Chars | Seq | Alt | Repeat | Anchor
+EMPTY = Seq(())
+NOTHING = Alt(())
+
+
+def seq(parts: list[Node]) -> Node:
+    made: list[Node] = []
+    for part in parts:
+        if part == NOTHING:
+            return NOTHING
+        made += part.parts if isinstance(part, Seq) else [part]
+    return made[0] if len(made) == 1 else Seq(tuple(made))
+
+
+def alt(branches: list[Node]) -> Node:
+    """An empty branch becomes a repetition of the others: no text has two places for it."""
+    made = list(dict.fromkeys(branch for branch in branches if branch not in (EMPTY, NOTHING)))
+    node = made[0] if len(made) == 1 else Alt(tuple(made))
+    return repeat(node, 0, 1) if EMPTY in branches else node
+
+
+def repeat(part: Node, least: int, most: int | None) -> Node:
+    if part == EMPTY or most == 0 or (part == NOTHING and least == 0):
+        return EMPTY
+    return part if part == NOTHING or (least, most) == (1, 1) else Repeat(part, least, most)
+
+
+def within(node: Node, allowed: Ranges) -> Node:
+    """The texts of allowed characters alone; NOTHING if there is none."""
+    if isinstance(node, Chars):
+        kept = common(node.ranges, allowed)
+        return Chars(kept) if kept else NOTHING
+    if isinstance(node, Seq):
+        return seq([within(part, allowed) for part in node.parts])
+    if isinstance(node, Alt):
+        return alt([within(branch, allowed) for branch in node.branches])
+    if isinstance(node, Repeat):
+        return repeat(within(node.part, allowed), node.least, node.most)
+    return node
+
+
+def num_states(node: Node) -> int:
+    """Characters of the node, with each repetition written out."""
+    if isinstance(node, Seq):
+        return sum(map(num_states, node.parts))
+    if isinstance(node, Alt):
+        return sum(map(num_states, node.branches))
+    if isinstance(node, Repeat):
+        return num_states(node.part) * max(node.least, node.most or 1)
+    return 1
+
+
+def text_of(node: Node) -> str:
+    """The regex in ASCII, of classes, groups and repetitions alone, which no part of xgrammar reads otherwise."""
+    if isinstance(node, Chars):
+        return _class(node.ranges)
+    if isinstance(node, Seq):
+        return "".join(f"({text_of(part)})" if isinstance(part, Alt) else text_of(part) for part in node.parts)
+    if isinstance(node, Alt):
+        return "|".join(map(text_of, node.branches))
+    assert isinstance(node, Repeat), "anchors are resolved before"
+    return _repeated(node)
+
+
+def _repeated(node: Repeat) -> str:
+    """xgrammar reads "?" and {2,} wrongly behind a part that may end and also go on.  So such a part has neither."""
+    least, most = node.least, node.most
+    part = text_of(node.part)
+    part = part if isinstance(node.part, Chars) else f"({part})"
+    if most is None:
+        return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")
+    if (least, most) == (0, 1) and isinstance(node.part, Chars):
+        return f"{part}?"
+    return part + (f"{{{least}}}" if least == most else f"{{{least},{most}}}")
+
+
+def _class(ranges: Ranges) -> str:
+    if ranges == CARET:
+        return r"\^"
+    if len(ranges) == 1 and ranges[0][0] == ranges[0][1] and _is_plain(ranges[0][0]):
+        return chr(ranges[0][0])
+    ranges = _parted(ranges)
+    # A caret at the start would negate the class where xgrammar rewrites the regex.
+    is_first = ranges[0] == CARET[0]
+    return "[" + "".join(map(_range, ranges[is_first:] + ranges[:is_first])) + "]"
+
+
+def _parted(ranges: Ranges) -> Ranges:
+    """Without a character that UTF-8 writes with all bits set, where its neighbours are of the same range.
+
+    From a range over it xgrammar makes bytes that are no UTF-8.
+    """
+    made = []
+    for first, last in ranges:
+        for gap in GAPS:
+            if first <= gap < last:
+                made += [(first, gap - 1)] if first < gap else []
+                first = gap + 1
+        made.append((first, last))
+    return tuple(made)
+
+
+def _range(ends: tuple[int, int]) -> str:
+    first, last = ends
+    return _code(first) if first == last else f"{_code(first)}-{_code(last)}"
+
+
+def _code(code: int) -> str:
+    return chr(code) if _is_plain(code) else f"\\u{{{code:x}}}"
+
+
+def _is_plain(code: int) -> bool:
+    return chr(code).isascii() and chr(code).isalnum()

@@ -1,0 +1,194 @@
+"""The rules of one value of a JSON schema that xgrammar enforces: lengths, formats, bounds, lists of values."""
+
+import json
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from itertools import permutations
+from typing import Any
+
+from espalier.errors import EspalierError, shown
+from espalier.grammar.characters import PLAIN
+from espalier.grammar.formats import ANNOTATING, FORMATS, INTEGERS, node_of_format
+from espalier.grammar.lengths import of_length
+from espalier.grammar.regex import MAX_STATES, pattern_node
+from espalier.grammar.regex_tree import NOTHING, Chars, Repeat, num_states, text_of
+
+# xgrammar ignores a larger multipleOf, and any multipleOf with exactly one bound.
+MAX_MULTIPLE = 1024
+# Values that become an enum: multiples between two bounds, arrays without equal items.
+MAX_VALUES = 4096
+# xgrammar writes a number with bounds in at most six decimals.
+PLACES = 10**6
+
+
+def check_counts(rules: dict[str, Any], place: str) -> None:
+    """minLength, maxItems and the like: whole numbers, of which the least is not above the most."""
+    for what in ("Length", "Items", "Properties"):
+        least, most = (rules.get(f"{side}{what}") for side in ("min", "max"))
+        for side, count in (("min", least), ("max", most)):
+            whole = (
+                isinstance(count, int | float) and not isinstance(count, bool) and count >= 0 and count == int(count)
+            )
+            if count is not None and not whole:
+                raise refused(place, f"'{side}{what}' is {shown(count)}", "use a whole number, 0 or more")
+            if count is not None:
+                rules[f"{side}{what}"] = int(count)
+        if least is not None and most is not None and least > most:
+            raise refused(place, f"'min{what}' is above 'max{what}'", "lower it")
+
+
+def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
+    """A string, as the pattern of what stands between its quotes.  It has no characters that JSON escapes."""
+    if "format" in rules and rules["format"] in ANNOTATING["string"]:
+        del rules["format"]
+    if not rules:
+        return {"type": "string"}
+    if "pattern" in rules and "format" in rules:
+        raise refused(place, "'format' beside 'pattern' is not supported", "put both into one 'pattern'")
+    node: Any = Repeat(Chars(PLAIN), 0, None)
+    if "format" in rules:
+        if rules["format"] not in FORMATS:
+            known = ", ".join(sorted(FORMATS))
+            raise refused(place, f"format {shown(rules['format'])} is not supported", f"use one of {known}")
+        node = node_of_format(rules["format"], is_short="maxLength" in rules)
+    elif "pattern" in rules:
+        try:
+            node = pattern_node(rules["pattern"])
+        except EspalierError as error:
+            raise refused(place, str(error), "rewrite the pattern") from None
+    node = of_length(node, rules.get("minLength", 0), rules.get("maxLength"))
+    if node == NOTHING:
+        what = next(name for name in ("pattern", "format") if name in rules)
+        raise refused(place, f"{what!r} allows no text of this length", "change 'minLength' or 'maxLength'")
+    if num_states(node) > MAX_STATES:
+        raise refused(place, f"a length of more than {MAX_STATES} is not supported", "lower it, or leave it out")
+    return {"type": "string", "pattern": text_of(node)}
+
+
+def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+    """A number or an integer, whose bounds are then integers."""
+    made: dict[str, Any] = {}
+    rules = _with_format(rules, name, place)
+    for rule, value in rules.items():
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise refused(place, f"{rule!r} is {shown(value)}", "use a number")
+        if name == "integer":
+            if rule == "multipleOf" and (value != int(value) or value <= 0):
+                raise refused(place, f"'multipleOf' {shown(value)} is not supported", "use a whole number above 0")
+            up = rule in ("minimum", "exclusiveMaximum")
+            value = math.ceil(value) if up else math.floor(value)
+        made[rule] = value
+    if "multipleOf" in made:
+        return _multiples(made, place)
+    unit = 1 if name == "integer" else PLACES
+    least, most = _first_and_last(made, unit)
+    if least is not None and most is not None and least > most:
+        what = "integer" if name == "integer" else "number with 6 decimals"
+        raise refused(place, f"the bounds allow no {what}", "widen them")
+    return {"type": name, **made}
+
+
+def _with_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:
+    """The rules with a format's bounds in its place."""
+    made = {rule: value for rule, value in rules.items() if rule != "format"}
+    if "format" not in rules or rules["format"] in ANNOTATING[name]:
+        return made
+    if name != "integer" or rules["format"] not in INTEGERS:
+        known = ", ".join(sorted(ANNOTATING[name] | (INTEGERS.keys() if name == "integer" else set())))
+        raise refused(
+            place, f"format {shown(rules['format'])} of type {name!r} is not supported", f"use one of {known}"
+        )
+    least, most = INTEGERS[rules["format"]]
+    given = {rule: value for rule, value in made.items() if isinstance(value, int | float)}
+    return {
+        **made,
+        **({"minimum": least} if given.get("minimum", least) <= least else {}),
+        **({"maximum": most} if given.get("maximum", most) >= most else {}),
+    }
+
+
+def knows_format(name: str, format: Any) -> bool:
+    """Whether values of the type have this format."""
+    known = {"string": FORMATS.keys(), "integer": INTEGERS.keys()}.get(name, frozenset())
+    return isinstance(format, str) and (format in known or format in ANNOTATING.get(name, frozenset()))
+
+
+def listed_values(made: dict[str, Any]) -> list[Any] | None:
+    """The values of an enforceable schema without references; None if they are too many."""
+    if "enum" in made or made.get("type") in ("boolean", "null"):
+        return made.get("enum") or ([True, False] if made["type"] == "boolean" else [None])
+    if made.get("type") != "integer":
+        return None
+    least, most = _first_and_last(made, 1)
+    if least is None or most is None or most - least >= MAX_VALUES:
+        return None
+    return list(range(least, most + 1))
+
+
+def unique_arrays(items: Iterable[Any], least: int, most: int | None, place: str) -> dict[str, Any]:
+    """All arrays of `least` to `most` of the items, without equal ones."""
+    values = list({json.dumps(_number_free(item), sort_keys=True): item for item in items}.values())
+    most = len(values) if most is None else min(most, len(values))
+    if least > most:
+        raise refused(place, f"'minItems' is {least}, and 'uniqueItems' allows {most}", "lower it")
+    count = sum(math.perm(len(values), size) for size in range(least, most + 1))
+    if count > MAX_VALUES:
+        raise refused(
+            place,
+            f"'uniqueItems' with {count} possible arrays is not supported",
+            f"use fewer values or a lower 'maxItems', for {MAX_VALUES} arrays at most",
+        )
+    return {"enum": [list(each) for size in range(least, most + 1) for each in permutations(values, size)]}
+
+
+def _number_free(value: Any) -> Any:
+    """Equal for values that JSON Schema calls equal: 1.0 is 1, and True is not."""
+    if isinstance(value, list):
+        return [_number_free(each) for each in value]
+    if isinstance(value, dict):
+        return {name: _number_free(each) for name, each in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _first_and_last(bounds: dict[str, Any], unit: int) -> tuple[int | None, int | None]:
+    """The first and the last multiple of 1 / unit that the bounds allow, times unit; None without a bound."""
+    least = [math.ceil(_times(bounds, "minimum", unit))] if "minimum" in bounds else []
+    most = [math.floor(_times(bounds, "maximum", unit))] if "maximum" in bounds else []
+    if "exclusiveMinimum" in bounds:
+        least.append(math.floor(_times(bounds, "exclusiveMinimum", unit)) + 1)
+    if "exclusiveMaximum" in bounds:
+        most.append(math.ceil(_times(bounds, "exclusiveMaximum", unit)) - 1)
+    return max(least, default=None), min(most, default=None)
+
+
+def _times(bounds: dict[str, Any], rule: str, unit: int) -> Fraction:
+    """A bound as it was written, not as a binary fraction, times unit."""
+    return Fraction(repr(bounds[rule])) * unit
+
+
+def _multiples(rules: dict[str, Any], place: str) -> dict[str, Any]:
+    """Integers of which each is a multiple: listed, if they have bounds."""
+    step = rules["multipleOf"]
+    least, most = _first_and_last(rules, 1)
+    if least is None and most is None:
+        if step > MAX_MULTIPLE:
+            raise refused(place, f"'multipleOf' {step} is not supported", f"use {MAX_MULTIPLE} at most, or give bounds")
+        return {"type": "integer", "multipleOf": step}
+    if least is None or most is None:
+        raise refused(place, "'multipleOf' with one bound is not supported", "give 'minimum' and 'maximum', or neither")
+    first = -(-least // step) * step
+    count = (most - first) // step + 1
+    if count < 1:
+        raise refused(place, "the bounds allow no multiple", "widen them")
+    if count > MAX_VALUES:
+        raise refused(
+            place,
+            f"'multipleOf' with {count} multiples between its bounds is not supported",
+            f"use bounds with {MAX_VALUES} at most",
+        )
+    return {"enum": [first + i * step for i in range(count)]}
+
+
+def refused(place: str, what: str, remedy: str) -> EspalierError:
+    return EspalierError(f"the JSON schema at {shown(place)}: {what}; {remedy}")

@@ -1,0 +1,133 @@
+"""Warp-specialized tree attention for Hopper: some warps load rows, the others attend.
+
+It has the same work items, splits, blocks and order of sums as kernels/attention/tree_attention.py, and gives the same
+bits.  It runs for two-byte types and head sizes 64 and 128, if the packed queries of a KV head fill more than a fourth
+of a 64-row tensor core tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental.gluon import language as gl
+
+from espalier.kernels.attention.work_items import ALL, COUNTED, NONE, Plan, wait_and_count_splits
+from espalier.kernels.hopper.attend import attend_work_items
+from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, copies_by_tma, needs_counting
+from espalier.kernels.hopper.convert import convert_work_items
+from espalier.kernels.hopper.load import load_work_items
+from espalier.kernels.hopper.work import Constants, Rows, make_stages
+from espalier.kernels.runtime.jit import gluon_kernel
+from espalier.kernels.runtime.tma import tma_descriptor
+
+
+# Arguments are grouped by meaning; one argument per line would hide the groups.
+# fmt: off
+@gluon_kernel(do_not_specialize=["batch"])
+def hopper_attention_kernel(
+    q_ptr, k_ptr, v_ptr, staged_k_ptr, staged_v_ptr,
+    table_ptr, split_ptr, start_ptr, position_ptr, row_position_ptr, bits_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr, k_scale_ptr, v_scale_ptr,
+    scale, batch, queries, rows, first,
+    q_b, q_q, q_h, k_row, k_h, v_row, v_h, staged_k_b, staged_k_r, staged_k_h, staged_v_b, staged_v_r, staged_v_h,
+    table_b, position_b, position_q, row_position_b, row_position_r, bits_b, bits_q,
+    k_descriptor, v_descriptor, contiguous_ptr,
+    KV_HEADS: gl.constexpr, GROUP_SIZE: gl.constexpr, SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, WINDOW: gl.constexpr, STAGED: gl.constexpr, SINK: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, SAME_STRIDES: gl.constexpr, CONTIGUOUS: gl.constexpr,
+    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, RAW_STAGES: gl.constexpr,
+    ATTEND_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
+    CONVERT_REGISTERS: gl.constexpr, CONVERT_WARPS: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows."""
+    FP8: gl.constexpr = RAW_STAGES > 0
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    # As kernels/attention/tree_attention.py:_queries.
+    attended: gl.constexpr = gl.float16 if FP8 else dtype
+    CONSTANTS: gl.constexpr = Constants(
+        KV_HEADS, GROUP_SIZE, PAGE_SIZE, WINDOW, STAGED, LONGEST_FIRST, SAME_STRIDES, CONTIGUOUS,
+        WIDTHS=(SIZE, SIZE), COLUMNS=(0, 0), ROW_SIZE=2 * SIZE, OUT_SIZE=SIZE, BLOCK_M=64 * WARPGROUPS, BLOCK_N=BLOCK_N,
+        RAW_STAGES=RAW_STAGES, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=CONVERT_WARPS, DEPENDENT=DEPENDENT,
+    )
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, SIZE], dtype)
+    q_shared = gl.allocate_shared_memory(dtype, [WARPGROUPS, 64, SIZE], q_layout)
+    stages = make_stages(attended, STAGES, 1 if FP8 else 32 * LOAD_WARPS, WARPGROUPS, CONSTANTS)
+    # FP8 rows are loaded into stages of their own.
+    loaded = stages
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
+    if FP8:
+        loaded = make_stages(k_ptr.dtype.element_ty, RAW_STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
+    num_tiles = (queries * GROUP_SIZE + CONSTANTS.BLOCK_M - 1) // CONSTANTS.BLOCK_M
+    plan = Plan(split_ptr, start_ptr, num_splits, num_tiles, queries, rows, first)
+    q_rows = Rows(q_ptr, q_b, q_q, q_h)
+    committed = (Rows(k_ptr, 0, k_row, k_h), Rows(v_ptr, 0, v_row, v_h))
+    staged = (
+        Rows(staged_k_ptr, staged_k_b, staged_k_r, staged_k_h), Rows(staged_v_ptr, staged_v_b, staged_v_r, staged_v_h)
+    )
+    positions = Rows(position_ptr, position_b, position_q, 0)
+    row_positions = Rows(row_position_ptr, row_position_b, row_position_r, 0)
+    ancestor_bits = Rows(bits_ptr, bits_b, bits_q, 0)
+    results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr)
+    scales = (k_scale_ptr, v_scale_ptr)
+    # One warpgroup starts without the first of these functions, two-byte rows start without the last.
+    gl.warp_specialize(
+        [
+            (attend_work_items, (
+                0, q_shared, stages, plan, q_rows, positions, row_positions, ancestor_bits, results, scale, scales,
+                SINK, CONSTANTS,
+            )),
+            (attend_work_items, (
+                WARPGROUPS - 1, q_shared, stages, plan, q_rows, positions, row_positions, ancestor_bits, results, scale,
+                scales, SINK, CONSTANTS,
+            )),
+            (load_work_items, (
+                loaded, plan, committed, staged, table_ptr, table_b, positions, (k_descriptor, v_descriptor),
+                contiguous_ptr, CONSTANTS,
+            )),
+            (convert_work_items, (loaded, stages, plan, positions, CONSTANTS)),
+        ][2 - WARPGROUPS:4 if FP8 else 3],
+        [4, LOAD_WARPS, CONVERT_WARPS][2 - WARPGROUPS:3 if FP8 else 2],
+        [ATTEND_REGISTERS, LOAD_REGISTERS, CONVERT_REGISTERS][2 - WARPGROUPS:3 if FP8 else 2],
+    )
+# fmt: on
+
+
+def tma_arguments(
+    config: HopperConfig, k: torch.Tensor, v: torch.Tensor, page_size: int, window: int, contiguous: torch.Tensor | None
+) -> dict[str, Any]:
+    """Launch arguments that say which blocks are copied by TMA.  k, v: [R, heads, size]."""
+    kind = NONE
+    # A row of the heads' values is one row of the descriptor, so the heads must be contiguous.
+    if copies_by_tma(config) and not window and all(rows.stride(1) == rows.shape[2] for rows in (k, v)):
+        kind = ALL if not needs_counting(page_size, window) else NONE if contiguous is None else COUNTED
+    size = k.shape[2]
+    descriptors = [None if kind == NONE else tma_descriptor(rows.flatten(1), BLOCK_N, size) for rows in (k, v)]
+    return {
+        "k_descriptor": descriptors[0],
+        "v_descriptor": descriptors[1],
+        "contiguous_ptr": None if kind == NONE else contiguous,
+        "CONTIGUOUS": kind,
+    }
+
+
+def hopper_constants(config: HopperConfig, size: int, same_strides: bool) -> dict[str, Any]:
+    """Constants and options of a launch.  same_strides: rows of K and of V have the same stride."""
+    at_launch, attend_registers = config.registers
+    load_warps, load_registers = config.load_warps
+    convert_warps, convert_registers = config.convert_warps
+    return {
+        "SIZE": size,
+        "SAME_STRIDES": same_strides,
+        "WARPGROUPS": config.warpgroups,
+        "BLOCK_N": BLOCK_N,
+        "STAGES": config.stages,
+        "ATTEND_REGISTERS": attend_registers,
+        "LOAD_REGISTERS": load_registers,
+        "LOAD_WARPS": load_warps,
+        "RAW_STAGES": config.raw_stages,
+        "CONVERT_REGISTERS": convert_registers,
+        "CONVERT_WARPS": convert_warps,
+        "num_warps": 4,
+        "maxnreg": at_launch,
+    }

@@ -1,0 +1,207 @@
+"""The launch configurations of Hopper's attention kernels, over K and V heads and over latent rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.layers.quantised import FP8
+from espalier.kernels.runtime.launch import HOPPER, Chip
+from espalier.kernels.runtime.tma import aligned_for_copies
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = (64, 128)
+# Packed queries of one attending warpgroup (four warps).
+WARPGROUP_QUERIES = 64
+BLOCK_N = 64
+# An attending warpgroup holds one stage and waits for the next two.
+MIN_STAGES = 3
+MAX_STAGES = 6
+# Of FP8 rows: converted ones, which hide the time of a conversion, and those as stored, which hide that of memory.
+FP8_STAGES, FP8_RAW_STAGES = 4, 4
+# Shared memory, in bytes, for barriers and for the arguments that Triton passes to the warps.
+RESERVED = 1024
+# Registers of a multiprocessor.
+REGISTERS = 2**16
+# Limit per thread.
+MAX_REGISTERS = 240
+V_SIZE, ROPE_SIZE = 512, 64
+# Packed queries of a tile.
+BLOCK_M = 64
+# Rows of a block.  Blocks of 64 rows would leave room for only two stages, and are slower (docs/log.md).
+LATENT_BLOCK_N = 32
+LATENT_STAGES = 4
+# Buffers in shared memory through which the first attending warpgroup sends blocks of weights to the second.
+SLOTS = 2
+# FP8 rows: blocks as they are attended and as they are stored.
+LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES = 2, 4
+# Most packed queries: the columns of a product.
+MAX_QUERIES = 16
+# Rows of a block: the rows of a product.  Two blocks fill shared memory; while one is attended, the other is loaded.
+FEW_BLOCK_N = 64
+FEW_STAGES = 2
+
+
+@dataclass(frozen=True)
+class HopperConfig:
+    """Launch configuration.
+
+    warpgroups: attending warpgroups, each with 64 packed queries; stages: blocks of K and V in shared memory;
+    programs_per_processor: programs of the persistent grid per multiprocessor; raw_stages: blocks of FP8 rows in shared
+    memory, 0 for two-byte rows.
+    """
+
+    warpgroups: int
+    stages: int
+    programs_per_processor: int
+    raw_stages: int = 0
+
+    def shared_bytes(self, size: int) -> int:
+        """Shared memory of a program, in bytes, for heads of `size`."""
+        two_byte_rows = self.block_m + 2 * self.stages * BLOCK_N
+        return size * (2 * two_byte_rows + 2 * self.raw_stages * BLOCK_N) + RESERVED
+
+    @property
+    def block_m(self) -> int:
+        """Packed queries of a tile."""
+        return self.warpgroups * WARPGROUP_QUERIES
+
+    @property
+    def load_warps(self) -> tuple[int, int]:
+        """(number of loading warps, registers per thread of theirs)."""
+        if self.raw_stages:
+            return 4, 56
+        return (8, 40) if self.programs_per_processor == 1 else (4, 72)
+
+    @property
+    def convert_warps(self) -> tuple[int, int]:
+        """(number of warps that convert FP8 rows, registers per thread of theirs)."""
+        if not self.raw_stages:
+            return 0, 0
+        return (8, 64) if self.warpgroups == 1 else (4, 80)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers per thread: (at launch, in attending warps after the other warps have released theirs).
+
+        Launched programs use all registers of the multiprocessor, up to the limit per thread.
+        """
+        attend_warps, others = 4 * self.warpgroups, (self.load_warps, self.convert_warps)
+        warps = attend_warps + sum(count for count, _ in others)
+        of_others = sum(count * registers for count, registers in others)
+        launch_limit = (attend_warps * MAX_REGISTERS + of_others) // warps
+        at_launch = min(REGISTERS // (32 * warps * self.programs_per_processor), launch_limit) // 8 * 8
+        return at_launch, (at_launch * warps - of_others) // attend_warps // 8 * 8
+
+
+def choose_hopper_config(
+    on: Chip, packed_queries: int, num_work_items: int, size: int, page_size: int, fp8: bool = False
+) -> HopperConfig | None:
+    """The launch configuration, or None if this chip cannot run the kernel or gains nothing.
+
+    packed_queries: queries times heads of one KV head; num_work_items: with tiles of 128 packed queries; fp8: whether
+    rows are FP8.
+    Two warpgroups share each loaded block.  If two would leave multiprocessors idle, a program gets one warpgroup.  If
+    there are enough such programs, each multiprocessor runs two, and one works while the other finishes.
+    With few queries and small pages the Triton kernel is faster: all of its warps gather rows (docs/log.md).
+    """
+    if on.capability != HOPPER or size not in HEAD_SIZES or packed_queries <= WARPGROUP_QUERIES // 4:
+        return None
+    if packed_queries <= WARPGROUP_QUERIES // 2 and page_size < BLOCK_N:
+        return None
+    warpgroups = 2 if packed_queries > WARPGROUP_QUERIES and 4 * num_work_items >= 3 * on.processors else 1
+    if fp8:
+        # The stages of both dtypes fill a multiprocessor's shared memory.
+        config = HopperConfig(warpgroups, FP8_STAGES, 1, FP8_RAW_STAGES)
+        return config if config.shared_bytes(size) <= on.shared_memory else None
+    num_programs = num_work_items * (1 if packed_queries <= WARPGROUP_QUERIES else 2)
+    programs_per_processor = 2 if warpgroups == 1 and num_programs > on.processors else 1
+    for stages in range(MAX_STAGES, MIN_STAGES - 1, -1):
+        config = HopperConfig(warpgroups, stages, programs_per_processor)
+        if config.shared_bytes(size) * programs_per_processor <= on.shared_memory:
+            return config
+    return None
+
+
+def needs_counting(page_size: int, window: int) -> bool:
+    """Whether contiguous blocks must be counted (kernels/attention/contiguous_blocks.py).
+
+    They need not if a page holds whole blocks (all are contiguous), and cannot be used with a window.
+    """
+    return not window and page_size % BLOCK_N > 0
+
+
+def copies_by_tma(config: HopperConfig) -> bool:
+    """Whether this launch copies contiguous blocks by TMA.
+
+    Two attending warpgroups keep the multiprocessor busy, so copies by threads would slow them down.  One warpgroup
+    waits for memory, and TMA does not make memory faster (docs/log.md).
+    """
+    return config.warpgroups == 2
+
+
+@dataclass(frozen=True)
+class HopperLatentConfig:
+    """Launch configuration.  stages: blocks of rows that shared memory holds; raw_stages: blocks of FP8 rows, 0 for
+    two-byte rows."""
+
+    stages: int
+    raw_stages: int = 0
+
+    programs_per_processor: ClassVar[int] = 1
+    block_m: ClassVar[int] = BLOCK_M
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, in bytes."""
+        two_byte_rows, fp8_rows = BLOCK_M + self.stages * LATENT_BLOCK_N, self.raw_stages * LATENT_BLOCK_N
+        rows = (2 * two_byte_rows + fp8_rows) * (V_SIZE + ROPE_SIZE)
+        return rows + 2 * SLOTS * BLOCK_M * LATENT_BLOCK_N + 4 * SLOTS * BLOCK_M + RESERVED
+
+
+def choose_hopper_latent_config(on: Chip, fp8: bool = False) -> HopperLatentConfig | None:
+    """The launch configuration, or None if this chip cannot run the kernel.  fp8: whether rows are FP8."""
+    config = HopperLatentConfig(LATENT_FP8_STAGES, LATENT_FP8_RAW_STAGES) if fp8 else HopperLatentConfig(LATENT_STAGES)
+    return config if on.capability == HOPPER and config.shared_bytes <= on.shared_memory else None
+
+
+def fits_hopper_latent(q: Tensor, rows: list[Tensor], v_size: int) -> bool:
+    """Whether the kernel takes queries and rows [.., size]: their types, sizes, addresses and strides."""
+    return v_size == V_SIZE and all(
+        tensor.shape[-1] == V_SIZE + ROPE_SIZE
+        and q.dtype in DTYPES
+        and tensor.dtype in (q.dtype, FP8)
+        and aligned_for_copies(tensor)
+        for tensor in (q, *rows)
+    )
+
+
+@dataclass(frozen=True)
+class HopperLatentFewConfig:
+    """Launch configuration.  stages: blocks of rows that shared memory holds."""
+
+    stages: int
+
+    programs_per_processor: ClassVar[int] = 1
+    block_m: ClassVar[int] = MAX_QUERIES
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, in bytes."""
+        rows = 2 * (MAX_QUERIES + self.stages * FEW_BLOCK_N) * (V_SIZE + ROPE_SIZE)
+        return rows + 2 * MAX_QUERIES * FEW_BLOCK_N + RESERVED
+
+
+def takes_few(queries: int, heads: int) -> bool:
+    """Whether the kernel takes so many queries of a request."""
+    return queries == 1 and heads <= MAX_QUERIES
+
+
+def choose_hopper_latent_few_config(on: Chip, queries: int, heads: int) -> HopperLatentFewConfig | None:
+    """The launch configuration, or None if this chip or this number of queries cannot run the kernel."""
+    config = HopperLatentFewConfig(FEW_STAGES)
+    fits = on.capability == HOPPER and config.shared_bytes <= on.shared_memory
+    return config if fits and takes_few(queries, heads) else None

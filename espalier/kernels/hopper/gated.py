@@ -1,0 +1,231 @@
+"""The gated linear layer of many rows on Hopper: silu(x · gateᵀ) · (x · upᵀ), in one persistent kernel.
+
+The library would write gate and up, and a launch would read them again: 4% of the time of a prompt's products.
+
+Grid: as many programs as multiprocessors.  A program computes tiles of [BLOCK_ROWS, BLOCK_OUT] results, one after
+another.  Its loading warps copy blocks of BLOCK_IN columns of x, gate and up by TMA, up to STAGES blocks ahead, across
+tiles.  Two multiplying warpgroups have half of a tile's rows each, with their rows of gate and of up as one product.
+
+The kernel adds the columns of each result in order, whatever the number of rows, so its bits do not depend on rows.
+Tolerance: as linear.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.activation import silu_times
+from espalier.kernels.runtime.jit import gluon_kernel
+from espalier.kernels.runtime.launch import HOPPER, Chip, chip, require
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+from espalier.kernels.runtime.tma import aligned_for_copies, tma_descriptor
+
+# The fewest rows, and the least share of all waves' places that tiles fill.  Below them the library is faster: it has
+# smaller tiles.
+MIN_ROWS, MIN_FILL = 257, 0.9
+BLOCK_ROWS, BLOCK_OUT, BLOCK_IN = 128, 128, 64
+# With the results of a tile they fill the shared memory.
+STAGES = 4
+# Blocks of rows that are computed with the same weights before the next weights are read: more would not fit the L2.
+BLOCKS_TOGETHER = 8
+# Registers of a thread: at launch, and then of the multiplying and of the loading warps.
+LAUNCH_REGISTERS, MULTIPLY_REGISTERS, LOAD_REGISTERS = 168, 232, 40
+
+
+def takes_gated(x: Tensor, weight: Tensor, bias: Tensor | None, gpu: Chip) -> bool:
+    """Whether the kernel takes a layer of x [rows, in] and weight [2·out, in], gate over up."""
+    if gpu.capability != HOPPER or x.dtype != torch.bfloat16 or bias is not None or len(x) < MIN_ROWS:
+        return False
+    # A row of results is copied like a row of x: in multiples of 16 bytes.
+    return weight.shape[0] % 16 == 0 and all(t.stride(1) == 1 and aligned_for_copies(t) for t in (x, weight))
+
+
+def fills_chip(rows: int, num_out: int, gpu: Chip) -> bool:
+    """Whether the last wave of tiles leaves little of the chip idle, so that the kernel is faster than the library."""
+    tiles = num_tiles(rows, num_out)
+    return tiles >= MIN_FILL * gpu.processors * -(-tiles // gpu.processors)
+
+
+def num_tiles(rows: int, num_out: int) -> int:
+    return -(-rows // BLOCK_ROWS) * -(-num_out // BLOCK_OUT)
+
+
+class Sizes(NamedTuple):
+    """Of x [rows, columns] and the result [rows, out]."""
+
+    rows: Any
+    out: Any
+    columns: Any
+
+
+class Blocks(NamedTuple):
+    """Constants: sizes of a block, and how many blocks of rows are next to each other."""
+
+    ROWS: Any
+    OUT: Any
+    IN: Any
+    TOGETHER: Any
+
+
+class Stages(NamedTuple):
+    """Blocks in shared memory: x [stages, ROWS, IN]; weights [stages, 2 * OUT, IN], gate over up.
+
+    full, empty: a barrier for each stage, which gives it to the warps that multiply and to those that load.
+    """
+
+    x: Any
+    weights: Any
+    full: Any
+    empty: Any
+
+
+# Arguments are grouped by meaning; one argument per line would hide the groups.
+# fmt: off
+@gluon_kernel
+def _num_tiles(sizes, BLOCKS: gl.constexpr):
+    return gl.cdiv(sizes.rows, BLOCKS.ROWS) * gl.cdiv(sizes.out, BLOCKS.OUT)
+
+
+@gluon_kernel
+def _tile(index, sizes, BLOCKS: gl.constexpr):
+    """(first row, first output) of a tile."""
+    row_blocks, out_blocks = gl.cdiv(sizes.rows, BLOCKS.ROWS), gl.cdiv(sizes.out, BLOCKS.OUT)
+    first = index // (BLOCKS.TOGETHER * out_blocks) * BLOCKS.TOGETHER
+    together = gl.minimum(row_blocks - first, BLOCKS.TOGETHER)
+    inside = index % (BLOCKS.TOGETHER * out_blocks)
+    return (first + inside % together) * BLOCKS.ROWS, inside // together * BLOCKS.OUT
+
+
+@gluon_kernel
+def _rounded(values):
+    """float32 values, rounded to bfloat16.  By pairs: one by one takes an eighth of the rate."""
+    return gl.inline_asm_elementwise(
+        "{ .reg .b32 pair; cvt.rn.bf16x2.f32 pair, $3, $2; shl.b32 $0, pair, 16; and.b32 $1, pair, 0xffff0000; }",
+        "=r,=r,r,r", [values], dtype=gl.float32, is_pure=True, pack=2,
+    )
+
+
+@gluon_kernel
+def _load(stages, x_descriptor, weight_descriptor, sizes, BLOCKS: gl.constexpr):
+    """Copy the blocks of all tiles of a program."""
+    STAGES: gl.constexpr = stages.full.shape[0]
+    BYTES: gl.constexpr = (BLOCKS.ROWS + 2 * BLOCKS.OUT) * BLOCKS.IN * 2
+    num_done = 0
+    for index in range(gl.program_id(0), _num_tiles(sizes, BLOCKS), gl.num_programs(0)):
+        row, out = _tile(index, sizes, BLOCKS)
+        for column in range(0, sizes.columns, BLOCKS.IN):
+            stage = num_done % STAGES
+            hopper.mbarrier.wait(stages.empty.index(stage), num_done // STAGES % 2 ^ 1)
+            full, weights = stages.full.index(stage), stages.weights.index(stage)
+            hopper.mbarrier.expect(full, BYTES)
+            hopper.tma.async_copy_global_to_shared(x_descriptor, [row, column], full, stages.x.index(stage))
+            gate, up = weights.slice(0, BLOCKS.OUT), weights.slice(BLOCKS.OUT, BLOCKS.OUT)
+            hopper.tma.async_copy_global_to_shared(weight_descriptor, [out, column], full, gate)
+            hopper.tma.async_copy_global_to_shared(weight_descriptor, [sizes.out + out, column], full, up)
+            num_done += 1
+
+
+@gluon_kernel
+def _multiply(WARPGROUP: gl.constexpr, stages, results, out_descriptor, sizes, BLOCKS: gl.constexpr):
+    """Compute half of the rows of all tiles of a program."""
+    STAGES: gl.constexpr = stages.full.shape[0]
+    ROWS: gl.constexpr = BLOCKS.ROWS // 2
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * BLOCKS.OUT, 16])
+    result = results.index(WARPGROUP)
+    num_done = 0
+    for index in range(gl.program_id(0), _num_tiles(sizes, BLOCKS), gl.num_programs(0)):
+        row, out = _tile(index, sizes, BLOCKS)
+        sums = gl.full([ROWS, 2 * BLOCKS.OUT], 0.0, gl.float32, layout=SUMS)
+        for column in range(0, sizes.columns, BLOCKS.IN):
+            stage = num_done % STAGES
+            hopper.mbarrier.wait(stages.full.index(stage), num_done // STAGES % 2)
+            x, weights = stages.x.index(stage).slice(WARPGROUP * ROWS, ROWS), stages.weights.index(stage)
+            pending = hopper.warpgroup_mma(x, weights.permute((1, 0)), sums, is_async=True)
+            # The product before this one has ended, so its stage is free.
+            sums = hopper.warpgroup_mma_wait(num_outstanding=1, deps=[pending])
+            hopper.mbarrier.arrive(stages.empty.index((num_done + STAGES - 1) % STAGES), count=1, pred=column > 0)
+            num_done += 1
+        sums = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[sums])
+        hopper.mbarrier.arrive(stages.empty.index((num_done - 1) % STAGES), count=1)
+        gate, up = gl.split(sums.reshape([ROWS, 2, BLOCKS.OUT]).permute((0, 2, 1)))
+        # Rounded before the activation, as the output of a linear layer is.
+        activation = silu_times(_rounded(gate), _rounded(up)).to(result.dtype)
+        # Waits until the last tile's results have left the shared memory.
+        hopper.tma.store_wait(0)
+        result.store(activation)
+        hopper.fence_async_shared()
+        hopper.tma.async_copy_shared_to_global(out_descriptor, [row + WARPGROUP * ROWS, out], result)
+    hopper.tma.store_wait(0)
+
+
+@gluon_kernel(do_not_specialize=["num_rows"])
+def _hopper_gated_kernel(
+    x_descriptor, weight_descriptor, out_descriptor, num_rows, num_out, num_in,
+    BLOCK_ROWS: gl.constexpr, BLOCK_OUT: gl.constexpr, BLOCK_IN: gl.constexpr, STAGES: gl.constexpr,
+    TOGETHER: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, DEPENDENT: gl.constexpr,
+):
+    """x [num_rows, num_in], weight [2 · num_out, num_in], out [num_rows, num_out], by their descriptors."""
+    BLOCKS: gl.constexpr = Blocks(BLOCK_ROWS, BLOCK_OUT, BLOCK_IN, TOGETHER)
+    dtype: gl.constexpr = x_descriptor.dtype
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(stage), count=1)
+        hopper.mbarrier.init(empty.index(stage), count=2)
+    stages = Stages(
+        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_ROWS, BLOCK_IN], x_descriptor.layout),
+        gl.allocate_shared_memory(dtype, [STAGES, 2 * BLOCK_OUT, BLOCK_IN], weight_descriptor.layout),
+        full, empty,
+    )
+    results = gl.allocate_shared_memory(dtype, [2, BLOCK_ROWS // 2, BLOCK_OUT], out_descriptor.layout)
+    sizes = Sizes(num_rows, num_out, num_in)
+    pdl_trigger_and_wait(DEPENDENT)
+    gl.warp_specialize(
+        [
+            (_multiply, (0, stages, results, out_descriptor, sizes, BLOCKS)),
+            (_multiply, (1, stages, results, out_descriptor, sizes, BLOCKS)),
+            (_load, (stages, x_descriptor, weight_descriptor, sizes, BLOCKS)),
+        ],
+        [4, 4], [MULTIPLY_REGISTERS, LOAD_REGISTERS],
+    )
+# fmt: on
+
+
+def hopper_gated(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(x · gateᵀ) · (x · upᵀ): x [rows, in], weight [2·out, in], gate over up -> a new tensor [rows, out].
+
+    bfloat16, on Hopper; rows contiguous and aligned to 16 bytes.  The reference is that of `linear_gated`.
+    Raises EspalierError on other shapes, dtypes and layouts.
+    """
+    (rows, num_in), num_out = x.shape, weight.shape[0] // 2
+    require("gated linear: x", x, (rows, num_in), torch.bfloat16, x)
+    require("gated linear: weight", weight, (2 * num_out, num_in), torch.bfloat16, x)
+    if num_out % 8 or not all(t.stride(1) == 1 and aligned_for_copies(t) for t in (x, weight)):
+        raise EspalierError(
+            f"gated linear: rows must be contiguous, and their addresses multiples of 16 bytes, but x has strides "
+            f"{x.stride()} and weight, for {num_out} outputs, {weight.stride()}: use linear_gated"
+        )
+    out = x.new_empty(rows, num_out)
+    _hopper_gated_kernel[(min(num_tiles(rows, num_out), chip(x).processors),)](
+        tma_descriptor(x, BLOCK_ROWS, BLOCK_IN),
+        tma_descriptor(weight, BLOCK_OUT, BLOCK_IN),
+        tma_descriptor(out, BLOCK_ROWS // 2, BLOCK_OUT),
+        *(rows, num_out, num_in),
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_OUT=BLOCK_OUT,
+        BLOCK_IN=BLOCK_IN,
+        STAGES=STAGES,
+        TOGETHER=BLOCKS_TOGETHER,
+        MULTIPLY_REGISTERS=MULTIPLY_REGISTERS,
+        LOAD_REGISTERS=LOAD_REGISTERS,
+        num_warps=4,
+        maxnreg=LAUNCH_REGISTERS,
+        **pdl_arguments(chip(x)),
+    )
+    return out

@@ -1,0 +1,216 @@
+"""Attention over latent rows of 512 + 64 values for at most 16 packed queries of one node each, for Hopper.
+
+hopper/latent.py pads 16 queries to the 64 rows of a tensor core tile, and so computes four times what is needed.  Here
+the operands are swapped: a tile has 64 rows of the cache, and the queries are its 16 columns.  So one warpgroup keeps
+up with memory.  Work items, splits, loading warps and stages are those of hopper/latent.py.
+
+    scores [64 rows, 16] = rows · queriesᵀ        out [512, 16] = rowsᵀ · weights [64 rows, 16]
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from espalier.kernels.attention.work_items import (
+    Plan,
+    block_index,
+    let_merge_start,
+    load_work_item,
+    wait_and_count_splits,
+    work_item_of,
+)
+from espalier.kernels.hopper.attend import lse_of, shifted
+from espalier.kernels.hopper.config import FEW_BLOCK_N, MAX_QUERIES, HopperLatentFewConfig
+from espalier.kernels.hopper.latent import block_arguments
+from espalier.kernels.hopper.latent_attend import copy_queries
+from espalier.kernels.hopper.load import load_work_items
+from espalier.kernels.hopper.work import Constants, Rows, extent_of, make_stages, stage_of, wait_until_full
+from espalier.kernels.runtime.jit import gluon_kernel
+
+LOAD_WARPS = 4
+# Registers per thread: at launch, and of the loading warps.
+REGISTERS_AT_LAUNCH, LOAD_REGISTERS = 200, 152
+
+
+# Arguments are grouped by meaning; one argument per line would hide the groups.
+# fmt: off
+@gluon_kernel
+def _seen(t, plan, extent, bits_ptr, KEYS: gl.constexpr, CONSTANTS: gl.constexpr):
+    """[BLOCK_N]: which rows of the t-th block the only node sees.  bits_ptr: its ancestor bits."""
+    BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
+    offset = gl.arange(0, BLOCK_N, layout=KEYS)
+    if t < extent.num_committed:
+        at = extent.begin + block_index(t, extent.num_lower, extent.num_unmasked) * BLOCK_N + offset
+        seen = (at >= plan.first) & (at < extent.end)
+    else:
+        node = extent.low + (t - extent.num_committed) * BLOCK_N + offset
+        seen = node < extent.high
+        if CONSTANTS.STAGED == 1:
+            seen = seen & (node <= 0)
+        if CONSTANTS.STAGED == 2:
+            word = gl.load(bits_ptr + node // 64, mask=seen, other=0)
+            seen = seen & ((word >> (node % 64).to(gl.int64)) & 1 != 0)
+    return seen
+
+
+@gluon_kernel
+def _attend_work_item(
+    q_shared, weight_shared, stages, num_done, plan, extent, bits_ptr, scale,
+    CONSTANTS: gl.constexpr, SCORES: gl.constexpr,
+):
+    """(halves of out, each [OUT_SIZE, 16], max_score, sum_weights) of a work item."""
+    HALF: gl.constexpr = CONSTANTS.OUT_SIZE
+    BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
+    COLUMNS: gl.constexpr = q_shared[0].shape[0]
+    zeros = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORES)
+    left = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORES)
+    right = gl.full([HALF, COLUMNS], 0.0, gl.float32, layout=SCORES)
+    max_score = gl.full([COLUMNS], float("-inf"), gl.float32, layout=gl.SliceLayout(0, SCORES))
+    # Summed over the rows at the end: until then each thread adds its own.
+    sums = gl.full([BLOCK_N, COLUMNS], 0.0, gl.float32, layout=SCORES)
+    for t in range(extent.num_blocks):
+        stage = stage_of(stages, num_done)
+        wait_until_full(stages, num_done, True)
+        # Threads may have written rows or queries; the fence makes them visible to the tensor cores.
+        hopper.fence_async_shared()
+        scores = hopper.warpgroup_mma(
+            stages.tiles[0].index(stage), q_shared[0].permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
+        for i in gl.static_range(1, len(q_shared)):
+            scores = hopper.warpgroup_mma(
+                stages.tiles[i].index(stage), q_shared[i].permute((1, 0)), scores, is_async=True
+            )
+        scores = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[scores])
+        if t >= extent.num_unmasked:
+            seen = _seen(t, plan, extent, bits_ptr, gl.SliceLayout(1, SCORES), CONSTANTS)
+            scores = gl.where(gl.expand_dims(seen, 1), scores, float("-inf"))
+        new_max = gl.maximum(max_score, gl.max(scores, 0))
+        # All scores are -inf until the first visible row; -inf - -inf would be NaN.
+        scaled_max = gl.where(new_max == float("-inf"), 0.0, new_max * scale)
+        weights = gl.exp2(gl.fma(scores, scale, gl.expand_dims(-shifted(scaled_max, weight_shared.dtype), 0)))
+        decay = gl.expand_dims(gl.exp2(gl.fma(max_score, scale, -scaled_max)), 0)
+        max_score = new_max
+        sums = sums * decay + weights
+        weight_shared.permute((1, 0)).store(weights.to(weight_shared.dtype))
+        hopper.fence_async_shared()
+        shared = weight_shared.permute((1, 0))
+        left = hopper.warpgroup_mma(
+            stages.tiles[0].index(stage).permute((1, 0)), shared, left * decay, is_async=True
+        )
+        right = hopper.warpgroup_mma(
+            stages.tiles[1].index(stage).permute((1, 0)), shared, right * decay, is_async=True
+        )
+        left, right = hopper.warpgroup_mma_wait(num_outstanding=0, deps=[left, right])
+        hopper.mbarrier.arrive(stages.empty.index(stage), count=1)
+        num_done += 1
+    return left, right, max_score, gl.sum(sums, 0)
+
+
+@gluon_kernel
+def _attend_work_items(
+    q_shared, weight_shared, stages, plan, q_rows, ancestor_bits, results, scale, CONSTANTS: gl.constexpr,
+):
+    HEADS: gl.constexpr = CONSTANTS.GROUP_SIZE
+    HALF: gl.constexpr = CONSTANTS.OUT_SIZE
+    COLUMNS: gl.constexpr = q_shared[0].shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr = results
+    backwards = 0
+    num_done = 0
+    for base in range(0, plan.num_splits, gl.num_programs(0)):
+        work_item = work_item_of(base, backwards)
+        backwards = 1 - backwards
+        if work_item < plan.num_splits:
+            item = load_work_item(plan, work_item, 1, CONSTANTS.LONGEST_FIRST)
+            copy_queries(q_shared, q_rows, item.request, 0, plan.queries, HEADS, CONSTANTS.COLUMNS)
+            extent = extent_of(plan, item, ancestor_bits, gl.SliceLayout(0, SCORES), CONSTANTS)
+            left, right, max_score, sum_weights = _attend_work_item(
+                q_shared, weight_shared, stages, num_done, plan, extent,
+                ancestor_bits.pointer + item.request * ancestor_bits.request_stride, scale, CONSTANTS, SCORES,
+            )
+            num_done += extent.num_blocks
+            let_merge_start(base, plan.num_splits, CONSTANTS.DEPENDENT)
+            divisor = gl.where(sum_weights == 0.0, 1.0, sum_weights)
+            factor = gl.expand_dims(1.0 / divisor, 0)
+            lse = lse_of(max_score, sum_weights, scale, weight_shared.dtype)
+            head = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, SCORES))
+            column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES)), 1)
+            exists = gl.expand_dims(head < HEADS, 0)
+            if item.request_splits == 1:
+                row = item.request * HEADS + head
+                at = gl.expand_dims(row, 0) * (2 * HALF) + column
+                gl.store(out_ptr + at, (left * factor).to(out_ptr.dtype.element_ty), mask=exists)
+                gl.store(out_ptr + HALF + at, (right * factor).to(out_ptr.dtype.element_ty), mask=exists)
+                gl.store(lse_ptr + row, lse * 0.6931471805599453, mask=head < HEADS)
+            else:
+                row = item.split.to(gl.int64) * HEADS + head
+                at = gl.expand_dims(row, 0) * (2 * HALF) + column
+                gl.store(partial_ptr + at, left * factor, mask=exists)
+                gl.store(partial_ptr + HALF + at, right * factor, mask=exists)
+                gl.store(partial_lse_ptr + row, lse, mask=head < HEADS)
+
+
+@gluon_kernel(do_not_specialize=["batch"])
+def hopper_latent_few_kernel(
+    q_ptr, row_ptr, staged_ptr, table_ptr, split_ptr, start_ptr, bits_ptr,
+    out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, row_scale_ptr,
+    scale, batch, queries, rows, first,
+    q_b, q_q, q_h, row_stride, staged_b, staged_r, table_b, bits_b, bits_q, half_descriptor, rope_descriptor,
+    HEADS: gl.constexpr, HALF: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, STAGED: gl.constexpr,
+    LONGEST_FIRST: gl.constexpr, CONTIGUOUS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr, DEPENDENT: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LOAD_WARPS: gl.constexpr,
+):
+    """COLUMNS: of a product, at least HEADS.  row_scale_ptr is None: rows have two bytes a value."""
+    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    CONSTANTS: gl.constexpr = Constants(
+        KV_HEADS=1, GROUP_SIZE=HEADS, PAGE_SIZE=PAGE_SIZE, WINDOW=0, STAGED=STAGED, LONGEST_FIRST=LONGEST_FIRST,
+        SAME_STRIDES=True, CONTIGUOUS=CONTIGUOUS, WIDTHS=(HALF, HALF, ROPE), COLUMNS=(0, HALF, 2 * HALF),
+        ROW_SIZE=2 * HALF + ROPE, OUT_SIZE=HALF, BLOCK_M=HEADS, BLOCK_N=BLOCK_N,
+        RAW_STAGES=0, LOAD_WARPS=LOAD_WARPS, CONVERT_WARPS=0, DEPENDENT=DEPENDENT,
+    )
+    half_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, HALF], dtype)
+    rope_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, ROPE], dtype)
+    weight_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLUMNS, BLOCK_N], dtype)
+    q_shared = (
+        gl.allocate_shared_memory(dtype, [COLUMNS, HALF], half_layout),
+        gl.allocate_shared_memory(dtype, [COLUMNS, HALF], half_layout),
+        gl.allocate_shared_memory(dtype, [COLUMNS, ROPE], rope_layout),
+    )
+    weight_shared = gl.allocate_shared_memory(dtype, [COLUMNS, BLOCK_N], weight_layout)
+    stages = make_stages(dtype, STAGES, 32 * LOAD_WARPS, 1, CONSTANTS)
+    num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
+    plan = Plan(split_ptr, start_ptr, num_splits, 1, queries, rows, first)
+    committed, staged = Rows(row_ptr, 0, row_stride, 0), Rows(staged_ptr, staged_b, staged_r, 0)
+    # Where positions would be: there is no window.
+    bits = Rows(bits_ptr, bits_b, bits_q, 0)
+    results = (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr)
+    gl.warp_specialize(
+        [
+            (_attend_work_items, (
+                q_shared, weight_shared, stages, plan, Rows(q_ptr, q_b, q_q, q_h), bits, results, scale, CONSTANTS,
+            )),
+            (load_work_items, (
+                stages, plan, (committed, committed, committed), (staged, staged, staged), table_ptr, table_b, bits,
+                (half_descriptor, half_descriptor, rope_descriptor), None, CONSTANTS,
+            )),
+        ],
+        [LOAD_WARPS],
+        [LOAD_REGISTERS],
+    )
+# fmt: on
+
+
+def hopper_latent_few_arguments(config: HopperLatentFewConfig, pages: Tensor, page_size: int) -> dict[str, Any]:
+    """Constants, options and TMA descriptors of a launch.  pages: [R, 1, 576]."""
+    return block_arguments(pages, page_size, FEW_BLOCK_N) | {
+        "STAGES": config.stages,
+        "COLUMNS": MAX_QUERIES,
+        "LOAD_REGISTERS": LOAD_REGISTERS,
+        "LOAD_WARPS": LOAD_WARPS,
+        "num_warps": 4,
+        "maxnreg": REGISTERS_AT_LAUNCH,
+    }

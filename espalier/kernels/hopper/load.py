@@ -1,0 +1,209 @@
+"""The loading warps of the Hopper kernels: they copy the blocks of each work item into the stages of shared memory.
+
+They run ahead of the attending warps (kernels/hopper/attend.py) by up to STAGES blocks, across work items.
+The `empty` barrier of a stage gives it to the loading warps, the `full` barrier to the attending warps.
+
+TMA copies a block that is contiguous in the pool with one instruction.  All blocks are contiguous if a page holds whole
+blocks, and most are if the pages were free in order.  cp.async gathers the other blocks from pages of any size, 16
+bytes per thread; its copies delay the attending warps.
+"""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from espalier.kernels.attention.work_items import block_index, load_work_item, work_item_of
+from espalier.kernels.hopper.work import Rows, extent_of, stage_of, wait_until_empty
+from espalier.kernels.runtime.jit import gluon_kernel
+
+
+@gluon_kernel
+def _pages(table, at, end, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+    """Pages of the BLOCK_N positions from `at`, a multiple of BLOCK_N.  A scalar if one page holds the whole block."""
+    if PAGE_SIZE % BLOCK_N == 0:
+        page = gl.load(table + at // PAGE_SIZE, mask=at < end, other=0)
+    else:
+        offset = gl.arange(0, BLOCK_N, layout=ROWS)
+        if BLOCK_N % PAGE_SIZE == 0:
+            page = gl.load(table + at // PAGE_SIZE + offset // PAGE_SIZE, mask=at + offset < end, other=0)
+        else:
+            page = gl.load(table + (at + offset) // PAGE_SIZE, mask=at + offset < end, other=0)
+    # The launcher checks that the pool has fewer than 2^31 rows.
+    return page.to(gl.int32)
+
+
+@gluon_kernel
+def _row_of(page, at, PAGE_SIZE: gl.constexpr, BLOCK_N: gl.constexpr, ROWS: gl.constexpr):
+    """(row, row_offset [BLOCK_N]): the positions from `at` are in the pool rows row + row_offset."""
+    offset = gl.arange(0, BLOCK_N, layout=ROWS)
+    row = gl.to_tensor(0)
+    if PAGE_SIZE % BLOCK_N == 0:
+        row = page * PAGE_SIZE + at % PAGE_SIZE
+        row_offset = offset
+    elif BLOCK_N % PAGE_SIZE == 0:
+        row_offset = page * PAGE_SIZE + offset % PAGE_SIZE
+    else:
+        row_offset = page * PAGE_SIZE + (at + offset) % PAGE_SIZE
+    return row.to(gl.int64), row_offset
+
+
+@gluon_kernel
+def _copy(tile, pointer, offsets, exists, MASKED: gl.constexpr, LOAD: gl.constexpr):
+    """Start a copy of the rows at offsets [BLOCK_N] into a tile; if MASKED, zeros for rows that do not exist."""
+    column = gl.arange(0, tile.shape[1], layout=gl.SliceLayout(0, LOAD))
+    at = gl.expand_dims(offsets, 1) + gl.expand_dims(column, 0)
+    if MASKED:
+        hopper.async_copy.async_copy_global_to_shared(tile, pointer + at, mask=gl.expand_dims(exists, 1))
+    else:
+        hopper.async_copy.async_copy_global_to_shared(tile, pointer + at)
+
+
+@gluon_kernel
+def _element_offset(row_offset, stride, SMALL: gl.constexpr):
+    """row_offset times the stride of a row.
+
+    SMALL: the product fits in 32 bits.  Otherwise it is 32 x 32 to 64 bits: one instruction; 64 x 64 would take three.
+    """
+    if SMALL:
+        product = row_offset * stride
+    else:
+        product = (row_offset.to(gl.uint32).to(gl.uint64) * stride.to(gl.uint32).to(gl.uint64)).to(gl.int64)
+    return product
+
+
+# Arguments are grouped by meaning; one argument per line would hide the groups.
+# fmt: off
+@gluon_kernel
+def _copy_rows(
+    stages, stage, sources, row, row_offset, exists,
+    MASKED: gl.constexpr, SMALL: gl.constexpr, SAME_STRIDES: gl.constexpr, LOAD: gl.constexpr, COLUMNS: gl.constexpr,
+):
+    """Start the copies of rows row + row_offset.  sources: the rows of each tile; SMALL: row_offset is small."""
+    for i in gl.static_range(len(sources)):
+        offsets = _element_offset(row_offset, sources[0 if SAME_STRIDES else i].row_stride, SMALL)
+        pointer = sources[i].pointer + row * sources[i].row_stride + COLUMNS[i]
+        _copy(stages.tiles[i].index(stage), pointer, offsets, exists, MASKED, LOAD)
+
+
+@gluon_kernel
+def _load_block(
+    stages, stage, t, at, page, committed, staged, extent, first, LOAD: gl.constexpr, CONSTANTS: gl.constexpr,
+):
+    """Start the copies of the t-th block: committed rows from position `at` on `page`, or staged rows.
+
+    Rows at or past the extent's end, below `first` or past the staged rows are never read: they may be NaN.
+    """
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
+    BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
+    SMALL: gl.constexpr = CONSTANTS.PAGE_SIZE % BLOCK_N == 0
+    offset = gl.arange(0, BLOCK_N, layout=ROWS)
+    if t < extent.num_committed:
+        row, row_offset = _row_of(page, at, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+        if (at >= first) & (at + BLOCK_N <= extent.end):
+            _copy_rows(
+                stages, stage, committed, row, row_offset, 0,
+                False, SMALL, CONSTANTS.SAME_STRIDES, LOAD, CONSTANTS.COLUMNS,
+            )
+        else:
+            _copy_rows(
+                stages, stage, committed, row, row_offset, (at + offset >= first) & (at + offset < extent.end),
+                True, SMALL, CONSTANTS.SAME_STRIDES, LOAD, CONSTANTS.COLUMNS,
+            )
+    else:
+        node = extent.low + (t - extent.num_committed) * BLOCK_N
+        _copy_rows(
+            stages, stage, staged, node.to(gl.int64), offset, node + offset < extent.high,
+            True, True, False, LOAD, CONSTANTS.COLUMNS,
+        )
+
+
+@gluon_kernel
+def _load_contiguous(stages, num_done, count, at, end, descriptors, head, table, CONSTANTS: gl.constexpr):
+    """Copy `count` contiguous blocks from position `at` by TMA.  Returns num_done + count."""
+    BYTES: gl.constexpr = stages.tiles[0].dtype.primitive_bitwidth // 8
+    PAGE_SIZE: gl.constexpr = CONSTANTS.PAGE_SIZE
+    # The next block's page is loaded before the wait for a stage; after the last block, its own page again.
+    page = gl.load(table + at // PAGE_SIZE, mask=count > 0, other=0)
+    for _ in range(count):
+        row = page.to(gl.int32) * PAGE_SIZE + at % PAGE_SIZE
+        at += CONSTANTS.BLOCK_N
+        page = gl.load(table + gl.minimum(at, end - 1) // PAGE_SIZE)
+        wait_until_empty(stages, num_done)
+        stage = stage_of(stages, num_done)
+        full = stages.full.index(stage)
+        # `full` counts an arrival of every loading thread, as with cp.async.  Here one thread makes them all: one with
+        # the expected bytes, the others by count.  So no warp may lag behind: the compiler puts a barrier into this
+        # loop (tests/kernels/test_compiled.py).
+        hopper.mbarrier.expect(full, CONSTANTS.BLOCK_N * CONSTANTS.ROW_SIZE * BYTES)
+        hopper.mbarrier.arrive(full, count=32 * CONSTANTS.LOAD_WARPS - 1)
+        for i in gl.static_range(len(descriptors)):
+            column = head * CONSTANTS.WIDTHS[i] + CONSTANTS.COLUMNS[i]
+            hopper.tma.async_copy_global_to_shared(descriptors[i], [row, column], full, stages.tiles[i].index(stage))
+        num_done += 1
+    return num_done
+
+
+@gluon_kernel
+def _rows_of(sources, request, head):
+    """The rows of a request and KV head: sources with a pointer to the first one."""
+    return [
+        Rows(rows.pointer + request * rows.request_stride + head * rows.head_stride, 0, rows.row_stride, 0)
+        for rows in sources
+    ]
+
+
+@gluon_kernel
+def load_work_items(
+    stages, plan, committed, staged, table_ptr, table_b, positions, descriptors, contiguous_ptr,
+    CONSTANTS: gl.constexpr,
+):
+    """Load the blocks of all work items of a program.
+
+    committed, staged: the rows of each tile; descriptors: for TMA, of the committed rows of each tile.
+    """
+    BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
+    # A thread copies 16 bytes.
+    VALUES: gl.constexpr = 128 // stages.tiles[0].dtype.primitive_bitwidth
+    LOAD: gl.constexpr = gl.BlockedLayout(
+        [1, VALUES], [VALUES // 2, 64 // VALUES], [CONSTANTS.LOAD_WARPS, 1], [1, 0]
+    )
+    ROWS: gl.constexpr = gl.SliceLayout(1, LOAD)
+    num_work_items = plan.num_splits * plan.num_tiles * CONSTANTS.KV_HEADS
+    backwards = 0
+    num_done = 0
+    for base in range(0, num_work_items, gl.num_programs(0)):
+        work_item = work_item_of(base, backwards)
+        backwards = 1 - backwards
+        if work_item < num_work_items:
+            item = load_work_item(plan, work_item, CONSTANTS.KV_HEADS, CONSTANTS.LONGEST_FIRST)
+            extent = extent_of(plan, item, positions, ROWS, CONSTANTS)
+            table = table_ptr + item.request * table_b
+            staged_here = _rows_of(staged, item.request, item.head)
+            num_contiguous = 0
+            if CONSTANTS.CONTIGUOUS != 0:
+                num_contiguous = extent.num_unmasked
+                if CONSTANTS.CONTIGUOUS == 2:
+                    num_contiguous = gl.minimum(gl.load(contiguous_ptr + item.split), extent.num_unmasked)
+                num_done = _load_contiguous(
+                    stages, num_done, num_contiguous, extent.begin + extent.num_lower * BLOCK_N, extent.end,
+                    descriptors, item.head, table, CONSTANTS,
+                )
+            # Pages are loaded two blocks ahead: a copy cannot start without its page.
+            at = extent.begin + block_index(num_contiguous, extent.num_lower, extent.num_unmasked) * BLOCK_N
+            next_at = extent.begin + block_index(num_contiguous + 1, extent.num_lower, extent.num_unmasked) * BLOCK_N
+            page = _pages(table, at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+            next_page = _pages(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+            for t in range(num_contiguous, extent.num_blocks):
+                wait_until_empty(stages, num_done)
+                stage = stage_of(stages, num_done)
+                committed_here = _rows_of(committed, 0, item.head)
+                _load_block(
+                    stages, stage, t, at, page, committed_here, staged_here, extent, plan.first, LOAD, CONSTANTS
+                )
+                hopper.async_copy.mbarrier_arrive(stages.full.index(stage), increment_count=False)
+                page, at = next_page, next_at
+                next_at = extent.begin + block_index(t + 2, extent.num_lower, extent.num_unmasked) * BLOCK_N
+                next_page = _pages(table, next_at, extent.end, CONSTANTS.PAGE_SIZE, BLOCK_N, ROWS)
+                num_done += 1
+# fmt: on

@@ -1,0 +1,168 @@
+"""What the warps of the Hopper kernels share: their arguments in groups, stages of shared memory, and work items.
+
+Every group of warps goes through all work items of a program in the same order.  So each counts blocks alike, and a
+block's number says which stage it takes and which phase of the stage's barriers.
+
+No group waits forever.  For each block of a work item, 0 .. num_blocks, its writers wait once at `empty` and complete
+`full` once, and each group that reads it waits once at `full` and arrives once at `empty`.  A group that waits for a
+block holds at most the two before it, so three stages suffice; with two, it gives a block back before it waits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from espalier.kernels.attention.work_items import committed_blocks, staged_rows_of
+from espalier.kernels.runtime.jit import gluon_kernel
+
+
+class Constants(NamedTuple):
+    """Constants of a compiled kernel.  In a kernel, a variable for them is declared `gl.constexpr`.
+
+    WIDTHS: for each tile of a block, how many values of a row it has; COLUMNS: where these begin in the row of a head;
+    ROW_SIZE: the sum of the widths; OUT_SIZE: values of the result that an attending warpgroup sums.
+    SAME_STRIDES: committed rows of all tiles have the same stride; CONTIGUOUS: see kernels/attention/work_items.py.
+    RAW_STAGES: stages of FP8 rows, which more warps convert to those that are attended; 0 for other rows.
+    DEPENDENT: see kernels/runtime/pdl.py.
+    """
+
+    KV_HEADS: Any
+    GROUP_SIZE: Any
+    PAGE_SIZE: Any
+    WINDOW: Any
+    STAGED: Any
+    LONGEST_FIRST: Any
+    SAME_STRIDES: Any
+    CONTIGUOUS: Any
+    WIDTHS: Any
+    COLUMNS: Any
+    ROW_SIZE: Any
+    OUT_SIZE: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    RAW_STAGES: Any
+    LOAD_WARPS: Any
+    CONVERT_WARPS: Any
+    DEPENDENT: Any
+
+
+class Rows(NamedTuple):
+    """Rows of each request and head in global memory.  Committed rows have no request: their stride is 0."""
+
+    pointer: Any
+    request_stride: Any
+    row_stride: Any
+    head_stride: Any
+
+
+class Stages(NamedTuple):
+    """Blocks of rows in shared memory.
+
+    tiles: for each tile of a block, a buffer of all stages; full, empty: a barrier for each stage, which gives it to
+    the warps that read it and to those that write it.
+    """
+
+    tiles: Any
+    full: Any
+    empty: Any
+
+
+class Extent(NamedTuple):
+    """The blocks of a work item.
+
+    The first num_committed blocks are committed rows begin .. end (work_items.committed_blocks); the others are the
+    staged rows low .. high, which belong to the request's last split.  num_blocks is at least one.
+    """
+
+    begin: Any
+    end: Any
+    num_committed: Any
+    num_lower: Any
+    num_unmasked: Any
+    low: Any
+    high: Any
+    num_blocks: Any
+
+
+# Arguments are grouped by meaning; one argument per line would hide the groups.
+# fmt: off
+@gluon_kernel
+def make_stages(
+    dtype: gl.constexpr, STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr, CONSTANTS: gl.constexpr,
+):
+    """Allocate stages.  FULL, EMPTY: how many arrivals complete a phase of these barriers."""
+    BLOCK_N: gl.constexpr = CONSTANTS.BLOCK_N
+    full, empty = make_barriers(STAGES, FULL, EMPTY)
+    tiles = [
+        gl.allocate_shared_memory(
+            dtype, [STAGES, BLOCK_N, WIDTH], gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH], dtype)
+        )
+        for WIDTH in CONSTANTS.WIDTHS
+    ]
+    return Stages(tiles, full, empty)
+
+
+@gluon_kernel
+def make_barriers(STAGES: gl.constexpr, FULL: gl.constexpr, EMPTY: gl.constexpr):
+    """(full, empty): the barriers of stages, see `make_stages`."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], hopper.mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        hopper.mbarrier.init(full.index(stage), count=FULL)
+        hopper.mbarrier.init(empty.index(stage), count=EMPTY)
+    return full, empty
+
+
+@gluon_kernel
+def stage_of(stages, block):
+    """The stage of the program's block-th block."""
+    return block % stages.full.shape[0]
+
+
+@gluon_kernel
+def wait_until_full(stages, block, pred):
+    """If `pred`: wait until the program's block-th block is in its stage."""
+    STAGES: gl.constexpr = stages.full.shape[0]
+    hopper.mbarrier.wait(stages.full.index(block % STAGES), block // STAGES % 2, pred=pred)
+
+
+@gluon_kernel
+def wait_until_empty(stages, block):
+    """Wait until the stage of the program's block-th block may be written."""
+    STAGES: gl.constexpr = stages.full.shape[0]
+    hopper.mbarrier.wait(stages.empty.index(block % STAGES), block // STAGES % 2 ^ 1)
+
+
+@gluon_kernel
+def extent_of(plan, item, positions, ROWS: gl.constexpr, CONSTANTS: gl.constexpr):
+    """The blocks of a work item.  positions: of the queries, read only with a window; ROWS: a layout."""
+    begin = item.begin
+    if CONSTANTS.WINDOW > 0:
+        position = _min_position(plan, item, positions, ROWS, CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M)
+        begin = gl.maximum(begin, (position - CONSTANTS.WINDOW + 1) // CONSTANTS.BLOCK_N * CONSTANTS.BLOCK_N)
+    num_committed, num_lower, num_unmasked = committed_blocks(
+        begin, item.end, plan.first, CONSTANTS.WINDOW, CONSTANTS.BLOCK_N
+    )
+    low = 0
+    high = 0
+    if CONSTANTS.STAGED > 0:
+        low, high = staged_rows_of(
+            item.tile, gl.where(item.is_last, plan.rows, 0), CONSTANTS.STAGED, CONSTANTS.WINDOW,
+            CONSTANTS.GROUP_SIZE, CONSTANTS.BLOCK_M, CONSTANTS.BLOCK_N,
+        )
+    num_staged = (gl.maximum(high - low, 0) + CONSTANTS.BLOCK_N - 1) // CONSTANTS.BLOCK_N
+    num_blocks = gl.maximum(num_committed + num_staged, 1)
+    return Extent(begin, item.end, num_committed, num_lower, num_unmasked, low, high, num_blocks)
+
+
+@gluon_kernel
+def _min_position(plan, item, positions, ROWS: gl.constexpr, GROUP_SIZE: gl.constexpr, BLOCK_M: gl.constexpr):
+    """The lowest position of a tile's queries."""
+    query = (item.tile * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROWS)) // GROUP_SIZE
+    at = positions.pointer + item.request * positions.request_stride + query.to(gl.int64) * positions.row_stride
+    position = gl.load(at, mask=query < plan.queries, other=0x7FFFFFFF)
+    return gl.min(position.to(gl.int32), 0)
+# fmt: on

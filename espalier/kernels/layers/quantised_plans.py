@@ -1,0 +1,203 @@
+"""Plans of quantised linear layers (linear_quantised.py), and which weights its kernels take.
+
+A plan is measured (linear_tuning.py), or follows from a rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.hopper.plans import splits_of, takes_format
+from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
+from espalier.kernels.layers.linear_tuning import LinearPlans, measured_plans
+from espalier.kernels.layers.quantised import E8M0_BIAS, INTERLEAVED, QuantisedMatrix, Rows
+from espalier.kernels.runtime.launch import Chip, chip
+
+# The most columns of one sum of FP8 products.  Kernels cannot read it: _fp8_dot repeats it.
+SUM_COLUMNS = 128
+# More rows are cut into tiles of this many.
+MAX_BLOCK_ROWS = 128
+# The largest exponent of MXFP4 that the kernels' numbers can hold: a scale of 2^65.
+MAX_EXPONENT = E8M0_BIAS + 65
+# The first chips whose compilers know E4M3.
+FP8_CAPABILITY = (8, 9)
+# Rows up to which the rule streams, and up to which it splits columns: more rows have programs enough.
+STREAMED_ROWS, SPLIT_ROWS = 64, 256
+# Programs per multiprocessor that the rule's split-K aims at where weights are streamed, and warps where products bind.
+PROGRAMS_PER_PROCESSOR, WARPS_PER_PROCESSOR = 2, 8
+MAX_SPLITS = 8
+# The fewest steps of a split of FP8 weights: fewer do not fill a pipeline.
+LEAST_STEPS = 4
+# Of 4-bit weights: (most rows of a tile, (block_out, most block_in, warps), programs that registers let share a
+# multiprocessor).  Up to 16 rows a step reads 128 bytes of each row of the weight.  With more, the inputs are the
+# larger part of what is read, and blocks of 128 rows of the weight halve it.  For MXFP4 they are slower up to 32 rows
+# (docs/log.md); the rest is not measured.  A thread needs four of a step's exponents of MXFP4, or they are not copied
+# ahead.
+NIBBLE_TILES = {
+    "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
+    "mxfp4": ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
+}
+MAX_STAGES = 6
+# From this number of columns on, the last step may be partly empty.
+RAGGED_IN = 1024
+
+
+def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
+    """The measured plan for the weight's shape, format and x's rows; `rule`'s where there is none."""
+    measured = measured_plans(chip(weight.codes), tuning_name(weight), x.dtype)
+    plan = measured.get((weight.shape[0], weight.shape[1]), LinearPlans()).at(len(x))
+    return plan if isinstance(plan, TritonPlan) else rule_of(weight, x)
+
+
+def rule_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
+    """The plan of `rule`."""
+    (num_out, num_in), grouped = weight.shape, weight.group < weight.shape[-1]
+    input_bytes, gpu = 1 if weight.inputs is not None else x.dtype.itemsize, chip(weight.codes)
+    plan = rule(len(x), num_out, num_in, weight.code, max_block_in(weight), grouped, gpu, input_bytes)
+    if plan.splits > 1 and takes_format(weight, x.dtype, len(x), gpu):
+        return replace(plan, splits=splits_of(num_out, num_in, gpu))
+    return plan
+
+
+def tuning_name(weight: QuantisedMatrix) -> str:
+    """The format's name in tuning tables: what a kernel's time depends on."""
+    group = "" if weight.group >= weight.shape[-1] else f"-{weight.row_block}x{weight.group}"
+    inputs = "" if weight.inputs is None else f"-inputs{weight.inputs.group or ''}"
+    return f"{weight.code}{group}{inputs}"
+
+
+def max_block_in(weight: QuantisedMatrix) -> int:
+    """The most columns of a tile: for FP8 those that share a scale, or two sums of them."""
+    if weight.code != "fp8":
+        return 256
+    groups = [weight.group]
+    if weight.inputs is not None and weight.inputs.group is not None:
+        groups.append(weight.inputs.group)
+    least = min([group for group in groups if group < weight.shape[-1]], default=SUM_COLUMNS)
+    return 2 * SUM_COLUMNS if least % SUM_COLUMNS == 0 else least
+
+
+@cache
+def rule(
+    rows: int, num_out: int, num_in: int, code: str, max_block: int, grouped: bool, gpu: Chip, input_bytes: int = 2
+) -> TritonPlan:
+    """The plan where nothing is measured.
+
+    grouped: whether groups of columns have scales of their own.  input_bytes: of an input, as FP8 weights meet it.
+    """
+    tile = min(block_rows(rows), MAX_BLOCK_ROWS)
+    num_tiles, streams = -(-rows // tile), rows <= STREAMED_ROWS
+    max_splits = MAX_SPLITS if rows <= SPLIT_ROWS else 1
+    if code != "fp8":
+        return nibble_rule(tile, num_tiles, num_out, num_in, code, max_splits, gpu)
+    return fp8_rule(tile, num_tiles, streams, num_out, num_in, max_block, grouped, max_splits, gpu, input_bytes)
+
+
+@cache
+def fp8_rule(
+    tile: int,
+    num_tiles: int,
+    streams: bool,
+    num_out: int,
+    num_in: int,
+    max_block: int,
+    grouped: bool,
+    max_splits: int,
+    gpu: Chip,
+    input_bytes: int,
+) -> TritonPlan:
+    """The plan of FP8 weights where nothing is measured, for `num_tiles` tiles of rows.
+
+    streams: whether memory binds.
+    """
+    # For few rows that are rounded, steps of 256 columns are 3 to 5% faster than steps of 128 (docs/log.md).  Scales of
+    # groups are not measured.
+    is_few = streams and tile == MIN_BLOCK_ROWS and input_bytes == 1 and not grouped
+    block_in = min(max_block, 256 if is_few and (num_in % 256 == 0 or num_in >= RAGGED_IN) else 128)
+    # Scales of groups multiply the sums of a tile at every step: a small tile keeps both in registers.
+    block_out, warps = (64, 4) if streams or grouped else (128, 8)
+    programs, sharing, most = num_tiles * -(-num_out // block_out), 1, 4
+    # Of few rows, two or three programs share a multiprocessor: whichever number leaves fewer places empty.
+    together = [PROGRAMS_PER_PROCESSOR if streams else WARPS_PER_PROCESSOR // warps]
+    if is_few:
+        together.append(PROGRAMS_PER_PROCESSOR + 1)
+    most_splits = min(max_splits, num_in // block_in // LEAST_STEPS)
+    found = [max(min(count * gpu.processors // programs, most_splits), 1) for count in together]
+    splits = max(found, key=lambda splits: _fill(programs * splits, gpu))
+    if streams:
+        # All programs at once, if registers allow: a second wave would be mostly empty.
+        sharing = min(-(-programs * splits // gpu.processors), 3 if grouped and tile > MIN_BLOCK_ROWS else 4)
+        most = MAX_STAGES
+    plan = TritonPlan(block_out, block_in, splits, warps, 1)
+    shared = gpu.shared_memory_of(sharing)
+    # Where products bind, one program with deep stages is faster than two on a multiprocessor.
+    return replace(plan, stages=max(min(shared // (block_in * (block_out + tile * input_bytes)), most), 1))
+
+
+def _fill(programs: int, gpu: Chip) -> float:
+    """The share of multiprocessors' places for programs that `programs` programs take."""
+    return programs / (-(-programs // gpu.processors) * gpu.processors)
+
+
+@cache
+def nibble_rule(
+    tile: int, num_tiles: int, num_out: int, num_in: int, code: str, max_splits: int, gpu: Chip
+) -> TritonPlan:
+    """The plan of 4-bit weights where nothing is measured, for `num_tiles` tiles of rows."""
+    tiles = NIBBLE_TILES[code]
+    (block_out, most, warps), together = next((shape, count) for rows, shape, count in tiles if tile <= rows)
+    fitting_in = (size for size in (256, 128, 64, 32) if num_in >= RAGGED_IN or num_in % size == 0)
+    block_in = min(next(fitting_in, 32), most)
+    programs = num_tiles * -(-num_out // block_out)
+    aim = min(PROGRAMS_PER_PROCESSOR, together) * gpu.processors
+    splits = max(min(aim // programs, max_splits, num_in // block_in // 4), 1)
+    # All programs at once if that many can share a multiprocessor: a second wave would be mostly empty.
+    sharing = min(-(-programs * splits // gpu.processors), together)
+    shared = gpu.shared_memory_of(sharing)
+    plan = TritonPlan(block_out, block_in, splits, warps, 1)
+    # One stage less for the codes: the step that runs has them in registers.
+    codes, inputs = codes_bytes(plan, code), tile * plan.block_in * 2
+    return replace(plan, stages=max(min((shared + codes) // (codes + inputs), MAX_STAGES), 2))
+
+
+def stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix) -> int:
+    """Bytes of shared memory of a pipeline stage, with `tile` rows of inputs."""
+    return codes_bytes(plan, weight.code) + tile * plan.block_in * (1 if weight.inputs is not None else 2)
+
+
+def codes_bytes(plan: TritonPlan, code: str) -> int:
+    """With the exponents of MXFP4, which are loaded with them."""
+    values = plan.block_out * plan.block_in
+    return values if code == "fp8" else values // 2 + (values // 32 if code == "mxfp4" else 0)
+
+
+def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
+    """Raises EspalierError if the weight is on a GPU that no kernel for it runs on."""
+    if not weight.codes.is_cuda:
+        return
+    if weight.code != "fp8" and in_no_words(weight):
+        raise EspalierError(
+            f"on a GPU, 4-bit weights need columns, and columns of a group, in multiples of {INTERLEAVED}, but this "
+            f"matrix has {weight.shape[-1]} in groups of {weight.group}; use another copy of the model"
+        )
+    if weight.code == "mxfp4" and weight.scales.numel() and (largest := int(weight.scales.max())) > MAX_EXPONENT:
+        raise EspalierError(
+            f"a scale is 2^{largest - E8M0_BIAS}, but on a GPU those of MXFP4 may be at most 2^"
+            f"{MAX_EXPONENT - E8M0_BIAS}; if no value is so large, the file is corrupt: download it again"
+        )
+    if weight.code == "fp8" and chip(weight.codes).capability < FP8_CAPABILITY:
+        raise EspalierError(
+            "FP8 weights need a GPU of compute capability 8.9 or newer (Ada, Hopper); use a 4-bit or bfloat16 copy of "
+            "the model"
+        )
+    if dtype not in (DTYPES if weight.code != "mxfp4" else (torch.bfloat16,)):
+        raise EspalierError(f"{weight.code} weights need dtype=bfloat16 on a GPU, not {dtype}; pass dtype=bfloat16")
+
+
+def in_no_words(weight: QuantisedMatrix) -> bool:
+    """Whether the kernels cannot take the nibbles: a word has columns of two groups, or is not interleaved."""
+    return min(weight.group, weight.shape[-1]) % INTERLEAVED != 0 or weight.shape[-1] % INTERLEAVED != 0

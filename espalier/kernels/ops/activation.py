@@ -1,0 +1,71 @@
+"""The activation of a gated MLP (arXiv:2002.05202), for dense layers and experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.runtime.op import op
+
+
+@dataclass(frozen=True)
+class Activation:
+    """act(gate) · (up + up_offset).  The defaults are silu(gate) · up.
+
+    limit: gate is first limited to at most `limit`, and up to -limit .. limit; None: no limits.  GPT-OSS has such a
+    silu (arXiv:2508.10925).
+    kind: act is gate · sigmoid(alpha · gate) for silu; for gelu_tanh, GELU in its approximation by tanh.
+    """
+
+    alpha: float = 1.0
+    up_offset: float = 0.0
+    limit: float | None = None
+    kind: Literal["silu", "gelu_tanh"] = "silu"
+
+    @property
+    def is_silu(self) -> bool:
+        """Whether it is silu(gate) · up, which products have in their epilogue."""
+        return self is SILU or self == SILU
+
+    @property
+    def constants(self) -> dict[str, object]:
+        """Of a kernel that calls layers/activation.py:apply_activation.  As run-time arguments the numbers would be
+        rounded to float32."""
+        return {"KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
+
+
+SILU, GELU_TANH = Activation(), Activation(kind="gelu_tanh")
+
+
+@op("espalier.kernels.layers.activation")
+def gated(gate_up: Tensor, activation: Activation = SILU) -> Tensor:
+    """The activation of gate_up [N, 2·I], gate first -> [N, I].  Raises EspalierError for an odd number of columns."""
+    require_gated(gate_up.shape[1])
+    if activation.is_silu:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+    return rounded_once(gate_up, activation)
+
+
+def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
+    """`gated`, rounded once, at the end, as kernels do; PyTorch's silu of gate would be rounded too."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=-1)
+    if activation.limit is not None:
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    if activation.kind == "gelu_tanh":
+        activated = F.gelu(gate, approximate="tanh")
+    else:
+        activated = gate * torch.sigmoid(activation.alpha * gate)
+    return (activated * (up + activation.up_offset)).to(gate_up.dtype)
+
+
+def require_gated(size: int) -> int:
+    """Returns `size`, the number of columns of gate and up together.  Raises EspalierError if it is odd."""
+    if size % 2:
+        raise EspalierError(f"gate_up holds gate and then up, so it needs an even number of columns, but has {size}")
+    return size

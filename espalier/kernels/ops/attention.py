@@ -1,0 +1,255 @@
+"""Attention over committed rows in pages and a pass's staged rows, and the merges of partial results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.attention.ancestor_bits import seen_rows
+from espalier.kernels.attention.masked_attention import masked_attention, with_sink
+from espalier.kernels.attention.triton_config import TritonConfig
+from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, HopperLatentConfig, HopperLatentFewConfig
+from espalier.kernels.ops.kv_splits import COLUMNS, KVSplitPolicy, KVSplits
+from espalier.kernels.ops.state import page_rows
+from espalier.kernels.runtime.op import op
+from espalier.kernels.state.kv_scales import KVScales
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_HEAD_SIZE = 256
+# The output of a tile stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
+MAX_V_SIZE = 512
+MAX_ROW_SIZE = 576
+Part = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Committed rows in pages.  k, v: [rows, kv_heads, size], row = page * page_size + offset; page_table: [B, T]
+    int32; length: [B] int64; rows below `first` do not exist.  scales: if k and v are FP8; staged rows are too."""
+
+    k: Tensor
+    v: Tensor
+    page_table: Tensor
+    length: Tensor
+    page_size: int
+    first: int = 0
+    scales: KVScales | None = None
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Staged rows.  k, v: [B, R, kv_heads, size]; row_positions: [B, R] int64; ancestor_bits: [B, Q, W] int64, the rows
+    that each query sees, or None for a chain of consecutive positions."""
+
+    k: Tensor
+    v: Tensor
+    row_positions: Tensor
+    ancestor_bits: Tensor | None
+
+
+class Inputs(NamedTuple):
+    """What one launch of an attention kernel attends with, and to what.
+
+    q: [B, Q, heads, k_size]; positions: [B, Q] int64; splits: of committed.length and this window; scale: of scores.
+    staged: None for committed rows alone.  sink: [heads], one extra logit per head, without a value.
+    """
+
+    q: Tensor
+    committed: Committed
+    staged: Staged | None
+    positions: Tensor
+    splits: KVSplits
+    scale: float
+    window: int | None = None
+    sink: Tensor | None = None
+
+    @property
+    def v_size(self) -> int:
+        return self.committed.v.shape[2]
+
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, for a kernel to write."""
+        rows = self.q.shape[:3]
+        out = torch.empty(*rows, self.v_size, dtype=self.q.dtype, device=self.q.device)
+        return out, torch.empty(*rows, dtype=torch.float32, device=self.q.device)
+
+
+@dataclass(frozen=True)
+class PartialResults:
+    """Attention results of each split: out [B * max_splits, Q, heads, v_size] and lse [B * max_splits, Q, heads].
+
+    Both are float32; lse is base 2.  Requests with a single split are not written here.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, splits: KVSplits, queries: int, heads: int, v_size: int) -> PartialResults:
+        shape = (splits.table.shape[0], queries, heads)
+        device = splits.table.device
+        return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
+
+
+@dataclass(frozen=True)
+class NoPrefix:
+    """Empty prefixes, for the kernel that takes committed and staged rows; made once per pass.
+
+    page_table: [B, 1]; length: [B], zeros; splits: one empty split per request.
+    """
+
+    page_table: Tensor
+    length: Tensor
+    splits: KVSplits
+
+    @classmethod
+    def of(cls, batch: int, device: torch.device) -> NoPrefix:
+        requests = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        table = torch.zeros(batch, COLUMNS, dtype=torch.int32, device=device)
+        table[:, 0] = requests[:batch]
+        table[:, COLUMNS - 1] = 1
+        length = torch.zeros(batch, dtype=torch.int64, device=device)
+        return cls(table[:, 1:2], length, KVSplits(table, requests, KVSplitPolicy(1, 1)))
+
+
+def is_wide_latent(staged: Staged) -> bool:
+    """Whether K and V are views of one latent row, too wide for tree_attention."""
+    (heads, size), v_size = staged.k.shape[2:], staged.v.shape[3]
+    is_latent = heads == 1 and staged.k.data_ptr() == staged.v.data_ptr()
+    return is_latent and MAX_HEAD_SIZE < size <= MAX_ROW_SIZE and v_size <= MAX_V_SIZE
+
+
+def has_kernel(q: Tensor, staged: Staged, window: int | None) -> bool:
+    """Whether a kernel of ours attends to these staged rows."""
+    fits = max(staged.k.shape[3], staged.v.shape[3]) <= MAX_HEAD_SIZE or (is_wide_latent(staged) and window is None)
+    return q.is_cuda and q.dtype in DTYPES and fits
+
+
+@op("espalier.kernels.attention.contiguous_blocks", on="page_table")
+def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int, first: int) -> Tensor:
+    """[B * max_splits] int32: for each split, how many of its first unmasked blocks are contiguous in the pool.
+
+    The count of a split ends at its first block that is not contiguous.  Unmasked blocks are those of
+    work_items.committed_blocks.  Entries past the last split are undefined.
+    page_table: [B, T] int32; rows below `first` do not exist.
+    """
+    out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
+    for split, (request, begin, end, _request_splits) in enumerate(splits.table[: int(splits.starts[-1])].tolist()):
+        low = begin + -(-max(first - begin, 0) // BLOCK_N) * BLOCK_N
+        while low + BLOCK_N <= begin + (end - begin) // BLOCK_N * BLOCK_N:
+            position = torch.arange(low, low + BLOCK_N, device=page_table.device)
+            [rows] = page_rows(page_table[request][None], position[None], page_size)
+            if not torch.equal(rows, rows[0] + position - low):
+                break
+            out[split] += 1
+            low += BLOCK_N
+    return out.to(page_table.device)
+
+
+@op("espalier.kernels.attention.merge", on="a[0]")
+def merge(a: Part, b: Part, sink: Tensor | None = None) -> Tensor:
+    """Attention out [..., heads, v_size] over the union of the keys of a and b, in the dtype of a's out.
+
+    a, b: (out, lse [..., heads] natural log); an lse may be -inf, and if both are, the result is zero.
+    sink: [heads], one extra logit per head, with weight but without a value.
+    """
+    (out_a, lse_a), (out_b, lse_b) = a, b
+    lse = torch.logaddexp(lse_a, lse_b)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.to(lse.dtype))
+    finite = lse.masked_fill(lse == -torch.inf, 0)
+    weighted = out_a * torch.exp(lse_a - finite)[..., None] + out_b * torch.exp(lse_b - finite)[..., None]
+    return weighted.to(out_a.dtype)
+
+
+@op("espalier.kernels.attention.merge_splits", on="out")
+def merge_splits(
+    partials: PartialResults, splits: KVSplits, out: Tensor, lse: Tensor, sink: Tensor | None = None
+) -> None:
+    """Write out [B, Q, heads, v_size] and lse [B, Q, heads] (float32, natural log) of requests with several splits.
+
+    sink: [heads], one extra logit per head, with weight but without a value; lse is without it.  A query that sees no
+    rows gets zeros and lse -inf.
+    """
+    starts = splits.starts.tolist()
+    for request in range(out.shape[0]):
+        of_request = slice(starts[request], starts[request + 1])
+        if starts[request + 1] - starts[request] == 1:
+            continue
+        partial_lse = partials.lse[of_request] * torch.tensor(2.0).log()
+        total_weight = torch.logsumexp(partial_lse, 0)
+        shift = total_weight.masked_fill(total_weight == -torch.inf, 0)
+        merged = (torch.exp(partial_lse - shift)[..., None] * partials.out[of_request]).sum(0)
+        out[request] = merged if sink is None else with_sink(merged, total_weight, sink)
+        lse[request] = total_weight
+
+
+@op("espalier.kernels.attention.tree_attention", on="inputs.q")
+def tree_attention(
+    inputs: Inputs,
+    partials: PartialResults | None = None,
+    config: TritonConfig | HopperConfig | None = None,
+    contiguous: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries over committed and staged rows.
+
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, natural log, of the rows without the
+    sink.  A query that sees no rows gets zeros and lse -inf.  float32 products are IEEE, not TF32.
+
+    partials: a buffer to reuse (`PartialResults.of`).  config: overrides the launch configuration, for tests and
+    benchmarks.  contiguous: counts of kernels/attention/contiguous_blocks.py for these splits; without them the result
+    is the same, but slower.
+    """
+    # In plain torch: one masked attention over all rows. Rows that do not exist are read as zeros.
+    q, committed, staged, positions, _, scale, window, sink = inputs
+    batch, queries = positions.shape
+    row_positions = torch.arange(committed.page_table.shape[1] * committed.page_size, device=q.device).expand(batch, -1)
+    exists = (row_positions >= committed.first) & (row_positions < committed.length[:, None])
+    row = page_rows(committed.page_table, row_positions, committed.page_size, exists)
+    k, v = (torch.where(exists[..., None, None], buffer[row], 0) for buffer in (committed.k, committed.v))
+    seen = exists[:, None].expand(-1, queries, -1)
+    if staged is not None:
+        seen_staged = seen_rows(staged.ancestor_bits, positions, staged.row_positions, None)
+        seen = torch.cat((seen, seen_staged), 2)
+        k, v = torch.cat((k, staged.k), 1), torch.cat((v, staged.v), 1)
+        row_positions = torch.cat((row_positions, staged.row_positions), 1)
+    if window is not None:
+        seen = seen & (positions[:, :, None] - row_positions[:, None, :] < window)
+    out, lse = masked_attention(q, k, v, seen, scale, committed.scales)
+    return out if sink is None else with_sink(out, lse, sink), lse
+
+
+@op("espalier.kernels.attention.latent_attention", on="inputs.q")
+def latent_attention(
+    inputs: Inputs,
+    partials: PartialResults | None = None,
+    config: TritonConfig | HopperLatentConfig | HopperLatentFewConfig | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As tree_attention, for one KV head whose V is the first part of K.
+
+    committed.v and staged.v are views of committed.k and staged.k.  Windows and sinks are not supported.
+    """
+    return tree_attention.reference(inputs)
+
+
+@op("espalier.kernels.attention.staged_attention", when=has_kernel)
+def staged_attention(
+    q: Tensor,
+    staged: Staged,
+    positions: Tensor,
+    scale: float,
+    window: int | None,
+    no_prefix: NoPrefix,
+    scales: KVScales | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, Q, heads, k_size] at positions [B, Q] over the staged rows that each query sees.
+
+    scales: of staged rows in FP8.
+    Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  A query that sees no rows gets
+    zeros and lse -inf.
+    """
+    seen = seen_rows(staged.ancestor_bits, positions, staged.row_positions, window)
+    return masked_attention(q, staged.k, staged.v, seen, scale, scales)

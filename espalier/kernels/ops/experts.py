@@ -1,0 +1,211 @@
+"""A mixture of experts: which experts a row takes, and the product with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.experts_plan import ExpertsPlan
+from espalier.kernels.layers.linear_plans import MIN_BLOCK_ROWS
+from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
+from espalier.kernels.ops.activation import SILU, Activation, rounded_once
+from espalier.kernels.ops.linear import linear_quantised, sum_parts
+from espalier.kernels.runtime.op import op
+
+SCORINGS = ("softmax", "sigmoid", "topk_softmax")
+GROUP_SCORES = ("max", "top2_sum")
+# Added to the sum that weights are divided by, as DeepSeek-V3 does: sigmoid scores may all be 0.
+NORM_EPS = 1e-20
+# All rows of a piece are one tile.  Linear layers have one plan for these rows too, so the bits of a row change where
+# theirs do.
+MAX_SHARED_ROWS = MIN_BLOCK_ROWS
+# Experts [E, out, in].
+ExpertMatrix = Tensor | QuantisedMatrix
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How the router chooses top_k of num_experts experts for a row, and how it weights them.
+
+    scoring: softmax or sigmoid of all logits; topk_softmax: logits choose, and softmax is over the chosen ones.
+    norm_topk_prob: divide the weights by their sum.  routed_scaling_factor: of the weights, after that.
+    n_group, topk_group: experts are chosen from the best topk_group of n_group groups of neighbours (DeepSeek-V2, V3).
+    group_score: a group's score, from the scores of its experts.
+    correction_bias: a bias [E] is added to the scores that choose, not to the weights.
+    logit_bias: a bias [E] is added to the logits, so it also changes the weights.  Only one of the two can be set.
+    Raises EspalierError for values that do not go together.
+    """
+
+    num_experts: int
+    top_k: int
+    scoring: Literal["softmax", "sigmoid", "topk_softmax"] = "softmax"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    group_score: Literal["max", "top2_sum"] = "max"
+    correction_bias: bool = False
+    logit_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name, supported in (("scoring", SCORINGS), ("group_score", GROUP_SCORES)):
+            if (value := getattr(self, name)) not in supported:
+                raise EspalierError(
+                    f"routing with {name} = {value!r} is not supported, only {', '.join(map(repr, supported))}; "
+                    "use another model"
+                )
+        for name, most in (
+            ("num_experts", self.num_experts),
+            ("n_group", self.num_experts),
+            ("topk_group", self.n_group),
+            ("top_k", self.num_experts),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise EspalierError(f"routing with {name} = {value!r}, but 1 to {most} is needed; correct the config")
+        if self.correction_bias and self.logit_bias:
+            raise EspalierError("routing with biases of both scores and logits is not supported; use another model")
+        if not isinstance(self.routed_scaling_factor, int | float):
+            raise EspalierError(
+                f"routing with routed_scaling_factor = {self.routed_scaling_factor!r}, but a number is needed; correct "
+                "the config"
+            )
+        size = self.group_size
+        if size * self.n_group != self.num_experts or size * self.topk_group < self.top_k:
+            raise EspalierError(
+                f"routing cannot choose {self.top_k} experts from {self.topk_group} of {self.n_group} equal groups of "
+                f"{self.num_experts} experts; correct the config"
+            )
+        if self.group_score == "top2_sum" and self.n_group > 1 and size < 2:
+            raise EspalierError("routing with group_score = 'top2_sum' needs groups of 2 experts; correct the config")
+
+    @property
+    def group_size(self) -> int:
+        return self.num_experts // self.n_group
+
+
+def _in_best_groups(choosing: Tensor, routing: Routing) -> Tensor:
+    """[N, E] bool: whether an expert's group is one of the row's best topk_group."""
+    grouped = choosing.unflatten(-1, (routing.n_group, routing.group_size))
+    group_scores = grouped.amax(-1) if routing.group_score == "max" else grouped.topk(2, dim=-1).values.sum(-1)
+    best = torch.zeros_like(group_scores, dtype=torch.bool)
+    best.scatter_(1, _top(group_scores, routing.topk_group), True)
+    return best.repeat_interleave(routing.group_size, dim=-1)
+
+
+def _top(scores: Tensor, count: int) -> Tensor:
+    """[N, count] int64, the indices of the largest scores; among equal scores the lower index.  topk is not stable."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+@dataclass(frozen=True)
+class SharedExperts:
+    """An MLP that every row takes, with weight 1: gate_up [2 · S · I, H], gate over up, and down [H, S · I].
+
+    I is the width of a routed expert.  Piece p is rows p · I .. (p + 1) · I of gate and of up, and those columns of
+    down.  Both have x's dtype and are contiguous.
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+    def pieces(self, inner: int) -> int:
+        """S, for routed experts of width `inner`."""
+        return self.down.shape[1] // inner
+
+
+@dataclass(frozen=True)
+class ExpertBiases:
+    """Biases of E experts, in x's dtype.  gate_up: [E, 2·I], gate over up.  down: [E, H]."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
+def _product(x: Tensor, weight: ExpertMatrix, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else linear_quantised.reference(x, weight, bias)
+
+
+@op("espalier.kernels.layers.routing")
+def route(logits: Tensor, bias: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
+    """The experts of each row, and their weights: ids [N, K] int64, ascending in each row, and weights [N, K].
+
+    logits: [N, E], float32 or float64, or [parts, N, E], which are added in order; weights have its dtype.
+    bias: [E], added as `routing` says, or None.
+    Among equal scores the lower id is chosen.  Sums have the same order whatever the number of rows.
+    """
+    if logits.ndim == 3:
+        logits = sum_parts.reference(logits, logits.dtype)
+    if routing.logit_bias and bias is not None:
+        logits, bias = logits + bias, None
+    if routing.scoring == "softmax":
+        scores = logits.softmax(-1)
+    else:
+        scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits
+    choosing = scores if bias is None else scores + bias
+    if routing.n_group > 1:
+        choosing = choosing.masked_fill(~_in_best_groups(choosing, routing), -torch.inf)
+    ids = _top(choosing, routing.top_k).sort(-1).values
+    weights = scores.gather(1, ids)
+    if routing.scoring == "topk_softmax":
+        weights = weights.softmax(-1)
+    if routing.norm_topk_prob:
+        # cumsum adds in order; the order of sum may follow from the number of rows.
+        weights = weights / (weights.cumsum(-1)[:, -1:] + NORM_EPS)
+    if routing.routed_scaling_factor != 1.0:
+        weights = weights * routing.routed_scaling_factor
+    return ids, weights
+
+
+@op("espalier.kernels.layers.experts", on="ids")
+def grouped_experts(
+    x: Rows,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
+    ids: Tensor,
+    weights: Tensor,
+    live: Tensor | None = None,
+    biases: ExpertBiases | None = None,
+    activation: Activation = SILU,
+    extra: int = 0,
+    shared: SharedExperts | None = None,
+    plan: ExpertsPlan | None = None,
+) -> Tensor:
+    """The weighted results of each row's experts, in order of choice: parts [K + S + extra, N, H].
+
+    x: [N, H]; RoundedRows must be rounded as gate_up asks.  gate_up: [E, 2·I, H], gate over up.  down: [E, H, I].
+    ids: [N, K] int64, different experts for a row.
+    weights: [N, K], float32 (float64 for float64); parts have its dtype.  The bias of `down` is weighted too.
+    live: [N] bool; other rows go to no expert, and their parts are 0; None: all rows are live.
+    extra: the number of further parts at the end.  They are allocated here, and the caller writes them.
+    shared: of S pieces, for at most MAX_SHARED_ROWS rows and dense experts.  The results of its pieces are the parts
+    behind the first K, of rows that are not live too; its activation is SILU, as that of the others must be.
+    plan: launch parameters; None: those that experts_tuning.py chooses.
+    """
+    # A loop over the experts that have rows. It reads their number on the host.
+    assert isinstance(x, Tensor)
+    top_k, inner = ids.shape[1], down.shape[2]
+    gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
+    pieces = 0 if shared is None else shared.pieces(inner)
+    parts = x.new_zeros(top_k + pieces + extra, len(x), down.shape[1], dtype=weights.dtype)
+    if shared is not None:
+        gated = rounded_once(F.linear(x, shared.gate_up), activation)
+        for piece, columns in enumerate(gated.split(inner, dim=1)):
+            parts[top_k + piece] = F.linear(columns, shared.down[:, piece * inner : (piece + 1) * inner])
+    if live is not None:
+        ids = ids.masked_fill(~live[:, None], len(gate_up))
+    counts = ids.flatten().bincount(minlength=len(gate_up) + 1).tolist()
+    pairs = ids.flatten().argsort(stable=True).split(counts)
+    for expert, own in enumerate(pairs[: len(gate_up)]):
+        if len(own):
+            rows, choices = own // top_k, own % top_k
+            gated = _product(x[rows], gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+            gated = rounded_once(gated, activation)
+            result = _product(gated, down[expert], None if down_bias is None else down_bias[expert]).to(parts.dtype)
+            parts[choices, rows] = result * weights[rows, choices, None]
+    return parts

@@ -1,0 +1,101 @@
+"""RMS norm (arXiv:1910.07467), alone or fused with what stands beside it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.kernels.layers.linear_plans import DTYPES
+from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows, quantise_inputs
+from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.runtime.launch import power_of_two
+from espalier.kernels.runtime.op import op
+
+MAX_ROUTER_ROWS = 4
+
+
+def takes_router(residual: Tensor) -> bool:
+    """Whether the kernel is for rows like these."""
+    return residual.is_cuda and residual.dtype in DTYPES and 0 < len(residual) <= MAX_ROUTER_ROWS
+
+
+def rounds_norm(size: int, inputs: InputScales) -> bool:
+    """Whether a norm of `size` columns can be rounded in its own launch."""
+    group = inputs.columns(size)
+    return group == size or power_of_two(group) == group
+
+
+def length_constants(weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """norm_by_length's scaled_weight and floor for a weight [H]: weight · sqrt(H) and sqrt(H · eps)."""
+    size = weight.numel()
+    return weight * size**0.5, weight.new_full((), (size * eps) ** 0.5)
+
+
+def norm_by_length(x: Tensor, scaled_weight: Tensor, floor: Tensor) -> Tensor:
+    """RMS norm by way of sqrt(sum(x²) + H · eps) = hypot(length of x, floor): 4 operations; F.rms_norm runs 9."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return (x / torch.hypot(length, floor)).mul_(scaled_weight)
+
+
+@op("espalier.kernels.layers.norm")
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension of x [..., H], in x's dtype."""
+    exact = torch.promote_types(x.dtype, torch.float32)
+    if x.dtype == weight.dtype == exact:
+        return norm_by_length(x, *length_constants(weight, eps))
+    return norm_by_length(x.to(exact), *length_constants(weight.to(exact), eps)).to(x.dtype)
+
+
+@op("espalier.kernels.layers.norm", on="residual")
+def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(sum, norm) with sum = residual + delta and norm = rms_norm(sum), each [N, H] in residual's dtype.
+
+    delta: [N, H] in residual's dtype, or partial sums [splits, N, H] in float32 (float64 for float64), as
+    kernels/ops/linear.py:linear_parts gives them.  They are added in order and rounded to residual's dtype first.
+    The norm is of the rounded sum.
+    """
+    if delta.ndim == 3:
+        delta = sum_parts.reference(delta, residual.dtype)
+    total = residual + delta
+    return total, rms_norm.reference(total, weight, eps)
+
+
+@op("espalier.kernels.layers.norm", on="residual")
+def rounded_norm(
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales
+) -> tuple[Tensor, RoundedRows]:
+    """add_rms_norm (delta None: rms_norm), with the norm rounded to FP8: the same bits as quantise_rows of the norm.
+
+    Raises EspalierError unless `rounds_norm` takes the sizes.
+    """
+    total, _, rounded = norm_and_rounded.reference(delta, residual, weight, eps, inputs)
+    return total, rounded
+
+
+@op("espalier.kernels.layers.norm", on="residual")
+def norm_and_rounded(
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales
+) -> tuple[Tensor, Tensor, RoundedRows]:
+    """As rounded_norm, with the norm itself between the two."""
+    if delta is None:
+        total, out = residual, rms_norm.reference(residual, weight, eps)
+    else:
+        total, out = add_rms_norm.reference(delta, residual, weight, eps)
+    return total, out, RoundedRows(*quantise_inputs(out, inputs), out.dtype)
+
+
+@op("espalier.kernels.layers.norm_router", on="residual")
+def norm_router(
+    delta: Tensor, residual: Tensor, weight: Tensor, eps: float, router: Tensor, rounding: InputScales | None = None
+) -> tuple[Tensor, Tensor, Rows, Tensor]:
+    """(sum, norm, rows, logits) for 1 to MAX_ROUTER_ROWS rows of bfloat16 or float16.
+
+    sum, norm: as add_rms_norm gives them, with its tolerance; delta may be partial sums.
+    rows: the norm as quantise_rows rounds it, to the bit; without `rounding` the norm itself.
+    router: [E, H], contiguous.  logits: norm · routerᵀ [rows, E], computed and returned in float32.
+    Raises EspalierError on other shapes, dtypes or strides, and for a rounding that `rounds_norm` refuses.
+    """
+    total, normed = add_rms_norm.reference(delta, residual, weight, eps)
+    rows = normed if rounding is None else RoundedRows(*quantise_inputs(normed, rounding), normed.dtype)
+    return total, normed, rows, F.linear(normed.float(), router.float())

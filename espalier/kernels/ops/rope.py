@@ -1,0 +1,195 @@
+"""From a layer's projections to attention: norms of heads or latents, RoPE, and the write to the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS
+from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.ops.norm import rms_norm
+from espalier.kernels.runtime.op import op
+from espalier.kernels.state.kv_scales import KVScales, rounded
+
+# They are one tile of rows, so a row's bits do not depend on their number.
+MAX_HEAD_ROWS = MIN_BLOCK_ROWS
+# The most inputs.
+MAX_HEAD_INPUTS = 512
+
+
+class Rotation(NamedTuple):
+    """cos, sin: [N, rotary] for the positions of N rows, float32 (float64 for float64); the first half of sin is
+    negated.  The first `rotary` values of a head are rotated, the others stay."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class HeadNorms(NamedTuple):
+    """q, k: [size], weights of the RMS norm that some families apply to each head before RoPE; eps: of both."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [N, heads, size] with the first `rotary` values of each head rotated, in x's dtype.
+
+    cos, sin: [N, rotary], see Rotation.
+    """
+    rotary, cos, sin = cos.shape[-1], cos[:, None], sin[:, None]
+    values = x if rotary == x.shape[-1] else x[..., :rotary]
+    rotated = torch.addcmul(values * cos, values.roll(rotary // 2, -1), sin).to(x.dtype)
+    return rotated if values is x else torch.cat((rotated, x[..., rotary:]), -1)
+
+
+def write_rows(planes: Sequence[Tensor], rows: Tensor, values: Sequence[Tensor], scales: KVScales | None) -> None:
+    """Write each of `values` [N, heads, size] to rows [N] of its plane [R, heads, size].  scales: of FP8 planes."""
+    if scales is None:
+        for plane, value in zip(planes, values, strict=True):
+            plane.index_copy_(0, rows, value)
+        return
+    for plane, value, scale in zip(planes, values, (scales.k, scales.v), strict=False):
+        plane.view(torch.uint8).index_copy_(0, rows, rounded(value, scale).view(torch.uint8))
+
+
+def _normed(qk: Tensor, heads: int, norms: HeadNorms | None) -> Tensor:
+    """The Q and K heads, each normed if the model has head norms."""
+    if norms is None:
+        return qk
+    parts = zip((qk[:, :heads], qk[:, heads:]), norms[:2], strict=True)
+    return torch.cat([rms_norm.reference(part, weight, norms.eps) for part, weight in parts], 1)
+
+
+def takes_head_product(x: Tensor) -> bool:
+    """Whether the kernel is for rows like these."""
+    return x.is_cuda and 0 < len(x) <= MAX_HEAD_ROWS and x.shape[2] <= MAX_HEAD_INPUTS and x.dtype in DTYPES
+
+
+@dataclass(frozen=True)
+class LatentForm:
+    """The form of a layer's latent rows, whose last `rotary` values are rotated.
+
+    norm: [size - rotary], weight of the latent's RMS norm, or None; eps: of the norm.
+    interleaved: whether the input has the two values of a rotated pair side by side (2i and 2i + 1), as DeepSeek's
+    weights do, and not half a row apart (i and i + rotary / 2).  The result always has them half a row apart.
+    """
+
+    norm: Tensor | None = None
+    eps: float = 0.0
+    interleaved: bool = False
+
+
+def require_latent(q_rope: Tensor, q: Tensor, latent: Tensor, rotation: Rotation, plane: Tensor) -> None:
+    """Raises EspalierError if sizes of rotate_and_store_latent do not agree."""
+    rotary, size = rotation.cos.shape[1], plane.shape[2]
+    if q_rope.shape[2] != rotary or latent.shape[1:] != plane.shape[1:] or rotary % 2 or rotary > min(size, q.shape[2]):
+        raise EspalierError(
+            f"a latent layer needs one latent of {size} values per row, and queries with an even number of rotated "
+            f"values, but got latents {list(latent.shape)}, queries {list(q.shape)} with a rotated part "
+            f"{list(q_rope.shape)}, and cos and sin for {rotary} values"
+        )
+
+
+def _rotated(values: Tensor, rotation: Rotation, form: LatentForm) -> Tensor:
+    """values [N, heads, rotary], rotated."""
+    if form.interleaved:
+        values = values.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return rotate(values, *rotation)
+
+
+def fits_one_launch(raw: Tensor, k_up: Tensor) -> bool:
+    """Whether write_latents is one launch."""
+    return takes_head_product(raw[..., : k_up.shape[1]])
+
+
+@op("espalier.kernels.layers.rope")
+def rotate_and_store(
+    qkv: Tensor,
+    rotation: Rotation,
+    norms: HeadNorms | None,
+    rows: Tensor,
+    k_buffer: Tensor,
+    v_buffer: Tensor,
+    scales: KVScales | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
+
+    qkv may also be partial sums [splits, N, heads + 2 · kv_heads, size] float32 (kernels/layers/linear.py).  They are
+    added in order and rounded to the model's dtype first.
+    rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
+    scales: of FP8 buffers.
+    Returns q [N, heads, size], k and v [N, kv_heads, size].  On a GPU, a qkv without splits is overwritten.
+    """
+    # Does not overwrite qkv.
+    if qkv.ndim == 4:
+        qkv = sum_parts.reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
+    qk_heads = qkv.shape[1] - k_buffer.shape[1]
+    heads = qk_heads - k_buffer.shape[1]
+    rotated = rotate(_normed(qkv[:, :qk_heads], heads, norms), *rotation)
+    q, k, v = rotated[:, :heads], rotated[:, heads:], qkv[:, qk_heads:]
+    write_rows((k_buffer, v_buffer), rows, (k, v), scales)
+    return q, k, v
+
+
+@op("espalier.kernels.layers.head_product", when=takes_head_product)
+def head_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write x [N, heads, in] times each head's weight [heads, in, out] to `out` [N, heads, out]."""
+    torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
+
+
+@op("espalier.kernels.layers.latent", on="q")
+def rotate_and_store_latent(
+    q_rope: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    rotation: Rotation,
+    form: LatentForm,
+    rows: Tensor,
+    plane: Tensor,
+    scales: KVScales | None = None,
+) -> None:
+    """Rotate q_rope [N, heads, rotary], and store it as the last values of q [N, heads, ...].  Norm and rotate latent
+    [N, 1, size], and store it in rows [N] of plane [R, 1, size].
+
+    q_rope may be a view of q.  scales: of an FP8 plane.  Raises EspalierError if sizes do not agree.
+    """
+    require_latent(q_rope, q, latent, rotation, plane)
+    rotary = rotation.cos.shape[1]
+    rank = latent.shape[2] - rotary
+    latent_part = latent[..., :rank]
+    if form.norm is not None:
+        latent_part = rms_norm.reference(latent_part, form.norm, form.eps)
+    row = torch.cat((latent_part, _rotated(latent[..., rank:], rotation, form)), -1)
+    write_rows((plane,), rows, (row,), scales)
+    q[..., q.shape[2] - rotary :] = _rotated(q_rope, rotation, form)
+
+
+@op("espalier.kernels.layers.latent", when=fits_one_launch)
+def write_latents(
+    raw: Tensor,
+    k_up: Tensor,
+    q: Tensor,
+    latent: Tensor,
+    rotation: Rotation,
+    form: LatentForm,
+    rows: Tensor,
+    plane: Tensor,
+    scales: KVScales | None = None,
+) -> None:
+    """Write the queries q [N, heads, rank + rotary] of raw [N, heads, nope + rotary], and store the latents.
+
+    The first part of a query is its first part in raw times k_up [heads, nope, rank]; the rest is as in
+    rotate_and_store_latent.  Rows of the plane have rank + rotary values.  On a GPU this is one launch for few rows,
+    two for more.
+    """
+    nope, rank = k_up.shape[1:]
+    x, q_rope = raw[..., :nope], raw[..., nope:]
+    head_product(x, k_up, q[..., :rank])
+    rotate_and_store_latent(q_rope, q, latent, rotation, form, rows, plane, scales)

@@ -1,0 +1,194 @@
+"""Reads and writes of a launch: the slots, the chains of known tokens, the pages' rows, the results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.ops.tree import gather_rows
+from espalier.kernels.runtime.launch import require
+from espalier.kernels.runtime.op import op
+from espalier.layout import DUMMY_ROW
+from espalier.slots import BatchState, ScatterUpdate, SlotTable
+
+EMPTY = -1
+
+
+def page_rows(page_table: Tensor, positions: Tensor, page_size: int, keep: Tensor | None = None) -> Tensor:
+    """[B, P] int64: rows of positions [B, P] int64, by page tables [B, T] int32.
+
+    Positions past the table, which only padding has, read its last column.  keep: [B, P] bool; False gives the dummy
+    row.
+    """
+    columns = (positions // page_size).clamp(max=page_table.shape[1] - 1)
+    rows = page_table.gather(1, columns).long() * page_size + positions % page_size
+    return rows if keep is None else rows.where(keep, DUMMY_ROW)
+
+
+class NodeRows(NamedTuple):
+    """rows: [B, W] accepted nodes, from the root down; nodes: rows of staging per request."""
+
+    rows: Tensor
+    nodes: int
+
+
+class Copies(NamedTuple):
+    """source, destination [B, W]: rows of the target's staging and of its pages; destination 0 is not kept."""
+
+    source: Tensor
+    destination: Tensor
+
+
+class Advanced(NamedTuple):
+    """num_picked: [B] int64, decided tokens that were not known before; copies: None without a path."""
+
+    num_picked: Tensor
+    copies: Copies | None
+
+
+class Chain(NamedTuple):
+    """Consecutive known tokens of a batch, [B, W] int64 each; rows: the page rows that a commit fills."""
+
+    positions: Tensor
+    tokens: Tensor
+    rows: Tensor
+
+
+def carried(slots: BatchState, name: str) -> Tensor:
+    """[B, 1, H]: what `carry` stored.  Exact."""
+    return gather_rows(slots.index[None], slots.table.carried[name][None]).transpose(0, 1)
+
+
+def checked_copies(
+    staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """(staged, committed), after a check of all shapes.  FP8 tensors as bytes: PyTorch copies no FP8 rows by index."""
+    for i, (src, dst) in enumerate(zip(staged, committed, strict=True)):
+        require(f"staged tensor {i}", src, (committed[0].shape[0], -1, *dst.shape[2:]), dst.dtype, dst)
+    require("commit's source", source, (-1,), torch.int64, committed[0])
+    require("commit's rows", rows, tuple(source.shape), torch.int64, source)
+    staged, committed = (
+        [tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor for tensor in tensors]
+        for tensors in (staged, committed)
+    )
+    return staged, committed
+
+
+@op("espalier.kernels.state.advance", on="picked")
+def advance(
+    slots: BatchState, length: Tensor, picked: Tensor, count_tokens: bool, path: NodeRows | None = None
+) -> Advanced:
+    """Decide `length` [B] more tokens of each slot; the last one becomes its root.
+
+    picked: [B, W] int64, the last W of the decided tokens, or all of them where there are fewer; earlier ones are in
+    the history already.  Where the history knows a token, that token stays and the picked one is dropped.
+    count_tokens: count picked tokens for penalties.  path: the accepted nodes, whose rows go to positions from
+    prefix_len on; None for a prefill pass, whose rows are in order already.
+    Where length is 0 nothing changes; that is padding, and padding may name one slot twice.  Raises EspalierError if
+    sizes do not agree.  Exact.
+    """
+    table, width = slots.table, picked.shape[1]
+    offsets = torch.arange(width, device=picked.device)
+    decided = offsets < length[:, None]
+    places = slots.prefix_len[:, None] + 1 + (length[:, None] - width).clamp(min=0) + offsets
+    # An undecided entry keeps its token.
+    columns = places.clamp(max=table.layout.history_width - 1)
+    slot = slots.index[:, None].expand_as(columns)
+    new = decided & (places >= table.known_len[slots.index][:, None])
+    tokens = torch.where(new, picked, table.history[slot, columns])
+    table.history[slot, columns] = tokens
+    last = tokens.gather(1, (length.clamp(max=width) - 1).clamp(min=0)[:, None])[:, 0]
+    table.root[slots.index] = torch.where(length > 0, last, table.root[slots.index])
+    table.prefix_len[slots.index] = slots.prefix_len + length
+    if count_tokens:
+        table.counts.index_put_((slot, tokens), new.to(table.counts.dtype), accumulate=True)
+    num_picked = new.sum(1)
+    if path is None:
+        return Advanced(num_picked, None)
+    positions = slots.prefix_len[:, None] + offsets
+    kept = decided & (positions >= slots.commit_from[:, None])
+    destination = page_rows(slots.page_table, positions, table.layout.page_size, kept)
+    first = torch.arange(slots.batch, device=picked.device) * path.nodes
+    return Advanced(num_picked, Copies(path.rows + first[:, None], destination))
+
+
+@op("espalier.kernels.state.batch_state", on="index")
+def gather(table: SlotTable, index: Tensor, appended: ScatterUpdate | None = None) -> BatchState:
+    """The BatchState of the slots `index` [B] int64, after `appended` is written to the page tables.  Exact.
+
+    appended: of any slots; several values for one cell must be equal.
+    """
+    if appended is not None:
+        table.write({"page_table": appended})
+    prefix_len = table.prefix_len[index]
+    left = table.layout.max_accept_depth(table.end[index], prefix_len)
+    return BatchState(
+        table=table,
+        index=index,
+        prefix_len=prefix_len,
+        root=table.root[index],
+        commit_from=table.commit_from[index],
+        num_tokens=prefix_len + 1,
+        max_accept_depth=torch.minimum(table.depth_limit[index], left).clamp(min=0),
+        num_logprobs=table.num_logprobs[index],
+        real=index > 0,
+        page_table=table.page_table[index],
+    )
+
+
+@op("espalier.kernels.state.batch_state", on="length")
+def chain(slots: BatchState, first: int, length: Tensor, width: int, padding: int | None = None) -> Chain:
+    """`length` [B] tokens of each slot's history from position prefix_len + `first` on, in `width` rows.
+
+    Rows past length have the token `padding`; None: the root.  Rows past length and rows below commit_from are written
+    to the dummy row.  Exact.
+    """
+    offsets = torch.arange(width, device=length.device)
+    positions = slots.prefix_len[:, None] + first + offsets
+    known = offsets < length[:, None]
+    tokens = torch.where(known, slots.history_at(positions), slots.root[:, None] if padding is None else padding)
+    kept = known & (positions >= slots.commit_from[:, None])
+    return Chain(positions, tokens, page_rows(slots.page_table, positions, slots.table.layout.page_size, kept))
+
+
+@op("espalier.kernels.state.batch_state", on="length")
+def carry(slots: BatchState, name: str, values: Tensor, length: Tensor) -> None:
+    """Store row length - 1 (row 0 for length 0) of `values` [B, W, H] in each slot, for its next launch.
+
+    name: the carried field's name; length: [B].  Exact.
+    """
+    last = (length - 1).clamp(min=0)[:, None, None].expand(-1, 1, values.shape[2])
+    slots.table.carried[name][slots.index] = values.gather(1, last)[:, 0]
+
+
+@op("espalier.kernels.state.commit", on="source")
+def commit_rows(staged: Sequence[Tensor], committed: Sequence[Tensor], source: Tensor, rows: Tensor) -> None:
+    """Copy rows `source` [N] of the staged tensors to `rows` [N] of the committed tensors.
+
+    A tensor is [layers, rows, heads, size]: a plane of each layer of a group, stacked.  `rows` has no row twice, except
+    the dummy row 0, which is not written.
+    Raises EspalierError if shapes do not agree.
+    """
+    staged, committed = checked_copies(staged, committed, source, rows)
+    for src, dst in zip(staged, committed, strict=True):
+        dummy = dst[:, DUMMY_ROW].clone()
+        dst.index_copy_(1, rows, src.index_select(1, source))
+        dst[:, DUMMY_ROW] = dummy
+
+
+@op("espalier.kernels.state.write_results")
+def write_results(ring: Tensor, entry: Tensor, fields: Mapping[int, Tensor]) -> None:
+    """Write the first B rows of entry [1] of a ring [entries, rows, width] int64, whose columns are adjacent.
+
+    fields: [B, columns] int64 or float32 by their first column; float32 is written as its bits.  Columns without a
+    field become EMPTY.  Raises EspalierError if sizes do not agree.  Exact.
+    """
+    batch = next(iter(fields.values())).shape[0]
+    made = ring.new_full((batch, ring.shape[2]), EMPTY)
+    for start, field in fields.items():
+        value = field.contiguous().view(torch.int32).to(torch.int64) if field.dtype == torch.float32 else field
+        made[:, start : start + field.shape[1]] = value
+    ring[entry, torch.arange(batch, device=ring.device)] = made

@@ -1,0 +1,251 @@
+"""The tree of a round: the beams of a level, the selection of nodes, and the accepted path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, every_ancestor, own_bits, pack, unpack
+from espalier.kernels.runtime.launch import require
+from espalier.kernels.runtime.op import op
+from espalier.layout import ANCESTOR_BITS
+
+VOID = -1
+# A pool's values [B, n], whole or as one tensor for each level.
+Parts = Sequence[Tensor]
+# Up to so many scores the reference sorts them.
+FEW = 64
+
+
+class Tree(NamedTuple):
+    """The trees of a batch.
+
+    tokens: [B, D] int64; -1 for void nodes.
+    parents: [B, D] int64, index of the parent node; the root is its own parent.
+    depths: [B, D] int64, distance from the root; 1 for void nodes.
+    scores: [B, D] float32, log-probability of the path; 0 for the root, -inf for void nodes.
+    ancestors: [B, D, W] int64, bit j of a node: node j is its ancestor, or the node itself.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    scores: Tensor
+    ancestors: Tensor
+
+    @classmethod
+    def empty(cls, root: Tensor, nodes: int) -> Tree:
+        """Trees of the roots [B] int64, for a kernel to write."""
+        batch, num_words = root.shape[0], -(-nodes // ANCESTOR_BITS)
+        tokens, parents, depths = (root.new_empty(batch, nodes) for _ in range(3))
+        scores = root.new_empty(batch, nodes, dtype=torch.float32)
+        return cls(tokens, parents, depths, scores, root.new_empty(batch, nodes, num_words))
+
+    @property
+    def num_words(self) -> int:
+        return self.ancestors.shape[2]
+
+    def mask(self) -> Tensor:
+        """[B, D, D] bool: node j is an ancestor of node i, or i itself."""
+        return unpack(self.ancestors, self.tokens.shape[1])
+
+    def positions(self, prefix_len: Tensor) -> Tensor:
+        """[B, D]: position of each node in the target."""
+        # The root's depth is 0.
+        return prefix_len[:, None] if self.tokens.shape[1] == 1 else prefix_len[:, None] + self.depths
+
+
+def _level_starts(count: int, topk: int, like: Tensor) -> Tensor:
+    """[count]: for each beam, the pool index of the first candidate of its level."""
+    level = torch.arange(count, device=like.device) // topk
+    return torch.where(level > 0, topk + (level - 1) * topk**2, 0)
+
+
+def require_pool(
+    root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int
+) -> tuple[int, int, int]:
+    """Check the arguments of select; returns the batch, the size of the pool and its number of levels."""
+    batch, size, in_levels = root.shape[0], sum(part.shape[1] for part in tokens), len(tokens) > 1
+    for level, (of_tokens, of_scores) in enumerate(zip(tokens, scores, strict=True)):
+        count = size if not in_levels else topk**2 if level else topk
+        require("select_tree: tokens", of_tokens, (batch, count), torch.int64, root)
+        require("select_tree: scores", of_scores, (batch, count), torch.float32, root)
+    num_beams = size // topk - 1
+    if sum(part.shape[1] for part in beams) != num_beams or (in_levels and len(beams) != len(tokens) - 1):
+        raise EspalierError(f"select_tree: beams of {size} candidates at topk={topk} must be {num_beams}, by level")
+    for part in beams:
+        require("select_tree: beams", part, (batch, topk if in_levels else num_beams), torch.int64, root)
+    steps, excess = 1 + (size - topk) // topk**2, (size - topk) % topk**2
+    if excess or not 1 <= nodes <= size + 1:
+        raise EspalierError(
+            f"select_tree: {size} candidates at topk={topk} are not whole levels, or too few for {nodes} nodes with "
+            "the root: draft and select with the same layout"
+        )
+    return batch, size, steps
+
+
+class SelectedBeams(NamedTuple):
+    """The beams of a level, best first.  scores: [B, K] float32; places: [B, K] int64, the beam's index among the
+    level's candidates; parents: [B, K] int64, the index of its parent among the P rows; ancestor_bits: [B, K, W] int64,
+    the bits of its ancestors among the draft rows and of itself."""
+
+    scores: Tensor
+    places: Tensor
+    parents: Tensor
+    ancestor_bits: Tensor
+
+
+def usable(scores: Tensor) -> Tensor:
+    """Scores in the form in which they are compared: NaN becomes -inf, -0.0 becomes 0.0."""
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).add_(0.0)
+
+
+def ordered_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best of the last dimension; ties go to the lower index (torch.topk leaves the order of ties open).
+
+    scores: float32; NaN counts as -inf.  Returns (values, indices).  If there are fewer than k, the rest is -inf with
+    index 0.
+    """
+    width = scores.shape[-1]
+    scores = usable(scores)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices if width <= FEW else _topk_of_keys(scores, k)
+    best = best[..., :k]
+    values = scores.gather(-1, best)
+    missing = max(k - width, 0)
+    if missing:
+        values = torch.nn.functional.pad(values, (0, missing), value=-torch.inf)
+        best = torch.nn.functional.pad(best, (0, missing))
+    return values, best
+
+
+def _topk_of_keys(scores: Tensor, k: int) -> Tensor:
+    """The indices of ordered_topk.  A sort would take 3 to 15 times as long for a vocabulary, and less time for FEW."""
+    width, bits = scores.shape[-1], scores.contiguous().view(torch.int32)
+    # Integers in the order of the floats.  In place: for a vocabulary, new tensors would take longer than the rest.
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
+    # The low half of a key breaks ties by index.
+    keys = torch.arange(width - 1, -1, -1, device=scores.device).add(ordered, alpha=1 << 32)
+    return keys.topk(min(k, width), -1).indices
+
+
+class Path(NamedTuple):
+    """An accepted path, all int64.
+
+    rows: [B, S+1], its nodes from the root down; zeros past length.
+    length: [B], tokens emitted (the accept length); 0 for padding.
+    tokens: [B, S+1], the emitted tokens: the accepted draft tokens, then one token of the target; zeros past length.
+    num_finite: [B], how many of these tokens, from the first, were sampled from finite logits.
+    """
+
+    rows: Tensor
+    length: Tensor
+    tokens: Tensor
+    num_finite: Tensor
+
+
+def deepest(kept: Tensor, depths: Tensor) -> Tensor:
+    """[B]: the deepest kept node; among equally deep ones the lowest index."""
+    nodes = depths.shape[1]
+    rank = torch.arange(nodes - 1, -1, -1, device=depths.device)
+    return torch.where(kept, depths * nodes + rank, -1).argmax(1)
+
+
+def path_rows(ancestors: Tensor, depths: Tensor, last: Tensor, steps: int) -> Tensor:
+    """[B, S+1]: the nodes from the root to `last`, indexed by depth; zeros at greater depths."""
+    batch, nodes = depths.shape
+    path = ancestors.gather(1, last[:, None, None].expand(-1, 1, ancestors.shape[2]))[:, 0]
+    # Nodes that are not on the path are written to one extra column, which is dropped.
+    dropped = steps + 1
+    depth = torch.where(unpack(path, nodes), depths, dropped)
+    rows = torch.zeros(batch, dropped + 1, dtype=torch.int64, device=last.device)
+    return rows.scatter_(1, depth, torch.arange(nodes, device=last.device).expand_as(depth))[:, :dropped]
+
+
+@op("espalier.kernels.tree.select_tree")
+def select(root: Tensor, tokens: Parts, scores: Parts, beams: Parts, topk: int, nodes: int) -> Tree:
+    """The root and the best nodes - 1 of n candidates, by descending score, then by index in the pool.
+
+    root: [B] int64, the root's token.  tokens: [B, n] int64 and scores: [B, n] float32, the pool: topk candidates of
+    level 1, then topk² candidates per level, topk for each beam of the level before.  beams: [B, n / topk - 1] int64:
+    for each beam, topk per level, its index among its level's candidates.  All three are whole, or in levels.
+
+    A child must not score above its parent, and it comes after its parent in the pool.  So the ancestors of a selected
+    candidate are selected too.  A score of -inf or NaN is no candidate.  If there are too few candidates, the remaining
+    nodes are void: token -1, parent 0, depth 1, no ancestor but themselves.  Raises EspalierError if sizes do not
+    agree.  Exact.
+    """
+    _, _, steps = require_pool(root, tokens, scores, beams, topk, nodes)
+    pool, path_scores = torch.cat(list(tokens), 1), usable(torch.cat(list(scores), 1))
+    made_from = torch.cat([pool[:, :0], *beams], 1)
+    best = torch.sort(path_scores, dim=1, descending=True, stable=True).indices[:, : nodes - 1].sort(1).values
+    void = path_scores.gather(1, best) == -torch.inf
+    node_of = torch.zeros_like(pool).scatter_(1, best, torch.arange(1, nodes, device=best.device).expand_as(best))
+    # Candidates of level 1 continue the root, which is node 0.
+    parent_node = torch.nn.functional.pad(
+        node_of.gather(1, made_from + _level_starts(made_from.shape[1], topk, made_from)), (1, 0)
+    ).gather(1, best // topk)
+    level = torch.where(best < topk, 1, 2 + (best - topk) // topk**2)
+    # Prepend the root: node 0, depth 0, score 0, never void.
+    parents, depths, void = (
+        torch.nn.functional.pad(value, (1, 0))
+        for value in (parent_node.masked_fill(void, 0), level.masked_fill(void, 1), void)
+    )
+    drafted = torch.cat((root[:, None], pool.gather(1, best)), 1).masked_fill(void, VOID)
+    ancestor_bits = pack(ancestor_mask(parents, void, steps))
+    return Tree(drafted, parents, depths, torch.nn.functional.pad(path_scores.gather(1, best), (1, 0)), ancestor_bits)
+
+
+@op("espalier.kernels.tree.select_beams")
+def select_beams(
+    tokens: Tensor, scores: Tensor, ancestor_bits: Tensor | None, path: Tensor, first: int, num_words: int
+) -> SelectedBeams:
+    """The K best of P · K candidates become draft rows first to first + K - 1.
+
+    tokens: [B, P, K] int64; scores: [B, P, K] float32, path scores.  ancestor_bits: [B, P, W] int64 of the P parent
+    rows; None: the parent is the root, which is not a draft row.  path: [B, rows] int64, the tokens of the draft rows;
+    the new rows' tokens are written to it.  num_words: W.  Raises EspalierError if sizes do not agree.  Exact.
+    """
+    topk = tokens.shape[2]
+    best, index = ordered_topk(scores.flatten(1), topk)
+    parents = index // topk
+    bits = own_bits(first, topk, num_words, tokens.device).expand(tokens.shape[0], -1, -1)
+    if ancestor_bits is not None:
+        bits = bits | ancestor_bits.gather(1, parents[..., None].expand(-1, -1, num_words))
+    path[:, first : first + topk] = tokens.flatten(1).gather(1, index)
+    return SelectedBeams(best, index, parents, bits)
+
+
+@op("espalier.kernels.tree.accept", on="picks")
+def accept(tree: Tree, picks: Tensor, finite: Tensor, max_accept_depth: Tensor, real: Tensor, steps: int) -> Path:
+    """Keep the longest path that the target would have produced itself, for greedy and for sampled requests.
+
+    tree: depths are at most steps.  picks: [B, D] int64, the target's token after each node; finite: [B, D] bool,
+    whether the logits of the pick were finite.  max_accept_depth: [B] int64, deeper nodes never match; real: [B] bool,
+    False for padding.  Siblings have distinct tokens, so at most one child of a node matches; should two paths be
+    equally deep, the one with the lowest node index wins.  Raises EspalierError if sizes do not agree.  Exact.
+    """
+    tokens, parents, depths, _, ancestors = tree
+    match = (tokens == picks.gather(1, parents)) & (depths <= max_accept_depth[:, None]) | (depths == 0)
+    last = deepest(every_ancestor(ancestors, match), depths)
+    rows = path_rows(ancestors, depths, last, steps)
+    depth = depths.gather(1, last[:, None])
+    bonus = picks.gather(1, last[:, None])
+    level = torch.arange(steps + 1, device=rows.device)
+    drafted = torch.nn.functional.pad(tokens.gather(1, rows)[:, 1:], (0, 1))
+    emitted = torch.where(level < depth, drafted, torch.where(level == depth, bonus, 0))
+    length = torch.where(real, depth[:, 0] + 1, 0)
+    num_finite = (finite.gather(1, rows) & (level < length[:, None])).cumprod(1).sum(1)
+    return Path(rows, length, emitted, num_finite)
+
+
+@op("espalier.kernels.tree.gather_rows")
+def gather_rows(rows: Tensor, *parts: Tensor) -> Tensor:
+    """out[b, w] = values[b, rows[b, w]]: rows [B, W] int64, values [B, D, p·n], in p parts of n -> [B, W, p·n].  Exact.
+
+    Parts have the same strides.
+    """
+    return torch.cat([part.gather(1, rows[..., None].expand(-1, -1, part.shape[2])) for part in parts], 2)

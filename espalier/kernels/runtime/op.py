@@ -1,0 +1,78 @@
+"""`op`: one declaration of an operation, its contract and its plain-torch reference in one function.
+
+A call runs the operation's launcher for tensors on a GPU and the reference otherwise.  The launcher's module, and
+Triton with it, is imported at the first launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from importlib import import_module
+from inspect import Parameter, signature
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
+
+from espalier.kernels.runtime.launch import require_triton
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Op(Protocol[P, R]):
+    """An operation.  reference: in plain torch; triton: by its launcher, wherever the tensors are; launchers: its
+    module."""
+
+    reference: Callable[P, R]
+    triton: Callable[P, R]
+    launchers: str
+    __name__: str
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def op(
+    module: str, on: str | None = None, when: Callable[..., bool] | None = None
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """A decorator for the reference.  The launcher is the function of its name and signature in `module`.
+
+    The launcher runs if `on`, an expression of the parameters, is on a GPU (None: the first parameter), or if `when` is
+    true, a function of some of the parameters.
+    """
+
+    def declare(reference: Callable[P, R]) -> Op[P, R]:
+        def first_launch(*args: P.args, **kwargs: P.kwargs) -> R:
+            require_triton()
+            scope["launch"] = made.triton = launcher_of(made)
+            return cast(R, made.triton(*args, **kwargs))
+
+        if when is None:
+            on_gpu = f"{on or next(iter(signature(reference).parameters))}.is_cuda"
+        else:
+            on_gpu = f"when({', '.join(signature(when).parameters)})"
+        scope: dict[str, Any] = {"launch": first_launch, "reference": reference, "when": when}
+        made = _dispatch(reference, on_gpu, scope)
+        made.reference, made.triton, made.launchers = reference, first_launch, module
+        return cast(Op[P, R], made)
+
+    return declare
+
+
+def launcher_of(op: Op[P, R]) -> Callable[P, R]:
+    """The launcher; imports its module, and with it Triton."""
+    return cast(Callable[P, R], getattr(import_module(op.launchers), op.__name__))
+
+
+def _dispatch(reference: Callable[..., Any], on_gpu: str, scope: dict[str, Any]) -> Any:
+    """A function with the reference's parameters.  Made from source: one with *args takes twice as long to call, and a
+    prefill calls it for each layer."""
+    taken, given = [], []
+    for name, parameter in signature(reference).parameters.items():
+        star = "*" if parameter.kind is Parameter.VAR_POSITIONAL else ""
+        only_named = f"{name}={name}" if parameter.kind is Parameter.KEYWORD_ONLY else star + name
+        taken.append(star + name)
+        given.append(only_named)
+    source = f"def made({', '.join(taken)}): return (launch if {on_gpu} else reference)({', '.join(given)})"
+    exec(source, scope)
+    made: Any = scope["made"]
+    made.__defaults__, made.__kwdefaults__ = reference.__defaults__, reference.__kwdefaults__
+    return update_wrapper(made, reference)

@@ -1,0 +1,192 @@
+"""Loads a tokenizer of transformers from a model's directory, and refuses one that is code or may not end.
+
+Nothing here depends on the architecture: a tokenizer loads although transformers does not know the model's type.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError, one_line, shown
+from espalier.model_files import read_json, require_files
+
+# Transformers has no tokenizer class of its own for these model types, and takes the one that tokenizer_config.json
+# names.  Of the classes, these add nothing to tokenizer.json.
+PLAIN_MODEL_TYPES = ("llama", "gpt_oss")
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+# A pattern that repeats a part up to this often is taken for one that repeats it without end.
+FEW_REPEATS = 10
+QUANTIFIER = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<suffix>[?+]?)")
+
+
+def hugging_face_tokenizer(path: Path) -> Any:
+    """The tokenizer of transformers in a directory.  Code of the directory never runs.
+
+    Raises EspalierError for files that cannot be loaded, that name code, or whose patterns may not end.
+    """
+    require_files(path)
+    _refuse_code(path)
+    kind = tokenizer_class(path)
+    try:
+        given = {"config": _config_of_type(path)} if kind.__name__ == "AutoTokenizer" else {}
+        hf = kind.from_pretrained(str(path), trust_remote_code=False, local_files_only=True, **given)
+    except Exception as error:  # transformers raises many types
+        raise EspalierError(
+            f"the tokenizer in {path} cannot be loaded ({one_line(error)}); "
+            "restore its files, or remove them and use token ids as prompts"
+        ) from None
+    if pattern := endless_pattern(getattr(hf, "backend_tokenizer", None)):
+        raise EspalierError(
+            f"the tokenizer in {path} reads text by the pattern {shown(pattern)}, whose time may grow exponentially "
+            "with the text; use another model, or token ids as prompts without its files"
+        )
+    return hf
+
+
+def _refuse_code(path: Path) -> None:
+    """Refuse a tokenizer that is code of the checkpoint.  Raises EspalierError."""
+    file = path / "tokenizer_config.json"
+    declared = read_json(file).get("auto_map") if file.exists() else None
+    if declared:
+        raise EspalierError(
+            f"{file} names code of the checkpoint (auto_map = {shown(declared)}), which Espalier never runs; remove "
+            "auto_map if tokenizer.json holds the same tokenizer, or use token ids without the tokenizer's files"
+        )
+
+
+def _config_of_type(path: Path) -> Any:
+    """A config of transformers with the model's type, of which alone the tokenizer's class depends.
+
+    The fields of config.json are left out: transformers may not know the type, or may refuse what Espalier reads.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+    declared = _fields(path / "config.json")
+    model_type = declared.get("model_type")
+    is_known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
+    config = AutoConfig.for_model(model_type) if is_known else PreTrainedConfig()
+    config.model_type = model_type if isinstance(model_type, str) else ""
+    config.tokenizer_class = declared.get("tokenizer_class")
+    return config
+
+
+def tokenizer_class(path: Path) -> Any:
+    """The class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
+
+    AutoTokenizer takes two seconds to import, most of it PyTorch's compiler.  Where it is known to choose
+    PreTrainedTokenizerFast, only that class is imported.
+    """
+    declared = _fields(path / "tokenizer_config.json")
+    if (
+        declared.get("tokenizer_class") in PLAIN_CLASSES
+        and _fields(path / "config.json").get("model_type") in PLAIN_MODEL_TYPES
+    ):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    """Of a JSON file; none if it cannot be read."""
+    try:
+        return read_json(path)
+    except EspalierError:
+        return {}
+
+
+def endless_pattern(backend: Any) -> str | None:
+    """The first pattern that may take exponential time, of a tokenizer of the tokenizers library (None: there is none).
+
+    The library bounds the time of each match, but a text has a match at each of its characters.
+    """
+    steps = (getattr(backend, name, None) for name in ("normalizer", "pre_tokenizer", "decoder"))
+    return next((pattern for step in steps for pattern in _patterns(step) if may_not_end(pattern)), None)
+
+
+def _patterns(step: Any) -> Iterator[str]:
+    """The regular expressions of a step of a tokenizer."""
+    try:
+        left = [json.loads(step.__getstate__())]
+    except Exception:  # none, or a custom step in Python, which has no serialized state
+        return
+    while left:
+        if isinstance(part := left.pop(), dict):
+            if isinstance(pattern := part.get("Regex"), str):
+                yield pattern
+            left += part.values()
+        elif isinstance(part, list):
+            left += part
+
+
+def may_not_end(pattern: str) -> bool:
+    """Whether a pattern repeats a part that contains a repetition or alternatives: (a+)+, (a|aa)*.
+
+    Such a part can match one text in exponentially many ways.  Possessive and atomic repetitions try only one.  The
+    syntax is Oniguruma's.  Patterns of published tokenizers have no such part.
+    """
+    # Of each open group: whether it is atomic; whether it holds a repetition or alternatives.
+    groups, at = [[False, False]], 0
+    while at < len(pattern):
+        at, kind, is_atomic = _atom(pattern, at)
+        if kind == "(":
+            groups.append([is_atomic, False])
+            continue
+        if kind == "|":
+            groups[-1][1] = True
+            continue
+        varies = False
+        if kind == ")" and len(groups) > 1:
+            atomic, inside = groups.pop()
+            varies = inside and not atomic
+        at, most, is_possessive = _repeats(pattern, at)
+        if most >= FEW_REPEATS and not is_possessive:
+            if varies:
+                return True
+            varies = True
+        groups[-1][1] |= varies
+    return False
+
+
+def _atom(pattern: str, at: int) -> tuple[int, str, bool]:
+    """(end, first character, whether it opens an atomic group) of the atom, or part of a group, at a place."""
+    first = pattern[at]
+    if first == "\\":
+        end = at + 2
+        if pattern[at + 1 : at + 2] in tuple("pPxuogk") and pattern[end : end + 1] == "{":
+            end = pattern.find("}", end) + 1 or len(pattern)
+        return end, first, False
+    if first == "[":
+        return _end_of_class(pattern, at), first, False
+    if first == "(" and pattern[at + 1 : at + 2] == "?":
+        return at + 2, first, pattern[at + 2 : at + 3] == ">"
+    return at + 1, first, False
+
+
+def _end_of_class(pattern: str, at: int) -> int:
+    """The end of a character class, which may contain others.  A ] in the first place is a character."""
+    depth, at = 1, at + 1
+    if pattern[at : at + 1] == "^":
+        at += 1
+    if pattern[at : at + 1] == "]":
+        at += 1
+    while at < len(pattern) and depth:
+        depth += {"[": 1, "]": -1}.get(pattern[at], 0)
+        at += 2 if pattern[at] == "\\" else 1
+    return at
+
+
+def _repeats(pattern: str, at: int) -> tuple[int, float, bool]:
+    """(end, the most repetitions, whether they are possessive) of the quantifiers at a place; 1 without one."""
+    most, is_possessive = 1.0, False
+    while found := QUANTIFIER.match(pattern, at):
+        low, comma, high = found["low"], found["comma"], found["high"]
+        bounded = 1.0 if found["sign"] == "?" else float(high or "inf") if comma or not low else float(low)
+        most = max(most, most * bounded)
+        is_possessive |= found["suffix"] == "+" and found["sign"] is not None
+        at = found.end()
+    return at, most, is_possessive

@@ -1,0 +1,107 @@
+"""The activation of gate and up equals float64 arithmetic within the stated tolerance, for every kind."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.quantised import RoundedRows, quantise_inputs
+from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation, gated, rounded_once
+from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.mlp import GatedMLP
+from espalier.models.weight_formats.base import LastRows
+from espalier.models.weight_formats.dense import DenseWeight, dense_weight
+from espalier.models.weight_formats.quantised import QuantisedWeight
+from tests.kernels.quantised_inputs import DTYPE, drawn
+
+SMALL = [(0, 4), (1, 1), (2, 7), (3, 1500)]
+LARGE = [(1, 14336), (64, 14336), (4096, 14336), (5, 28672)]
+GPT_OSS = Activation(alpha=1.702, up_offset=1.0, limit=7.0)
+KINDS = {"silu": SILU, "gpt_oss": GPT_OSS, "gelu_tanh": GELU_TANH}
+# The interpreter warns of an exponential that overflows where the result is 0.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow")
+of_each = pytest.mark.parametrize("activation", KINDS.values(), ids=KINDS)
+
+
+def exactly(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    gate, up = x.double().chunk(2, -1)
+    if activation is GPT_OSS:
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return (F.gelu(gate, approximate="tanh") if activation is GELU_TANH else F.silu(gate)) * up
+
+
+@of_each
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "size"), [*SMALL, *(pytest.param(*shape, marks=pytest.mark.gpu) for shape in LARGE)])
+def test_gate(rows, size, dtype, activation, kernel_device):
+    generator = torch.Generator().manual_seed(size)
+    x = (4 * torch.randn(rows, 2 * size, generator=generator, dtype=torch.float64)).to(dtype).to(kernel_device)
+    x_before, expected = x.clone(), exactly(x, activation)
+    out = gated.triton(x, activation)
+    assert out.dtype == dtype and torch.equal(x, x_before)
+    # The reference rounds both silu(gate) and the product.  In float32 a GPU computes exp as 2**x with a rounded x, an
+    # error of |gate| ulps; with a standard deviation of 4, |gate| reaches about 20.
+    info, most = torch.finfo(dtype), float(x.abs().max()) ** 2 if x.numel() else 0.0
+    tolerance = {"rtol": (20 if dtype == torch.float32 else 4) * info.eps, "atol": 4 * info.tiny}
+    if activation is GELU_TANH:
+        # Where GELU is nearly 0, PyTorch's 1 + tanh loses the digits that the kernel's exponential keeps.
+        tolerance["atol"] += most * (2**-50 if dtype == torch.float64 else 2**-22)
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+    torch.testing.assert_close(gated.reference(x, activation).double(), expected, **tolerance)
+    torch.testing.assert_close(rounded_once(x, activation).double(), expected, **tolerance)
+
+
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH])
+def test_large_gates_do_not_overflow(kernel_device, activation):
+    x = torch.tensor([[-1e4, 1e4, -200.0, 0.0, 2.0, 3.0, 5.0, 7.0]], device=kernel_device)
+    assert gated.triton(x, activation).tolist() == [[-0.0, 3e4, -0.0, 0.0]]
+
+
+@of_each
+def test_rows_may_be_strided(kernel_device, activation):
+    wide = torch.randn(4, 30, device=kernel_device, dtype=torch.float64)
+    out = gated.triton(wide[:, 6:26], activation)
+    torch.testing.assert_close(out, gated.reference(wide[:, 6:26].contiguous(), activation))
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (2, 3, 8)])
+def test_wrong_shapes_are_refused(shape, kernel_device):
+    with pytest.raises(EspalierError, match="gate_up"):
+        gated.triton(torch.zeros(shape, device=kernel_device))
+
+
+@of_each
+@pytest.mark.parametrize("kind", ["dense", "fp8-channel", "fp8-block-inputs", "int4", "mxfp4"])
+def test_products_of_every_format_take_every_activation(kernel_device, activation, kind):
+    """Silu in the product's epilogue, others in a launch behind it: the bits of the product and then `gated`."""
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(kernel_device, DTYPE)
+    if kind == "dense":
+        weight = torch.randn(2 * 64, 128, generator=torch.Generator().manual_seed(2)).to(kernel_device, DTYPE)
+        made = linear_gated(x, weight, None, None, activation)
+        assert torch.equal(made, gated(linear(x, weight, None, None), activation))
+        return
+    matrix = drawn(kind, (), 2 * 64, 128, kernel_device)
+    for product, of_gated, act in (
+        (linear_quantised.triton, linear_quantised_gated.triton, gated.triton),
+        (linear_quantised, linear_quantised_gated, gated),
+    ):
+        made = of_gated(x, matrix, None, None, activation)
+        assert torch.equal(made, act(product(x, matrix, None), activation))
+
+
+@of_each
+def test_an_mlp_takes_it_with_every_weight(activation):
+    """As rows of the product, in the form in which the weight gives them: dense, packed, cut and quantised."""
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+    dense = torch.randn(2 * 32, 64, generator=torch.Generator().manual_seed(2))
+    cpu = torch.device("cpu")
+    quantised = QuantisedWeight(drawn("int4", (), 3 * 32, 64, cpu), "int4")
+    rounded = QuantisedWeight(drawn("fp8-channel-inputs", (), 2 * 32, 64, cpu), "fp8")
+    for weight in (DenseWeight(dense), dense_weight(dense), LastRows(quantised, 32), quantised.rows_from(32), rounded):
+        gate_up = Linear(weight)
+        down = Linear(DenseWeight(torch.eye(32)))
+        assert torch.equal(GatedMLP(gate_up, down, activation)(x), gated(gate_up(x), activation))
+    values = RoundedRows(*quantise_inputs(x, rounded.rounding), x.dtype)
+    assert torch.equal(Linear(rounded).gated(values, activation), gated(Linear(rounded)(values), activation))

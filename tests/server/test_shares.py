@@ -1,0 +1,86 @@
+"""Admission by clients: one that fills the queue leaves a share of it, and alone it has all of it."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier.server.front import without_timeout
+from espalier.server.gate import Gate
+from espalier.server.shares import BATCHES, PARTS, Shares, client
+
+NAMES = ("a", "b", "c", BATCHES)
+
+
+def generation(num_samples):
+    return type("Generation", (SimpleNamespace,), {"__hash__": object.__hash__})(num_running={"x": num_samples})
+
+
+@given(st.lists(st.tuples(st.sampled_from(NAMES), st.integers(-2, 4)), max_size=80), st.integers(0, 9))
+def test_what_all_have_is_bounded_and_a_small_client_enters(calls, max_queue):
+    """num_samples below 1: an open request of the client ends."""
+    shares, num_slots, share = Shares(), 2, -(-max_queue // PARTS)
+    capacity, open_, held = num_slots + max_queue, [], 0
+    for name, num_samples in calls:
+        client.set(name)
+        if num_samples < 1:
+            if mine := [each for each in open_ if each[0] == name]:
+                open_.remove(mine[0])
+                shares.remove(*mine[0])
+                held -= mine[0][1].num_running["x"]
+            continue
+        own = sum(each.num_running["x"] for owner, each in open_ if owner == name)
+        admitted = shares.admits(num_samples, held, capacity, max_queue)
+        shares.enter(num_samples)
+        assert (shares.num_entering, shares.held_by(name)) == (num_samples, own + num_samples)
+        shares.entered(num_samples)
+        assert shares.held_by(name) == own
+        if held + num_samples <= capacity:
+            assert admitted
+        elif own == held:
+            assert not admitted, "alone it has the whole queue, and no more"
+        elif name != BATCHES and own + num_samples <= share and held + num_samples <= capacity + share:
+            assert admitted
+        else:
+            assert not admitted
+        if admitted:
+            open_.append((name, generation(num_samples)))
+            shares.add(*open_[-1])
+            held += num_samples
+        assert held <= capacity + share
+    client.set("")
+
+
+@pytest.mark.parametrize(
+    ("keys", "sent", "address", "name"),
+    [
+        ((), "whatever", "10.0.0.1", "10.0.0.1"),
+        (("a",), "a", "10.0.0.1", "10.0.0.1"),
+        (("a", "b"), "b", "10.0.0.1", "key 1"),
+        (("a", "b"), "a", None, "key 0"),
+        (("a", "b"), "c", "10.0.0.1", None),
+        ((), "", None, ""),
+    ],
+)
+def test_a_client_is_its_key_where_there_are_several_and_else_its_address(keys, sent, address, name):
+    names, statuses = [], []
+
+    async def app(scope, receive, send):
+        names.append(client.get())
+
+    async def send(message):
+        statuses.append(message.get("status"))
+
+    async def ask():
+        gate = Gate(app, keys[0] if keys else None, 100, lambda *_: None, more_keys=keys[1:])
+        headers = [(b"authorization", b"Bearer " + sent.encode())]
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers}
+        scope["client"] = None if address is None else (address, 1)
+        for each in (gate, without_timeout(gate)):
+            await each({**scope, "state": {}}, None, send)
+
+    asyncio.run(ask())
+    assert names == ([] if name is None else [name, BATCHES])
+    assert (401 in statuses) == (name is None)

@@ -1,0 +1,164 @@
+"""Files over HTTP: what names another charset is refused unread, what fails leaves nothing, and ranges are exact."""
+
+import asyncio
+import errno
+from encodings.aliases import aliases
+
+import pytest
+from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from espalier.server.api import _add_errors
+from espalier.server.batch_api import Transfers, add_batches
+from espalier.server.batches import Batches
+from espalier.server.bodies import MAX_CONTENT_TYPE, BodyLimits, read_body, require_utf8
+from espalier.server.errors import ApiError
+from espalier.server.gate import Gate
+from espalier.server.stored import Store
+
+LIMITS = BodyLimits(100, 100, 4, 100)
+CODECS = sorted(
+    {*aliases, *aliases.values(), "undefined", "idna", "unicode_escape", "raw_unicode_escape", "x", "utf-8\\"}
+)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return Store(tmp_path_factory.mktemp("kept"))
+
+
+@pytest.fixture(scope="module")
+def client(kept):
+    app = FastAPI()
+
+    async def batches():
+        made = Batches(kept, 1)
+        made.start(None, None)
+        return made
+
+    add_batches(app, asyncio.run(batches()), LIMITS)
+    _add_errors(app)
+    return TestClient(Gate(app, None, 10**6, lambda *_: None, None, 10**6))
+
+
+def upload(client, content_type="multipart/form-data; boundary=B", name="a.jsonl"):
+    parts = 'purpose"\r\n\r\nbatch', f'file"; filename="{name}"\r\n\r\n0123456789'
+    form = "".join(f'--B\r\nContent-Disposition: form-data; name="{part}\r\n' for part in parts) + "--B--\r\n"
+    return client.post("/v1/files", content=form.encode(), headers={"content-type": content_type})
+
+
+def left(kept):
+    return sorted(path.name for path in kept.folder.rglob("*") if path.is_file() and path.name != "lock")
+
+
+@pytest.mark.parametrize("form", ["charset={}", 'CHARSET="{}"', "charset=utf-8; charset={}"])
+def test_every_charset_but_utf8_is_refused_by_name_before_it_is_decoded(form):
+    """In a form and in JSON: for each codec that Python has."""
+    for codec in CODECS:
+        options = form.format(codec)
+        if codec.lower() in ("utf-8", "utf8"):
+            require_utf8(f"application/json; {options}")
+            continue
+        for refuse in (
+            lambda: require_utf8(f"multipart/form-data; boundary=B; {options}"),  # noqa: B023
+            lambda: read_body("TokenizeRequest", f"application/json;{options}", b"{", LIMITS),  # noqa: B023
+        ):
+            with pytest.raises(ApiError, match="send UTF-8") as refused:
+                refuse()
+            assert refused.value.status_code == 415 and codec.rstrip("\\") in refused.value.detail
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["multipart/form-data; boundary=B; charset=punycode", "application/x-www-form-urlencoded", "", "m;" + "a;" * 600],
+)
+def test_an_upload_in_another_form_is_refused_and_leaves_nothing(client, kept, content_type):
+    before = left(kept)
+    answer = upload(client, content_type)
+    assert answer.status_code == 415 and answer.json()["error"]["message"]
+    assert left(kept) == before
+    assert len(content_type) > MAX_CONTENT_TYPE or "not supported" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOSPC, 507), (errno.EDQUOT, 507), (errno.EIO, 500)])
+def test_a_disk_that_fails_is_named_and_nothing_stays(client, kept, monkeypatch, number, status):
+    before, copy = left(kept), "espalier.server.stored.shutil.copyfileobj"
+
+    def fail(source, target):
+        target.write(b"torn")
+        raise OSError(number, "the reason")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copy, fail)
+        answer = upload(client)
+    assert answer.status_code == status and "the reason" in answer.json()["error"]["message"]
+    assert left(kept) == before
+    monkeypatch.setattr(kept, "save", lambda batch: fail(None, open("/dev/null", "wb")))  # noqa: SIM115
+    asked = {"input_file_id": upload(client).json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    answer = client.post("/v1/batches", json=asked)
+    assert answer.status_code == status and "the reason" in answer.json()["error"]["message"]
+
+
+@given(st.one_of(st.none(), st.integers(0, 12)), st.one_of(st.none(), st.integers(0, 12)), st.booleans())
+def test_a_range_is_that_part_of_the_file_or_an_error_as_documented(client, kept, first, last, is_list):
+    id = next(iter(kept.files), None) or upload(client).json()["id"]
+    asked = f"bytes={'' if first is None else first}-{'' if last is None else last}" + ",," * is_list
+    answer = client.get(f"/v1/files/{id}/content", headers={"range": asked})
+    whole = b"0123456789"
+    if first is None:
+        part = b"" if last is None else whole[max(10 - last, 0) :] if last else b""
+    else:
+        part = whole[first:] if last is None else whole[first : last + 1]
+    if answer.status_code == 206:
+        assert answer.content == part
+        return
+    error = answer.json()["error"]
+    assert part == b"" and (answer.status_code, error["param"]) in ((400, "range"), (416, "range"))
+    if answer.status_code == 416:
+        assert answer.headers["content-range"] == "bytes */10"
+
+
+@pytest.mark.parametrize(
+    "asked", ["bytes", "lines=1-2", "bytes=a-b", "bytes=" + "9" * 5000 + "-", "bytes=-", "bytes=9-1"]
+)
+def test_a_range_that_is_none_is_an_error_as_documented(client, kept, asked):
+    id = next(iter(kept.files), None) or upload(client).json()["id"]
+    answer = client.get(f"/v1/files/{id}/content", headers={"range": asked})
+    assert answer.status_code in (400, 416) and answer.json()["error"]["param"] == "range"
+
+
+def test_content_that_is_gone_is_said_to_be(client, kept):
+    id = upload(client).json()["id"]
+    kept.content(id).unlink()
+    answer = client.get(f"/v1/files/{id}/content")
+    assert answer.status_code == 404 and "gone" in answer.json()["error"]["message"]
+    kept.files.pop(id)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "says"),
+    [
+        ({str(i): "" for i in range(17)}, "at most 16"),
+        ({"k" * 65: ""}, "64"),
+        ({"k": "v" * 513}, "512"),
+        ({"k": 1}, "string"),
+    ],
+)
+def test_metadata_of_a_batch_has_openais_limits(client, metadata, says):
+    asked = {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h"}
+    answer = client.post("/v1/batches", json=asked | {"metadata": metadata})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "metadata"
+    assert says in answer.json()["error"]["message"]
+    fits = {"k" * 64: "v" * 512} | {str(i): "" for i in range(15)}
+    assert client.post("/v1/batches", json=asked | {"metadata": fits}).json()["error"]["param"] == "input_file_id"
+
+
+def test_one_transfer_too_many_is_refused():
+    transfers = Transfers(2)
+    with transfers.one(), transfers.one(), pytest.raises(ApiError, match="2 files are being") as refused:
+        transfers.one().__enter__()
+    assert refused.value.status_code == 429
+    with transfers.one():
+        assert transfers.num_open == 1
