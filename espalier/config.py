@@ -89,7 +89,7 @@ class EngineConfig:
     max_context: int | Literal["auto"] = option("tokens of one request, prompt and output", low=2)
     chunk_size: int | Literal["auto"] = option("tokens of one prefill pass", low=16)
     busy_chunk_size: int | Literal["auto"] = option(
-        "tokens of one prefill pass while other requests decode, which wait for it; by default 640 on a GPU", low=16
+        "tokens of one prefill pass while streams wait for it; by default 640 on a GPU", low=16
     )
     prefix_cache: bool | Literal["auto"] = option("share pages between requests with equal prompt prefixes")
     overlap: bool | Literal["auto"] = option("launch a round before the previous one's result is read")

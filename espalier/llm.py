@@ -100,7 +100,7 @@ class LLM:
         if on_chunk is not None and not callable(on_chunk):
             raise EspalierError(f"on_chunk={shown(on_chunk)} is not supported; use a function that takes a chunk")
         with self._turn.postponing(), self._turn.lock:
-            groups = self._requests(_as_list(prompts), params)
+            groups = self._requests(_as_list(prompts), params, streamed=on_chunk is not None)
             requests = [request for group in groups for request in group]
             texts: dict[str, list[str]] = {request.id: [] for request in requests}
             # Closed at once: whoever keeps an error of on_chunk would keep the requests running.
@@ -121,7 +121,7 @@ class LLM:
         if not isinstance(prompt, str) and any(isinstance(part, str | list) for part in prompt):
             raise EspalierError("LLM.stream takes one prompt; for several use LLM.generate, or a stream for each")
         with self._turn.postponing(), self._turn.lock:
-            [group] = self._requests([prompt], params)
+            [group] = self._requests([prompt], params, streamed=True)
         return self._run(group)
 
     def chat(
@@ -171,9 +171,12 @@ class LLM:
     # From prompts to requests
 
     def _requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        streamed: bool,
     ) -> list[list[Request]]:
-        """The n requests of each prompt, checked but not queued."""
+        """The n requests of each prompt, checked but not queued.  streamed: somebody reads tokens as they come."""
         self._require_open()
         each = _one_each(params, len(prompts))
         checked: list[tuple[list[int], ResolvedParams]] = []
@@ -187,7 +190,8 @@ class LLM:
         groups = []
         for i, ((tokens, resolved), grammar) in enumerate(zip(checked, compiling, strict=True)):
             with naming(i, len(prompts)):
-                groups.append(self.group(tokens, resolved, grammar=None if grammar is None else grammar.result()))
+                compiled = None if grammar is None else grammar.result()
+                groups.append(self.group(tokens, resolved, grammar=compiled, streamed=streamed))
         return groups
 
     def compiling(self, grammar: Grammar | None) -> Future[CompiledGrammar] | None:
@@ -210,11 +214,13 @@ class LLM:
         detokenize: bool = True,
         grammar: CompiledGrammar | None = None,
         client: str = "",
+        streamed: bool = False,
     ) -> list[Request]:
         """The n requests of one prompt, not queued.  Requests 1 to n - 1 wait until the first has cached the prompt.
 
         name: prefix of their ids, by default the prompt's number; detokenize: whether chunks have text; grammar:
-        `params.grammar`, compiled; client: whose requests take turns with those of others.
+        `params.grammar`, compiled; client: whose requests take turns with those of others;
+        streamed: whether somebody reads the tokens as they come.
         """
         number = self._num_requests
         self._num_requests += 1
@@ -235,6 +241,7 @@ class LLM:
                 index=i,
                 after=group[0] if group else None,
                 client=client,
+                streamed=streamed,
             )
             group.append(request)
         return group

@@ -18,6 +18,7 @@ from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.startup import load, resolve
 from espalier.startup.resolve import Facts, choose_algorithm, choose_device, layout_of
 from espalier.startup.threads import ThreadFacts
+from espalier.startup.tree_cost import PassWeights
 from tests.harness import directories
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ FACTS = Facts(
     num_layers=16,
     chip=None,
     threads=ThreadFacts(num_cores=4, current=4, from_environment=False),
-    mixture=None,
+    pass_weights=PassWeights(dense=10**6, draft=10**5),
 )
 HEAD = DraftSpec("eagle3", FACTS.layer_specs[-1:], modules=1)
 TOKEN_BYTES = 17 * 2 * 128 * 4

@@ -16,16 +16,16 @@ from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts
-from espalier.kernels.runtime.launch import chip
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM, prepare
 from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.startup.load import find
+from espalier.startup.measure_chip import measure_chip
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, layout_of, resolve
 from espalier.startup.threads import thread_facts
-from espalier.startup.tree_cost import mixture_weights
+from espalier.startup.tree_cost import pass_weights
 from espalier.synthetic.checkpoint import Recipe
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import (
@@ -181,9 +181,9 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         layer_specs=(*layer_specs_of(shape.target), *spec.layers),
         hidden_size=shape.target.hidden_size,
         num_layers=shape.target.num_layers,
-        chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
+        chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
-        mixture=mixture_weights(shape.target, None if algorithm in WITHOUT_FILES else recipe.draft_config),
+        pass_weights=pass_weights(shape.target, None if algorithm in WITHOUT_FILES else recipe.draft_config),
     )
     return resolve(config, shape.name, None, spec, device, facts)
 

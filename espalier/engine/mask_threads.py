@@ -48,7 +48,8 @@ class MaskThreads:
     ) -> list[Any]:
         """work(0) to work(count - 1), each its result or TOO_SLOW.  Raises what a piece of work raises.
 
-        limits_s: of each piece of work, by default limit_s.  at_once: several threads begin; else one does, and others help once one is too slow.
+        limits_s: of each piece of work, by default limit_s.  at_once: several threads begin; else one does, and others
+        help once one is too slow.
         """
         call = _Call(work, count, limits_s or [self.limit_s] * count)
         self._send(call, min(count, available_cores()) if at_once else min(count, 1))

@@ -22,7 +22,7 @@ from espalier.engine.launch_input import (
     slot_init,
 )
 from espalier.engine.masks import MaskBuilder, Maskers
-from espalier.engine.prefill_policy import NO_PREFILL, PrefillPass, next_pass, pieces_of
+from espalier.engine.prefill_policy import NO_PREFILL, PASS_OVERHEAD_ROWS, PrefillPass, next_pass, pieces_of
 from espalier.engine.queue import WaitingQueue
 from espalier.layout import LaunchForm, RoundLayout
 from espalier.request import OutputChunk, Request
@@ -76,6 +76,8 @@ class Scheduler:
         self.num_rounds: Counter[int] = Counter()
         self._in_flight = 0
         self._last_was_prefill = False
+        # What the slots that wait for a prefill pass have cost since the last one: rows that a pass could have run.
+        self._idle_rows = 0.0
         self._chunks: list[OutputChunk] = []
         self._aborted: list[Request] = []
         self._no_room: tuple[Request, int] | None = None
@@ -93,16 +95,31 @@ class Scheduler:
         return bool(self.waiting or self.running or self._in_flight or self._chunks)
 
     def next_launch(self) -> Launch | None:
-        """A prefill pass or a round, alternating while both have work.  None: read launches first, or nothing to do."""
+        """A prefill pass or a round (_enters_prompts).  None: read launches first, or nothing to do."""
         self._drop_aborted()
         self._fill_slots()
         prefilling = [r for r in self.running if r.num_prefilled < r.prefill_len]
         prefilled = [r for r in self.running if r.num_prefilled >= r.prefill_len]
         decoding = [r for r in prefilled if not r.ends_in_flight(self.layout.max_context)]
-        if prefilling and not (self._last_was_prefill and decoding):
-            return self._launch_prefill(prefilling, self.layout.max_pass_rows(bool(decoding)))
+        is_read = any(request.streamed for request in decoding)
+        if self._enters_prompts(prefilling, decoding, is_read):
+            return self._launch_prefill(prefilling, self.layout.max_pass_rows(is_read))
         batch = self._reserve(decoding)
         return self._launch_round(batch) if batch else None
+
+    def _enters_prompts(self, prefilling: list[Request], decoding: list[Request], is_read: bool) -> bool:
+        """Whether the next launch is a prefill pass.
+
+        Where somebody reads tokens as they come, passes and rounds alternate.  Else prompts come first, because a full
+        batch makes the most of a round; but a small pass waits for more prompts until the slots that it leaves idle
+        have cost as much as a pass of its own.
+        """
+        if not prefilling or not decoding:
+            return bool(prefilling)
+        if is_read:
+            return not self._last_was_prefill
+        left = sum(r.prefill_len - r.num_prefilled for r in prefilling)
+        return left >= self.layout.chunk_size or self._idle_rows >= PASS_OVERHEAD_ROWS
 
     def maskers_of(self, launch: Launch) -> Maskers:
         """The grammars of a staged round, once all launches before it are harvested.
@@ -253,6 +270,7 @@ class Scheduler:
         for request, length in zip(batch, made.lengths, strict=True):
             request.num_prefilled += length
         self._last_was_prefill = True
+        self._idle_rows = 0.0
         return self._launch(batch, committed, made, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
@@ -261,6 +279,9 @@ class Scheduler:
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
+        waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
+        rows = PASS_OVERHEAD_ROWS + len(batch) * self.layout.at(len(batch)).num_draft_tokens
+        self._idle_rows += rows * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
         return self._launch(batch, committed)
 

@@ -126,13 +126,14 @@ class EnginePool:
         priority: int,
         detokenize: bool,
         client: str = "",
+        streamed: bool = False,
     ) -> Generation:
         self.require_up()
         names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
         self._num_submitted += len(prompts)
         generation = Generation(self, names, params.n)
         for each, prompt in zip(names, prompts, strict=True):
-            submit = Submit(each, prompt, params, priority, detokenize, client)
+            submit = Submit(each, prompt, params, priority, detokenize, client, streamed)
             self._open[each] = generation, asyncio.create_task(self._run(Prompt(submit, generation)))
         return generation
 

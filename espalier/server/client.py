@@ -140,6 +140,7 @@ class EngineClient:
         priority: int,
         detokenize: bool,
         client: str = "",
+        streamed: bool = False,
     ) -> Generation:
         self.require_up()
         names = [f"{name}-{self._num_submitted + i}" for i in range(len(prompts))]
@@ -147,7 +148,7 @@ class EngineClient:
         generation = Generation(self, names, params.n)
         for each, prompt in zip(names, prompts, strict=True):
             self._generations[each] = generation
-            self._outbox.add(Submit(each, prompt, params, priority, detokenize, client))
+            self._outbox.add(Submit(each, prompt, params, priority, detokenize, client, streamed))
         return generation
 
     async def sent(self) -> None:

@@ -78,8 +78,11 @@ class Engines(Protocol):
         priority: int,
         detokenize: bool,
         client: str = "",
+        streamed: bool = False,
     ) -> "Generation":
-        """Queue prompts.  name: prefix of their names in log lines; client: who takes turns.  Raises EngineGone."""
+        """Queue prompts.  name: prefix of their names in log lines; client: who takes turns;
+        streamed: somebody reads the tokens as they come.  Raises EngineGone.
+        """
 
     async def sent(self) -> None:
         """Return when the prompts queued so far have left, after at least one turn of the event loop."""

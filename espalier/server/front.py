@@ -253,7 +253,7 @@ class Front:
         self._require_capacity(len(prompts) * params.n)
         name = request_id.get()
         try:
-            waits = body.priority or 0, makes_text_there(params), client.get()
+            waits = body.priority or 0, makes_text_there(params), client.get(), bool(body.stream)
             return self.engines.submit(name, prompts, params, *waits)
         except EngineGone as error:
             raise self._gone(str(error)) from None

@@ -33,7 +33,7 @@ class Submit(msgspec.Struct):
     """A prompt with n samples.
 
     detokenize: the engine process makes the text, which stop strings need; client: whose prompts take turns with those
-    of others.
+    of others; streamed: whether somebody reads the tokens as they come.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Submit(msgspec.Struct):
     priority: int
     detokenize: bool
     client: str = ""
+    streamed: bool = False
 
 
 class Submits(msgspec.Struct, tag=True):

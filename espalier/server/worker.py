@@ -129,7 +129,7 @@ class Worker:
     def _start(self, submit: Submit, grammar: CompiledGrammar | None) -> None:
         asked = (submit.prompt, submit.params, submit.name, submit.priority, submit.detokenize)
         try:
-            group = self.llm.group(*asked, grammar, submit.client)
+            group = self.llm.group(*asked, grammar, submit.client, submit.streamed)
             for request in group:
                 self.llm.engine.add(request)
         except EspalierError as error:

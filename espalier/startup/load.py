@@ -11,7 +11,6 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_open
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import chip
 from espalier.layout import RoundLayout
 from espalier.models import (
     CausalLM,
@@ -29,6 +28,7 @@ from espalier.speculate.drafters.registry import WITHOUT_FILES, draft_algorithm,
 from espalier.speculate.round import ModelRunner
 from espalier.startup.build import assemble, cache_size, cache_specs, kv_dtypes_of, make_runner
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
+from espalier.startup.measure_chip import measure_chip
 from espalier.startup.measure_memory import measure_pages
 from espalier.startup.resolve import (
     Facts,
@@ -40,7 +40,7 @@ from espalier.startup.resolve import (
     resolve,
 )
 from espalier.startup.threads import thread_facts, use_threads
-from espalier.startup.tree_cost import mixture_weights
+from espalier.startup.tree_cost import pass_weights
 
 log = logging.getLogger("espalier")
 
@@ -110,9 +110,9 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         layer_specs=(*layer_specs_of(checkpoint.target), *checkpoint.spec.layers),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,
-        chip=chip(torch.empty(0, device=device)) if device.type == "cuda" else None,
+        chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
-        mixture=mixture_weights(checkpoint.target, checkpoint.draft),
+        pass_weights=pass_weights(checkpoint.target, checkpoint.draft),
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_open(config.kv_dtype) else None,
     )
     draft = str(checkpoint.draft_path) if checkpoint.draft_path else None

@@ -14,14 +14,14 @@ from espalier.cache.kv import bytes_beside_pages, bytes_per_token
 from espalier.cache.layer_spec import LayerSpec
 from espalier.config import DTYPES, FP8_KV, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import Chip, require_triton
+from espalier.kernels.runtime.launch import require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters.registry import WITHOUT_FILES, algorithms
 from espalier.startup.build import cache_specs, kv_dtypes_of, require_reentry
 from espalier.startup.threads import ThreadFacts, choose_threads
-from espalier.startup.tree_cost import MixtureWeights
+from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import Machine, choose_trees
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
@@ -73,7 +73,7 @@ class Facts:
 
     free_bytes: free memory of the device; weights: of target and draft together; stored_dtype: dtype of the target's
     checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;
-    chip: None on a CPU; threads: of the CPU; mixture: of a target with experts, None for a dense one.
+    chip: what the GPU was measured to do; None on a CPU; threads: of the CPU; pass_weights: of target and draft.
     declared_kv_dtype: the kv_dtype that the target's config.json declares.
     """
 
@@ -84,9 +84,9 @@ class Facts:
     layer_specs: tuple[LayerSpec, ...]
     hidden_size: int
     num_layers: int
-    chip: Chip | None
+    chip: ChipFigures | None
     threads: ThreadFacts
-    mixture: MixtureWeights | None
+    pass_weights: PassWeights
     declared_kv_dtype: str | None = None
 
     @property
@@ -196,9 +196,7 @@ def resolve(
     attention, draft_attention = _attention(config, device, getattr(torch, dtype), facts)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _tree(speculation, spec)
-    machine = None
-    if facts.chip is not None:
-        machine = Machine(facts.chip, dtype, facts.hidden_size, facts.num_layers, facts.mixture)
+    machine = None if facts.chip is None else Machine(facts.chip, facts.pass_weights)
     max_batch = _value_or(config.max_batch, defaults.max_batch)
     is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
     trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)

@@ -1,13 +1,12 @@
-"""Predicts the fastest tree at each batch for a mixture of experts, where nothing was measured.
+"""Predicts the fastest tree at each batch from the sizes of the models and the chip's bandwidth and peak.
 
-A verify pass of a dense model reads the same weights however many nodes it has.  With experts, more rows touch more
-experts: at one request, plain decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.  So plain decoding is
-fastest at few requests.  Trees are fastest once plain decoding touches most experts too.  At very many requests plain
-decoding is fastest again, because products take longer than reading.
+A pass takes the time to read its weights and the cache, the time of its products, and a time for each layer.  With
+trees, a round emits more tokens, and its verify pass has more rows.  So deep trees are fastest at few requests, small
+ones and chains at more, plain decoding at very many.  With experts, more rows touch more of them: at one request, plain
+decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
 
-The prediction assumes that a pass takes the longer of two times, for reading its weights once and for its products;
-that routing is uniform; and that rows are independent.  If neighbouring tokens share experts, trees are faster than
-predicted; `espalier bench round --choose` measures.
+The prediction assumes uniform routing, independent rows and CONTEXT tokens a request.  If neighbouring tokens share
+experts, trees are faster than predicted; `espalier bench round --choose` measures.
 """
 
 import math
@@ -16,86 +15,106 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from espalier.kernels.layers.experts_plan import expected_touched
-from espalier.layout import PLAIN, TreeShape
+from espalier.layout import PLAIN, TreeShape, next_bucket
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 
 # Smaller trees that are compared with the configured one.  Of a block draft only their numbers of nodes count.
-SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8))
-# Accept length by number of nodes (crossovers.json), and whose they are.
-ACCEPT_LENGTHS = ((1, 1.0), (8, 2.8), (16, 3.5), (64, 4.0))
+SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
+# Accept length by number of nodes, and whose they are.
+ACCEPT_LENGTHS = ((1, 1.0), (2, 1.76), (4, 2.55), (8, 2.85), (16, 3.5), (64, 4.0))
+# Seconds of a layer's launches that are neither reading nor products: those of an 8B's layer, of an H100 (docs/log.md).
+LAYER_SECONDS = 1.2e-5
+# A tree replaces the one of smaller batches if it is predicted to be this much faster.
+WORTH_A_CHANGE = 1.03
+# Committed tokens of a request, whose rows a round reads once.
+CONTEXT = 1024
 ACCEPTED_BY = "an EAGLE-3 head of llama-3.1-8b"
 
 
 @dataclass(frozen=True)
 class ChipFigures:
-    """What a GPU was measured to do (`espalier bench floor`): bytes read a second, FLOPs of a bf16 product a second."""
+    """What a GPU was measured to do (measure_chip.py): bytes read or written a second, bf16 FLOPs a second."""
 
     gpu: str
     bandwidth: float
     peak: float
 
-    @property
-    def flops_per_byte(self) -> float:
-        """FLOPs that it computes in the time in which it reads a byte."""
-        return self.peak / self.bandwidth
-
 
 @dataclass(frozen=True)
-class MixtureWeights:
-    """Numbers of weights.
+class PassWeights:
+    """Numbers of weights, and of layers.
 
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
-    layers.  draft: weights that a draft pass reads.  block_rows: rows of a block draft's one pass; 0 for other drafts,
-    which run a pass for each level.  extends: whether a draft runs its layers over decided tokens, too.
+    layers; 0 without experts.  layers: of the target.  kept: values of a token in the target's cache.
+    draft: weights that a draft pass reads; draft_layers: its layers.  block_rows: rows of a block draft's one pass; 0
+    for other drafts, which run a pass for each level.  extends: whether a draft runs its layers over decided tokens.
     """
 
     dense: int
-    expert: int
-    num_experts: int
-    top_k: int
     draft: int
+    expert: int = 0
+    num_experts: int = 1
+    top_k: int = 1
+    layers: int = 0
+    draft_layers: int = 0
+    kept: int = 0
     block_rows: int = 0
     extends: bool = True
 
-    def target_cost(self, rows: int, chip: ChipFigures) -> float:
-        """The time of a target pass, in the bytes that could be read in that time."""
-        touched = expected_touched(self.num_experts, self.top_k, rows)
-        products = _product_cost(self.expert * self.top_k, rows, chip)
-        return _cost(self.dense, rows, chip) + max(2 * self.expert * touched, products)
+    def target_seconds(self, rows: int, chip: ChipFigures) -> float:
+        """The time of a target pass without its cache."""
+        touched = expected_touched(self.num_experts, self.top_k, rows) if self.expert else 0
+        read = self.dense + self.expert * touched
+        return _seconds(read, (self.dense + self.expert * self.top_k) * rows, self.layers, chip)
 
-    def round_cost(self, tree: TreeShape, batch: int, chip: ChipFigures) -> float:
-        """The time of a round, as target_cost."""
-        verify = self.target_cost(batch * tree.num_draft_tokens, chip)
+    def draft_seconds(self, rows: int, chip: ChipFigures) -> float:
+        """The time of a draft pass."""
+        return _seconds(self.draft, self.draft * rows, self.draft_layers, chip)
+
+    def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures) -> float:
+        """The time of a round."""
+        cache = 2 * self.kept * CONTEXT * batch / chip.bandwidth
+        verify = self.target_seconds(batch * tree.num_draft_tokens, chip) + cache
         if tree == PLAIN:
             return verify
         if self.block_rows:
             # Depth is free.
-            proposal = _cost(self.draft, batch * self.block_rows, chip)
+            proposal = self.draft_seconds(batch * self.block_rows, chip)
         else:
-            proposal = (tree.steps - 1) * _cost(self.draft, batch * tree.topk, chip)
-        return verify + proposal + (_cost(self.draft, batch * (tree.steps + 1), chip) if self.extends else 0)
+            proposal = (tree.steps - 1) * self.draft_seconds(batch * tree.topk, chip)
+        return verify + proposal + (self.draft_seconds(batch * (tree.steps + 1), chip) if self.extends else 0)
 
 
-def mixture_weights(target: ModelConfig, draft: DraftConfig | None) -> MixtureWeights | None:
-    """The numbers of weights of a target and its draft; None for a dense target.
+def _seconds(read: float, products: float, layers: int, chip: ChipFigures) -> float:
+    """read: weights, of two bytes each; products: of a weight and a value of a row."""
+    return 2 * read / chip.bandwidth + 2 * products / chip.peak + layers * LAYER_SECONDS
 
-    draft: None for a drafter without weights.
-    """
-    experts, hidden = target.experts, target.hidden_size
-    if experts is None:
-        return None
+
+def pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
+    """The numbers of weights of a target and its draft.  draft: None for a drafter without weights."""
+    experts, hidden, latent = target.experts, target.hidden_size, target.latent
     attention_and_head = _attention_weights(target) * target.num_layers + target.vocab_size * hidden
-    dense_mlps = (target.num_layers - len(experts.layers)) * target.intermediate_size
-    shared = len(experts.layers) * experts.shared_size
-    return MixtureWeights(
-        dense=attention_and_head + 3 * hidden * (dense_mlps + shared),
-        expert=len(experts.layers) * 3 * hidden * experts.size,
-        num_experts=experts.routing.num_experts,
-        top_k=experts.routing.top_k,
+    num_mixtures = 0 if experts is None else len(experts.layers)
+    inner = (target.num_layers - num_mixtures) * target.intermediate_size
+    row = latent.row_size if latent is not None else 2 * target.kv_heads * target.head_size
+    of_draft = PassWeights(
+        dense=attention_and_head + 3 * hidden * inner,
+        layers=target.num_layers,
+        kept=target.num_layers * row,
         draft=0 if draft is None else _draft_weights(draft),
+        draft_layers=0 if draft is None else len(draft.spec.layers) if draft.spec.block_rows else 1,
         block_rows=0 if draft is None else draft.spec.block_rows,
         extends=draft is None or draft.spec.modules > 0,
+    )
+    if experts is None:
+        return of_draft
+    return replace(
+        of_draft,
+        dense=of_draft.dense + 3 * hidden * num_mixtures * experts.shared_size,
+        expert=num_mixtures * 3 * hidden * experts.size,
+        num_experts=experts.routing.num_experts,
+        top_k=experts.routing.top_k,
     )
 
 
@@ -123,7 +142,7 @@ def _attention_weights(config: ModelConfig) -> int:
 
 
 def trees_by_cost(
-    configured: TreeShape, weights: MixtureWeights, max_batch: int, chip: ChipFigures
+    configured: TreeShape, weights: PassWeights, max_batch: int, chip: ChipFigures
 ) -> dict[int, TreeShape]:
     """The trees that are predicted to be fastest, by the least number of requests that uses each.
 
@@ -136,9 +155,10 @@ def trees_by_cost(
     trees = [configured, *smaller, PLAIN]
     chosen: dict[int, TreeShape] = {}
     current = configured
-    for batch in _doublings(max_batch):
-        best = max(trees, key=lambda tree: accept_length(tree) / weights.round_cost(tree, batch, chip))
-        if best != current:
+    for batch in _buckets(max_batch):
+        rates = {tree: accept_length(tree) / weights.round_seconds(tree, batch, chip) for tree in trees}
+        best = max(trees, key=lambda tree: rates[tree])
+        if rates[best] > WORTH_A_CHANGE * rates[current]:
             chosen[batch] = current = best
     return chosen
 
@@ -160,15 +180,6 @@ def _fits(configured: TreeShape, tree: TreeShape) -> bool:
     )
 
 
-def _doublings(most: int) -> Sequence[int]:
-    """1, 2, 4, ..., up to `most`."""
-    return [1 << power for power in range(most.bit_length())]
-
-
-def _cost(weights: int, rows: int, chip: ChipFigures) -> float:
-    """The time of a pass that multiplies each row with all `weights`, of two bytes each."""
-    return max(2 * weights, _product_cost(weights, rows, chip))
-
-
-def _product_cost(weights: int, rows: int, chip: ChipFigures) -> float:
-    return 2 * weights * rows / chip.flops_per_byte
+def _buckets(most: int) -> Sequence[int]:
+    """1, 2, 3, 4, 6, 8, 12, ..., up to `most`."""
+    return sorted({next_bucket(batch) for batch in range(1, most + 1) if next_bucket(batch) <= most})

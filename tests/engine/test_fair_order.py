@@ -73,11 +73,14 @@ def test_preempted_goes_back_to_its_place(overlap: bool) -> None:
 
 
 @each_loop
-def test_long_prompts_let_rounds_through(overlap: bool) -> None:
-    """Chunks of long prompts and rounds of those who already run take turns; where nobody waits, chunks follow each
-    other."""
+@pytest.mark.parametrize("streamed", [True, False])
+def test_long_prompts_let_rounds_through(overlap: bool, streamed: bool) -> None:
+    """Where somebody reads, chunks of long prompts and rounds of those who already run take turns; where nobody does,
+    the batch is filled first; where nobody runs, chunks follow each other."""
     engine = engine_of(overlap)
-    engine.add(asked(0, 5, max_tokens=60))
+    reader = asked(0, 5, max_tokens=60)
+    reader.streamed = streamed
+    engine.add(reader)
     for _ in range(3):
         engine.step()
     before = len(launches(engine))
@@ -85,7 +88,7 @@ def test_long_prompts_let_rounds_through(overlap: bool) -> None:
     engine.add(asked(2, 64, max_tokens=3))
     for _ in range(20):
         engine.step()
-    assert launches(engine)[before:].startswith("PRPRPRPRPRPRPRPRPRPR")
+    assert launches(engine)[before:].startswith("PRPRPRPRPRPRPRPRPRPR" if streamed else "PPPPPPPPPPRR")
     alone = engine_of(overlap)
     alone.add(asked(3, 96, max_tokens=3))
     while alone.has_work:

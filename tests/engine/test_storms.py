@@ -27,17 +27,20 @@ def request_of(random: Random, index: int) -> Request:
     own = [random.randrange(VOCAB) for _ in range(random.randint(0, 4))]
     stop = [random.randrange(VOCAB)] if random.random() < 0.3 else []
     params = SamplingParams(temperature=0.0, max_tokens=random.randint(1, 20), stop_token_ids=stop)
-    return request(index, TRUNK[: random.randint(1, 30)] + own, params)
+    made = request(index, TRUNK[: random.randint(1, 30)] + own, params)
+    made.streamed = random.random() < 0.3
+    return made
 
 
 def watch(engine: Engine) -> None:
-    """Hold the order of launches against what is promised: arrivals in order, one prefill pass between rounds at most,
-    and the pages of what may be decided."""
+    """Hold the order of launches against what is promised: arrivals in order; where somebody reads, one prefill pass
+    between rounds at most; else no prompt waits longer than a pass of its own would take; and the pages of what may be
+    decided."""
     scheduler, layout = engine.scheduler, engine.layout
-    right, last_was_prefill = scheduler.next_launch, False
+    right, last_was_prefill, waited = scheduler.next_launch, False, 0.0
 
     def next_launch() -> Launch | None:
-        nonlocal last_was_prefill
+        nonlocal last_was_prefill, waited
         launch = right()
         if scheduler.running and scheduler.waiting:
             assert scheduler.running[-1].arrival < next(iter(scheduler.waiting)).arrival, "somebody was overtaken"
@@ -45,8 +48,16 @@ def watch(engine: Engine) -> None:
             members = [r for r, _, _ in launch.members]
             others = [r for r in scheduler.running if r.num_prefilled >= r.prefill_len and r not in members]
             decoding = [r for r in others if not r.ends_in_flight(layout.max_context)]
-            assert not (launch.launch_input.is_prefill and last_was_prefill and decoding), "two prefill passes in a row"
+            is_read = any(r.streamed for r in decoding)
+            assert not (launch.launch_input.is_prefill and last_was_prefill and is_read), "two prefill passes in a row"
             last_was_prefill = launch.launch_input.is_prefill
+            prompts = [r for r in scheduler.running if r.num_prefilled < r.prefill_len]
+            if last_was_prefill or not prompts or any(r.streamed for r in members):
+                waited = 0.0
+            else:
+                assert waited < 256, "a prompt waits longer than a pass of its own would take"
+                nodes = len(members) * layout.at(len(members)).num_draft_tokens
+                waited += (256 + nodes) * len(prompts) / len(members)
             for r in members:
                 rounds = scheduler.rounds_in_flight if launch.launch_input.is_prefill else max(r.rounds_in_flight, 1)
                 if not launch.launch_input.is_prefill:

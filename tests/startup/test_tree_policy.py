@@ -1,4 +1,4 @@
-"""Tables of trees: what they say is read, written and refused by name; without one, the nearest crossing decides."""
+"""Tables of trees: what they say is read, written and refused by name; without one, trees are predicted."""
 
 import json
 import logging
@@ -8,17 +8,18 @@ import pytest
 
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.kernels.runtime.launch import Chip
 from espalier.layout import PLAIN, TreeShape
 from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.startup import resolve
 from espalier.startup import tree_policy as trees
 from espalier.startup.resolve import layout_of
-from espalier.startup.tree_policy import Crossover, Machine, choose_trees, crossovers, nearest, read, write
+from espalier.startup.tree_cost import ChipFigures, PassWeights
+from espalier.startup.tree_policy import Machine, choose_trees, read, write
 from tests.test_config import CPU, FACTS, HEAD
 
-HOPPER = Chip(232448, 132, (9, 0))
-BIG = Machine(HOPPER, "bfloat16", 4096, 32)
+H100 = ChipFigures("an H100", 3.0e12, 6.9e14)
+# Llama-3.1-8B with an EAGLE-3 head.
+BIG = Machine(H100, PassWeights(7_504_658_432, 391_118_848, layers=32, draft_layers=1, kept=65536))
 WIDE, NARROW = TreeShape(5, 8, 64), TreeShape(3, 2, 8)
 
 
@@ -37,8 +38,8 @@ def test_by_default_wide_trees_are_halved_where_a_batch_would_have_too_many_node
     assert choose_trees("auto", deep, None, max_batch=16) == choose_trees("auto", WIDE, None, max_batch=64) == {}
     assert choose_trees({}, deep, None, max_batch=64) == {}
     assert list(choose_trees("auto", TreeShape(1, 1, 2), None, max_batch=10**6).values()) == [TreeShape(1, 1, 1)]
-    # Plain decoding from 16 requests on.
-    assert choose_trees("auto", TreeShape(5, 8, 256), BIG, max_batch=64) == {16: PLAIN}
+    # A predicted tree of a few nodes comes first.
+    assert 17 not in choose_trees("auto", TreeShape(5, 8, 256), BIG, max_batch=64)
     for least, shape in {1: deep, **halved}.items():
         assert least * shape.num_draft_tokens <= trees.MAX_VERIFY_ROWS
 
@@ -110,36 +111,19 @@ def test_plain_decoding_takes_no_trees():
         resolved({8: NARROW}, algorithm="none")
 
 
-def test_nothing_is_shipped_that_was_not_measured():
-    for crossing in crossovers():
-        assert {"command", "torch", "triton", "accept_length"} <= crossing.measured.keys()
-
-
-def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch, caplog):
-    small = replace(BIG, hidden_size=2048, num_layers=16)
-    known = [Crossover(BIG, WIDE, 16), Crossover(BIG, NARROW, 96), Crossover(small, WIDE, 24)]
-    known.append(Crossover(BIG, TreeShape(3, 8, 16), 48))
-    entries = [asdict(one.machine) | {"tree": asdict(one.tree), "plain_from": one.plain_from} for one in known]
-    file = tmp_path / "crossovers.json"
-    file.write_text(json.dumps({"crossovers": [entry | {"measured": {"by": "hand"}} for entry in entries]}))
-    assert crossovers(file) == [replace(one, measured={"by": "hand"}) for one in known]
-    monkeypatch.setattr(trees, "crossovers", lambda: crossovers(file))
+def test_trees_get_smaller_with_the_batch_and_the_log_says_why(caplog):
     caplog.set_level(logging.INFO)
-    assert choose_trees("auto", TreeShape(5, 8, 60), BIG) == {16: PLAIN}
-    assert "from 16 requests on plain decoding" in caplog.text and "hidden size 4096, 32 layers" in caplog.text
-    assert choose_trees("auto", TreeShape(2, 2, 6), BIG) == {96: PLAIN}
-    assert choose_trees("auto", TreeShape(5, 8, 20), BIG) == {48: PLAIN}
-    assert choose_trees("auto", NARROW, replace(small, hidden_size=1536)) == {24: PLAIN}
+    found = choose_trees("auto", WIDE, BIG, max_batch=64)
+    assert list(found.values()) == [TreeShape(5, 4, 16), TreeShape(3, 1, 4)]
+    assert "predicted from 3.0 TB/s and 690 TFLOP/s, as measured on an H100, and from the accept lengths" in caplog.text
     assert choose_trees({}, WIDE, BIG) == choose_trees("auto", PLAIN, BIG) == {}
     caplog.clear()
-    tiny = replace(small, hidden_size=256)
-    for other in (None, replace(BIG, dtype="float16"), replace(BIG, chip=replace(HOPPER, processors=114)), tiny):
-        assert choose_trees("auto", WIDE, other) == {}
-    assert "at every batch (no crossover is measured" in caplog.text
-    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32, layer_specs=FACTS.layer_specs[:1] * 33)
-    config = EngineConfig(speculation=SpeculationConfig(steps=5, topk=8, num_draft_tokens=64), dtype="bfloat16")
-    assert resolve.resolve(config, "target", "draft", HEAD, CPU, facts).by_batch == {16: asdict(PLAIN)}
-    assert nearest([], BIG, WIDE) is None
+    assert choose_trees("auto", WIDE, None) == {}
+    assert "at every batch (trees of smaller batches are not predicted for this device" in caplog.text
+    facts = replace(FACTS, chip=H100, pass_weights=BIG.weights)
+    config = EngineConfig(speculation=SpeculationConfig(steps=5, topk=8, num_draft_tokens=64), max_batch=64)
+    by_batch = resolve.resolve(config, "target", "draft", HEAD, CPU, facts).by_batch
+    assert by_batch == {least: asdict(shape) for least, shape in found.items()}
 
 
 @pytest.mark.parametrize(
@@ -147,21 +131,14 @@ def test_the_nearest_crossing_decides_and_the_log_says_so(tmp_path, monkeypatch,
     [
         ({"topk": 4}, 32, "WARNING"),
         ({}, 32, "INFO"),
-        ({"topk": 4}, 15, "INFO"),  # it keeps its tree at every batch there is
+        ({"topk": 4}, 1, "INFO"),  # it keeps its tree at every batch there is
     ],
 )
-def test_a_named_tree_is_not_dropped_in_silence(tree, max_batch, level, monkeypatch, caplog):
-    monkeypatch.setattr(trees, "crossovers", lambda: [Crossover(BIG, WIDE, 16)])
+def test_a_named_tree_is_not_dropped_in_silence(tree, max_batch, level, caplog):
     caplog.set_level(logging.INFO)
-    facts = replace(FACTS, chip=HOPPER, hidden_size=4096, num_layers=32, layer_specs=FACTS.layer_specs[:1] * 33)
-    config = EngineConfig(speculation=SpeculationConfig(**tree), dtype="bfloat16", max_batch=max_batch)
+    facts = replace(FACTS, chip=H100, pass_weights=BIG.weights)
+    config = EngineConfig(speculation=SpeculationConfig(**tree), max_batch=max_batch)
     found = resolve.resolve(config, "target", "draft", HEAD, CPU, facts)
-    said = [r for r in caplog.records if "from 16 requests on plain decoding" in r.message]
+    said = [r for r in caplog.records if "trees by batch" in r.message]
     assert [r.levelname for r in said] == [level] and "by_batch={} keeps the tree" in said[0].message
-    assert found.by_batch == {16: asdict(PLAIN)} and '{"16": {"steps": 0,' in found.block()
-
-
-def test_a_file_that_is_no_list_of_crossings_is_named(tmp_path):
-    (tmp_path / "crossovers.json").write_text('{"crossovers": [{"chip": 1}]}')
-    with pytest.raises(EspalierError, match="is not a list of crossovers"):
-        crossovers(tmp_path / "crossovers.json")
+    assert bool(found.by_batch) == (max_batch > 1)
