@@ -16,7 +16,7 @@ class LatentConfig:
     kv_rank: size of the latent that stands for K and V.
     nope_size, rope_size: values of a q or k head without and with rotation.
     v_size: values of a v head.
-    interleaved: as in espalier/kernels/ops/rope.py:LatentRopeAndNorm.
+    interleaved: as in espalier/kernels/ops/rope.py:LatentForm.
     """
 
     q_rank: int | None
