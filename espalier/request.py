@@ -303,7 +303,7 @@ class Request:
     and is preempted last; equal priorities go by arrival, and those of several clients in turns (engine/queue.py).
     stop_ids: tokens that end it; text: None if nobody reads text; masker: None if every token is allowed; index: which
     of n samples; after: a sibling with the same prompt, whose prefill this request waits for, to share its pages;
-    cache_salt: requests share cached pages only if their salts are equal; streamed: whether somebody reads its tokens
+    streamed: whether somebody reads its tokens
     as they come; prompt_logprobs: of prompt tokens from the second on, as far as they have been read.
 
     In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, the rows of these launched so far;
@@ -322,7 +322,6 @@ class Request:
     index: int = 0
     after: "Request | None" = None
     priority: int = 0
-    cache_salt: str | None = None
     streamed: bool = False
     client: str = ""
 

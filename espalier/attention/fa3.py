@@ -42,7 +42,7 @@ class FA3Attention(LibraryAttention):
             # The library takes the latent part of queries and rows apart from the rotated part.
             latent = spec.keeps.v_size
             of_latent, q, k = {"qv": q[..., :latent]}, q[..., latent:], k[..., latent:]
-        values = q.shape[0] * q.shape[1] * q.shape[2] * spec.rows.v_size
+        values = q.shape[0] * q.shape[1] * q.shape[2] * spec.keeps.v_size
         out, lse, *_ = flash_attn_with_kvcache()(
             q,
             k,

@@ -24,7 +24,7 @@ from espalier.attention.base import CommittedLengths, Nodes, Prefix
 from espalier.attention.library import LN_2, LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KeptRows, LatentKV, LayerSpec
+from espalier.cache.layer_spec import Keeps, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 
 # Queries of a request from which FA3 is used, if lengths are exact: chunks of prompts, and trees as large as that.
@@ -63,7 +63,7 @@ class PassShape:
     @property
     def split_bytes(self) -> int:
         """Bytes of the partial results, as the library's plan counts them in a graph."""
-        kept = self.spec.rows
+        kept = self.spec.keeps
         group = self.spec.heads // kept.kv_heads
         packed = (self.batch * (self.queries - 1) + 1) * group
         tile = 16 if packed <= 16 else 64 if packed <= 64 or kept.v_size >= 256 else 128
@@ -134,7 +134,7 @@ class Plan:
 
     def _plan(self, rows: Tensor) -> None:
         """rows: [B] int32, on the host."""
-        shape, kept = self.shape, self.shape.spec.rows
+        shape, kept = self.shape, self.shape.spec.keeps
         starts = pad(pages_of(rows, shape.page_size).cumsum(0), (1, 0)).int()
         self.wrapper.plan(
             *(self.queries, starts, self.pages[:0], self._last(rows)),
@@ -144,7 +144,7 @@ class Plan:
             **{"q_data_type": shape.dtype, "kv_data_type": shape.dtype, **self._options()},
         )
 
-    def _sizes(self, kept: KeptRows) -> tuple[int, ...]:
+    def _sizes(self, kept: Keeps) -> tuple[int, ...]:
         return kept.kv_heads, kept.k_size
 
     def _options(self) -> dict[str, bool]:
@@ -166,7 +166,7 @@ class LatentPlan(Plan):
     def _wrapper(self, workspace: Tensor, buffers: tuple[Tensor, ...]) -> Any:
         return import_module("flashinfer").mla.BatchMLAPagedAttentionWrapper(workspace, True, *buffers)
 
-    def _sizes(self, kept: KeptRows) -> tuple[int, ...]:
+    def _sizes(self, kept: Keeps) -> tuple[int, ...]:
         return kept.v_size, kept.k_size - kept.v_size
 
     def _options(self) -> dict[str, bool]:

@@ -130,7 +130,7 @@ class Pass:
         """
         index, (batch, queries) = self.layers[layer], self.tokens.shape
         planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
-        k, v = self.cache.specs[index].rows.read(planes)
+        k, v = self.cache.specs[index].keeps.read(planes)
         return self._plan(layer).attend(index, q, k, v, sink)
 
     def commit(self) -> None:

@@ -64,7 +64,7 @@ class LibraryAttention(Attention):
             rest = out, torch.where(self.rest.length[:, None, None] > 0, lse, -torch.inf)
         else:
             exact = torch.promote_types(q.dtype, torch.float32)
-            rest = q.new_zeros(*q.shape[:3], spec.rows.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
+            rest = q.new_zeros(*q.shape[:3], spec.keeps.v_size), q.new_full(q.shape[:3], -torch.inf, dtype=exact)
         if self.prefix.first == self.skipped * page_size:
             return rest
         head = self._ours("head").over_prefix(q, layer)

@@ -70,12 +70,12 @@ class SdpaAttention(Attention):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         batch, queries, heads, size = q.shape
         spec = self.specs[layer]
-        kv_heads = spec.rows.kv_heads
+        kv_heads = spec.keeps.kv_heads
         groups = heads // kv_heads
         if self.longest:
             # Of a latent row V is a part of K, which is the whole row.
             planes = self.pages.layers[layer]
-            k, v = spec.rows.read(self.committed_rows.before((k, v)[: len(planes)], layer, planes))
+            k, v = spec.keeps.read(self.committed_rows.before((k, v)[: len(planes)], layer, planes))
         scales = self.scales(layer)
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)

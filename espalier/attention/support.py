@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import torch
 
-from espalier.cache.layer_spec import Keeps, KeptRows, KVHeads, LatentKV, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import Keeps, KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.layers.quantised_plans import FP8_CAPABILITY
@@ -114,7 +114,7 @@ class Support:
 
     def takes(self, keeps: Keeps) -> bool:
         """Whether the backend supports layers that keep this."""
-        if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
+        if not isinstance(keeps, self.keeps):
             return False
         return not self._unsupported_sizes(keeps) and (keeps.dtype != FP8 or self.fp8 is not By.NOTHING)
 
@@ -129,7 +129,7 @@ class Support:
             too_old = in_fp8 and (major, minor) < FP8_CAPABILITY
             yield too_old, f"kv_dtype=fp8_e4m3 on {have}", f"it from compute capability {first} on", "fp8"
 
-    def _unsupported_sizes(self, keeps: KeptRows) -> list[int]:
+    def _unsupported_sizes(self, keeps: Keeps) -> list[int]:
         """Those of the sizes of K and V that the backend does not support."""
         sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
         if isinstance(keeps, LatentKV) and self.latents:
@@ -142,7 +142,7 @@ class Support:
     def _refusals(self, spec: LayerSpec, page_size: int, exact_lengths: bool) -> Iterator["Refusal"]:
         """(is unsupported, the property, what is supported, its name in `limits`) for each property of a layer."""
         keeps = spec.keeps
-        if isinstance(keeps, RecurrentState) or not isinstance(keeps, self.keeps):
+        if not isinstance(keeps, self.keeps):
             kinds = ", ".join(kind.kind for kind in self.keeps)
             yield True, f"layers that keep {keeps.kind}", f"layers that keep {kinds}", "keeps"
             return

@@ -72,10 +72,10 @@ class TritonAttention(Attention):
 
     def _splits(self, spec: LayerSpec) -> KVSplits:
         (batch, queries), layout, window = self.nodes.positions.shape, self.pages.layout, spec.window
-        kv_heads = spec.rows.kv_heads
+        kv_heads = spec.keeps.kv_heads
         max_rows = layout.tokens_in(layout.table_width)
         policy = KVSplitPolicy.of(
-            batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.rows.v_size, _is_wide_latent(spec)
+            batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.keeps.v_size, _is_wide_latent(spec)
         )
         if window is None:
             return self.prefix.shared(policy, partial(kv_splits.triton, self.prefix.length, self.prefix.first, policy))
@@ -95,9 +95,9 @@ class TritonAttention(Attention):
         return self.prefix.shared(key, partial(count_contiguous_blocks, splits, *pages))
 
     def _partials(self, splits: KVSplits, spec: LayerSpec) -> PartialResults:
-        key = (splits.policy, spec.heads, spec.rows.v_size)
+        key = (splits.policy, spec.heads, spec.keeps.v_size)
         if key not in self.partials:
-            self.partials[key] = PartialResults.of(splits, self.queries, spec.heads, spec.rows.v_size)
+            self.partials[key] = PartialResults.of(splits, self.queries, spec.heads, spec.keeps.v_size)
         return self.partials[key]
 
 

@@ -32,7 +32,7 @@ class TrtllmAttention(LibraryAttention):
         spec, flat = self.specs[layer], q.flatten(0, 1)
         run = self._over_latent if isinstance(spec.keeps, LatentKV) else self._over_heads
         out, lse = run(flat, layer, spec)
-        return out.view(*q.shape[:3], spec.rows.v_size), lse.view(q.shape[:3]) * LN_2
+        return out.view(*q.shape[:3], spec.keeps.v_size), lse.view(q.shape[:3]) * LN_2
 
     def _over_heads(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         batch = self.rest.length.shape[0]
@@ -57,7 +57,7 @@ class TrtllmAttention(LibraryAttention):
 
     def _over_latent(self, q: Tensor, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor]:
         latent, _ = self.paged(layer)
-        v_size = spec.rows.v_size
+        v_size = spec.keeps.v_size
         table = self.prefix.shared(
             ("tables", self.queries), lambda: self.rest.page_table.repeat_interleave(self.queries, 0)
         )
@@ -70,7 +70,7 @@ class TrtllmAttention(LibraryAttention):
             self.workspace,
             v_size,
             v_size,
-            spec.rows.k_size - v_size,
+            spec.keeps.k_size - v_size,
             table,
             lengths,
             self._most_rows,

@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def heads(self) -> str:
-        keeps = self.spec.rows
+        keeps = self.spec.keeps
         kept = f"a row of {keeps.size}" if isinstance(keeps, LatentKV) else f"{keeps.kv_heads} of {keeps.k_size}"
         return f"{self.spec.heads} on {kept}{', FP8' if keeps.dtype == FP8 else ''}"
 
@@ -69,7 +69,7 @@ class Shape:
     def flops(self) -> int:
         """FLOPs of one layer: both products over the committed rows and, in a chain, over the rows before each row."""
         pairs = self.queries * self.context + (self.queries * (self.queries + 1) // 2 if self.chain else 0)
-        keeps = self.spec.rows
+        keeps = self.spec.keeps
         return 2 * self.batch * self.spec.heads * pairs * (keeps.k_size + keeps.v_size)
 
 
@@ -280,7 +280,7 @@ def inputs(shape: Shape, page_size: int, layers: int, device: torch.device, in_o
     order = torch.arange if in_order else torch.randperm
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
     length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
-    keeps = shape.spec.rows
+    keeps = shape.spec.keeps
     q = torch.randn(shape.batch, shape.queries, shape.spec.heads, keeps.k_size, dtype=DTYPE, device=device)
     rows = [
         torch.randn(shape.batch, shape.queries, *size, dtype=DTYPE, device=device).to(keeps.dtype or DTYPE)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import LayerSpec, RecurrentState, groups_of
+from espalier.cache.layer_spec import LayerSpec, groups_of
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.state import commit_rows, page_rows
@@ -125,7 +125,7 @@ class PagedKV:
         self.draft = stacks(specs, range(num_target_layers, len(specs)), rows, dtype, device)
         self.layers = by_layer(self.target) | by_layer(self.draft)
         self.scales = {
-            layer: (scales or {}).get(layer) or KVScales.ones(spec.rows.kv_heads, dtype, device)
+            layer: (scales or {}).get(layer) or KVScales.ones(spec.keeps.kv_heads, dtype, device)
             for layer, spec in enumerate(specs)
             if spec.keeps.dtype == FP8
         }
@@ -155,30 +155,6 @@ class PagedKV:
         commit_rows(of_staged, of_pages, source, rows)
 
 
-class RecurrentStates:
-    """The states of the recurrent layers among `layers`, keyed by (group of layers with equal states, name).
-
-    states: [layers, num_slots, ...]; left: [layers, rows, ...], for the nodes of a pass.  No backend uses either yet.
-    """
-
-    def __init__(
-        self,
-        specs: Sequence[LayerSpec],
-        layers: range,
-        num_slots: int,
-        rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self.states: dict[tuple[tuple[int, ...], str], Tensor] = {}
-        self.left: dict[tuple[tuple[int, ...], str], Tensor] = {}
-        for keeps, members in groups_of(specs, layers).items():
-            if isinstance(keeps, RecurrentState):
-                for tensors, count, shapes in ((self.states, num_slots, keeps.state), (self.left, rows, keeps.left)):
-                    for name, shape in shapes:
-                        tensors[members, name] = torch.zeros(len(members), count, *shape, dtype=dtype, device=device)
-
-
 def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
     """Bytes that one position takes in pages, all layers together.  dtype: the model's."""
     return sum(spec.bytes_per_token(dtype) for spec in specs)
@@ -187,10 +163,5 @@ def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
 def bytes_beside_pages(
     layout: RoundLayout, target: Sequence[LayerSpec], draft: Sequence[LayerSpec], dtype: torch.dtype
 ) -> int:
-    """Cache bytes that do not depend on the number of pages: staging, and the states of recurrent layers."""
-    staged, values = 0, 0
-    for specs, rows in ((target, layout.target_rows), (draft, layout.draft_rows)):
-        staged += rows * bytes_per_token(specs, dtype)
-        recurrent = [spec.keeps for spec in specs if isinstance(spec.keeps, RecurrentState)]
-        values += sum(layout.num_slots * keeps.values_per_slot + rows * keeps.values_per_node for keeps in recurrent)
-    return staged + values * dtype.itemsize
+    """Cache bytes that do not depend on the number of pages: staging."""
+    return layout.target_rows * bytes_per_token(target, dtype) + layout.draft_rows * bytes_per_token(draft, dtype)

@@ -1,17 +1,15 @@
 """Declares the data that a layer keeps between passes.  Pages, staging, commit and memory sizes follow from it.
 
-An attention layer keeps one row for each token, in pages.  A recurrent layer keeps one state for each slot.
+A layer keeps one row for each token, in pages.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from espalier.errors import EspalierError
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents
 from espalier.kernels.state.kv_scales import KVScales
 
@@ -27,7 +25,6 @@ class KVHeads:
     """
 
     kind: ClassVar[str] = "K and V heads"
-    reenters_anywhere: ClassVar[bool] = True
 
     kv_heads: int
     k_size: int
@@ -73,7 +70,6 @@ class LatentKV:
     """
 
     kind: ClassVar[str] = "a latent row"
-    reenters_anywhere: ClassVar[bool] = True
     kv_heads: ClassVar[int] = 1
 
     size: int
@@ -120,37 +116,7 @@ class LatentKV:
         return out
 
 
-@dataclass(frozen=True)
-class RecurrentState:
-    """A state of fixed size for each slot; nothing in pages.
-
-    state: names and shapes of one slot's tensors.
-    left: names and shapes of the tensors that a node stages for the commit: its state, or the small inputs from which
-    the commit computes the state.
-    A cached prefix can be reused only at positions where a state was saved.
-    """
-
-    kind: ClassVar[str] = "a recurrent state"
-    reenters_anywhere: ClassVar[bool] = False
-    planes: ClassVar[Mapping[str, RowShape]] = {}
-    values_per_token: ClassVar[int] = 0
-    dtype: ClassVar[None] = None
-
-    state: tuple[tuple[str, tuple[int, ...]], ...]
-    left: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @property
-    def values_per_slot(self) -> int:
-        return sum(prod(shape) for _, shape in self.state)
-
-    @property
-    def values_per_node(self) -> int:
-        """Values that one node stages for the commit."""
-        return sum(prod(shape) for _, shape in self.left)
-
-
-KeptRows = KVHeads | LatentKV
-Keeps = KVHeads | LatentKV | RecurrentState
+Keeps = KVHeads | LatentKV
 
 
 @dataclass(frozen=True)
@@ -168,15 +134,8 @@ class LayerSpec:
     scale: float | None = None
 
     @property
-    def rows(self) -> KeptRows:
-        """`keeps` of an attention layer.  Raises EspalierError for a recurrent layer, which keeps no rows."""
-        if isinstance(self.keeps, RecurrentState):
-            raise EspalierError("a recurrent layer keeps no rows that attention could read; use an attention layer")
-        return self.keeps
-
-    @property
     def softmax_scale(self) -> float:
-        return self.rows.k_size**-0.5 if self.scale is None else self.scale
+        return self.keeps.k_size**-0.5 if self.scale is None else self.scale
 
     @property
     def values_per_token(self) -> int:
@@ -199,10 +158,7 @@ def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, 
 
 def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
     """The specs with rows of this dtype.  None: of the model's."""
-    return tuple(
-        spec if isinstance(spec.keeps, RecurrentState) else replace(spec, keeps=replace(spec.keeps, dtype=dtype))
-        for spec in specs
-    )
+    return tuple(replace(spec, keeps=replace(spec.keeps, dtype=dtype)) for spec in specs)
 
 
 def _values(planes: Mapping[str, RowShape]) -> int:

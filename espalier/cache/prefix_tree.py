@@ -11,9 +11,6 @@ from heapq import heappop, heappush
 
 from espalier.cache.pages import DUMMY_PAGE, PageDefect, PagePool
 
-# Requests share pages only if their salts are equal.
-Salt = str | bytes | None
-
 
 @dataclass(eq=False, slots=True)
 class Node:
@@ -32,11 +29,10 @@ class Node:
     children: dict[Hashable, "Node"] = field(default_factory=dict)
 
 
-def page_keys(tokens: Sequence[int], count: int, page_size: int, salt: Salt = None) -> Iterator[Hashable]:
-    """Keys of the first `count` pages of these tokens.  Requests with different salts have no equal keys."""
+def page_keys(tokens: Sequence[int], count: int, page_size: int) -> Iterator[Hashable]:
+    """Keys of the first `count` pages of these tokens."""
     for start in range(0, count * page_size, page_size):
-        page = tuple(tokens[start : start + page_size])
-        yield page if salt is None else (salt, page)
+        yield tuple(tokens[start : start + page_size])
 
 
 class PrefixTree:
@@ -56,7 +52,7 @@ class PrefixTree:
         self._num_kept = 0
         pool.on_shared = self._page_shared
 
-    def match(self, tokens: Sequence[int], salt: Salt = None) -> list[int]:
+    def match(self, tokens: Sequence[int]) -> list[int]:
         """The cached pages of the longest cached prefix of `tokens`, in order.  Marks them as used now.
 
         Takes no reference: the caller shares the pages before anything can evict them.
@@ -64,7 +60,7 @@ class PrefixTree:
         self._clock += 1
         node = self._root
         pages: list[int] = []
-        for key in page_keys(tokens, len(tokens) // self.page_size, self.page_size, salt):
+        for key in page_keys(tokens, len(tokens) // self.page_size, self.page_size):
             child = node.children.get(key)
             if child is None:
                 return pages
@@ -73,7 +69,7 @@ class PrefixTree:
             pages.append(node.page)
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Sequence[int], salt: Salt = None) -> None:
+    def insert(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
         """Add `pages`, which hold tokens[: len(pages) * page_size].  Marks them as used now.
 
         The tree takes a reference to each page that is new to it.  If another page with equal tokens is cached already,
@@ -83,7 +79,7 @@ class PrefixTree:
             raise ValueError(f"{len(pages)} pages of {self.page_size} tokens need more than the {len(tokens)} given")
         self._clock += 1
         node = self._root
-        for key, page in zip(page_keys(tokens, len(pages), self.page_size, salt), pages, strict=True):
+        for key, page in zip(page_keys(tokens, len(pages), self.page_size), pages, strict=True):
             node = node.children.get(key) or self._add(node, key, page)
             node.used = self._clock
         if pages and not node.children:

@@ -189,7 +189,7 @@ class Scheduler:
         tokens = request.tokens
         # The last token of a preempted request is its root.  The root is not prefilled, so it is not sampled again.
         prefill_len = len(tokens) - 1 if request.output else len(tokens)
-        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:prefill_len], request.cache_salt)
+        shared = [] if self.prefixes is None else self.prefixes.match(tokens[:prefill_len])
         self.pool.share(shared)
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
@@ -451,4 +451,4 @@ class Scheduler:
         if self.prefixes is not None:
             num_full = self.layout.whole_pages(rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
-            self.prefixes.insert(tokens, request.pages[:num_full], request.cache_salt)
+            self.prefixes.insert(tokens, request.pages[:num_full])

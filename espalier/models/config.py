@@ -59,7 +59,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "swiglu_alpha": (None,),
 }
 # The activations of a family that honours hidden_act, or names another field (Family.activation_field).
-ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
+ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
 # Fields that are not counts: (name, type, in words).
 KINDS: tuple[tuple[str, Any, str], ...] = (
     ("rms_norm_eps", int | float, "a positive number"),

@@ -90,7 +90,7 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     load = config.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
     kv_scales = tuple(
-        weights.kv_scales(f"model.layers.{i}.self_attn.", spec.rows) for i, spec in enumerate(layer_specs)
+        weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) for i, spec in enumerate(layer_specs)
     )
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
     head = _head(weights, config, embed)

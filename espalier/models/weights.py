@@ -6,7 +6,7 @@ truncated is an error that names the file and the weight.
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from espalier.cache.layer_spec import KeptRows, LatentKV
+from espalier.cache.layer_spec import Keeps, LatentKV
 from espalier.errors import EspalierError, one_line
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
@@ -27,7 +27,7 @@ from espalier.model_files import MAX_BYTES, file_named, read_json, require_regul
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.weight_formats import WHOLE, FormatOf, Shard, StoredTensor, Weight, WeightFormat, all_dense
+from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 
 # Buffers that old exporters stored with the weights, which the models here compute; and scales that are not used: of
 # queries, which stay as they are, and of K and V in drafts.
@@ -109,7 +109,7 @@ class Weights:
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
-        return self._stack([name], [StoredTensor("", shape, row_dim=0)], [tuple(map(slice, shape))])
+        return self._stack([name], [StoredTensor("", shape, row_dim=0)])
 
     def take_exact(self, name: str, *shape: int) -> Tensor:
         """A plain tensor, cast to float32 (float64 for a float64 model), on the device."""
@@ -149,41 +149,27 @@ class Weights:
                 f"{list(shape)}; config.json and weights do not belong together: download both again"
             )
 
-    def linear(
-        self,
-        prefix: str,
-        names: Sequence[str],
-        rows: Sequence[int],
-        columns: int,
-        bias: bool,
-        shard: Shard = WHOLE,
-        reduce: Callable[[Tensor], Tensor] | None = None,
-    ) -> Linear:
-        """A linear layer of stacked matrices prefix + name, [rows, columns] each, with biases; one shard of it."""
-        weight = self.weight([f"{prefix}{name}" for name in names], rows, columns, shard)
-        # The results of shards along columns are summed, so only the first shard adds the bias.
-        if not bias or (shard.along == "columns" and shard.index > 0):
-            return Linear(weight, None, reduce)
+    def linear(self, prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
+        """A linear layer of stacked matrices prefix + name, [rows, columns] each, with biases."""
+        weight = self.weight([f"{prefix}{name}" for name in names], rows, columns)
+        if not bias:
+            return Linear(weight)
         stored = [StoredTensor(".bias", (count,), row_dim=0) for count in rows]
-        slices = [
-            self.formats(f"{prefix}{name}").cut(tensor, shard) for name, tensor in zip(names, stored, strict=True)
-        ]
-        return Linear(weight, self._stack([f"{prefix}{name}.bias" for name in names], stored, slices), reduce)
+        return Linear(weight, self._stack([f"{prefix}{name}.bias" for name in names], stored))
 
-    def weight(self, names: Sequence[str], rows: Sequence[int], columns: int, shard: Shard = WHOLE) -> Weight:
-        """One weight of stacked matrices, [rows, columns] each, in their storage format; one shard of it."""
+    def weight(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Weight:
+        """One weight of stacked matrices, [rows, columns] each, in their storage format."""
         format = self._format_of_all(names)
-        tensors = self._stored(format, names, rows, columns, shard)
-        shard_rows = [shard.cut(count, columns)[0] for count in rows]
+        tensors = self._stored(format, names, rows, columns)
         with self._naming(names):
-            weight = format.build(tensors, shard_rows, shard.cut(0, columns)[1])
+            weight = format.build(tensors, rows, columns)
             weight.require_kernels(self.dtype)
         return weight
 
     def matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
-        """As `weight`, but the matrix itself, dense or quantised, and whole."""
+        """As `weight`, but the matrix itself, dense or quantised."""
         format = self._format_of_all(names)
-        tensors = self._stored(format, names, rows, columns, WHOLE)
+        tensors = self._stored(format, names, rows, columns)
         with self._naming(names):
             matrix = format.matrix(tensors, rows, columns)
             if not isinstance(matrix, Tensor):
@@ -218,7 +204,7 @@ class Weights:
         return format
 
     def _stored(
-        self, format: WeightFormat, names: Sequence[str], rows: Sequence[int], columns: int, shard: Shard
+        self, format: WeightFormat, names: Sequence[str], rows: Sequence[int], columns: int
     ) -> dict[str, Tensor]:
         """The tensors of stacked matrices, by suffix, as WeightFormat.build takes them."""
         tensors = {}
@@ -226,8 +212,7 @@ class Weights:
             wanted = [format.tensors(count, columns) for count in rows]
         for stored in zip(*wanted, strict=True):
             suffix = stored[0].suffix
-            slices = [format.cut(tensor, shard) for tensor in stored]
-            tensors[suffix] = self._stack([f"{name}{suffix}" for name in names], stored, slices)
+            tensors[suffix] = self._stack([f"{name}{suffix}" for name in names], stored)
         return tensors
 
     @contextmanager
@@ -239,31 +224,28 @@ class Weights:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EspalierError(f"{names[0]!r}{more} in {self.path}: {error}") from None
 
-    def _stack(
-        self, names: Sequence[str], stored: Sequence[StoredTensor], slices: Sequence[tuple[slice, ...]]
-    ) -> Tensor:
-        """One tensor of the given slices of stored tensors, joined along row_dim, or stacked if that is None.
+    def _stack(self, names: Sequence[str], stored: Sequence[StoredTensor]) -> Tensor:
+        """One tensor of stored tensors, joined along row_dim, or stacked if that is None.
 
         Each tensor is copied to its part without an intermediate.
         """
         # Before the memory is taken: its size is config.json's.
         for name, tensor in zip(names, stored, strict=True):
             self.require_shape(name, tensor.shape)
-        sizes = [[dim_slice.stop - (dim_slice.start or 0) for dim_slice in index] for index in slices]
-        dim, dtype = stored[0].row_dim, stored[0].dtype or self.dtype
+        first, dtype = stored[0], stored[0].dtype or self.dtype
         if isinstance(dtype, tuple):
             found = {self._checked(name, tensor).dtype for name, tensor in zip(names, stored, strict=True)}
             dtype = functools.reduce(torch.promote_types, found)
-        if dim is None:
-            stacked = torch.empty(len(names), *sizes[0], dtype=dtype, device=self.device)
+        if first.row_dim is None:
+            stacked = torch.empty(len(names), *first.shape, dtype=dtype, device=self.device)
             parts = stacked.unbind(0)
         else:
-            lengths = [size[dim] for size in sizes]
-            shape = [*sizes[0][:dim], sum(lengths), *sizes[0][dim + 1 :]]
+            dim, lengths = first.row_dim, [tensor.shape[first.row_dim] for tensor in stored]
+            shape = [*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :]]
             stacked = torch.empty(shape, dtype=dtype, device=self.device)
             parts = stacked.split(lengths, dim)
-        for part, name, tensor, index in zip(parts, names, stored, slices, strict=True):
-            part.copy_(self._checked(name, tensor)[index])
+        for part, name, tensor in zip(parts, names, stored, strict=True):
+            part.copy_(self._checked(name, tensor))
         return stacked
 
     def _checked(self, name: str, stored: StoredTensor) -> Tensor:
@@ -281,7 +263,7 @@ class Weights:
     def norm(self, name: str, size: int, eps: float) -> RMSNorm:
         return RMSNorm(self.take(f"{name}.weight", size), eps)
 
-    def kv_scales(self, prefix: str, keeps: KeptRows) -> KVScales | None:
+    def kv_scales(self, prefix: str, keeps: Keeps) -> KVScales | None:
         """The scales of K and V under an attention's prefix, one for each head or for all; None if there are none.
 
         Raises EspalierError for one without the other, and for another shape.

@@ -29,7 +29,7 @@ from espalier.sampling.prompt import PromptRows, prompt_logprobs
 from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from espalier.speculate.drafters.base import Drafter, Grow
 from espalier.speculate.pieces import PieceRows, Pieces
-from espalier.speculate.sampler import Sampler
+from espalier.speculate.sampler import Sampler, make_sampler
 from espalier.speculate.tree import Tree
 
 
@@ -83,8 +83,7 @@ class ModelRunner:
     def sampler(self, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int) -> Sampler:
         """The sampler for tokens at positions first .. first + width - 1.  first: [B]."""
         dtype = torch.promote_types(self.pages.dtype, torch.float32)
-        sampler = Sampler.of(slots, needs, first, width, self.target.config.vocab_size, dtype)
-        return sampler if self.coupled_scores else replace(sampler, coupled=False)
+        return make_sampler(slots, needs, first, width, self.target.config.vocab_size, dtype, self.coupled_scores)
 
 
 @dataclass(frozen=True)

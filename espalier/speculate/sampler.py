@@ -8,6 +8,7 @@ same, and skips the work that no request of the batch needs.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,46 +31,20 @@ ALL_NODES = slice(None)
 
 
 @dataclass(frozen=True)
-class Sampler:
-    """The sampler of one launch.
+class Sampler(ABC):
+    """The sampler of one launch: of plain torch, or of the GPU's kernels.
 
-    first: [B], position of the first token that this launch may sample; vocab: size of the target's vocabulary.
-    rows: parameters of each request; noise: [B, width, V], for positions first .. first + width - 1.  Both are None on
-    a GPU, and where the batch does not need them.
-    slot_rows: the slots' parameters that the GPU kernels read; None on a CPU.
+    first: [B], position of the first token that this launch may sample.
     coupled: whether the draft's scores use the noise.
     guide: what grammars say of the next tokens; None if there is no grammar in the batch.
     """
 
     first: Tensor
-    vocab: int
     needs: SamplingNeeds
-    rows: SamplingRows | None
-    noise: Tensor | None
-    slot_rows: SlotRows | None = None
-    coupled: bool = True
-    guide: DraftGuide | None = None
+    coupled: bool
+    guide: DraftGuide | None
 
-    @classmethod
-    def of(
-        cls, slots: BatchState, needs: SamplingNeeds, first: Tensor, width: int, vocab: int, dtype: torch.dtype
-    ) -> Sampler:
-        if first.is_cuda:
-            return cls.by_kernels(slots, needs, first, vocab)
-        if not needs.any:
-            return cls(first, vocab, needs, None, None)
-        rows = SamplingRows.gather(slots, needs)
-        positions = first[:, None] + torch.arange(width, device=first.device)
-        noise = gumbel(rows.seed, positions, vocab, dtype) if needs.sampled else None
-        return cls(first, vocab, needs, rows, noise)
-
-    @classmethod
-    def by_kernels(cls, slots: BatchState, needs: SamplingNeeds, first: Tensor, vocab: int) -> Sampler:
-        """The sampler for GPU kernels.  They read each slot's parameters on the device, whatever `needs` says."""
-        from espalier.kernels.sampling.logit_processors import SlotRows
-
-        return cls(first, vocab, needs, None, None, SlotRows.gather(slots.table, slots.index))
-
+    @abstractmethod
     def pick_nodes(
         self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
     ) -> SampledTokens:
@@ -77,29 +52,10 @@ class Sampler:
 
         logits: [B, n, V], of these nodes; mask: [B, D, words], of all (sampling/mask.py).
         """
-        ancestors, offsets = tree.ancestors[:, nodes], noise_offsets(tree)[:, nodes]
-        mask = None if mask is None else mask[:, nodes]
-        if self.slot_rows is not None:
-            from espalier.kernels.sampling.pick import pick_triton
 
-            # For penalties, the slot has counted the root (node 0) already.
-            above, rows = Above(tree.tokens, ancestors), self.slot_rows
-            return SampledTokens(*pick_triton(logits, rows, self.first, offsets, above, first_above=1, mask=mask))
-        drafted = tree.tokens.masked_fill(tree.depths == 0, VOID)
-        counted = Above(drafted, ancestors) if self.needs.penalised else None
-        return self._pick(masked(logits, mask), offsets, counted)
-
+    @abstractmethod
     def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
         """Sample the token after a prompt chunk.  logits: [B, 1, V]; mask: [B, 1, words]."""
-        offsets = torch.zeros_like(self.first[:, None])
-        if self.slot_rows is not None:
-            from espalier.kernels.sampling.pick import pick_triton
-
-            return SampledTokens(*pick_triton(logits, self.slot_rows, self.first, offsets, mask=mask))
-        return self._pick(masked(logits, mask), offsets, None)
-
-    def _pick(self, logits: Tensor, offsets: Tensor, above: Above | None) -> SampledTokens:
-        return pick(logits, self.rows, self.needs, self.first[:, None] + offsets, self._noise(offsets), above)
 
     def children(
         self,
@@ -122,37 +78,74 @@ class Sampler:
             levels = self.guide.of_levels(offset + 1, logits.shape[1]) if stride else None
             only, mask = levels or self.guide.of_rows(offset + 1, *(above or (None, None)))
             mask = mask.expand(-1, logits.shape[1], -1)
-        if self.slot_rows is not None:
-            from espalier.kernels.tree.draft_topk import draft_topk_triton
-
-            found = draft_topk_triton(
-                *(logits, d2t, self.slot_rows, self.first, offset, scores, topk, above, self.coupled, mask, stride)
-            )
-        else:
-            logp, ids = self._child_scores(logits, d2t, offset, stride, above, mask)
-            best, index = ordered_topk(logp.float(), topk)
-            found = (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
+        found = self._best_children(logits, d2t, offset, scores, topk, above, mask, stride)
         return found if only is None else force(only, *found, scores)
 
+    @abstractmethod
+    def _best_children(
+        self,
+        logits: Tensor,
+        d2t: Tensor | None,
+        offset: int,
+        scores: Tensor,
+        topk: int,
+        above: Above | None,
+        mask: Tensor | None,
+        stride: int,
+    ) -> tuple[Tensor, Tensor]:
+        """As `children`, of the target ids that `mask` [B, Q, words] allows."""
+
+    @abstractmethod
     def next_depth(self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: Rows, out: Candidates) -> Rows:
         """Write the best children of each row of a block draft with edges to `out`, [B, R, K] each.
 
         depth: from 0, so the children come at `first` + depth.  Returns the rows of the next depth.
         """
-        if self.slot_rows is None:
-            factors, states = edges.factors(depth, rows)
-            logits, topk, no_scores = edges.logits(depth, factors), out.tokens.shape[2], torch.zeros_like(rows.scores)
-            children = self.children(logits, d2t, depth, no_scores, topk, None)
-            return fill_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
-        from espalier.kernels.tree.edge_factors import edge_factors_triton
-        from espalier.kernels.tree.edge_topk import edge_topk_triton
 
-        # Without a projection, the kernel reads the factors from the table itself.
-        made = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
-        only, mask = (None, None) if self.guide is None else self.guide.of_rows(depth + 1, None, None)
-        return edge_topk_triton(
-            edges, depth, rows, made, d2t, self.slot_rows, self.first, out, self.coupled, mask, only
-        )
+
+@dataclass(frozen=True)
+class TorchSampler(Sampler):
+    """vocab: size of the target's vocabulary.  rows: parameters of each request; noise: [B, width, V], for positions
+    first .. first + width - 1; both are None where the batch does not need them."""
+
+    vocab: int
+    rows: SamplingRows | None
+    noise: Tensor | None
+
+    def pick_nodes(
+        self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
+    ) -> SampledTokens:
+        drafted = tree.tokens.masked_fill(tree.depths == 0, VOID)
+        counted = Above(drafted, tree.ancestors[:, nodes]) if self.needs.penalised else None
+        mask = None if mask is None else mask[:, nodes]
+        return self._pick(masked(logits, mask), noise_offsets(tree)[:, nodes], counted)
+
+    def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
+        return self._pick(masked(logits, mask), torch.zeros_like(self.first[:, None]), None)
+
+    def _pick(self, logits: Tensor, offsets: Tensor, above: Above | None) -> SampledTokens:
+        return pick(logits, self.rows, self.needs, self.first[:, None] + offsets, self._noise(offsets), above)
+
+    def _best_children(
+        self,
+        logits: Tensor,
+        d2t: Tensor | None,
+        offset: int,
+        scores: Tensor,
+        topk: int,
+        above: Above | None,
+        mask: Tensor | None,
+        stride: int,
+    ) -> tuple[Tensor, Tensor]:
+        logp, ids = self._child_scores(logits, d2t, offset, stride, above, mask)
+        best, index = ordered_topk(logp.float(), topk)
+        return (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
+
+    def next_depth(self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: Rows, out: Candidates) -> Rows:
+        factors, states = edges.factors(depth, rows)
+        logits, topk, no_scores = edges.logits(depth, factors), out.tokens.shape[2], torch.zeros_like(rows.scores)
+        children = self.children(logits, d2t, depth, no_scores, topk, None)
+        return fill_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
 
     def _child_scores(
         self, logits: Tensor, d2t: Tensor | None, offset: int, stride: int, above: Above | None, mask: Tensor | None
@@ -184,6 +177,85 @@ class Sampler:
             return None
         batch = torch.arange(offsets.shape[0], device=offsets.device)[:, None]
         return self.noise[batch, offsets]
+
+
+@dataclass(frozen=True)
+class KernelSampler(Sampler):
+    """slot_rows: the slots' parameters, which the kernels read on the device, whatever `needs` says."""
+
+    slot_rows: SlotRows
+
+    def pick_nodes(
+        self, logits: Tensor, tree: Tree, mask: Tensor | None = None, nodes: slice = ALL_NODES
+    ) -> SampledTokens:
+        # For penalties, the slot has counted the root (node 0) already.
+        above = Above(tree.tokens, tree.ancestors[:, nodes])
+        mask = None if mask is None else mask[:, nodes]
+        return self._pick(logits, noise_offsets(tree)[:, nodes], mask, above)
+
+    def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
+        return self._pick(logits, torch.zeros_like(self.first[:, None]), mask, None)
+
+    def _pick(self, logits: Tensor, offsets: Tensor, mask: Tensor | None, above: Above | None) -> SampledTokens:
+        from espalier.kernels.sampling.pick import pick_triton
+
+        first_above = 0 if above is None else 1
+        found = pick_triton(logits, self.slot_rows, self.first, offsets, above, first_above=first_above, mask=mask)
+        return SampledTokens(*found)
+
+    def _best_children(
+        self,
+        logits: Tensor,
+        d2t: Tensor | None,
+        offset: int,
+        scores: Tensor,
+        topk: int,
+        above: Above | None,
+        mask: Tensor | None,
+        stride: int,
+    ) -> tuple[Tensor, Tensor]:
+        from espalier.kernels.tree.draft_topk import draft_topk_triton
+
+        return draft_topk_triton(
+            *(logits, d2t, self.slot_rows, self.first, offset, scores, topk, above, self.coupled, mask, stride)
+        )
+
+    def next_depth(self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: Rows, out: Candidates) -> Rows:
+        from espalier.kernels.tree.edge_factors import edge_factors_triton
+        from espalier.kernels.tree.edge_topk import edge_topk_triton
+
+        # Without a projection, the kernel reads the factors from the table itself.
+        made = None if edges.projection is None else edge_factors_triton(edges, depth, rows)
+        only, mask = (None, None) if self.guide is None else self.guide.of_rows(depth + 1, None, None)
+        return edge_topk_triton(
+            edges, depth, rows, made, d2t, self.slot_rows, self.first, out, self.coupled, mask, only
+        )
+
+
+def make_sampler(
+    slots: BatchState,
+    needs: SamplingNeeds,
+    first: Tensor,
+    width: int,
+    vocab: int,
+    dtype: torch.dtype,
+    coupled: bool = True,
+) -> Sampler:
+    """The sampler for tokens at positions first .. first + width - 1.  first: [B]; dtype: of the noise."""
+    if first.is_cuda:
+        return kernel_sampler(slots, needs, first, coupled)
+    if not needs.any:
+        return TorchSampler(first, needs, coupled, None, vocab, None, None)
+    rows = SamplingRows.gather(slots, needs)
+    positions = first[:, None] + torch.arange(width, device=first.device)
+    noise = gumbel(rows.seed, positions, vocab, dtype) if needs.sampled else None
+    return TorchSampler(first, needs, coupled, None, vocab, rows, noise)
+
+
+def kernel_sampler(slots: BatchState, needs: SamplingNeeds, first: Tensor, coupled: bool = True) -> KernelSampler:
+    from espalier.kernels.sampling.logit_processors import SlotRows
+
+    return KernelSampler(first, needs, coupled, None, SlotRows.gather(slots.table, slots.index))
 
 
 def noise_offsets(tree: Tree) -> Tensor:

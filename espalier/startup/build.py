@@ -97,9 +97,8 @@ def assemble(
     attention: backends as named by attention.choose_backends; draft_attention: the same for the draft, by default
     `attention`; graph_batch: the largest batch whose rounds are CUDA graphs; 0: none;
     keep_graphs, capture_stages: see CudaExecutor.
-    Raises EspalierError if a backend cannot run a layer, or if the prefix cache does not support one.
+    Raises EspalierError if a backend cannot run a layer.
     """
-    require_reentry(prefix_cache, (*target.layer_specs, *(draft.layer_specs if draft is not None else ())))
     runner = make_runner(
         layout,
         target,
@@ -114,16 +113,6 @@ def assemble(
         kv=kv,
     )
     return engine_of(runner, overlap, prefix_cache, graph_batch, keep_graphs, capture_stages)
-
-
-def require_reentry(prefix_cache: bool, specs: Sequence[LayerSpec]) -> None:
-    """Refuse a prefix cache if a layer cannot continue after an arbitrary cached page.  Raises EspalierError."""
-    for spec in specs:
-        if prefix_cache and not spec.keeps.reenters_anywhere:
-            raise EspalierError(
-                f"prefix_cache=True is not supported with layers that keep {spec.keeps.kind}: a cached prefix can be "
-                "reused only where one was saved; use prefix_cache=False or 'auto'"
-            )
 
 
 def engine_of(

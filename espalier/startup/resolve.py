@@ -19,7 +19,7 @@ from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draf
 from espalier.models.draft import DraftSpec
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters.registry import WITHOUT_FILES, algorithms
-from espalier.startup.build import cache_specs, kv_dtypes_of, require_reentry
+from espalier.startup.build import cache_specs, kv_dtypes_of
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import Machine, choose_trees
@@ -220,8 +220,7 @@ def resolve(
     if facts.draft_layers:
         exact, left_bound = not overlap and spec.reentry <= 1, spec.reentry > 0
         grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=left_bound, exact_lengths=exact)
-    prefix_cache = _value_or(config.prefix_cache, all(spec.keeps.reenters_anywhere for spec in facts.layer_specs))
-    require_reentry(prefix_cache, facts.layer_specs)
+    prefix_cache = _value_or(config.prefix_cache, True)
     return ResolvedConfig(
         model=model,
         draft=draft,

@@ -19,7 +19,7 @@ class LibraryAttention(Attention):
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec, positions = self.specs[layer], torch.arange(self.longest)
         page_table, page_size = self.prefix.page_table, self.pages.page_size
-        out = q.new_zeros(*q.shape[:3], spec.rows.v_size)
+        out = q.new_zeros(*q.shape[:3], spec.keeps.v_size)
         lse = q.new_full(q.shape[:3], -torch.inf)
         for b in range(q.shape[0] if self.longest else 0):
             rows = page_table[b, positions // page_size].long() * page_size + positions % page_size

@@ -6,7 +6,7 @@ import torch
 from espalier.attention import BACKENDS, Nodes, Prefix, backend, default_backend
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, RecurrentState, stored_as
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.layers.quantised import FP8
@@ -50,8 +50,8 @@ def tree_nodes(length: torch.Tensor, queries: int, rows: int, seed: int) -> Node
 def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, sink=None) -> torch.Tensor:
     """One request, query and head at a time: gather the visible rows, softmax, sum."""
     g = GEOMETRY[layer]
-    kv_heads = g.rows.kv_heads
-    out = torch.zeros(*q.shape[:3], g.rows.v_size, dtype=q.dtype)
+    kv_heads = g.keeps.kv_heads
+    out = torch.zeros(*q.shape[:3], g.keeps.v_size, dtype=q.dtype)
     seen = nodes.seen(None)
     for b in range(q.shape[0]):
         for i in range(q.shape[1]):
@@ -70,7 +70,7 @@ def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, 
                 head = h // (g.heads // kv_heads)
                 keys, values = (
                     torch.cat((held[rows, head], new[b, among, head]))
-                    for held, new in zip(g.rows.read(pages.layers[layer]), (k, v), strict=True)
+                    for held, new in zip(g.keeps.read(pages.layers[layer]), (k, v), strict=True)
                 )
                 scores = keys @ q[b, i, h] * g.softmax_scale
                 if sink is not None:
@@ -81,9 +81,9 @@ def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, 
 
 def drawn(layer: int, batch: int, queries: int, rows: int, seed: int):
     g, generator = GEOMETRY[layer], torch.Generator().manual_seed(seed)
-    shapes = [(batch, queries, g.heads, g.rows.k_size), *((batch, rows, *shape) for shape in g.rows.planes.values())]
+    shapes = [(batch, queries, g.heads, g.keeps.k_size), *((batch, rows, *shape) for shape in g.keeps.planes.values())]
     q, *planes = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    return q, *g.rows.read(planes)
+    return q, *g.keeps.read(planes)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,6 @@ NOTHING = Support("picky", ("cuda",), (torch.bfloat16,), left_bound=By.NOTHING, 
 
 
 WINDOWED = LayerSpec(4, KVHeads(2, 6, 6), window=4)
-RECURRENT = RecurrentState((("state", (2, 3)),), (("inputs", (3,)),))
 
 
 @pytest.mark.parametrize(
@@ -186,7 +185,6 @@ RECURRENT = RecurrentState((("state", (2, 3)),), (("inputs", (3,)),))
             GEOMETRY[3:],
             "layers that keep a latent row; it supports layers that",
         ),
-        ("cuda", torch.bfloat16, 16, [LayerSpec(1, RECURRENT)], "layers that keep a recurrent state; it supports"),
         (
             "cuda",
             torch.bfloat16,

@@ -42,7 +42,7 @@ def pages_in(
     """Pages full of noise and a shuffled page table; the same values in every dtype of the model.  in_fp8: rounded."""
     layout = RoundLayout(4, 2, 2, 4, page_size, 400, 0, 16)
     specs = stored_as(GEOMETRY, FP8 if in_fp8 else None)
-    scales = {layer: scales_of(layer, spec.rows, device) for layer, spec in enumerate(specs)}
+    scales = {layer: scales_of(layer, spec.keeps, device) for layer, spec in enumerate(specs)}
     pages = PagedKV(layout, 1 + 4 * layout.table_width, specs, len(specs), dtype, device, scales)
     generator = torch.Generator().manual_seed(0)
     for plane in (each for stack in pages.target for each in stack.stacked):
@@ -60,7 +60,7 @@ def tree(length: torch.Tensor, queries: int, rows: int) -> Nodes:
 
 def drawn(g: LayerSpec, queries: int, rows: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
-    kept = g.rows
+    kept = g.keeps
     shapes = (queries, g.heads, kept.k_size), (rows, kept.kv_heads, kept.k_size), (rows, kept.kv_heads, kept.v_size)
     return [torch.randn(4, *shape, generator=generator) for shape in shapes]
 
@@ -130,7 +130,7 @@ def test_one_query_of_a_chain(kernel_device, in_fp8):
             k, v = g.keeps.read([k])
         sink = SINK[: g.heads].to(kernel_device) if isinstance(g.keeps, KVHeads) else None
         stored = FP8 if in_fp8 else torch.float32
-        rows = g.rows.read([k.to(stored)]) if isinstance(g.keeps, LatentKV) else (k.to(stored), v.to(stored))
+        rows = g.keeps.read([k.to(stored)]) if isinstance(g.keeps, LatentKV) else (k.to(stored), v.to(stored))
         requests = torch.arange(4, device=kernel_device)
         out = made.attend(layer, q[requests, row][:, None], *rows, sink)
         if not in_fp8:
@@ -156,7 +156,7 @@ def test_layers_in_fp8(kernel_device, shape):
         if isinstance(g.keeps, LatentKV):
             k, v = g.keeps.read([k])
         stored = k.to(FP8)
-        rows = (stored, g.rows.read([stored])[1]) if isinstance(g.keeps, LatentKV) else (stored, v.to(FP8))
+        rows = (stored, g.keeps.read([stored])[1]) if isinstance(g.keeps, LatentKV) else (stored, v.to(FP8))
         expected = exact.attend(layer, q.double(), *rows)
         torch.testing.assert_close(made.attend(layer, q, *rows).double(), expected, rtol=0, atol=TOLERANCE)
         # By hand: the same rows times their scales, without scales.

@@ -300,20 +300,5 @@ def test_a_hundred_thousand_pages_cost_no_scan_a_page():
     assert pool.free == 100_000
 
 
-@pytest.mark.parametrize("page_size", [1, 3])
-def test_requests_of_different_salts_share_no_page(page_size):
-    pool = PagePool(20)
-    tree, tokens = PrefixTree(pool, page_size), list(range(2 * page_size))
-    filed = {salt: pool.allocate(2) for salt in (None, "a", b"a", "b")}
-    for salt, pages in filed.items():
-        assert tree.match(tokens, salt) == []
-        tree.insert(tokens, pages, salt)
-    for salt, pages in filed.items():
-        assert tree.match(tokens, salt) == pages
-    assert tree.match(tokens, "c") == [] and len(tree) == 8
-
-
-def test_keys_of_pages_are_their_tokens_and_a_salt():
+def test_keys_of_pages_are_their_tokens():
     assert list(page_keys(range(7), 2, 3)) == [(0, 1, 2), (3, 4, 5)]
-    salted = list(page_keys(range(7), 2, 3, "s"))
-    assert len({*salted, *page_keys(range(7), 2, 3), *page_keys(range(7), 2, 3, b"s")}) == 6

@@ -130,19 +130,3 @@ def run_to_end(engine: Engine, r: Request) -> None:
     while engine.has_work:
         engine.step()
         engine.check_pages()
-
-
-def test_a_salt_of_its_own_finds_nothing() -> None:
-    """A request of another salt computes the same tokens anew; one of the same salt does not."""
-    engine = Setup(page_size=4, max_batch=1).engine()
-    found = {}
-    for index, salt in enumerate(("tenant", None, "tenant", "other")):
-        r = request(index, BASE, SHORT)
-        r.cache_salt = salt
-        engine.add(r)
-        while engine.has_work:
-            engine.step()
-            engine.check_pages()
-        found[index] = r.cached_tokens
-    engine.close()
-    assert found == {0: 0, 1: 0, 2: 36, 3: 0}

@@ -15,7 +15,7 @@ from espalier.kernels.layers import quantised as kernels
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.models import load_target, read_config
 from espalier.models.layers.experts import MixtureMLP
-from espalier.models.weight_formats import Shard, gptq, quantised
+from espalier.models.weight_formats import gptq, quantised
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.fp8 import Fp8Format
 from espalier.models.weight_formats.gptq import read_gptq
@@ -110,24 +110,6 @@ def test_stored_bytes_are_what_memory_holds(tmp_path, kind):
     assert isinstance(matrix, QuantisedMatrix) and matrix.codes.nbytes == 128 * 32 // (1 if "fp8" in kind else 2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("along", ["rows", "columns"])
-def test_two_shards_make_up_the_whole_or_are_refused(tmp_path, kind, along):
-    path, meant = made(tmp_path, kind)
-    shards = []
-    try:
-        shards = [loaded(path).weight(*GATE_UP, Shard(index, 2, along)) for index in (0, 1)]
-    except EspalierError as error:
-        assert "cannot be cut" in str(error)
-        # One block of 32 columns, and what desc_act has scattered.
-        assert (kind == "fp8-block-32" or kind.startswith("gptq")) and along == "columns"
-        return
-    gate, up = (meant[f"{name}.weight"] for name in GATE_UP[0])
-    for index, shard in enumerate(shards):
-        cut = torch.cat([half.chunk(2, 0 if along == "rows" else 1)[index] for half in (gate, up)])
-        assert torch.equal(dequantise(shard.matrix, DTYPE), cut)
-
-
 @pytest.mark.parametrize("kind", ROUNDS_INPUTS)
 def test_a_cpu_does_not_round_inputs(tmp_path, monkeypatch, kind):
     monkeypatch.undo()
@@ -135,14 +117,6 @@ def test_a_cpu_does_not_round_inputs(tmp_path, monkeypatch, kind):
     x = torch.randn(5, 32, dtype=DTYPE)
     product = F.linear(x, meant_of(meant, QKV[0]))
     torch.testing.assert_close(loaded(path).weight(*QKV).apply(x, None), product, rtol=1e-11, atol=1e-11)
-
-
-def test_blocks_that_two_shards_need_are_not_cut(tmp_path):
-    """48 rows in two blocks of 32: each of two shards would need the first."""
-    format = Fp8Format((32, 32), ".weight_scale_inv")
-    scale = format.tensors(48, 32)[1]
-    with pytest.raises(EspalierError, match=r"weight_scale_inv \[2, 1\] .*cannot be cut into 2 equal shards"):
-        format.cut(scale, Shard(0, 2, "rows"))
 
 
 EXPERT_KINDS = tuple(kind for kind in KINDS if kind not in ("fp8-tensor-static", "gptq-v2-ordered"))

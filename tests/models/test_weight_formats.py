@@ -18,7 +18,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config, weight_formats
-from espalier.models.weight_formats import Shard, StoredTensor, Weight, WeightFormat, all_dense
+from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weights import WeightCount, Weights, stored_weights
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import assemble
@@ -46,7 +46,7 @@ class Int8Format(WeightFormat):
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         return (
-            StoredTensor(".weight_int8", (rows, columns), torch.int8, row_dim=0, column_dim=1),
+            StoredTensor(".weight_int8", (rows, columns), torch.int8, row_dim=0),
             StoredTensor(".weight_scale", (rows,), row_dim=0),
             StoredTensor(".weight_shape", (2,), torch.int64),
         )
@@ -137,44 +137,6 @@ def loaded(path: Path) -> Weights:
 
 
 QKV = (["q_proj", "k_proj", "v_proj"], [32, 16, 16], 32, True)
-
-
-@pytest.mark.parametrize("kind", [0, 1], ids=["int8", "dense"])
-@pytest.mark.parametrize("along", ["rows", "columns"])
-def test_two_shards_make_up_the_whole(both, kind, along):
-    """Each of them stacks its cuts of q, k and v; a bias comes in once."""
-    path, prefix, x = both[kind][0], "model.layers.1.self_attn.", torch.randn(5, 32, dtype=DTYPE)
-    whole = loaded(path).linear(prefix, *QKV)
-    first, second = (loaded(path).linear(prefix, *QKV, Shard(index, 2, along)) for index in (0, 1))
-    # The norms' weights and biases are on no GPU twice; the shape of a matrix is a small tensor that both need.
-    assert first.weight.nbytes + second.weight.nbytes <= whole.weight.nbytes + 64 * 8
-    if along == "columns":
-        assert first.shape == second.shape == (64, 16)
-        summed = first(x[:, :16]) + second(x[:, 16:])
-        torch.testing.assert_close(summed, whole(x), rtol=1e-12, atol=1e-12)
-        return
-    of_shards = [layer(x).split([16, 8, 8], dim=1) for layer in (first, second)]
-    side_by_side = torch.cat([torch.cat(parts, dim=1) for parts in zip(*of_shards, strict=True)], dim=1)
-    assert first.shape == second.shape == (32, 32)
-    torch.testing.assert_close(side_by_side, whole(x), rtol=1e-12, atol=1e-12)
-
-
-def test_what_sums_the_shards_stands_between_the_parts_and_their_reader(both):
-    path, x = both[0][0], torch.randn(5, 32, dtype=DTYPE)
-    prefix, matrix = "model.layers.1.self_attn.", (["o_proj"], [32], 32, True)
-    whole = loaded(path).linear(prefix, *matrix)
-    other = loaded(path).linear(prefix, *matrix, Shard(1, 2, "columns"))
-
-    def reduce(parts):
-        return parts + other.in_parts(x[:, 16:])
-
-    first = loaded(path).linear(prefix, *matrix, Shard(0, 2, "columns"), reduce)
-    torch.testing.assert_close(first.in_parts(x[:, :16]), whole(x), rtol=1e-12, atol=1e-12)
-
-
-def test_a_shard_that_does_not_divide_is_refused(both):
-    with pytest.raises(EspalierError, match=r"weight_int8 \[32, 32\] in format toy-int8 .* 3 equal shards"):
-        loaded(both[0][0]).linear("model.layers.1.self_attn.", *QKV, Shard(0, 3, "columns"))
 
 
 def test_memory_is_counted_as_it_is_stored(both):

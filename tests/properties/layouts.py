@@ -257,10 +257,10 @@ def reference(
             scales_in(stored, layer, rows.kv_heads, len(rows.planes))
             if kv_scales
             else ones(rows.kv_heads, len(rows.planes))
-            for layer, rows in enumerate(spec.rows for spec in target.layer_specs)
+            for layer, rows in enumerate(spec.keeps for spec in target.layer_specs)
         ]
     if draft_kv_dtype == FP8_KV and draft is not None:
-        draft_scales = [ones(spec.rows.kv_heads, len(spec.rows.planes)) for spec in draft.layer_specs]
+        draft_scales = [ones(spec.keeps.kv_heads, len(spec.keeps.planes)) for spec in draft.layer_specs]
     return Reference(target, draft, scales=scales, draft_scales=draft_scales)
 
 

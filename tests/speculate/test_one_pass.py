@@ -20,7 +20,7 @@ from espalier.models.layers import embedding
 from espalier.speculate.drafters import one_pass
 from espalier.speculate.drafters.one_pass import OnePassDrafter
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.speculate.sampler import Sampler
+from espalier.speculate.sampler import kernel_sampler, make_sampler
 from espalier.speculate.tree import Tree
 from tests.block import FORMS, block_directories
 from tests.kernels.sampled import ALL_SAMPLING, ASKED, slots_of, table_of
@@ -70,9 +70,9 @@ def proposed(form: str, device: torch.device, by_kernels: bool) -> tuple[Tree, l
     slots = slots_of(table, range(1, len(SLOTS) + 1))
     drafter.prepare(CommittedLengths(tuple(table.prefix_len[1:].tolist()), exact=True))
     if by_kernels:
-        sampler = Sampler.by_kernels(slots, ALL_SAMPLING, slots.num_tokens, VOCAB)
+        sampler = kernel_sampler(slots, ALL_SAMPLING, slots.num_tokens)
     else:
-        sampler = Sampler.of(slots, ALL_SAMPLING, slots.num_tokens, STEPS + 1, VOCAB, torch.float32)
+        sampler = make_sampler(slots, ALL_SAMPLING, slots.num_tokens, STEPS + 1, VOCAB, torch.float32)
     return drafter.begin(slots)(sampler), [plane for stack in pages.draft for plane in stack.stacked]
 
 

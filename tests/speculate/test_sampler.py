@@ -6,7 +6,7 @@ import torch
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
 from espalier.sampling.logit_processors import Above
 from espalier.speculate import sampler as draws_module
-from espalier.speculate.sampler import Sampler
+from espalier.speculate.sampler import KernelSampler, kernel_sampler, make_sampler
 from espalier.speculate.tree import Tree
 from tests.kernels.sampled import ALL_SAMPLING, ASKED, random_above, random_logits, slots_of, table_of
 
@@ -20,8 +20,8 @@ def draws_of(device, asked=ASKED):
     """(by the kernels, in plain torch) for the same slots."""
     first = torch.arange(97, 97 + len(asked))
     there, here = (slots_of(table_of(asked, VOCAB, at), range(1, len(asked) + 1)) for at in (device, first.device))
-    plain = Sampler.of(here, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float64)
-    return Sampler.by_kernels(there, ALL_SAMPLING, first.to(device), VOCAB), plain
+    plain = make_sampler(here, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float64)
+    return kernel_sampler(there, ALL_SAMPLING, first.to(device)), plain
 
 
 def tree_of(batch: int, seed: int = 0) -> Tree:
@@ -85,7 +85,7 @@ def test_rows_at_consecutive_positions(kernel_device):
     logits = random_logits(5, batch, queries, VOCAB, dtype=torch.float64).to(kernel_device)
     scores = torch.zeros(batch, queries, device=kernel_device)
     for sampler in draws_of(kernel_device):
-        at = kernel_device if sampler.slot_rows is not None else "cpu"
+        at = kernel_device if isinstance(sampler, KernelSampler) else "cpu"
         ids, best = sampler.children(logits.to(at), None, 0, scores.to(at), 3, None, stride=1)
         for q in range(queries):
             row = slice(q, q + 1)
@@ -115,8 +115,8 @@ def test_a_captured_launch_reads_what_the_table_holds_at_replay(kernel_device):
     above = Above(tree.tokens, tree.ancestors)
 
     def launch():
-        sampler = Sampler.of(slots, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float32)
-        assert sampler.slot_rows is not None
+        sampler = make_sampler(slots, ALL_SAMPLING, first, WIDTH, VOCAB, torch.float32)
+        assert isinstance(sampler, KernelSampler)
         return sampler.pick_nodes(logits, tree).tokens, *sampler.children(logits, None, 2, scores, 3, above)
 
     before = [value.clone() for value in launch()]

@@ -1,6 +1,6 @@
 """The top-k children of each draft row, scored with the Gumbel noise that the target will sample with.
 
-The reference is Sampler.children in espalier/speculate/sampler.py on a CPU.  The first kernel has one program per (row,
+The reference is espalier/speculate/sampler.py:TorchSampler.children.  The first kernel has one program per (row,
 split of the draft vocabulary): it reads the logits once and writes the split's top k, maximum and sum of exponentials.
 The second kernel merges the splits, one program per row.  The splits depend only on the vocabulary size, so a row's
 children do not depend on the batch.

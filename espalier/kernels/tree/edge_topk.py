@@ -6,7 +6,7 @@ the edges, a product of low rank, to the depth's logits, and writes these with e
 exponentials.  The second kernel has one program per row: the best columns are in the splits with the best maxima, so it
 reads only these.  The third ranks the next depth's rows, one program per request.
 
-The reference is Sampler.next_depth in espalier/speculate/sampler.py on a CPU.  Like draft_topk.py, this file may draft
+The reference is espalier/speculate/sampler.py:TorchSampler.next_depth.  Like draft_topk.py, this file may draft
 other tokens than the reference; the emitted tokens are the same.  Children are ordered by logits in float32, and ties
 go to the lower column.
 

@@ -137,7 +137,7 @@ def _as_tiles(shared: GatedMLP, gate_up: ExpertMatrix, down: ExpertMatrix) -> Sh
     wide, narrow = (layer.weight.dense_tensor() for layer in layers)
     if wide is None or narrow is None or not isinstance(gate_up, Tensor) or not isinstance(down, Tensor):
         return None
-    is_plain = all(layer.bias is None and layer.reduce is None for layer in layers)
+    is_plain = all(layer.bias is None for layer in layers)
     if not is_plain or wide.dtype != gate_up.dtype or narrow.shape[1] % down.shape[2]:
         return None
     return SharedExperts(wide, narrow) if wide.is_contiguous() and narrow.is_contiguous() else None

@@ -1,7 +1,5 @@
 """A linear layer: a weight of any format, a bias, and a hook that sums the results of shards."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
@@ -11,19 +9,13 @@ from espalier.models.weight_formats import Weight
 
 
 class Linear:
-    """y = x · weightᵀ + bias.  The weight may stack several projections of one input.
+    """y = x · weightᵀ + bias.  The weight may stack several projections of one input."""
 
-    reduce: sums the results of all shards; for a weight that is one shard along the columns of a matrix.
-    """
+    __slots__ = ("weight", "bias")
 
-    __slots__ = ("weight", "bias", "reduce")
-
-    def __init__(
-        self, weight: Weight, bias: Tensor | None = None, reduce: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
+    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
-        self.reduce = reduce
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -31,7 +23,7 @@ class Linear:
 
     def rows_from(self, first: int) -> "Linear":
         """The layer that gives outputs first .. out-1, on the same weight."""
-        return Linear(self.weight.rows_from(first), None if self.bias is None else self.bias[first:], self.reduce)
+        return Linear(self.weight.rows_from(first), None if self.bias is None else self.bias[first:])
 
     @property
     def rounding(self) -> InputScales | None:
@@ -51,15 +43,10 @@ class Linear:
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
     def in_parts(self, x: Rows) -> Tensor:
-        """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after).
-
-        An all-reduce (`reduce`) belongs here, before the norm that reads the parts.
-        """
+        """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after)."""
         if isinstance(x, RoundedRows):
-            parts = self.weight.of_rounded(x, self.bias, "parts")
-        else:
-            parts = self.weight.parts(x, self.bias)
-        return parts if self.reduce is None else self.reduce(parts)
+            return self.weight.of_rounded(x, self.bias, "parts")
+        return self.weight.parts(x, self.bias)
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
         """x [rows, in] -> out [weight.num_parts(rows), rows, out], float32 at least, which the reader sums."""

@@ -10,9 +10,7 @@ from typing import Any
 from espalier.errors import EspalierError
 from espalier.models.weight_formats.awq import read_awq
 from espalier.models.weight_formats.base import (
-    WHOLE,
     FormatOf,
-    Shard,
     StoredTensor,
     Weight,
     WeightFormat,
@@ -28,9 +26,7 @@ from espalier.models.weight_formats.mxfp4 import read_mxfp4
 __all__ = [
     "FORMATS",
     "QUANTISATION_FIELDS",
-    "WHOLE",
     "FormatOf",
-    "Shard",
     "StoredTensor",
     "Weight",
     "WeightFormat",

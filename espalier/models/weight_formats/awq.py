@@ -39,9 +39,9 @@ class AwqFormat(QuantisedFormat):
         require_multiple(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
         return (
-            StoredTensor(".qweight", (columns, packed), torch.int32, row_dim=1, column_dim=0),
-            StoredTensor(".qzeros", (groups, packed), torch.int32, row_dim=1, column_dim=0),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, row_dim=1, column_dim=0),
+            StoredTensor(".qweight", (columns, packed), torch.int32, row_dim=1),
+            StoredTensor(".qzeros", (groups, packed), torch.int32, row_dim=1),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, row_dim=1),
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:

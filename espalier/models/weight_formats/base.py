@@ -96,43 +96,19 @@ class LastRows(Weight):
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One of `count` equal shards of a matrix.
-
-    along "rows": the results of the shards are concatenated; along "columns": they are summed.
-    """
-
-    index: int = 0
-    count: int = 1
-    along: Literal["rows", "columns"] = "rows"
-
-    def cut(self, rows: int, columns: int) -> tuple[int, int]:
-        """The shape of one shard of a matrix [rows, columns]."""
-        return (rows // self.count, columns) if self.along == "rows" else (rows, columns // self.count)
-
-
-WHOLE = Shard()
-
-
-@dataclass(frozen=True)
 class StoredTensor:
     """One of the tensors that a checkpoint stores for a matrix.
 
     suffix: its name is the matrix's name and this suffix.
     dtype: None for a floating-point tensor, which is cast to the model's dtype.  A tensor of a given dtype keeps it; of
     several dtypes it keeps the one that it has.
-    row_dim, column_dim: its dimensions that are the matrix's rows and columns; None if every row (or column) of the
-    matrix needs the whole tensor.
-    ragged: the directions along which an entry covers several rows (or columns) and the last entry fewer, as the scales
-    of blocks may.  Along these a tensor cannot be cut.
+    row_dim: its dimension that is the matrix's rows; None if every row of the matrix needs the whole tensor.
     """
 
     suffix: str
     shape: tuple[int, ...]
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
     row_dim: int | None = None
-    column_dim: int | None = None
-    ragged: tuple[Literal["rows", "columns"], ...] = ()
 
 
 class WeightFormat(ABC):
@@ -167,21 +143,6 @@ class WeightFormat(ABC):
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a tensor keeps its stored dtype in memory.  Other tensors are cast to the model's dtype."""
         return False
-
-    def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
-        """The slices of a stored tensor that a shard needs.  Raises EspalierError if it does not divide evenly."""
-        slices = [slice(0, size) for size in stored.shape]
-        dim = stored.row_dim if shard.along == "rows" else stored.column_dim
-        if dim is None or shard.count == 1:
-            return tuple(slices)
-        size, remainder = divmod(stored.shape[dim], shard.count)
-        if remainder or shard.along in stored.ragged:
-            raise EspalierError(
-                f"{stored.suffix} {list(stored.shape)} in format {self.name} cannot be cut into {shard.count} equal "
-                f"shards along its {shard.along}; use another number of devices"
-            )
-        slices[dim] = slice(shard.index * size, (shard.index + 1) * size)
-        return tuple(slices)
 
 
 # The format of a matrix, by its name in the checkpoint, such as model.layers.0.mlp.up_proj.

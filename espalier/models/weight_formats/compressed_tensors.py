@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix, unpack_nibbles
-from espalier.models.weight_formats.base import FormatOf, Shard, StoredTensor, WeightFormat
+from espalier.models.weight_formats.base import FormatOf, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.fp8 import Fp8Format, read_block
 from espalier.models.weight_formats.quantised import (
@@ -53,25 +53,22 @@ class PackedFormat(QuantisedFormat):
         require_multiple(self.name, "columns", columns, NIBBLES_OF_INT32)
         require_multiple(self.name, "columns", columns, group)
         groups, packed = columns // group, columns // NIBBLES_OF_INT32
-        # One group for all columns is needed by every shard along them.
-        column_dim = None if self.group is None else 1
         tensors = [
-            StoredTensor(".weight_packed", (rows, packed), torch.int32, row_dim=0, column_dim=1),
-            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, row_dim=0, column_dim=column_dim),
+            StoredTensor(".weight_packed", (rows, packed), torch.int32, row_dim=0),
+            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, row_dim=0),
             StoredTensor(".weight_shape", (2,), (torch.int64, torch.int32)),
         ]
         if self.zero_points:
             require_multiple(self.name, "rows", rows, NIBBLES_OF_INT32)
             shape = (rows // NIBBLES_OF_INT32, groups)
-            tensors.append(StoredTensor(".weight_zero_point", shape, torch.int32, row_dim=0, column_dim=column_dim))
+            tensors.append(StoredTensor(".weight_zero_point", shape, torch.int32, row_dim=0))
         if self.g_idx:
-            tensors.append(StoredTensor(".weight_g_idx", (columns,), torch.int32, column_dim=0))
+            tensors.append(StoredTensor(".weight_g_idx", (columns,), torch.int32))
         return tuple(tensors)
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         for count, shape in zip(rows, tensors[".weight_shape"].tolist(), strict=True):
-            # Of a shard it is the whole matrix's.
-            if shape[0] % count or shape[1] % columns:
+            if shape != [count, columns]:
                 raise EspalierError(
                     f"weight_shape is {shape}, but config.json needs {[count, columns]}; download both again"
                 )
@@ -82,11 +79,6 @@ class PackedFormat(QuantisedFormat):
             stored = codes
             codes = packed_rows(lambda begin, end: unpack_nibbles(stored[begin:end])[:, order], len(stored))
         return nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
-
-    def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
-        if self.g_idx and shard.along == "columns" and shard.count > 1:
-            raise EspalierError(f"format {self.name} with g_idx cannot be cut along its columns; use one device")
-        return super().cut(stored, shard)
 
 
 def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:

@@ -102,7 +102,7 @@ class DenseFormat(WeightFormat):
     name = DENSE
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        return (StoredTensor(".weight", (rows, columns), row_dim=0, column_dim=1),)
+        return (StoredTensor(".weight", (rows, columns), row_dim=0),)
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         return dense_weight(tensors[".weight"])

@@ -47,13 +47,9 @@ class Fp8Format(QuantisedFormat):
             scale = StoredTensor(self.scale, (1,), SCALE_DTYPES)
         else:
             shape = (-(-rows // row_block), -(-columns // (column_block or columns)))
-            ragged: tuple[Literal["rows", "columns"], ...] = ("rows",) if rows % row_block else ()
-            if column_block is not None and columns % column_block:
-                ragged += ("columns",)
-            # A single scale for all columns is needed by all shards along them.
-            scale = StoredTensor(self.scale, shape, SCALE_DTYPES, 0, None if column_block is None else 1, ragged)
+            scale = StoredTensor(self.scale, shape, SCALE_DTYPES, row_dim=0)
         static = (StoredTensor(".input_scale", (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
-        return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
+        return StoredTensor(".weight", (rows, columns), FP8, row_dim=0), scale, *static
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         scales, row_block = self._scales(tensors[self.scale], rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix
-from espalier.models.weight_formats.base import FormatOf, Shard, StoredTensor
+from espalier.models.weight_formats.base import FormatOf, StoredTensor
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
@@ -52,10 +52,10 @@ class GptqFormat(QuantisedFormat):
         require_multiple(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
         return (
-            StoredTensor(".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, row_dim=1, column_dim=0),
-            StoredTensor(".qzeros", (groups, packed), torch.int32, row_dim=1, column_dim=0),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, row_dim=1, column_dim=0),
-            StoredTensor(".g_idx", (columns,), torch.int32, column_dim=0),
+            StoredTensor(".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, row_dim=1),
+            StoredTensor(".qzeros", (groups, packed), torch.int32, row_dim=1),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, row_dim=1),
+            StoredTensor(".g_idx", (columns,), torch.int32),
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
@@ -69,12 +69,6 @@ class GptqFormat(QuantisedFormat):
         zeros = unpack_int32(tensors[".qzeros"] + self.stored_offset * ONE_EACH, 1).T.contiguous()
         scales = tensors[".scales"].T.contiguous()
         return nibble_matrix("int4", packed_rows(block, sum(rows)), scales, group, zeros, order)
-
-    def cut(self, stored: StoredTensor, shard: Shard) -> tuple[slice, ...]:
-        if shard.along == "columns" and shard.count > 1:
-            # g_idx may spread every group over all shards.
-            raise EspalierError(f"format {self.name} cannot be cut along its columns; use one device")
-        return super().cut(stored, shard)
 
 
 def read_gptq(quantisation: Mapping[str, Any]) -> FormatOf:
