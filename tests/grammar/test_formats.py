@@ -1,5 +1,6 @@
 """Formats are exact: what comes is a date of the calendar, an address, a length that the schema allows."""
 
+import base64
 import datetime
 import ipaddress
 import json
@@ -89,6 +90,10 @@ def test_addresses_are_those_that_python_reads(seed):
         ("duration", "P", False),
         ("duration", "PT", False),
         ("duration", "P1D2Y", False),
+        ("byte", "aGk=", True),
+        ("byte", "aGk", False),
+        ("byte", "aGl=", False),
+        ("ipv4interface", "1.2.3.4/33", False),
         ("uri", "https://user@[::1]:80/a%20b?c#d", True),
         ("uri", "mailto:a@b.c", True),
         ("uri", "/a", False),
@@ -115,6 +120,11 @@ READERS = {
     "date-time": lambda text: datetime.datetime.fromisoformat(text).tzinfo is not None,
     "ipv4": ipaddress.IPv4Address,
     "ipv6": ipaddress.IPv6Address,
+    "ipv4interface": ipaddress.IPv4Interface,
+    "ipv6interface": ipaddress.IPv6Interface,
+    "ipvanyaddress": ipaddress.ip_address,
+    "base64": lambda text: base64.b64encode(base64.b64decode(text, validate=True)).decode() == text,
+    "base64url": lambda text: base64.urlsafe_b64encode(base64.urlsafe_b64decode(text)).decode() == text,
     "hostname": lambda text: len(text) <= 253 and all(1 <= len(label) <= 63 for label in text.split(".")),
     "email": lambda text: len(text.split("@")[0]) <= 64 and len(text) <= 254,
     "uri": lambda text: urlsplit(text).scheme,
