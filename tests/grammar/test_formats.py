@@ -156,6 +156,7 @@ LENGTHS = [
     ({"pattern": "^[a-z0-9]+(-[a-z0-9]+)*$"}, 1, 20),
     ({"pattern": "^[^@]+@[^@]+$"}, 0, 9),
     ({"pattern": "^(ab)*(é|\\d{2,})?$"}, 4, 7),
+    ({"pattern": "^(abc)*$"}, 4, 12),
     ({"pattern": "a"}, 0, 4),
     ({"pattern": "^(a|bb|ccc){2,}$"}, 5, 9),
     ({"pattern": "^([a-f]|b{7})$"}, 0, 3),
@@ -204,6 +205,8 @@ def test_an_integer_of_a_format_has_its_bits(name):
     for value in (least, most, 0):
         assert accepts(form, str(value))
     assert not accepts(form, str(most + 1)) and not accepts(form, str(least - 1))
+    wide = compiled(Grammar.of_json_schema({"type": "integer", "format": "int8", "minimum": -200, "maximum": 200}))
+    assert [accepts(wide, text) for text in ("-129", "-128", "127", "128")] == [False, True, True, False]
     narrow = compiled(Grammar.of_json_schema({"type": "integer", "format": name, "minimum": 1, "exclusiveMaximum": 3}))
     assert [accepts(narrow, str(value)) for value in range(5)] == [False, True, True, False, False]
 
