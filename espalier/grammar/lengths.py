@@ -31,27 +31,31 @@ def bounds(node: Node) -> tuple[int, float]:
     return low * node.least, high * (inf if node.most is None else node.most) if high else 0
 
 
-def _at_most(node: Node, most: int) -> Node:
+def _at_most(node: Node, most: int, level: int = 0) -> Node:
+    """level: repetitions around the node."""
     low, high = bounds(node)
     if high <= most:
         return node
     if low > most or isinstance(node, Chars):
         return NOTHING
     if isinstance(node, Alt):
-        return alt([_at_most(branch, most) for branch in node.branches])
+        return alt([_at_most(branch, most, level) for branch in node.branches])
     if isinstance(node, Seq):
-        return _share(node.parts, most - low)
+        return _share(node.parts, most - low, level)
     assert isinstance(node, Repeat)
     low, high = bounds(node.part)
     if low == high:
         return repeat(node.part, node.least, most // low)
     limit = most // max(low, 1) if node.most is None else min(node.most, most // max(low, 1))
-    # A few that are long, or many that are short.
-    shapes = sorted({max(node.least, min(limit, times)) for times in (1, 3, isqrt(most))} - {0})
-    return alt([repeat(_at_most(node.part, most // times), node.least, times) for times in shapes] or [EMPTY])
+    # A few that are long, or many that are short.  Each level multiplies the shapes.
+    counts = (1, 3, isqrt(most)) if level < 2 else (isqrt(most),)
+    shapes = sorted({max(node.least, min(limit, times)) for times in counts} - {0})
+    return alt(
+        [repeat(_at_most(node.part, most // times, level + 1), node.least, times) for times in shapes] or [EMPTY]
+    )
 
 
-def _share(parts: tuple[Node, ...], spare: int) -> Node:
+def _share(parts: tuple[Node, ...], spare: int, level: int) -> Node:
     """The parts, which have `spare` characters above their least together."""
     made = []
     found = [bounds(part) for part in parts]
@@ -59,7 +63,7 @@ def _share(parts: tuple[Node, ...], spare: int) -> Node:
         # What those behind cannot use is for this one.
         behind = [above - below for below, above in found[i + 1 :] if above > below]
         share = max(spare // (1 + len(behind)), spare - sum(behind) if inf not in behind else 0)
-        made.append(_at_most(part, low + int(share)) if high > low + share else part)
+        made.append(_at_most(part, low + int(share), level) if high > low + share else part)
         spare -= int(min(bounds(made[-1])[1], low + share)) - low
     return seq(made)
 

@@ -99,6 +99,15 @@ def num_states(node: Node) -> int:
     return 1
 
 
+def num_ranges(node: Node) -> int:
+    """Ranges of characters in all classes of the node, as often as they are written."""
+    if isinstance(node, Chars):
+        return len(node.ranges)
+    if isinstance(node, Repeat):
+        return num_ranges(node.part)
+    return sum(map(num_ranges, node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ()))
+
+
 def text_of(node: Node) -> str:
     """The regex in ASCII, of classes, groups and repetitions alone, which no part of xgrammar reads otherwise."""
     if isinstance(node, Chars):

@@ -210,6 +210,7 @@ REFUSED = [
     ("a{3,1}", "above its most", "swap"),
     ("a{200000}", "more than", "lower"),
     ("((a{1000}){1000})", "repetitions of more than", "lower"),
+    (r"\W" * 1000, "classes of more than", "repeat"),
     ("^*a", "repetition of '^'", "repeat"),
     ("a^b", "'^' in the middle at position 1", r"\^"),
     ("a$b", "'$' in the middle at position 1", r"\$"),
