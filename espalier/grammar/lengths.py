@@ -4,9 +4,11 @@ Where several parts vary, they share the length.  So the result may allow fewer 
 never more.
 """
 
-from math import inf, isqrt
+from math import inf
 
 from espalier.grammar.regex_tree import EMPTY, NOTHING, Alt, Chars, Node, Repeat, Seq, alt, repeat, seq
+
+WORD = 10
 
 
 def of_length(node: Node, least: int, most: int | None) -> Node:
@@ -31,31 +33,28 @@ def bounds(node: Node) -> tuple[int, float]:
     return low * node.least, high * (inf if node.most is None else node.most) if high else 0
 
 
-def _at_most(node: Node, most: int, level: int = 0) -> Node:
-    """level: repetitions around the node."""
+def _at_most(node: Node, most: int) -> Node:
     low, high = bounds(node)
     if high <= most:
         return node
     if low > most or isinstance(node, Chars):
         return NOTHING
     if isinstance(node, Alt):
-        return alt([_at_most(branch, most, level) for branch in node.branches])
+        return alt([_at_most(branch, most) for branch in node.branches])
     if isinstance(node, Seq):
-        return _share(node.parts, most - low, level)
+        return _share(node.parts, most - low)
     assert isinstance(node, Repeat)
     low, high = bounds(node.part)
     if low == high:
         return repeat(node.part, node.least, most // low)
     limit = most // max(low, 1) if node.most is None else min(node.most, most // max(low, 1))
-    # A few that are long, or many that are short.  Each level multiplies the shapes.
-    counts = (1, 3, isqrt(most)) if level < 2 else (isqrt(most),)
-    shapes = sorted({max(node.least, min(limit, times)) for times in counts} - {0})
-    return alt(
-        [repeat(_at_most(node.part, most // times, level + 1), node.least, times) for times in shapes] or [EMPTY]
-    )
+    # Words of about WORD characters.  Several shapes side by side would be a choice that xgrammar reads wrongly.
+    size = int(min(high, max(low, WORD)))
+    times = max(node.least, min(limit, most // size or 1))
+    return repeat(_at_most(node.part, most // times), node.least, times) if times else EMPTY
 
 
-def _share(parts: tuple[Node, ...], spare: int, level: int) -> Node:
+def _share(parts: tuple[Node, ...], spare: int) -> Node:
     """The parts, which have `spare` characters above their least together."""
     made = []
     found = [bounds(part) for part in parts]
@@ -63,7 +62,7 @@ def _share(parts: tuple[Node, ...], spare: int, level: int) -> Node:
         # What those behind cannot use is for this one.
         behind = [above - below for below, above in found[i + 1 :] if above > below]
         share = max(spare // (1 + len(behind)), spare - sum(behind) if inf not in behind else 0)
-        made.append(_at_most(part, low + int(share), level) if high > low + share else part)
+        made.append(_at_most(part, low + int(share)) if high > low + share else part)
         spare -= int(min(bounds(made[-1])[1], low + share)) - low
     return seq(made)
 

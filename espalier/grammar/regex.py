@@ -142,10 +142,10 @@ def _side(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Nod
     """Resolve the anchors of one side.  other: what comes there without an anchor."""
     if isinstance(node, Alt):
         return alt([_side(branch, is_start, other, regex, kind) for branch in node.branches])
-    parts = list(node.parts) if isinstance(node, Seq) else [node]
+    parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
     at = 0 if is_start else -1
-    if parts and isinstance(parts[at], Anchor) and parts[at].is_start == is_start:
-        while parts and isinstance(parts[at], Anchor) and parts[at].is_start == is_start:
+    if parts and _is_anchor(parts[at], is_start):
+        while parts and _is_anchor(parts[at], is_start):
             parts.pop(at)
         _require_none(Seq(tuple(parts)), is_start, regex, kind)
         return seq(parts)
@@ -156,6 +156,10 @@ def _side(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Nod
         return seq([made, *parts] if is_start else [*parts, made])
     _require_none(node, is_start, regex, kind)
     return seq([other, *parts] if is_start else [*parts, other])
+
+
+def _is_anchor(node: Node, is_start: bool) -> bool:
+    return isinstance(node, Anchor) and node.is_start == is_start
 
 
 def _require_none(node: Node, is_start: bool, regex: str, kind: str) -> None:
@@ -280,8 +284,7 @@ class _Reader:
         at, char = self.at, self._next()
         counts: tuple[int, int | None]
         if char == "{" and (found := self._counts()) is not None:
-            *bounds, self.at = found
-            counts = bounds[0], bounds[1]
+            counts, self.at = found[:2], found[2]
         elif char and char in "*+?":
             counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
             self.at += 1
