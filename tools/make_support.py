@@ -7,7 +7,10 @@ from pathlib import Path
 from espalier.attention.matrix import limits, matrix
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.grammar import KINDS
-from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS, MAX_MULTIPLE, STRING_FORMATS
+from espalier.grammar.formats import ANNOTATING, INTEGERS
+from espalier.grammar.formats import FORMATS as STRING_FORMATS
+from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS
+from espalier.grammar.schema_values import MAX_MULTIPLE, MAX_VALUES
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.block_config import EDGE_KINDS
 from espalier.models.config import NEUTRAL, Family
@@ -128,6 +131,10 @@ def schemas() -> str:
     return table(["type", "enforced"], rows)
 
 
+def annotating() -> str:
+    return "; ".join(f"for `{name}`, {codes(sorted(formats))}" for name, formats in ANNOTATING.items())
+
+
 def neutral() -> str:
     def plain(value: object) -> str:
         return "absent" if value is None else f"`{value}`"
@@ -239,12 +246,24 @@ Also {codes(COMBINING)}. No other keyword may stand beside one of them, except `
 - `$ref` refers to a place in the same schema. `allOf` has one schema.
 - The schemas of `oneOf` must exclude each other: by type, or by the constant texts of a property that all of them
   require.
-- `pattern` and `format` stand alone in a string. A pattern has no lookarounds and no characters that JSON escapes. Its
-  anchors are at its ends or at the ends of its alternatives.
+- Strings with `pattern`, `format`, `minLength` or `maxLength` have no characters that JSON escapes: no quotation marks,
+  backslashes, newlines or other control characters. Strings without these have all characters.
+- `pattern` is searched for, as JSON Schema says: a side without `^` or `$` is open. Its dialect is that of
+  [regular expressions](server.md#regular-expressions). `pattern` does not stand beside `format`.
+- `minLength` and `maxLength` beside `pattern` or `format` are exact if one part of it varies in length. If several do,
+  they share the length, so some valid texts cannot come.
+- `uniqueItems` is for items whose values can be listed (enums, constants, booleans, integers between bounds), with at
+  most {MAX_VALUES} possible arrays, or `maxItems` 1. Elsewhere leave it out (in pydantic, a list for a set) and drop
+  equal items of the output.
+- A schema is refused if a part of it has no finite value, because it always needs itself again.
 - Integers have 64 bits. A number with a bound has at most six decimals.
 - `multipleOf` is for integers: with two bounds, or with none and at most {MAX_MULTIPLE}.
 - `minProperties` above 1 needs named properties.
-- Formats: {codes(sorted(STRING_FORMATS))}.
+- Formats of strings: {codes(sorted(STRING_FORMATS))}. They are
+  exact. A time has a zone and no second 60. Host names have at most four labels of at most 23 characters. A `uri` with
+  `maxLength` has `//`, and a path and a query of bounded length.
+- Formats of integers: {codes(INTEGERS)}, as bounds.
+- Formats without effect: {annotating()}.
 - Without effect: {codes(sorted(ANNOTATIONS))}, and `uniqueItems` false.
 
 ## Refused in a config.json

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from espalier.errors import EspalierError, shown
@@ -17,7 +17,7 @@ RULE, SEQUENCE, CHOICES, REPEAT = 4, 5, 6, 8
 
 def require_finite_values(made: Mapping[str, Any]) -> None:
     """made: the enforceable schema of each place, behind which all references lead.  Raises EspalierError."""
-    ends = _least_fixpoint(made, lambda schema, ends: _ends(schema, ends))
+    ends = _least_fixpoint(made, _ends, _references)
     # The innermost place is the one to change.
     endless = sorted(made.keys() - ends, key=lambda place: (-place.count("/"), place))
     if endless:
@@ -25,12 +25,34 @@ def require_finite_values(made: Mapping[str, Any]) -> None:
         raise refused(endless[0], what, "make the reference optional, or give it another branch")
 
 
-def _least_fixpoint(parts: Mapping[Any, Any], ends: Callable[[Any, set[Any]], bool]) -> set[Any]:
-    """The names of the parts that end, given those that are known to end."""
+def _least_fixpoint(
+    parts: Mapping[Any, Any], ends: Callable[[Any, set[Any]], bool], needs: Callable[[Any], Iterable[Any]]
+) -> set[Any]:
+    """The names of the parts that end, given those that are known to end.  needs: the names that a part refers to."""
+    waiting: dict[Any, list[Any]] = {}
+    for name, part in parts.items():
+        for needed in needs(part):
+            waiting.setdefault(needed, []).append(name)
     found: set[Any] = set()
-    while new := {name for name, part in parts.items() if name not in found and ends(part, found)}:
-        found |= new
+    to_try = list(parts)
+    while to_try:
+        name = to_try.pop()
+        if name not in found and ends(parts[name], found):
+            found.add(name)
+            to_try += waiting.get(name, ())
     return found
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        if isinstance(schema.get("$ref"), str):
+            yield schema["$ref"]
+        for name, value in schema.items():
+            if name not in ("enum", "$defs", "definitions"):
+                yield from _references(value)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _references(each)
 
 
 def _ends(schema: Any, known: set[str]) -> bool:
@@ -99,7 +121,7 @@ def _endless_rules(read: dict[str, Any]) -> list[str]:
             return all(each) if kind == SEQUENCE else any(each)
         return True
 
-    known = _least_fixpoint(bodies, ends)
+    known = _least_fixpoint(bodies, ends, lambda body: _rules_in(body, parts))
     reached, new = set(), {read["root_rule_id"]}
     while new:
         reached |= new

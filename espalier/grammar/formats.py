@@ -46,6 +46,12 @@ def _uuid(version: str = "[0-9a-fA-F]", variant: str = "[0-9a-fA-F]") -> str:
     return f"{digit}{{8}}-{digit}{{4}}-{version}{digit}{{3}}-{variant}{digit}{{3}}-{digit}{{12}}"
 
 
+def _base64(signs: str) -> str:
+    """Four characters for three bytes.  The last bits that stand for no byte are 0."""
+    char = f"[A-Za-z0-9{signs}]"
+    return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
+
+
 # A label of at most 23 characters.  Each character more is a state more, and so time to compile.
 _LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,11}"
 _HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
@@ -85,6 +91,12 @@ FORMATS: Mapping[str, str] = {
     "hostname": _HOST,
     "ipv4": _IPV4,
     "ipv6": _ipv6(),
+    "ipvanyaddress": f"(?:{_IPV4}|{_ipv6()})",
+    "ipv4interface": f"{_IPV4}/(?:3[0-2]|[12]?[0-9])",
+    "ipv6interface": f"{_ipv6()}/(?:12[0-8]|1[01][0-9]|[1-9]?[0-9])",
+    "base64": _base64("+/"),
+    "byte": _base64("+/"),
+    "base64url": _base64("_\\-"),
     "uuid": _uuid(),
     **{f"uuid{version}": _uuid(str(version), "[89abAB]") for version in (1, 3, 4, 5, 6, 7, 8)},
     "uri": _URI,
@@ -95,7 +107,7 @@ FORMATS: Mapping[str, str] = {
 }
 # Formats that say how a value is used.  They limit nothing.
 ANNOTATING: Mapping[str, frozenset[str]] = {
-    "string": frozenset("binary byte base64url password path file-path directory-path".split()),
+    "string": frozenset("binary password path file-path directory-path".split()),
     "integer": frozenset(("time-delta",)),
     "number": frozenset("float double decimal time-delta".split()),
 }

@@ -4,9 +4,11 @@ Where several parts vary, they share the length.  So the result may allow fewer 
 never more.
 """
 
-from math import inf, isqrt
+from math import inf
 
 from espalier.grammar.regex_tree import EMPTY, NOTHING, Alt, Chars, Node, Repeat, Seq, alt, repeat, seq
+
+WORD = 10
 
 
 def of_length(node: Node, least: int, most: int | None) -> Node:
@@ -46,9 +48,10 @@ def _at_most(node: Node, most: int) -> Node:
     if low == high:
         return repeat(node.part, node.least, most // low)
     limit = most // max(low, 1) if node.most is None else min(node.most, most // max(low, 1))
-    # A few that are long, or many that are short.
-    shapes = sorted({max(node.least, min(limit, times)) for times in (1, 3, isqrt(most))} - {0})
-    return alt([repeat(_at_most(node.part, most // times), node.least, times) for times in shapes] or [EMPTY])
+    # Words of about WORD characters.  Several shapes side by side would be a choice that xgrammar reads wrongly.
+    size = int(min(high, max(low, WORD)))
+    times = max(node.least, min(limit, most // size or 1))
+    return repeat(_at_most(node.part, most // times), node.least, times) if times else EMPTY
 
 
 def _share(parts: tuple[Node, ...], spare: int) -> Node:

@@ -31,6 +31,7 @@ from espalier.grammar.regex_tree import (
     Repeat,
     Seq,
     alt,
+    num_ranges,
     num_states,
     repeat,
     seq,
@@ -40,7 +41,10 @@ from espalier.grammar.regex_tree import (
 
 MAX_DEPTH = 64
 MAX_STATES = 100_000
+MAX_RANGES = 100_000
 HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
+COUNTS = re.compile(r"\{([0-9]{1,9})(?:(,)([0-9]{0,9}))?\}")
+NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,63})>")
 POSIX_CLASS = re.compile(r"\[([:.=])[a-z]*\1\]")
 CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 # Escapes that other dialects have, and what to write for them.
@@ -108,6 +112,11 @@ def _checked(node: Node, regex: str, kind: str, remedy: str) -> Node:
         raise EspalierError(f"{kind} {shown(regex)} allows no text; {remedy}")
     if num_states(node) > MAX_STATES:
         raise EspalierError(f"{kind} {shown(regex)} has repetitions of more than {MAX_STATES} characters; lower them")
+    if num_ranges(node) > MAX_RANGES:
+        raise EspalierError(
+            f"{kind} {shown(regex)} has classes of more than {MAX_RANGES} ranges of characters; repeat a class with "
+            r"{...}, or write [^a-zA-Z0-9_] for \W"
+        )
     return node
 
 
@@ -133,10 +142,10 @@ def _side(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Nod
     """Resolve the anchors of one side.  other: what comes there without an anchor."""
     if isinstance(node, Alt):
         return alt([_side(branch, is_start, other, regex, kind) for branch in node.branches])
-    parts = list(node.parts) if isinstance(node, Seq) else [node]
+    parts: list[Node] = list(node.parts) if isinstance(node, Seq) else [node]
     at = 0 if is_start else -1
-    if parts and isinstance(parts[at], Anchor) and parts[at].is_start == is_start:
-        while parts and isinstance(parts[at], Anchor) and parts[at].is_start == is_start:
+    if parts and _is_anchor(parts[at], is_start):
+        while parts and _is_anchor(parts[at], is_start):
             parts.pop(at)
         _require_none(Seq(tuple(parts)), is_start, regex, kind)
         return seq(parts)
@@ -147,6 +156,10 @@ def _side(node: Node, is_start: bool, other: Node, regex: str, kind: str) -> Nod
         return seq([made, *parts] if is_start else [*parts, made])
     _require_none(node, is_start, regex, kind)
     return seq([other, *parts] if is_start else [*parts, other])
+
+
+def _is_anchor(node: Node, is_start: bool) -> bool:
+    return isinstance(node, Anchor) and node.is_start == is_start
 
 
 def _require_none(node: Node, is_start: bool, regex: str, kind: str) -> None:
@@ -250,28 +263,28 @@ class _Reader:
                 raise self._refuse(f"a {what} ({'(' + sign!r})", remedy, at)
         if not (self._take("?P<") or self._take("?<")):
             raise self._refuse("a flag in a group", "write both cases in a class, and groups as (?:...)", at)
-        name, found, _ = self.regex[self.at :].partition(">")
-        if not found or not name.isidentifier() or name in self.names:
-            raise self._refuse(f"a group with the name {shown(name)}", "use (...) without a name", at)
-        self.names.add(name)
-        self.at += len(name) + 1
+        found = NAME.match(self.regex, self.at)
+        if found is None or found[1] in self.names:
+            what = "a group without a name" if found is None else f"a second group with the name {found[1]!r}"
+            raise self._refuse(what, "use (...) without a name", at)
+        self.names.add(found[1])
+        self.at = found.end()
 
     # Repetitions
 
     def _counts(self) -> tuple[int, int | None, int] | None:
         """The counts in braces and the position behind them; None if there are none."""
-        inside, found, _ = self.regex[self.at + 1 :].partition("}")
-        least, comma, most = inside.partition(",")
-        if not found or not _is_count(least) or not (most == "" or _is_count(most)):
+        found = COUNTS.match(self.regex, self.at)
+        if found is None:
             return None
-        return int(least), int(most) if most else None if comma else int(least), self.at + len(inside) + 2
+        least, comma, most = int(found[1]), found[2], found[3]
+        return least, int(most) if most else None if comma else least, found.end()
 
     def _repeated(self, part: Node) -> Node:
         at, char = self.at, self._next()
         counts: tuple[int, int | None]
         if char == "{" and (found := self._counts()) is not None:
-            *bounds, self.at = found
-            counts = bounds[0], bounds[1]
+            counts, self.at = found[:2], found[2]
         elif char and char in "*+?":
             counts = {"*": (0, None), "+": (1, None), "?": (0, 1)}[char]
             self.at += 1
@@ -372,10 +385,6 @@ class _Reader:
             raise self._refuse(f"{char * 2!r} in a class", rf"write \{char} for the character", at)
         self.at += 1
         return self._literal(char, at)
-
-
-def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _chars(found: Characters) -> Node:

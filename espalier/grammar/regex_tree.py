@@ -1,6 +1,7 @@
 """A regular expression as a tree, and the same as text that xgrammar reads in one way only."""
 
 from dataclasses import dataclass
+from math import inf
 
 from espalier.grammar.characters import Ranges, common, of_text
 
@@ -63,9 +64,30 @@ def seq(parts: list[Node]) -> Node:
 
 def alt(branches: list[Node]) -> Node:
     """An empty branch becomes a repetition of the others: no text has two places for it."""
-    made = list(dict.fromkeys(branch for branch in branches if branch not in (EMPTY, NOTHING)))
+    made: list[Node] = []
+    for branch in dict.fromkeys(branches):
+        if branch not in (EMPTY, NOTHING):
+            _add_branch(made, branch)
     node = made[0] if len(made) == 1 else Alt(tuple(made))
     return repeat(node, 0, 1) if EMPTY in branches else node
+
+
+def _add_branch(made: list[Node], branch: Node) -> None:
+    """Add a branch, or join it with one that repeats the same part: xgrammar reads a|a{1,2} wrongly."""
+    part, least, most = _counts(branch)
+    for i, other in enumerate(made):
+        same, low, high = _counts(other)
+        if same == part and least <= high + 1 and low <= most + 1:
+            end = max(most, high)
+            made[i] = repeat(part, min(least, low), None if end == inf else int(end))
+            return
+    made.append(branch)
+
+
+def _counts(node: Node) -> tuple[Node, int, float]:
+    if isinstance(node, Repeat):
+        return node.part, node.least, inf if node.most is None else node.most
+    return node, 1, 1
 
 
 def repeat(part: Node, least: int, most: int | None) -> Node:
@@ -97,6 +119,15 @@ def num_states(node: Node) -> int:
     if isinstance(node, Repeat):
         return num_states(node.part) * max(node.least, node.most or 1)
     return 1
+
+
+def num_ranges(node: Node) -> int:
+    """Ranges of characters in all classes of the node, as often as they are written."""
+    if isinstance(node, Chars):
+        return len(node.ranges)
+    if isinstance(node, Repeat):
+        return num_ranges(node.part)
+    return sum(map(num_ranges, node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ()))
 
 
 def text_of(node: Node) -> str:

@@ -72,6 +72,8 @@ class _Walk:
         self.seen: dict[str, Any] = {}
         # What each place became.
         self.made: dict[str, Any] = {}
+        # The values behind a reference, where they can be listed.
+        self.listed: dict[str, list[Any] | None] = {}
         self.references: dict[str, str] = {}
         # The schemas of each oneOf, by its place.
         self.alternatives: dict[str, list[Any]] = {}
@@ -282,8 +284,13 @@ class _Walk:
         if not isinstance(made, dict) or depth > MAX_DEPTH:
             return None
         if "$ref" in made:
-            target = self._at(made["$ref"])
-            return None if target is None else self._listed(self.schema(target, made["$ref"], depth + 1), depth + 1)
+            place = made["$ref"]
+            if place not in self.listed:
+                self.listed[place] = None  # while it is read: it may refer to itself
+                target = self._at(place)
+                if target is not None:
+                    self.listed[place] = self._listed(self.schema(target, place, depth + 1), depth + 1)
+            return self.listed[place]
         if "anyOf" in made:
             lists = [self._listed(branch, depth + 1) for branch in made["anyOf"]]
             return None if None in lists else [value for each in lists if each for value in each]

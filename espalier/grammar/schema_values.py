@@ -110,8 +110,8 @@ def _with_format(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]
 
 def knows_format(name: str, format: Any) -> bool:
     """Whether values of the type have this format."""
-    known = {"string": FORMATS.keys(), "integer": INTEGERS.keys()}.get(name, frozenset())
-    return isinstance(format, str) and (format in known or format in ANNOTATING.get(name, frozenset()))
+    known = {*(FORMATS if name == "string" else INTEGERS if name == "integer" else ()), *ANNOTATING.get(name, ())}
+    return isinstance(format, str) and format in known
 
 
 def listed_values(made: dict[str, Any]) -> list[Any] | None:

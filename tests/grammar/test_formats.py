@@ -1,5 +1,6 @@
 """Formats are exact: what comes is a date of the calendar, an address, a length that the schema allows."""
 
+import base64
 import datetime
 import ipaddress
 import json
@@ -89,6 +90,10 @@ def test_addresses_are_those_that_python_reads(seed):
         ("duration", "P", False),
         ("duration", "PT", False),
         ("duration", "P1D2Y", False),
+        ("byte", "aGk=", True),
+        ("byte", "aGk", False),
+        ("byte", "aGl=", False),
+        ("ipv4interface", "1.2.3.4/33", False),
         ("uri", "https://user@[::1]:80/a%20b?c#d", True),
         ("uri", "mailto:a@b.c", True),
         ("uri", "/a", False),
@@ -115,6 +120,11 @@ READERS = {
     "date-time": lambda text: datetime.datetime.fromisoformat(text).tzinfo is not None,
     "ipv4": ipaddress.IPv4Address,
     "ipv6": ipaddress.IPv6Address,
+    "ipv4interface": ipaddress.IPv4Interface,
+    "ipv6interface": ipaddress.IPv6Interface,
+    "ipvanyaddress": ipaddress.ip_address,
+    "base64": lambda text: base64.b64encode(base64.b64decode(text, validate=True)).decode() == text,
+    "base64url": lambda text: base64.urlsafe_b64encode(base64.urlsafe_b64decode(text)).decode() == text,
     "hostname": lambda text: len(text) <= 253 and all(1 <= len(label) <= 63 for label in text.split(".")),
     "email": lambda text: len(text.split("@")[0]) <= 64 and len(text) <= 254,
     "uri": lambda text: urlsplit(text).scheme,
@@ -146,6 +156,7 @@ LENGTHS = [
     ({"pattern": "^[a-z0-9]+(-[a-z0-9]+)*$"}, 1, 20),
     ({"pattern": "^[^@]+@[^@]+$"}, 0, 9),
     ({"pattern": "^(ab)*(é|\\d{2,})?$"}, 4, 7),
+    ({"pattern": "^(abc)*$"}, 4, 12),
     ({"pattern": "a"}, 0, 4),
     ({"pattern": "^(a|bb|ccc){2,}$"}, 5, 9),
     ({"pattern": "^([a-f]|b{7})$"}, 0, 3),
@@ -194,6 +205,8 @@ def test_an_integer_of_a_format_has_its_bits(name):
     for value in (least, most, 0):
         assert accepts(form, str(value))
     assert not accepts(form, str(most + 1)) and not accepts(form, str(least - 1))
+    wide = compiled(Grammar.of_json_schema({"type": "integer", "format": "int8", "minimum": -200, "maximum": 200}))
+    assert [accepts(wide, text) for text in ("-129", "-128", "127", "128")] == [False, True, True, False]
     narrow = compiled(Grammar.of_json_schema({"type": "integer", "format": name, "minimum": 1, "exclusiveMaximum": 3}))
     assert [accepts(narrow, str(value)) for value in range(5)] == [False, True, True, False, False]
 

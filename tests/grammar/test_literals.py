@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from espalier.grammar import Grammar
@@ -25,6 +25,7 @@ def tag(part: dict) -> Grammar:
     return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": part}))
 
 
+@example(["0", "00"])
 @given(LISTS)
 def test_choices_are_exactly_those_given(texts):
     assert texts_of(Grammar.of_choices(texts)) == sorted(texts)

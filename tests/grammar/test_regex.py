@@ -4,6 +4,7 @@ import json
 import random
 import re
 from contextlib import suppress
+from itertools import product
 
 import jsonschema
 import pytest
@@ -65,17 +66,17 @@ def random_regex(rng: random.Random, depth: int = 0, breaks: tuple[str, ...] = B
 def random_texts(rng: random.Random, letters: str, form: xgrammar.CompiledGrammar, regex: str) -> list[str]:
     """Some of the letters, and some that the grammar allows, or nearly."""
     made = ["".join(rng.choices(letters, k=rng.randint(0, 4))) for _ in range(12)]
-    for text in ended_texts(form, (regex + " a1").encode(), 3):
+    for text in ended_texts(form, (regex + " a1").encode(), 3, 8):
         made += [text, text[:-1], text + rng.choice(letters)]
     return made
 
 
-def ended_texts(form: xgrammar.CompiledGrammar, often: bytes, walks: int) -> list[str]:
-    """Of random walks, those that ended soon."""
+def ended_texts(form: xgrammar.CompiledGrammar, often: bytes, walks: int, most: int) -> list[str]:
+    """Of random walks, those that ended soon: Python's re takes exponential time."""
     found = []
     for walk in range(walks):
         with suppress(TooLong):
-            found.append(random_text(form, random.Random(walk), most=200, often=often).decode())
+            found.append(random_text(form, random.Random(walk), most=most, often=often).decode())
     return found
 
 
@@ -108,9 +109,29 @@ def test_a_regex_means_what_it_means_in_python():
     assert compare_with_python(range(300)) > 1000
 
 
+def small_regex(rng: random.Random, depth: int = 0) -> str:
+    """Of two letters, with repetitions within each other."""
+    parts = []
+    for _ in range(rng.randint(1, 2)):
+        is_group = depth < 2 and rng.random() < 0.6
+        branches = "|".join(small_regex(rng, depth + 1) for _ in range(rng.randint(1, 2))) if is_group else ""
+        parts.append((f"({branches})" if is_group else rng.choice("ab")) + rng.choice(("", *TIMES[:7], "{2,}")))
+    return "".join(parts)
+
+
+def test_repetitions_within_each_other_mean_what_they_mean_in_python():
+    """All texts of two letters: where a part may end and also go on, an automaton is easily wrong."""
+    texts = ["".join(text) for size in range(6) for text in product("ab", repeat=size)]
+    for seed in range(200):
+        regex = small_regex(random.Random(seed))
+        form = compiled(Grammar("regex", regex))
+        wrong = [text for text in texts if accepts(form, text) != bool(re.fullmatch(regex, text))]
+        assert not wrong, (regex, wrong[:3])
+
+
 @pytest.mark.full
 def test_many_regexes_mean_what_they_mean_in_python():
-    assert compare_with_python(range(1000, 9000)) > 20_000
+    assert compare_with_python(range(1000, 5000)) > 10_000
 
 
 def compare_pattern(seed: int) -> int:
@@ -124,7 +145,7 @@ def compare_pattern(seed: int) -> int:
     except EspalierError as error:
         assert "allows no text" in str(error) or "range" in str(error), (pattern, str(error))
         return 0
-    texts = ended_texts(form, (pattern + ' a1"').encode(), 4)
+    texts = ended_texts(form, (pattern + ' a1"').encode(), 4, 40)
     for text in texts:
         assert jsonschema.Draft202012Validator(schema).is_valid(json.loads(text)), (pattern, text)
     if "maxLength" in schema:
@@ -137,12 +158,12 @@ def compare_pattern(seed: int) -> int:
 
 @pytest.mark.parametrize("seeds", [range(start, start + 50) for start in range(0, 200, 50)], ids=str)
 def test_a_pattern_is_searched_for_and_the_string_is_json(seeds):
-    assert sum(map(compare_pattern, seeds)) > 100
+    assert sum(map(compare_pattern, seeds)) > 50
 
 
 @pytest.mark.full
 def test_many_patterns_are_searched_for():
-    assert sum(map(compare_pattern, range(1000, 7000))) > 12_000
+    assert sum(map(compare_pattern, range(1000, 4000))) > 4000
 
 
 def test_both_readers_of_xgrammar_read_a_pattern_alike():
@@ -189,6 +210,7 @@ REFUSED = [
     ("a{3,1}", "above its most", "swap"),
     ("a{200000}", "more than", "lower"),
     ("((a{1000}){1000})", "repetitions of more than", "lower"),
+    (r"\W" * 1000, "classes of more than", "repeat"),
     ("^*a", "repetition of '^'", "repeat"),
     ("a^b", "'^' in the middle at position 1", r"\^"),
     ("a$b", "'$' in the middle at position 1", r"\$"),

@@ -72,7 +72,7 @@ def accepts(form: xgrammar.CompiledGrammar, text: str | bytes) -> bool:
 
 def language(form: xgrammar.CompiledGrammar) -> set[bytes]:
     """All texts of a finite grammar, spelled by single bytes."""
-    matcher = xgrammar.GrammarMatcher(form, terminate_without_stop_token=True)
+    matcher = xgrammar.GrammarMatcher(form)
     mask = np.zeros((1, mask_words(len(VOCABULARY))), dtype=np.int32)
     found, open_ends = set(), [b""]
     while open_ends:
@@ -81,7 +81,6 @@ def language(form: xgrammar.CompiledGrammar) -> set[bytes]:
         assert matcher.accept_string(text)
         if matcher.is_completed():
             found.add(text)
-        if not matcher.is_terminated():
-            matcher.fill_next_token_bitmask(mask)
-            open_ends += [text + bytes([token]) for token in allowed_tokens(mask[0]) if token < 256]
+        matcher.fill_next_token_bitmask(mask)
+        open_ends += [text + bytes([token]) for token in allowed_tokens(mask[0]) if token < 256]
     return found

@@ -67,7 +67,7 @@ REFUSED = [
     ({"guided_json": {"type": "array", "items": {}, "uniqueItems": True}}, "uniqueItems"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": OPEN, "strict": True}}}, "additionalProp"),
     ({"json_schema": "{"}, "cannot be read"),
-    ({"regex": "(a"}, "cannot be compiled"),
+    ({"regex": "(a"}, "not closed at position 0"),
     ({"ebnf": "root ="}, "cannot be compiled"),
     ({"guided_choice": []}, "choices"),
     ({"regex": ""}, "empty"),
