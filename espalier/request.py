@@ -41,11 +41,8 @@ class SamplingParams:
     """
 
     temperature: float | None = _param(
-        "0 is greedy; higher is more varied",
-        number(
-            lambda t: t == 0 or TEMPERATURES[0] <= t <= TEMPERATURES[1],
-            f"0 (greedy), or {TEMPERATURES[0]} to {TEMPERATURES[1]}",
-        ),
+        f"0 is greedy, as is any value below {TEMPERATURES[0]}; higher is more varied",
+        limits.number_between(0, TEMPERATURES[1], "0 is greedy"),
         generation_config="temperature",
     )
     top_k: int | None = _param(
@@ -148,6 +145,8 @@ class SamplingParams:
         if defaults.get("do_sample") is False:
             values["temperature"] = 0.0
         values |= {name: value for name in CHECKS if (value := getattr(self, name)) is not None}
+        if isinstance(temperature := values.get("temperature"), float) and 0 < temperature < TEMPERATURES[0]:
+            values["temperature"] = 0.0
         top_k = values.get("top_k")
         # -1.0 is left as it is: it is refused like every float.
         if isinstance(top_k, int) and top_k == -1:

@@ -149,6 +149,18 @@ class Tokenizer:
         """The ids of the special tokens with these names, as far as the tokenizer has them."""
         return tuple(sorted(id for id, each in self._added.items() if each.special and each.content in names))
 
+    def last_turn(self, prompt: Sequence[int], marks: Collection[str]) -> str | None:
+        """The prompt's text from its last special token on; None if there is none, or it only begins or ends a text.
+
+        marks: special tokens that do not count.
+        """
+        names = self._template.special_names
+        ids = {id for id, each in self._added.items() if each.content in names and each.content not in marks}
+        at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
+        if at is None or prompt[at] in (self.hf.bos_token_id, self.hf.eos_token_id):
+            return None
+        return self.decode(prompt[at:], skip_special_tokens=False)
+
     def _detokenizer(
         self, prompt: Sequence[int], skip_special_tokens: bool, shown: Sequence[int]
     ) -> "Detokenizer | ByteDetokenizer":

@@ -42,7 +42,7 @@ class ChatChoice(Choice):
             if was_reasoning or self.parser.in_reasoning:
                 self.num_reasoning += len(of_token.token_ids)
         if output.finish_reason is not None:
-            self.parts += self.parser.finish()
+            self.parts += self.parser.finish(is_cut=output.finish_reason != "stop")
         for part in self.parts:
             if part.kind == "call":
                 self.calls.add(part.index)

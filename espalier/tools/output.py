@@ -25,7 +25,7 @@ def chat_output(plan: ChatPlan, prompt: Sequence[int], output: Output) -> ChatOu
     choices = [chat_output(plan, prompt, each) for each in output.choices]
     message, parser = Message(content=output.text), plan.parser(prompt)
     if parser is not None:
-        message = message_of(parser.feed(output.text) + parser.finish())
+        message = message_of(parser.feed(output.text) + parser.finish(is_cut=output.finish_reason != "stop"))
     if message.tool_calls and output.finish_reason == "stop":
         values["finish_reason"] = "tool_calls"
     return ChatOutput(**values | {"choices": choices}, message=message)

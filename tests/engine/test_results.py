@@ -110,7 +110,9 @@ def test_only_who_asked_gets_logprobs():
 def test_no_more_likeliest_tokens_than_the_vocabulary_has():
     asked = RoundOutput(PATH, LOGITS, torch.tensor([20, 20]), PATH.rows, TREE)
     for rows in rows_of(written(asked, 0), 0, 2, wanted=(20, 11)):
-        assert all(sorted(token for token, _ in entry.top) == list(range(10)) for entry in TokenLogprobs([rows.logprobs]))
+        assert all(
+            sorted(token for token, _ in entry.top) == list(range(10)) for entry in TokenLogprobs([rows.logprobs])
+        )
 
 
 def test_a_prompts_logprobs_go_to_who_asked():

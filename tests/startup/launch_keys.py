@@ -246,7 +246,9 @@ class Layer:
         layout, found = Simulation(self.shape, layers, False, 0).layout, Counter[str]()
         runner = runner_of(self.shape, layers, layout, self.stored)
         launch_hook.set(lambda function, grid, *args, **kwargs: found.update([function.fn.__name__]))
-        run_without_data(runner, Results(layout, runner.target.config.vocab_size, 3, META), StageMemory(META), of_dummies(1))
+        run_without_data(
+            runner, Results(layout, runner.target.config.vocab_size, 3, META), StageMemory(META), of_dummies(1)
+        )
         return found
 
 
