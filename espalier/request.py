@@ -177,6 +177,20 @@ def _slot_param(neutral: float, part_of: str | None = None) -> Any:
     return field(default=neutral, metadata={"in_slot": True, "part_of": part_of})
 
 
+@dataclass(frozen=True)
+class OutputForm:
+    """How an output is read as a message, in plain values that go between processes.
+
+    tool_format, reasoning_format: names of espalier/tools/formats, "" for none; schemas: of the tools that may be
+    called, by name; begun: the text with which the prompt begins the answer.
+    """
+
+    tool_format: str
+    reasoning_format: str
+    schemas: Mapping[str, Mapping[str, Any]]
+    begun: str
+
+
 @refuses_unknown
 @dataclass(frozen=True)
 class ResolvedParams(SamplingParams):
@@ -184,7 +198,7 @@ class ResolvedParams(SamplingParams):
 
     The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: those of stop_token_ids
     that are the model's own.  shown_special_tokens: special tokens that the text has by name in any case, because a
-    parser of tool calls or reasoning reads them.
+    parser of tool calls or reasoning reads them.  form: set where stop strings are those of a message's content.
     """
 
     temperature: float = _slot_param(1.0)
@@ -205,6 +219,7 @@ class ResolvedParams(SamplingParams):
     speculation: bool = True
     eos_token_ids: tuple[int, ...] = ()
     shown_special_tokens: tuple[int, ...] = ()
+    form: OutputForm | None = None
     grammar: Grammar | None = None
 
     @cached_property

@@ -27,11 +27,12 @@ class OutputParser:
         ids = formats.tools.make_id if formats.tools is not None else call_id
         self._writer = Writer(schemas, make_id or ids)
         self._steps = _parse(self._reader, self._writer, formats)
+        # Text of the prompt that may begin a mark.
+        self._held = ""
         self._read()
         if begun:
             self._writer.resume(self.feed(begun))
-            # Text that may begin a mark is the prompt's.
-            self._reader.buffer = ""
+            self._held = self._reader.buffer
 
     @property
     def in_reasoning(self) -> bool:
@@ -57,7 +58,18 @@ class OutputParser:
 
     def _read(self) -> list[Delta]:
         next(self._steps, None)
-        return self._writer.take()
+        deltas = self._writer.take()
+        return self._without_held(deltas) if self._held and deltas else deltas
+
+    def _without_held(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas without the prompt's text at their beginning."""
+        first = deltas[0]
+        size = min(len(self._held), len(first.text))
+        if first.kind not in ("content", "reasoning") or first.text[:size] != self._held[:size]:
+            self._held = ""
+            return deltas
+        self._held, rest = self._held[size:], first.text[size:]
+        return [Delta(first.kind, rest), *deltas[1:]] if rest else deltas[1:]
 
 
 def _parse(reader: Reader, writer: Writer, formats: Formats) -> Steps[None]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from espalier.errors import EspalierError
-from espalier.request import ResolvedParams
+from espalier.request import OutputForm, ResolvedParams
 from espalier.text import Tokenizer
 from espalier.tools.definitions import Tools
 from espalier.tools.forced import output_grammar
@@ -77,8 +77,15 @@ class ChatPlan:
             return params
         names = {name for each in (self.formats.tools, self.formats.reasoning) if each for name in each.special_tokens}
         return replace(
-            params, grammar=self._grammar(params, prompt), shown_special_tokens=self.tokenizer.special_ids(names)
+            params,
+            grammar=self._grammar(params, prompt),
+            shown_special_tokens=self.tokenizer.special_ids(names),
+            form=self._form(prompt) if params.stop else None,
         )
+
+    def _form(self, prompt: Sequence[int]) -> OutputForm:
+        names = (each.name if each else "" for each in (self.formats.tools, self.formats.reasoning))
+        return OutputForm(*names, self.tools.schemas, self.begun(prompt))
 
     def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
