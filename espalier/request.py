@@ -179,11 +179,7 @@ def _slot_param(neutral: float, part_of: str | None = None) -> Any:
 
 @dataclass(frozen=True)
 class OutputForm:
-    """How an output is read as a message, in plain values that go between processes.
-
-    tool_format, reasoning_format: names of espalier/tools/formats, "" for none; schemas: of the tools that may be
-    called, by name; begun: the text with which the prompt begins the answer.
-    """
+    """How an output is read as a message.  Formats by name, "" for none; begun: of the answer, in the prompt."""
 
     tool_format: str
     reasoning_format: str
