@@ -190,19 +190,18 @@ def text_sink(
         return None
     if params.form is not None:
         return message_stream(tokenizer, prompt, params, parser_of(params.form))
-    return _text_stream(tokenizer, prompt, params, params.stop)
+    return text_stream(tokenizer, prompt, params, params.stop)
 
 
 def message_stream(
     tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, parser: OutputParser
 ) -> MessageStream:
     """The stream that turns a request's tokens into the deltas of a message."""
-    return MessageStream(_text_stream(tokenizer, prompt, params, ()), parser, params)
+    return MessageStream(text_stream(tokenizer, prompt, params, ()), parser, params)
 
 
-def _text_stream(
-    tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, stop: Sequence[str]
-) -> TextStream:
+def text_stream(tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, stop: Sequence[str]) -> TextStream:
+    """The stream that turns a request's tokens into text, in which it finds stop strings."""
     keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
     return tokenizer.sink(
         prompt,

@@ -89,7 +89,7 @@ class SamplingParams:
         "no stop token is generated before this many tokens", whole_number(0), generation_config="min_new_tokens"
     )
     stop: str | Sequence[str] | None = _param(
-        f"text that ends the output and is left out of it; at most {limits.MAX_STOP_STRINGS} strings",
+        f"text that ends the output, of a chat its content, and is left out; at most {limits.MAX_STOP_STRINGS} strings",
         limits.stop_strings,
     )
     stop_token_ids: Sequence[int] | None = _param(

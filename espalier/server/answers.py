@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from espalier.inputs import text_sink
+from espalier.inputs import text_stream
 from espalier.logprobs import PromptLogprobs, TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams, Usage
 from espalier.server.openai import Generating
@@ -152,7 +152,9 @@ class Answer:
         return Choice(index, prompt, partial(self._sink, prompt), self.params.include_stop_str_in_output)
 
     def _sink(self, prompt: list[int]) -> TextStream | None:
-        return None if makes_text_there(self.params) else text_sink(self.tokenizer, prompt, self.params)
+        if self.tokenizer is None or makes_text_there(self.params):
+            return None
+        return text_stream(self.tokenizer, prompt, self.params, ())
 
     def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
         """Add a part of a prompt."""
