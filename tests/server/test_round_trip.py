@@ -85,7 +85,7 @@ def test_every_answer_goes_back_in(name, tmp_path):
         for out["text"], limit in written(family, chance):
             chat(limit)
             respond(limit)
-        # Without tools, and with log-probabilities, where nothing is read from the text but the reasoning.
+        # Without tools, where nothing is read from the text but the reasoning.
         out["text"] = family.output
         chat(None, tool_choice="none")
         respond(None, tool_choice="none")
