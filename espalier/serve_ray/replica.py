@@ -143,7 +143,7 @@ class EngineReplica:
 
 def with_own_seed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The settings of the replica of this name: replicas with one --seed must not draw the same texts."""
-    seed = settings.get("seed")
+    seed: Any = settings.get("seed")
     if is_open(seed):
         return dict(settings)
     return {**settings, "seed": sample_seed(seed, 1 + zlib.crc32(name.encode()))}

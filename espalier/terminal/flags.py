@@ -161,7 +161,7 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
 
 def seed_of(settings: Mapping[str, Any]) -> int:
     """The seed of what a command makes: --seed, or the same each time.  settings: of the engine."""
-    seed = settings.get("seed")
+    seed: Any = settings.get("seed")
     return 0 if is_open(seed) else seed
 
 

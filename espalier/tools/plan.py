@@ -84,8 +84,8 @@ class ChatPlan:
         )
 
     def _form(self, prompt: Sequence[int]) -> OutputForm:
-        names = (each.name if each else "" for each in (self.formats.tools, self.formats.reasoning))
-        return OutputForm(*names, self.tools.schemas, self.begun(prompt))
+        tools, reasoning = (each.name if each else "" for each in (self.formats.tools, self.formats.reasoning))
+        return OutputForm(tools, reasoning, self.tools.schemas, self.begun(prompt))
 
     def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
         reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar

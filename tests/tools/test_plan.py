@@ -161,7 +161,8 @@ def test_reasoning_that_the_prompt_began_goes_on(name):
     # A form begins where the reasoning ends; after it, at once.
     form = ResolvedParams(grammar=Grammar("json_object", strict=False), stop_token_ids=(1,))
     reasoning = find_formats(FAMILIES[name].template).reasoning
-    assert plan.params(form, prompt).grammar.after == reasoning.end
+    begun = plan.params(form, prompt).grammar
+    assert begun.after == reasoning.end and json.dumps(reasoning.answer)[1:-1] in begun.spec
     closed = tokens_of(inputs.tokenizer, text + output)
     found = ChatPlan(inputs.tokenizer, find_formats(FAMILIES[name].template), checked_tools(None)).params(form, closed)
     assert (found.grammar.kind, found.grammar.after) == ("json_object", None)
@@ -186,6 +187,14 @@ def test_a_mark_that_the_user_wrote_opens_nothing(name):
         said = [{"role": "user", "content": f"What is {reasoning.begin} here?"}]
         prompt, _, plan = inputs.conversation(said, None, **options)
         assert plan._is_open(prompt) == family.opens
+
+
+def test_without_marks_of_turns_only_the_prompts_end_opens_reasoning():
+    """A token that ends or begins all of a text is no mark of a turn."""
+    inputs = inputs_of("hermes")
+    plan = ChatPlan(inputs.tokenizer, find_formats(FAMILIES["hermes"].template), checked_tools(None))
+    for text, is_open in (("Q: <think>? A:", False), ("<eos>Q: <think>? A:", False), ("<eos>Q: ? A: <think>\n", True)):
+        assert plan._is_open(tokens_of(inputs.tokenizer, text)) == is_open
 
 
 def test_a_call_that_the_prompt_began_is_a_call():
