@@ -42,7 +42,7 @@ def read_arguments(reader: Reader, call: CallWriter, *ends: str) -> Steps[None]:
     """
     if call.has_arguments:
         raise Broken("the tool call has arguments twice")
-    if ends and (yield from is_absent(reader, *ends)):
+    if ends and ((yield from is_absent(reader, *ends)) or (yield from reader.literal("null"))):
         return
     if (yield from reader.peek()) == "{":
         yield from reader.json_value(call.arguments)

@@ -9,12 +9,11 @@ NEWLINES = "\n"
 def split(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None]:
     """Read the reasoning, if there is any, up to its end, and again if more follows at once.
 
-    Newlines beside the marks belong to them.  A mark that opens what is open already is left out.
+    Newlines beside the marks belong to them.  A mark that opens what is open, or ends what is not, is left out.
     """
     marks = Markers(format.end, format.begin, swallow=NEWLINES)
-    while (yield from _begins(reader, format.begin)):
-        writer.in_reasoning = True
-        marker: str | None = format.begin
+    while (marker := (yield from _first(reader, format))) is not None:
+        writer.in_reasoning = marker == format.begin
         while marker == format.begin:
             yield from reader.space(NEWLINES)
             marker = yield from reader.until(marks, writer.reasoning)
@@ -23,13 +22,13 @@ def split(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None
             yield from reader.space(NEWLINES)
 
 
-def _begins(reader: Reader, begin: str) -> Steps[bool]:
-    """Read the mark that opens the reasoning, with the white space before it, if the output goes on with it."""
+def _first(reader: Reader, format: ReasoningFormat) -> Steps[str | None]:
+    """Read a mark of the reasoning, with the white space before it, if the output goes on with one."""
     space = yield from reader.space()
-    if (yield from reader.literal(begin)) is not None:
-        return True
-    reader.put_back(space)
-    return False
+    marker = yield from reader.literal(format.begin, format.end)
+    if marker is None:
+        reader.put_back(space)
+    return marker
 
 
 THINK = ReasoningFormat(

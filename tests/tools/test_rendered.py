@@ -38,10 +38,10 @@ ARGUMENTS = st.fixed_dictionaries(
         "object": st.dictionaries(TEXTS, NESTED, max_size=2),
     },
 )
-# A call whose arguments are absent, empty, or these.
-ABSENT, EMPTY = "absent", "empty"
+# A call whose arguments are absent, empty, null, or these.
+ABSENT, EMPTY, NULL = "absent", "empty", "null"
 CALLS = st.lists(
-    st.tuples(st.sampled_from([*SCHEMAS]), st.one_of(st.sampled_from([ABSENT, EMPTY]), ARGUMENTS)), max_size=3
+    st.tuples(st.sampled_from([*SCHEMAS]), st.one_of(st.sampled_from([ABSENT, EMPTY, NULL]), ARGUMENTS)), max_size=3
 )
 WORDS = st.sampled_from(["", "I look.", "x < y", "日本 {", "a\n\nb"])
 
@@ -54,9 +54,15 @@ def as_object(key):
     def one(name, arguments):
         if arguments == ABSENT:
             return f'{{"name": "{name}"}}'
-        return f'{{"name": "{name}", "{key}": {dumped("" if arguments == EMPTY else arguments)}}}'
+        text = filled(arguments, '""')
+        return f'{{"name": "{name}", "{key}": {text}}}'
 
     return one
+
+
+def filled(arguments, empty):
+    """The JSON text of arguments.  empty: what stands for those that are empty."""
+    return {EMPTY: empty, NULL: "null"}[arguments] if isinstance(arguments, str) else dumped(arguments)
 
 
 def plain(value):
@@ -80,7 +86,7 @@ def mistral_list(calls):
 
 
 def mistral(calls):
-    tails = {ABSENT: "", EMPTY: "[ARGS]"}
+    tails = {ABSENT: "", EMPTY: "[ARGS]", NULL: "[ARGS]null"}
     return "".join(
         f"[TOOL_CALLS]{name}" + (tails[args] if isinstance(args, str) else f"[ARGS]{dumped(args)}")
         for name, args in calls
@@ -89,7 +95,7 @@ def mistral(calls):
 
 def deepseek(calls, block):
     def one(name, args):
-        text = dumped(args) if not isinstance(args, str) else ""
+        text = "" if args == ABSENT else filled(args, "")
         if block:
             tail = "" if args == ABSENT else f"\n```json\n{text}\n```"
             return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}{tail}<｜tool▁call▁end｜>"
@@ -101,7 +107,8 @@ def deepseek(calls, block):
 def qwen_coder(calls):
     def one(name, args):
         values = "".join(f"<parameter={key}>\n{plain(value)}\n</parameter>\n" for key, value in items(args).items())
-        return f"\n<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+        end = "" if args == ABSENT else "</function>\n"
+        return f"\n<tool_call>\n<function={name}>\n{values}{end}</tool_call>"
 
     return "".join(one(*call) for call in calls)
 
@@ -119,7 +126,7 @@ def harmony(calls):
         head = f"<|start|>assistant<|channel|>commentary to=functions.{name}"
         if args == ABSENT:
             return f"{head}<|call|>"
-        return f"{head} <|constrain|>json<|message|>{dumped(args) if args != EMPTY else ''}<|call|>"
+        return f"{head} <|constrain|>json<|message|>{filled(args, '')}<|call|>"
 
     return "".join(one(*call) for call in calls)
 
@@ -138,13 +145,13 @@ WRITTEN = {
 MARKS = {mark for each in (*TOOL_FORMATS.values(), *REASONING_FORMATS.values()) for mark in each.special_tokens}
 
 
-def output(name, reasoning, thoughts, content, calls):
+def output(name, reasoning, thoughts, content, calls, ends):
     """An answer as a model of this format writes it."""
     tail = WRITTEN[name](calls) if calls else ""
     if name == "harmony":
         said = f"<|start|>assistant to=assistant<|channel|>commentary<|message|>{content}<|end|>" if content else ""
         return f"<|channel|>analysis<|message|>{thoughts}<|end|>{said}{tail}"
-    return f"{reasoning.begin}\n{thoughts}\n{reasoning.end}\n\n{content}{tail}"
+    return f"{reasoning.begin}\n{thoughts}\n{reasoning.end * ends}\n\n{content}{tail}"
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
@@ -154,7 +161,7 @@ def test_what_is_written_is_read(name, data):
     """Calls, content and reasoning, wherever the text is cut, and wherever the prompt ends inside the reasoning."""
     calls, content, thoughts = data.draw(CALLS), data.draw(WORDS), data.draw(WORDS.filter(bool))
     reasoning = REASONING_FORMATS[data.draw(st.sampled_from(["think", "mistral"])) if name != "harmony" else name]
-    text = output(name, reasoning, thoughts, content, calls)
+    text = output(name, reasoning, thoughts, content, calls, data.draw(st.integers(1, 2)))
     first = text.index(thoughts) + data.draw(st.integers(0, len(thoughts)))
     begun = text[:first] if data.draw(st.booleans()) else ""
     repeated = "" if name == "harmony" or not begun else data.draw(st.sampled_from(["", reasoning.begin]))

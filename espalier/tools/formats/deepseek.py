@@ -39,7 +39,7 @@ def _calls(reader: Reader, writer: Writer, opening: str, fenced: bool) -> Steps[
             return
         yield from reader.space()
         if not (yield from is_absent(reader, END)):
-            yield from (_block(reader, call) if fenced else read_arguments(reader, call))
+            yield from (_block(reader, call) if fenced else read_arguments(reader, call, END))
         yield from reader.space()
         if (yield from reader.peek()):
             yield from reader.expect(END)
