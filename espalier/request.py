@@ -129,6 +129,8 @@ class SamplingParams:
         for name, check in CHECKS.items():
             if (value := getattr(self, name)) is not None:
                 check(name, value)
+        if self.temperature is not None and 0 < self.temperature < TEMPERATURES[0]:
+            object.__setattr__(self, "temperature", 0.0)
         limits.check_token_limits(self)
 
     def resolve(self, defaults: Mapping[str, Any], eos_token_ids: Iterable[int]) -> "ResolvedParams":
@@ -145,8 +147,6 @@ class SamplingParams:
         if defaults.get("do_sample") is False:
             values["temperature"] = 0.0
         values |= {name: value for name in CHECKS if (value := getattr(self, name)) is not None}
-        if isinstance(temperature := values.get("temperature"), float) and 0 < temperature < TEMPERATURES[0]:
-            values["temperature"] = 0.0
         top_k = values.get("top_k")
         # -1.0 is left as it is: it is refused like every float.
         if isinstance(top_k, int) and top_k == -1:

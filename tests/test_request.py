@@ -14,6 +14,7 @@ from espalier.limits import MAX_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS
 from espalier.request import (
     GENERATION_CONFIG_NAMES,
     Request,
+    ResolvedParams,
     SamplingParams,
     SpeculationStats,
     check_prompt,
@@ -44,6 +45,7 @@ def test_do_sample_false_is_greedy_unless_the_user_says_otherwise():
 @pytest.mark.parametrize("temperature", [0, 0.0, 5e-324, 1e-9, 9.9e-5])
 def test_a_temperature_below_the_least_is_greedy(temperature):
     assert resolved(temperature=temperature).temperature == resolved({"temperature": temperature}).temperature == 0.0
+    assert ResolvedParams(temperature=temperature).temperature == 0.0
     assert resolved(temperature=1e-4).temperature == 1e-4
 
 
