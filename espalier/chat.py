@@ -80,6 +80,11 @@ class ChatTemplate:
         return SpecialTokens(self.hf)
 
     @property
+    def special_names(self) -> set[str]:
+        """The special tokens, and added tokens that look like turn tokens."""
+        return self.special.names
+
+    @property
     def text(self) -> str:
         """The template, "" if there is none.  Of several, the one for conversations with tools."""
         return self.hf.get_chat_template(tools=[{}]) if getattr(self.hf, "chat_template", None) else ""
@@ -142,11 +147,13 @@ class ChatTemplate:
         """Raises EspalierError."""
         messages, tools, variables = rendering
         try:
-            return str(self.hf.apply_chat_template(messages, tools=tools or None, tokenize=False, **variables))
+            text = str(self.hf.apply_chat_template(messages, tools=tools or None, tokenize=False, **variables))
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything
             raise _refused(error) from None
+        # Half of a surrogate pair, which the JSON of a call's arguments may have, stands as JSON writes it.
+        return text.encode(errors="backslashreplace").decode()
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         with tokenizing():

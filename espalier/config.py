@@ -97,7 +97,11 @@ class EngineConfig:
     model_overrides: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "fields of the model's config.json to replace, as JSON"}
     )
-    seed: int = option("seed of requests that have none", 0, low=0, high=2**63 - 1)
+    seed: int | Literal["auto"] = option(
+        "from it come the seeds of requests that have none; by default random at each start, and logged",
+        low=0,
+        high=2**63 - 1,
+    )
     plant_fault: str | None = field(
         default=None,
         metadata={"help": "testing only: make this process generate wrong output by intent", "hidden": True},

@@ -16,6 +16,8 @@ from espalier.text import TextStream, Tokenizer
 from espalier.text_bound import TextBound
 from espalier.tools.definitions import checked_tools
 from espalier.tools.formats import AUTO, find_formats
+from espalier.tools.message_stream import MessageStream, parser_of
+from espalier.tools.parser import OutputParser
 from espalier.tools.plan import ChatPlan
 
 Prompt = str | Sequence[int]
@@ -184,14 +186,30 @@ def _check_messages(messages: Any) -> None:
                 require_text("the prompt", value)
 
 
-def text_sink(tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams) -> TextStream | None:
+def text_sink(
+    tokenizer: Tokenizer | None, prompt: Sequence[int], params: ResolvedParams
+) -> TextStream | MessageStream | None:
     """The stream that turns a request's tokens into text; None without a tokenizer."""
     if tokenizer is None:
         return None
+    if params.form is not None:
+        return message_stream(tokenizer, prompt, params, parser_of(params.form))
+    return text_stream(tokenizer, prompt, params, params.stop)
+
+
+def message_stream(
+    tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, parser: OutputParser
+) -> MessageStream:
+    """The stream that turns a request's tokens into the deltas of a message."""
+    return MessageStream(text_stream(tokenizer, prompt, params, ()), parser, params)
+
+
+def text_stream(tokenizer: Tokenizer, prompt: Sequence[int], params: ResolvedParams, stop: Sequence[str]) -> TextStream:
+    """The stream that turns a request's tokens into text, in which it finds stop strings."""
     keep, skip = params.include_stop_str_in_output, params.skip_special_tokens
     return tokenizer.sink(
         prompt,
-        params.stop,
+        stop,
         params.min_tokens,
         keep_stop=keep,
         skip_special_tokens=skip,

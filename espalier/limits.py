@@ -19,7 +19,7 @@ MAX_STOP_STRINGS = 64
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 1024
 MAX_COUNT = 2**31 - 1
-# Within these limits, scaled logits stay finite and nonzero in float32.
+# Within these limits, scaled logits stay finite and nonzero in float32.  Below them a temperature is greedy.
 TEMPERATURES = (1e-4, 1e30)
 REPETITION_PENALTIES = (0.01, 100.0)
 MAX_ABS_BIAS = 10_000

@@ -138,7 +138,10 @@ class LLM:
         """
         with self._turn.postponing(), self._turn.lock:
             prompt, resolved, plan = self.inputs.conversation(messages, params, **options)
-        return chat_output(plan, prompt, self.generate([prompt], resolved, on_chunk)[0])
+        output = self.generate([prompt], resolved, on_chunk)[0]
+        with self._turn.postponing(), self._turn.lock:
+            new_stream: Any = None if resolved.form is None else partial(text_sink, self.tokenizer, prompt, resolved)
+            return chat_output(plan, prompt, output, new_stream)
 
     def chat_prompt(self, messages: Messages, **options: Unpack[ChatOptions]) -> list[int]:
         """Token ids of a conversation (chat.ChatOptions).  Raises EspalierError."""

@@ -41,11 +41,8 @@ class SamplingParams:
     """
 
     temperature: float | None = _param(
-        "0 is greedy; higher is more varied",
-        number(
-            lambda t: t == 0 or TEMPERATURES[0] <= t <= TEMPERATURES[1],
-            f"0 (greedy), or {TEMPERATURES[0]} to {TEMPERATURES[1]}",
-        ),
+        f"0 is greedy, as is any value below {TEMPERATURES[0]}; higher is more varied",
+        limits.number_between(0, TEMPERATURES[1], "0 is greedy"),
         generation_config="temperature",
     )
     top_k: int | None = _param(
@@ -92,7 +89,7 @@ class SamplingParams:
         "no stop token is generated before this many tokens", whole_number(0), generation_config="min_new_tokens"
     )
     stop: str | Sequence[str] | None = _param(
-        f"text that ends the output and is left out of it; at most {limits.MAX_STOP_STRINGS} strings",
+        f"text that ends the output, of a chat its content, and is left out; at most {limits.MAX_STOP_STRINGS} strings",
         limits.stop_strings,
     )
     stop_token_ids: Sequence[int] | None = _param(
@@ -132,6 +129,8 @@ class SamplingParams:
         for name, check in CHECKS.items():
             if (value := getattr(self, name)) is not None:
                 check(name, value)
+        if self.temperature is not None and 0 < self.temperature < TEMPERATURES[0]:
+            object.__setattr__(self, "temperature", 0.0)
         limits.check_token_limits(self)
 
     def resolve(self, defaults: Mapping[str, Any], eos_token_ids: Iterable[int]) -> "ResolvedParams":
@@ -178,6 +177,16 @@ def _slot_param(neutral: float, part_of: str | None = None) -> Any:
     return field(default=neutral, metadata={"in_slot": True, "part_of": part_of})
 
 
+@dataclass(frozen=True)
+class OutputForm:
+    """How an output is read as a message.  Formats by name, "" for none; begun: of the answer, in the prompt."""
+
+    tool_format: str
+    reasoning_format: str
+    schemas: Mapping[str, Mapping[str, Any]]
+    begun: str
+
+
 @refuses_unknown
 @dataclass(frozen=True)
 class ResolvedParams(SamplingParams):
@@ -185,7 +194,7 @@ class ResolvedParams(SamplingParams):
 
     The defaults are neutral: they leave the target's distribution as it is.  eos_token_ids: those of stop_token_ids
     that are the model's own.  shown_special_tokens: special tokens that the text has by name in any case, because a
-    parser of tool calls or reasoning reads them.
+    parser of tool calls or reasoning reads them.  form: set where stop strings are those of a message's content.
     """
 
     temperature: float = _slot_param(1.0)
@@ -206,6 +215,7 @@ class ResolvedParams(SamplingParams):
     speculation: bool = True
     eos_token_ids: tuple[int, ...] = ()
     shown_special_tokens: tuple[int, ...] = ()
+    form: OutputForm | None = None
     grammar: Grammar | None = None
 
     @cached_property

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Unpack
 
 from espalier.chat import ChatOptions, ChatTemplate, Rendering, Steps, finish
 from espalier.errors import tokenizing
+from espalier.stop_strings import StopFinder
 from espalier.tokenizer_files import hugging_face_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -155,6 +156,18 @@ class Tokenizer:
         """The ids of the special tokens with these names, as far as the tokenizer has them."""
         return tuple(sorted(id for id, each in self._added.items() if each.special and each.content in names))
 
+    def last_turn(self, prompt: Sequence[int], marks: Collection[str]) -> str | None:
+        """The prompt's text from its last special token on; None if there is none, or it only begins or ends a text.
+
+        marks: special tokens that do not count.
+        """
+        names = self._template.special_names
+        ids = {id for id, each in self._added.items() if each.content in names and each.content not in marks}
+        at = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in ids), None)
+        if at is None or prompt[at] in (self.hf.bos_token_id, self.hf.eos_token_id):
+            return None
+        return self.decode(prompt[at:], skip_special_tokens=False)
+
     def _detokenizer(
         self, prompt: Sequence[int], skip_special_tokens: bool, shown: Sequence[int]
     ) -> "Detokenizer | ByteDetokenizer":
@@ -219,21 +232,17 @@ class TextStream:
         keep_stop: bool = False,
     ):
         self.decoder = decoder
-        self.stop = tuple(stop)
+        self.finder = StopFinder(stop, keep_stop)
         self.min_tokens = min_tokens
-        self.keep_stop = keep_stop
         self.pushed = 0
-        self.ready = ""
-        self.held = ""
-        self.stopped: str | None = None
 
     def push(self, token_id: int) -> str | None:
         """Add a token.  Returns the stop string once one is complete, else None."""
         self.pushed += 1
         self.decoder.push(token_id)
-        if self.stop and not self.stopped:
+        if self.finder.stop and not self.finder.stopped:
             self._read(final=False)
-        return self.stopped
+        return self.finder.stopped
 
     def push_all(self, token_ids: Sequence[int]) -> None:
         """Add tokens, where nobody waits for a stop string."""
@@ -242,40 +251,14 @@ class TextStream:
 
     def take(self, final: bool) -> str:
         """The new text since the last take.  Text that may be the start of a stop string is held back unless final."""
-        if not self.stopped:
+        if not self.finder.stopped:
             self._read(final)
-        keep = 0 if final or self.stopped or not self.stop else self._may_begin_stop()
-        text = self.ready + self.held[: len(self.held) - keep]
-        self.ready, self.held = "", self.held[len(self.held) - keep :]
-        return text
+        return self.finder.take(final)
 
     def _read(self, final: bool) -> None:
-        text = self.decoder.take(final)
-        if self.pushed <= self.min_tokens:
-            self.ready += text
-        else:
-            self.held += text
-            self._end_at_stop(self.decoder.ahead() if self.stop else "")
-
-    def _end_at_stop(self, ahead: str) -> None:
-        """End the text at its first stop string, if any; if several begin there, at the shortest.
-
-        ahead: complete characters of tokens that are not taken yet; a stop string may end there.
-        """
-        text = self.held + ahead
-        matches = [(start, len(stop), stop) for stop in self.stop if (start := text.find(stop)) >= 0]
-        if matches:
-            start, size, self.stopped = min(matches)
-            self.held = text[: start + size if self.keep_stop else start]
-
-    def _may_begin_stop(self) -> int:
-        """Number of characters at the end of the held text with which a stop string may begin."""
-        longest = max(len(text) for text in self.stop)
-        for size in range(min(longest - 1, len(self.held)), 0, -1):
-            tail = self.held[-size:]
-            if any(text.startswith(tail) for text in self.stop):
-                return size
-        return 0
+        text, counts = self.decoder.take(final), self.pushed > self.min_tokens
+        # Complete characters of tokens that are not taken yet: a stop string may end there.
+        self.finder.add(text, counts, self.decoder.ahead() if counts and self.finder.stop else "")
 
 
 class ByteDetokenizer:

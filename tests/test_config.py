@@ -111,10 +111,16 @@ def test_every_field_says_what_it_is():
         assert all(f.metadata["help"] for f in fields(config))
 
 
-def test_every_default_is_open_but_seed_and_overrides():
+def test_every_default_is_open_but_overrides():
     config = EngineConfig()
     set_already = [f.name for f in fields(config) if not is_open(getattr(config, f.name))]
-    assert set_already == ["model_overrides", "seed"]
+    assert set_already == ["model_overrides"]
+
+
+def test_a_seed_is_random_unless_it_is_given():
+    """Engines without one draw apart, and each says its own; --seed fixes it."""
+    assert len({resolved().seed for _ in range(8)}) == 8
+    assert {resolved(seed=7).seed for _ in range(2)} == {7} and "seed" in resolved().block()
 
 
 def test_nothing_is_left_open():

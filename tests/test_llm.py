@@ -161,6 +161,31 @@ def test_opting_out_gives_the_same_tokens_and_none_from_the_draft(llm):
     assert any(tree.from_draft)
 
 
+def test_a_stop_string_of_a_chat_ends_its_content(llm):
+    """Where a message is read from the output; its text is all that the model wrote."""
+    said = [{"role": "user", "content": "abc"}]
+    free = llm.chat(said, GREEDY, reasoning_format="think")
+    stop = free.message.content[4:6]
+    cut = llm.chat(said, replace(GREEDY, stop=stop, n=2), reasoning_format="think")
+    for each in (cut, *cut.choices):
+        assert each.message.content == free.message.content.partition(stop)[0]
+        assert (each.finish_reason, each.stop_reason, each.text) == ("stop", stop, letters(each.token_ids))
+    assert len(cut.token_ids) < len(free.token_ids)
+
+
+def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(paths):
+    target, draft = paths
+    sampled = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+
+    def texts(**settings):
+        with LLM(model=target, draft=draft, **SETTINGS, **settings) as llm:
+            return [tuple(each.token_ids) for each in llm.generate(["abc"] * 3, sampled)]
+
+    free, other, fixed, again = texts(), texts(), texts(seed=5), texts(seed=5)
+    assert len({*free, *other}) == 6
+    assert fixed == again and len(set(fixed)) == 3
+
+
 def test_samples_differ_share_the_prompt_and_do_not_depend_on_n(llm):
     params = {"temperature": 1.0, "seed": 5, "max_tokens": 12}
     prompt = "abcdefghijklmnoabcdefghijklmno"

@@ -14,6 +14,7 @@ from espalier.limits import MAX_BIAS, MAX_STOP_IDS, MAX_STOP_STRINGS
 from espalier.request import (
     GENERATION_CONFIG_NAMES,
     Request,
+    ResolvedParams,
     SamplingParams,
     SpeculationStats,
     check_prompt,
@@ -41,6 +42,13 @@ def test_do_sample_false_is_greedy_unless_the_user_says_otherwise():
     assert resolved({"do_sample": False}, temperature=0.3).temperature == 0.3
 
 
+@pytest.mark.parametrize("temperature", [0, 0.0, 5e-324, 1e-9, 9.9e-5])
+def test_a_temperature_below_the_least_is_greedy(temperature):
+    assert resolved(temperature=temperature).temperature == resolved({"temperature": temperature}).temperature == 0.0
+    assert ResolvedParams(temperature=temperature).temperature == 0.0
+    assert resolved(temperature=1e-4).temperature == 1e-4
+
+
 def test_a_top_k_of_minus_one_is_off_as_zero_is():
     for params in (resolved(top_k=-1), resolved({"top_k": -1}), resolved({"top_k": 20}, top_k=-1), resolved(top_k=0)):
         params.validate(VOCAB)
@@ -59,7 +67,7 @@ def test_a_stop_string_alone_is_a_list_of_one():
 REFUSED = [
     ({"temperature": -1}, "temperature=-1"),
     ({"temperature": float("nan")}, "temperature=nan"),
-    ({"temperature": 1e-9}, "temperature=1e-09"),
+    ({"temperature": -1e-9}, "temperature=-1e-09"),
     ({"temperature": 1e39}, "temperature=1e+39"),
     ({"temperature": 10**400}, "temperature=1000"),
     ({"logit_bias": {1: 10**400}}, "logit_bias[1]=1000"),

@@ -32,6 +32,7 @@ from espalier.terminal.flags import (
     engine_settings,
     flag_of,
     refuse_shape_flags,
+    seed_of,
     shape_settings,
     with_minimum,
 )
@@ -239,7 +240,7 @@ def engines_with(args: Namespace, settings: Mapping[str, Any], ways: Iterable[Wa
         return OfModel(settings)
     refuse_decided(settings)
     device = require_gpu(f"bench {args.measured} --shape")
-    recipe = recipe_of(**shape_settings(args, settings.get("seed", 0)))
+    recipe = recipe_of(**shape_settings(args, seed_of(settings)))
     return OfShape(recipe, settings, device, ways)
 
 

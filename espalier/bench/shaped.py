@@ -28,7 +28,7 @@ from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.synthetic.checkpoint import Recipe
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import flag_of, given_flags, shape_settings
+from espalier.terminal.flags import flag_of, given_flags, seed_of, shape_settings
 from espalier.terminal.machine import require_gpu
 
 ROUNDS = 40
@@ -85,7 +85,7 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     if rounds < 2:
         raise EspalierError(f"--rounds={rounds} is not supported; use 2 or more")
     cells = with_plain(parse_cells(args.cells or DEFAULT_CELLS, page_sizes))
-    recipe = recipe_of(**shape_settings(args, settings.get("seed", 0)))
+    recipe = recipe_of(**shape_settings(args, seed_of(settings)))
     sizes = _sizes(args, settings, recipe, device)
     rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
     models = SyntheticModels(recipe, dtype_on(device), device, rows)

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from espalier.bench.server import NAME, Server, exists, serving
 from espalier.terminal.console import stdout, write_json
+from espalier.terminal.flags import seed_of
 
 # A request without a response after this time counts as unanswered.
 ANSWER_S = 240.0
@@ -133,7 +134,7 @@ class Client:
 
 def run(args: Namespace, settings: Mapping[str, Any]) -> int:
     """Print the counts.  1 if a request was left unanswered, or anything leaked."""
-    counts = soak(settings, args.soak, settings.get("seed", 0))
+    counts = soak(settings, args.soak, seed_of(settings))
     write_json(args.json, {"soak": asdict(counts)})
     for name, value in asdict(counts).items():
         stdout().print(Text(f"  {name.replace('_', ' '):<18} {value}"))

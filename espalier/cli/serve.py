@@ -21,6 +21,7 @@ from espalier.terminal.flags import (
     engine_settings,
     flag_of,
     refuse_shape_flags,
+    seed_of,
     shape_settings,
 )
 
@@ -301,7 +302,7 @@ def _shape(args: Namespace) -> tuple[dict[str, Any], str]:
 
     settings = engine_settings(args)
     refuse_decided(settings if args.model == "auto" else {"model": args.model})
-    recipe = shape_settings(args, settings.get("seed", 0))
+    recipe = shape_settings(args, seed_of(settings))
     recipe_of(**recipe)
     return {"recipe": recipe, "settings": sendable(settings)}, args.shape
 

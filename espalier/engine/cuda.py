@@ -165,7 +165,7 @@ class CudaExecutor:
         self.capture_stages = capture_stages
         self.replay_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] | None = None
         layout, self.device = runner.layout, runner.pages.device
-        self.results = Results(layout, RING, self.device)
+        self.results = Results(layout, runner.target.config.vocab_size, RING, self.device)
         self.captured_buckets = layout.batch_buckets(graph_batch)
         larger = (batch for batch in layout.batch_buckets(layout.max_batch) if batch > graph_batch)
         self.buckets = (*self.captured_buckets, *larger)

@@ -193,7 +193,7 @@ class CpuExecutor:
 
     def __init__(self, runner: ModelRunner, overlap: bool):
         self.runner = runner
-        self.results = Results(runner.layout, 1, runner.pages.device)
+        self.results = Results(runner.layout, runner.target.config.vocab_size, 1, runner.pages.device)
         threads = torch.get_num_threads()
         self.worker = ThreadPoolExecutor(1, "espalier-stream", torch.set_num_threads, (threads,)) if overlap else None
 

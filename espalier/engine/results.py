@@ -28,6 +28,7 @@ class Fields:
     """The columns of a row: a slice of [0, width) for each field.
 
     logprobs: for each emitted token a row of espalier/logprobs.py.  Those of requests that did not ask are undefined.
+    most_likeliest: how many likeliest tokens a row has at most, which the vocabulary limits too.
     """
 
     length: slice
@@ -40,9 +41,10 @@ class Fields:
     scores: slice
     logprobs: slice
     width: int
+    most_likeliest: int
 
     @classmethod
-    def of(cls, layout: RoundLayout) -> "Fields":
+    def of(cls, layout: RoundLayout, vocab_size: int) -> "Fields":
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
@@ -52,6 +54,7 @@ class Fields:
         return cls(
             **{name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)},
             width=ends[-1],
+            most_likeliest=min(MAX_LOGPROBS, vocab_size),
         )
 
 
@@ -62,9 +65,9 @@ class Results:
     words(MAX_LOGPROBS)].
     """
 
-    def __init__(self, layout: RoundLayout, entries: int, device: torch.device):
+    def __init__(self, layout: RoundLayout, vocab_size: int, entries: int, device: torch.device):
         self.layout = layout
-        self.fields = Fields.of(layout)
+        self.fields = Fields.of(layout, vocab_size)
         self.ring = torch.zeros(entries, layout.max_batch, self.fields.width, dtype=torch.int64, device=device)
         self.decided = self.ring[..., : self.fields.logprobs.start]
         self.logprobs = self.ring[..., self.fields.logprobs].unflatten(-1, (-1, words(MAX_LOGPROBS)))
@@ -101,7 +104,7 @@ def read(
     is_node = entry[:, fields.tokens] != VOID
     drafted = np.maximum(is_node.sum(1) - 1, 0).tolist()
     depth = (entry[:, fields.depths] * is_node).max(1).tolist()
-    logprobs = _logprobs(entry[:, fields.logprobs], launch_input.num_logprobs, num_finite)
+    logprobs = _logprobs(fields, entry, launch_input.num_logprobs, num_finite)
     of_prompts = _of_prompts(prompt_logprobs, launch_input.prompt_rows, len(length))
     return [
         RequestResult(
@@ -133,16 +136,15 @@ def read_trees(fields: Fields, entry: np.ndarray) -> list[tuple[list[int], list[
 # buffer.
 
 
-def _logprobs(entry: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]) -> Sequence[np.ndarray | None]:
-    """The rows of each request's emitted tokens, with as many likeliest tokens as it wants; None if it wants none.
-
-    entry: the field of log-probabilities, [B, n].
-    """
+def _logprobs(
+    fields: Fields, entry: np.ndarray, wanted: tuple[int | None, ...], num_emitted: list[int]
+) -> Sequence[np.ndarray | None]:
+    """The rows of each request's emitted tokens, with as many likeliest tokens as it wants; None if it wants none."""
     if wanted.count(None) == len(wanted):
         return (None,) * len(num_emitted)
-    rows = entry.reshape(len(entry), -1, words(MAX_LOGPROBS))
+    rows = entry[:, fields.logprobs].reshape(len(entry), -1, words(MAX_LOGPROBS))
     return [
-        None if most is None else rows[b, :emitted, : words(most)].copy()
+        None if most is None else rows[b, :emitted, : words(min(most, fields.most_likeliest))].copy()
         for b, (most, emitted) in enumerate(zip(wanted, num_emitted, strict=True))
     ]
 

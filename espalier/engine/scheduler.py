@@ -346,10 +346,13 @@ class Scheduler:
         if not row.finite and not request.done:
             self._finish(request, "abort", self._why_no_token(request))
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
-        depth = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0), row.tree_size.depth)
+        depth_limit = request.params.depth_limit(self.layout.steps)
+        depth = min(depth_limit, max(max_accept_depth, 0), row.tree_size.depth)
+        # A request without speculation has nodes too, for the shape of the batch.
+        drafted = row.tree_size.drafted if depth_limit else 0
         if kept:
             for stats in (request.stats, self.totals):
-                stats.add(kept, min(kept, num_accepted), row.tree_size.drafted, depth)
+                stats.add(kept, min(kept, num_accepted), drafted, depth)
         if self.on_round is not None and row.tree is not None:
             trace = RoundTrace(request.id, row.tree, before, row.tokens, [*pages], self.layout.page_size)
             self.on_round(trace)

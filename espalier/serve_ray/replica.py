@@ -7,6 +7,7 @@ engine process ends, the actor exits at once: Ray Serve then starts another and 
 import asyncio
 import logging
 import os
+import zlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from typing import Any
 
 import msgspec
 
+from espalier.config import is_open
 from espalier.errors import EspalierError
+from espalier.request import sample_seed
 from espalier.server import logs, protocol
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.engines import EngineBusy, EngineGone
@@ -57,7 +60,7 @@ class EngineReplica:
         logs.set_up(options.log_level, options.log_json)
         self.name = name or _name_in_serve()
         self.leave = leave
-        self.client = EngineClient(settings, options)
+        self.client = EngineClient(with_own_seed(settings, self.name), options)
         self._open: dict[str, OpenPrompt] = {}
         await self.client.start()
         self._watch = asyncio.create_task(self._exit_with_engine())
@@ -136,6 +139,14 @@ class EngineReplica:
             await asyncio.sleep(FLUSH_S)
             await self.client.close()
             self.leave(EXIT_CODE)
+
+
+def with_own_seed(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The settings of the replica of this name: replicas with one --seed must not draw the same texts."""
+    seed: Any = settings.get("seed")
+    if is_open(seed):
+        return dict(settings)
+    return {**settings, "seed": sample_seed(seed, 1 + zlib.crc32(name.encode()))}
 
 
 def _name_in_serve() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from espalier.inputs import text_sink
+from espalier.inputs import text_stream
 from espalier.logprobs import PromptLogprobs, TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams, Usage
 from espalier.server.openai import Generating
@@ -81,8 +81,8 @@ class Choice:
 
     def take(self, output: OutputChunk, keep: bool) -> Delta:
         """The delta of a chunk.  keep: add it to the choice too, for the whole response."""
-        ends = output.finish_reason, output.stop_reason
         text = self.new_text(output)
+        ends = self.ends(output)
         delta = Delta(text, output.token_ids, output.from_draft, output.logprobs, *ends, output.prompt_logprobs)
         self.num_tokens += len(output.token_ids)
         if keep:
@@ -96,6 +96,10 @@ class Choice:
                 self.prompt_logprobs = output.prompt_logprobs
             self.finish_reason, self.stop_reason = ends
         return delta
+
+    def ends(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
+        """(finish_reason, stop_reason) of a chunk whose text was read."""
+        return output.finish_reason, output.stop_reason
 
     def new_text(self, output: OutputChunk) -> str:
         """The text that a chunk adds.  Like the engine process, leave out the stop token's text unless keep_stop."""
@@ -148,7 +152,9 @@ class Answer:
         return Choice(index, prompt, partial(self._sink, prompt), self.params.include_stop_str_in_output)
 
     def _sink(self, prompt: list[int]) -> TextStream | None:
-        return None if makes_text_there(self.params) else text_sink(self.tokenizer, prompt, self.params)
+        if self.tokenizer is None or makes_text_there(self.params):
+            return None
+        return text_stream(self.tokenizer, prompt, self.params, ())
 
     def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
         """Add a part of a prompt."""

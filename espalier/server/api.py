@@ -30,9 +30,9 @@ from espalier.server.front import CLIENT_LEFT, Front
 from espalier.server.fronts import Fronts
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
-from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, without_effect
+from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from espalier.server.response_answers import ResponsesAnswer
-from espalier.server.responses import ResponsesRequest, naming_fields
+from espalier.server.responses import NAMES, ResponsesRequest, naming_fields
 from espalier.tools.definitions import Tools
 from espalier.tools.formats import Formats
 from espalier.tools.plan import ChatPlan
@@ -170,7 +170,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
             asked = body.params()
             params = front.resolve(asked)
             sent_prompts = body.prompts()
-        front.check_effect(ignored := without_effect(body))
+        front.check_effect(ignored := body.without_effect())
         with front.entering(len(sent_prompts) * params.n):
             size, check = sum(map(len, sent_prompts)), front.require_tokenizable
             prompts = await front.lanes.run(_prompts, body, sent_prompts, asked, check, size=size, field="prompt")
@@ -198,7 +198,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @post("/v1/responses", responses=STREAMED | answers_with(*GENERATES))
     async def respond(body: ResponsesRequest, http: Request) -> Response:
         front = server.of(body.model)
-        front.check_effect(ignored := without_effect(body))
+        front.check_effect(ignored := body.without_effect())
         with naming_fields(), refusing():
             chat = body.as_chat()
             talk = await converse(front, chat)
@@ -206,7 +206,8 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         def answer() -> ResponsesAnswer:
             return ResponsesAnswer(body, chat, request_id.get(), *talk.answer_arguments)
 
-        return _naming(ignored + talk.ignored, await front.respond(http, chat, [talk.prompt], talk.params, answer))
+        ignored += [NAMES.get(name, name) for name in talk.ignored]
+        return _naming(ignored, await front.respond(http, chat, [talk.prompt], talk.params, answer))
 
 
 def _naming(ignored: Sequence[str], answer: Response) -> Response:

@@ -73,8 +73,7 @@ def read_body(name: str, content_type: str, data: bytes, limits: BodyLimits) -> 
     if isinstance(body, CompletionRequest):
         _check_prompts(body, limits)
     for message in getattr(body, "messages", None) or ():
-        if isinstance(message.content, list):
-            message.content = message.text
+        message.join_parts()
     return body
 
 

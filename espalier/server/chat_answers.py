@@ -1,10 +1,11 @@
-"""Builds the responses of /v1/chat/completions, with tool calls and reasoning read from the text."""
+"""Builds the responses of /v1/chat/completions, with tool calls and reasoning read from the tokens."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
+from espalier.inputs import message_stream
 from espalier.logprobs import TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
 from espalier.server.answers import Answer, Choice, Delta
@@ -12,37 +13,41 @@ from espalier.server.openai import Generating
 from espalier.server.protocol import Part
 from espalier.text import Tokenizer
 from espalier.tools import base
-from espalier.tools.parser import OutputParser, message_of
+from espalier.tools.message_stream import MessageStream
+from espalier.tools.parser import message_of
 from espalier.tools.plan import ChatPlan
 
 
 @dataclass
 class ChatChoice(Choice):
-    """A choice whose text is read by a parser.
+    """A choice whose tokens are read as a message.
 
-    parts: the deltas of the last chunk; deltas: all so far, if the response is whole; calls: indices of the calls so
-    far that are not broken; num_reasoning: tokens of the reasoning.
+    make_stream: makes what reads them, None if all text is content.  parts: the deltas of the last chunk; deltas: all
+    so far, if the response is whole; calls: indices of the calls so far that are not broken.
     """
 
-    parser: OutputParser | None = None
+    make_stream: Callable[[], MessageStream] | None = None
     is_whole: bool = True
     parts: list[base.Delta] = field(default_factory=list)
     deltas: list[base.Delta] = field(default_factory=list)
     calls: set[int] = field(default_factory=set)
-    num_reasoning: int = 0
+
+    @cached_property
+    def stream(self) -> MessageStream:
+        """Made with the first part: before, the request would wait for it."""
+        assert self.make_stream is not None
+        return self.make_stream()
+
+    @property
+    def num_reasoning(self) -> int:
+        """Tokens of the reasoning."""
+        return 0 if self.make_stream is None else self.stream.num_reasoning
 
     def new_text(self, output: OutputChunk) -> str:
-        if self.parser is None:
+        """The text of a chunk, "" where it is read as parts."""
+        if self.make_stream is None:
             return super().new_text(output)
-        texts, self.parts = [], []
-        for of_token in self._split(output):
-            was_reasoning = self.parser.in_reasoning
-            texts.append(super().new_text(of_token))
-            self.parts += self.parser.feed(texts[-1])
-            if was_reasoning or self.parser.in_reasoning:
-                self.num_reasoning += len(of_token.token_ids)
-        if output.finish_reason is not None:
-            self.parts += self.parser.finish()
+        self.parts = self.stream.read(output)
         for part in self.parts:
             if part.kind == "call":
                 self.calls.add(part.index)
@@ -50,17 +55,10 @@ class ChatChoice(Choice):
                 self.calls.discard(part.index)
         if self.is_whole:
             self.deltas += self.parts
-        return "".join(texts)
+        return ""
 
-    def _split(self, output: OutputChunk) -> Iterator[OutputChunk]:
-        """The chunk, token by token where tokens of the reasoning are counted."""
-        assert self.parser is not None
-        if self.sink is None or not self.parser.may_reason or len(output.token_ids) < 2:
-            yield output
-            return
-        for token in output.token_ids[:-1]:
-            yield OutputChunk(output.request_id, output.index, [token])
-        yield replace(output, token_ids=output.token_ids[-1:])
+    def ends(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
+        return super().ends(output) if self.make_stream is None else self.stream.ends(output)
 
     def ending(self, reason: str | None) -> str | None:
         """The finish_reason: "tool_calls" for an output that ended by itself and has calls."""
@@ -89,14 +87,20 @@ class ChatAnswer(Answer):
 
     def _choice(self, index: int, prompt: list[int]) -> Choice:
         choice = ChatChoice(index, prompt, partial(self._sink, prompt), self.params.include_stop_str_in_output)
-        choice.parser = None if self.plan is None else self.plan.parser(prompt)
+        if self.plan is not None and self.plan.has_parser and self.tokenizer is not None:
+            choice.make_stream = partial(self._stream, self.tokenizer, self.plan, prompt)
         choice.is_whole = not self.body.stream
         return choice
 
+    def _stream(self, tokenizer: Tokenizer, plan: ChatPlan, prompt: list[int]) -> MessageStream:
+        parser = plan.parser(prompt)
+        assert parser is not None
+        return message_stream(tokenizer, prompt, self.params, parser)
+
     def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
         choice, delta = super().take(prompt_index, part)
-        if isinstance(choice, ChatChoice) and choice.parser is not None:
-            delta.text = delta.text if any(map(self._is_shown, choice.parts)) else ""
+        if isinstance(choice, ChatChoice) and choice.make_stream is not None:
+            delta.text = "".join(part.text for part in choice.parts if self._is_shown(part))
             delta.finish_reason = choice.ending(delta.finish_reason)
         return choice, delta
 
@@ -111,7 +115,7 @@ class ChatAnswer(Answer):
 
     def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         assert isinstance(choice, ChatChoice)
-        has_parser = choice.parser is not None
+        has_parser = choice.make_stream is not None
         chunk = {
             "index": choice.index,
             "delta": self._parts(choice.parts) if has_parser else {"content": delta.text} if delta.text else {},
@@ -146,7 +150,7 @@ class ChatAnswer(Answer):
             "logprobs": self._logprobs(choice.logprobs),
             "finish_reason": choice.ending(choice.finish_reason),
         }
-        if choice.parser is None:
+        if choice.make_stream is None:
             return whole
         message = message_of(choice.deltas)
         whole["message"]["content"] = message.content or (None if message.tool_calls else "")

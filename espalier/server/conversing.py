@@ -11,7 +11,8 @@ from espalier.inputs import InputProcessor
 from espalier.request import ResolvedParams
 from espalier.server.errors import refusal
 from espalier.server.front import Front
-from espalier.server.openai import ChatRequest, Message, without_effect
+from espalier.server.messages import Message
+from espalier.server.openai import ChatRequest
 from espalier.text import Tokenizer
 from espalier.tools.plan import ChatPlan
 
@@ -47,9 +48,10 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
         asked = body.params()
         params = front.resolve(asked)
         plan = ChatPlan(front.inputs.tokenizer, front.formats, body.tool_use())
-        _check_effort(front.inputs.tokenizer, body)
-    shows_tools = front.inputs.tokenizer is not None and front.inputs.tokenizer.shows("tools")
-    front.check_effect(ignored := without_effect(body) + ["tools"] * (bool(body.tools) and not shows_tools))
+    unread = [name for name in ("reasoning_effort", "tools") if getattr(body, name) and not plan.shows(name)]
+    front.check_effect(ignored := body.without_effect() + unread)
+    if "reasoning_effort" in unread:
+        body = body.model_copy(update={"reasoning_effort": None})
     with front.entering(params.n):
         check = front.require_tokenizable
         size = num_characters([body.messages, body.tools, body.chat_template_kwargs])
@@ -58,15 +60,6 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
         front.inputs.require_room(prompt, asked, body.limit_name)
         params = front.inputs.planned(plan, params, prompt)
     return Conversation(ignored, prompt, params, plan)
-
-
-def _check_effort(tokenizer: Tokenizer | None, body: ChatRequest) -> None:
-    """Raises EspalierError for a reasoning_effort that the template does not read."""
-    if body.reasoning_effort is not None and not (tokenizer is not None and tokenizer.shows("reasoning_effort")):
-        raise EspalierError(
-            f"reasoning_effort={body.reasoning_effort!r} is not supported: this model's chat template does not read "
-            "it; leave it out"
-        )
 
 
 def _prompt(inputs: InputProcessor, body: ChatRequest, plan: ChatPlan, check: Callable[[str], None]) -> Steps:

@@ -7,20 +7,20 @@ response, or separates users (such as vLLM's cache_salt) does not belong here: t
 from collections.abc import Mapping
 
 _SENDER = "describes the sender; the server does not use it"
-_CACHE = "the prefix cache always shares equal prompt prefixes"
+CACHE = "the prefix cache always shares equal prompt prefixes"
 _ROUTING = "the server chooses the engine"
 
 HINTS: Mapping[str, str] = {
     # OpenAI
     "user": _SENDER,
     "safety_identifier": _SENDER,
-    "prompt_cache_key": _CACHE,
-    "prompt_cache_retention": _CACHE,
+    "prompt_cache_key": CACHE,
+    "prompt_cache_retention": CACHE,
     "service_tier": "there is only one tier; use priority",
     # Ollama
     "keep_alive": "the model stays loaded while the server runs",
     # llama.cpp
-    "cache_prompt": _CACHE,
+    "cache_prompt": CACHE,
     "id_slot": "the engine chooses the slot",
     # vLLM and SGLang
     "request_id": "send the id as the header x-request-id",

@@ -1,110 +1,44 @@
 """The request bodies: OpenAI's fields, the fields of SamplingParams, and fields without effect (hints.py).
 
-A field is honoured, accepted without effect, or refused.  A refused field accepts only its neutral values, for clients
-that always send it; any other value is an error that says why.  The tables of docs/server.md come from these models.
+How a field is declared stands in fields.py.  The tables of docs/server.md come from these models.
 """
 
-import json
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import Field, PrivateAttr, create_model, model_validator
 
 from espalier.chat import ChatOptions
 from espalier.errors import EspalierError, require_int
 from espalier.limits import MAX_BIAS, MAX_COUNT, MAX_LOGPROBS
 from espalier.request import SPELLED_ALIKE, SamplingParams
+from espalier.server.fields import (
+    FIRST,
+    FUNCTIONS,
+    NOT_STORED,
+    PLAIN,
+    TEXT_ONLY,
+    VERBOSITY,
+    Body,
+    NoEffect,
+    Nothing,
+    Refused,
+    at_most,
+    inside,
+)
 from espalier.server.formats import Constrained
 from espalier.server.hints import HINTS
+from espalier.server.messages import Message
 from espalier.tools.definitions import MAX_TOOLS, Tools, checked_tools
 
-
-@dataclass(frozen=True)
-class Refused:
-    """why: the end of the error message, with what to do."""
-
-    why: str
-
-
-@dataclass(frozen=True)
-class NoEffect:
-    why: str
-
-
-Nothing = Annotated[list[Any], Field(max_length=0)]
-# Checking stops at the first wrong entry: an error for each of a million entries would block the server.
-FIRST: Any = Field(fail_fast=True)
 Tokens = Annotated[list[int], FIRST]
-NUMBERS = frozenset((int, float))
-PLAIN = frozenset((int, float, bool, type(None)))
 MAX_METADATA = 16
 MOST_TEMPLATE_KWARGS = 64
-
-
-def at_most(most: int) -> BeforeValidator:
-    """Refuse an object with more entries, before they are checked: pydantic has no fail_fast for objects."""
-
-    def count(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise ValueError(f"an object with {len(value)} entries is not supported; use at most {most}")
-        return value
-
-    return BeforeValidator(count)
-
-
 TemplateKwargs = Annotated[dict[str, Any], at_most(MOST_TEMPLATE_KWARGS)]
 # JSON keys are strings, so the key's type is not strict.
 Bias = Annotated[dict[Annotated[int, Field(strict=False)], float], at_most(MAX_BIAS)]
-
-FUNCTIONS = Refused("OpenAI replaced it by tools; use tools and tool_choice, or leave it out")
-TEXT_ONLY = Refused("this server supports only text; leave it out")
-STATELESS = Refused(
-    "the server stores nothing between requests; leave it out, and send the whole conversation each time"
-)
-
-
-def _whole_text(value: Any) -> None:
-    """Refuse a lone surrogate anywhere in a value: JSON can hold one, but UTF-8 cannot encode it."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ValueError("text contains a lone surrogate (\\ud800 to \\udfff); send whole characters") from None
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            # A bias that was read once has token ids as names.
-            if not (isinstance(name, int) or name.isascii()):
-                _whole_text(name)
-            if type(inner) not in PLAIN:
-                _whole_text(inner)
-    elif isinstance(value, list) and not {*map(type, value)} <= NUMBERS:
-        for inner in value:
-            _whole_text(inner)
-
-
-class Body(BaseModel):
-    """Types are strict ("1" is not a number), and unknown fields are errors."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_text(cls, value: Any) -> Any:
-        try:
-            _whole_text(value)
-        except RecursionError:
-            raise ValueError("the body is nested too deeply; use fewer levels") from None
-        if not isinstance(value, dict):
-            return value
-        known = cls.model_fields
-        unknown = [name for name in value if name not in known]
-        if not unknown:
-            return value
-        # One unknown field is enough for the error.
-        return {name: each for name, each in value.items() if name in known or name == unknown[0]}
 
 
 def _json_type(annotation: Any) -> Any:
@@ -201,18 +135,6 @@ class Generating(Hinted, Constrained):
             raise EspalierError("max_tokens and max_completion_tokens are the same limit but differ; send only one")
 
 
-def without_effect(body: BaseModel) -> list[str]:
-    """Names of the fields of a body that were sent and have no effect, in the order of the model."""
-    given = body.model_fields_set
-    return [name for name in _names_without_effect(type(body)) if name in given and getattr(body, name) is not None]
-
-
-@cache
-def _names_without_effect(model: type[BaseModel]) -> list[str]:
-    fields = model.model_fields.items()
-    return [name for name, info in fields if any(isinstance(note, NoEffect) for note in info.metadata)]
-
-
 class CompletionRequest(Generating):
     """POST /v1/completions"""
 
@@ -246,91 +168,6 @@ class CompletionRequest(Generating):
         if not self.prompt:
             raise EspalierError("prompt=[] is not supported; use text or token ids, one or several")
         return list(self.prompt)  # type: ignore[arg-type]
-
-
-class TextPart(Body):
-    type: Literal["text"] = Field(description="this server supports only text")
-    text: str
-
-
-class FunctionCall(Body):
-    name: str
-    arguments: str | None = Field(None, description="a JSON object, as text")
-
-    def parsed(self) -> dict[str, Any]:
-        """In the form that chat templates read.  Raises EspalierError if the arguments are not a JSON object."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise EspalierError(
-                f"messages with a call of {self.name!r} whose arguments are not a JSON object are not supported; "
-                "send an object"
-            )
-        return {"name": self.name, "arguments": arguments}
-
-
-class ToolCall(Body):
-    """A tool call in an earlier assistant message."""
-
-    id: str | None = None
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: Annotated[int | None, NoEffect("the order of the list is used")] = None
-
-    def turn(self) -> dict[str, Any]:
-        return {"id": self.id, "type": self.type, "function": self.function.parsed()}
-
-
-class Message(Body):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
-        description="developer is passed to the chat template as system; tool needs a template that supports it"
-    )
-    content: str | Annotated[list[TextPart], FIRST] | None = Field(
-        None, description="text, or a list of text parts, which are joined; null is empty text"
-    )
-    name: str | None = Field(None, description="passed to the chat template")
-    tool_calls: Annotated[list[ToolCall], FIRST, Field(max_length=MAX_TOOLS)] | None = Field(
-        None, description="the assistant's tool calls, passed to the chat template"
-    )
-    tool_call_id: str | None = Field(
-        None, description="the call that a tool message answers, passed to the chat template"
-    )
-    reasoning_content: str | None = Field(
-        None, description="the reasoning of an earlier answer, passed to the chat template"
-    )
-    function_call: Annotated[None, FUNCTIONS] = None
-    refusal: Annotated[None, Refused("messages here have no refusal; leave it out")] = None
-    audio: Annotated[None, TEXT_ONLY] = None
-    annotations: Annotated[Nothing | None, TEXT_ONLY] = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_content(cls, value: Any) -> Any:
-        """Only a message with tool_calls may leave content out."""
-        if isinstance(value, dict) and "content" not in value and not value.get("tool_calls"):
-            raise ValueError("content is missing; give text, or null for none")
-        return value
-
-    @property
-    def text(self) -> str:
-        parts = self.content or ""
-        return parts if isinstance(parts, str) else "".join(part.text for part in parts)
-
-    def turn(self) -> dict[str, Any]:
-        """In the form that chat templates read.  Raises EspalierError for a bad tool call."""
-        turn: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text}
-        if self.tool_calls:
-            turn["tool_calls"] = [call.turn() for call in self.tool_calls]
-        optional = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
-        }
-        return turn | {name: value for name, value in optional.items() if value is not None}
 
 
 class Conversing(Body):
@@ -375,20 +212,30 @@ class ChatRequest(Conversing, Generating):
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call in an answer")
     include_reasoning: bool | None = Field(None, description="false: leave reasoning_content out of the answer")
     reasoning_effort: str | None = Field(
-        None, description="passed to the chat template; refused if it does not read this variable"
+        None, description="passed to the chat template; no effect if it does not read this variable"
     )
     functions: Annotated[Nothing | None, FUNCTIONS] = None
     function_call: Annotated[Literal["none", "auto"] | None, FUNCTIONS] = None
     modalities: Annotated[Annotated[list[Literal["text"]], FIRST] | None, TEXT_ONLY] = None
     audio: Annotated[None, TEXT_ONLY] = None
     prediction: Annotated[None, Refused("the engine's drafter makes the drafts; leave it out")] = None
-    verbosity: Annotated[None, Refused("ask for short or long answers in the messages; leave it out")] = None
+    verbosity: Annotated[str | None, VERBOSITY] = None
     web_search_options: Annotated[None, Refused("the server has no web search; leave it out")] = None
-    store: Annotated[Literal[False] | None, STATELESS] = None
+    store: Annotated[bool | None, NOT_STORED] = None
+    _has_marked_tools: bool = PrivateAttr(default=False)
+
+    @model_validator(mode="after")
+    def _unmark_tools(self) -> "ChatRequest":
+        """Take cache_control out of the tools, which the chat template would show."""
+        plain = [_unmarked(tool) for tool in self.tools or ()]
+        self._has_marked_tools = plain != (self.tools or [])
+        if self._has_marked_tools:
+            self.tools = plain
+        return self
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise EspalierError("top_logprobs needs logprobs=true; set it, or leave top_logprobs out")
         # Checked here so that the error has the name that was sent; resolve checks it again as logprobs.
         require_int("top_logprobs", self.top_logprobs, 0, MAX_LOGPROBS, optional=True)
@@ -407,6 +254,19 @@ class ChatRequest(Conversing, Generating):
         """The tools that the model may call.  Raises EspalierError."""
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
+    def without_effect(self) -> list[str]:
+        marks = ["tools.cache_control"] * self._has_marked_tools
+        return super().without_effect() + inside("messages", self.messages) + marks
+
+
+def _unmarked(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool without cache_control, beside its function or in it."""
+    return {
+        name: {key: each for key, each in value.items() if key != "cache_control"} if name == "function" else value
+        for name, value in tool.items()
+        if name != "cache_control"
+    }
+
 
 class TokenizeRequest(Conversing):
     """POST /tokenize: tokenizes a prompt like /v1/completions, or messages like /v1/chat/completions."""
@@ -424,15 +284,3 @@ class DetokenizeRequest(Body):
 
     model: str | None = Field(None, description="a name from /v1/models")
     tokens: Tokens = Field(description="token ids; special tokens are left out of the text")
-
-
-def field_rows(model: type[BaseModel]) -> list[tuple[str, str, str]]:
-    """(field, "honoured" / "no effect" / "refused", description or reason), in the order of the model."""
-    rows = []
-    for name, info in model.model_fields.items():
-        notes = [note for note in info.metadata if isinstance(note, Refused | NoEffect)]
-        if not notes:
-            rows.append((name, "honoured", info.description or ""))
-        else:
-            rows.append((name, "refused" if isinstance(notes[0], Refused) else "no effect", notes[0].why))
-    return rows

@@ -147,7 +147,7 @@ class ResponsesAnswer(ChatAnswer):
         choice, delta = super().take(prompt_index, part)
         assert isinstance(choice, ChatChoice)
         logprobs = [] if delta.logprobs is None else self._logprobs(delta.logprobs)["content"]
-        if choice.parser is not None:
+        if choice.make_stream is not None:
             for each in choice.parts:
                 self.items.add(each, [])
             self.errors += [each.text for each in choice.parts if each.kind == "broken"]

@@ -8,19 +8,19 @@ from pydantic import Field, ValidationError, create_model
 
 from espalier.errors import EspalierError, shown, unknown_name
 from espalier.server.errors import ApiError, of_validation
-from espalier.server.openai import (
+from espalier.server.fields import (
     FIRST,
-    HINT_FIELDS,
-    MAX_METADATA,
-    SAMPLING_FIELDS,
+    NOT_STORED,
     STATELESS,
     TEXT_ONLY,
+    VERBOSITY,
     Body,
-    ChatRequest,
     Nothing,
     Refused,
     at_most,
+    inside,
 )
+from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest
 from espalier.tools.definitions import MAX_TOOLS
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -59,7 +59,7 @@ class Reasoning(Body):
 
 class TextOptions(Body):
     format: dict[str, Any] | None = Field(None, description="text, json_schema or json_object")
-    verbosity: Annotated[None, Refused("ask for short or long answers in the input; leave it out")] = None
+    verbosity: Annotated[str | None, VERBOSITY] = None
 
 
 class StreamOptions(Body):
@@ -96,7 +96,7 @@ class ResponsesRequest(_Sampling):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="a lower value starts first (default 0)")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     truncation: Annotated[Literal["disabled"] | None, Refused("send a shorter input, or leave it out")] = None
-    store: Annotated[Literal[False] | None, STATELESS] = None
+    store: Annotated[bool | None, NOT_STORED] = None
     previous_response_id: Annotated[None, STATELESS] = None
     conversation: Annotated[None, STATELESS] = None
     prompt: Annotated[None, STATELESS] = None
@@ -106,6 +106,9 @@ class ResponsesRequest(_Sampling):
     messages: Annotated[None, Refused("use input")] = None
     response_format: Annotated[None, Refused("use text.format")] = None
     modalities: Annotated[Nothing | None, TEXT_ONLY] = None
+
+    def without_effect(self) -> list[str]:
+        return super().without_effect() + inside("text", [self.text] if self.text else [])
 
     def as_chat(self) -> ChatRequest:
         """The same request as a chat completion.  Raises EspalierError or ApiError."""
@@ -122,7 +125,7 @@ class ResponsesRequest(_Sampling):
             fields["response_format"] = _chat_format(self.text.format)
         if LOGPROBS in (self.include or ()):
             fields["logprobs"] = True
-        elif self.top_logprobs is not None:
+        elif self.top_logprobs:
             raise EspalierError(f'top_logprobs needs include=["{LOGPROBS}"]; set it, or leave top_logprobs out')
         try:
             return ChatRequest.model_validate(fields)
@@ -172,7 +175,8 @@ def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | No
         else:
             if kind == "function_call":
                 names[item["call_id"]] = item["name"]
-            _add_to_answer(messages, place, kind, item)
+            if not _is_repeated(item, f"input[{i + 1}]", given[i + 1 : i + 2]):
+                _add_to_answer(messages, place, kind, item)
     return messages
 
 
@@ -208,6 +212,14 @@ def _add_to_answer(messages: list[dict[str, Any]], place: str, kind: str, item: 
     else:
         function = {"name": item["name"], "arguments": item["arguments"]}
         last.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
+
+
+def _is_repeated(item: Mapping[str, Any], place: str, following: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether an item is a call that was cut off, whose text the next item has.  place: of that item."""
+    if item.get("type") != "function_call" or item.get("status") != "incomplete":
+        return False
+    messages = (each for each in following if each.get("role") == "assistant")
+    return any(item["arguments"] in _text_of(f"{place}.content", each.get("content") or "") for each in messages)
 
 
 def _begins_message(message: Mapping[str, Any], kind: str) -> bool:

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -238,7 +239,7 @@ def resolve(
         overlap=overlap,
         graph_batch=_graph_batch(config, layout, device),
         model_overrides=dict(config.model_overrides),
-        seed=config.seed,
+        seed=_value_or(config.seed, secrets.randbits(63)),
         **{name: getattr(layout, name) for name in LAYOUT_FIELDS},
     )
 

@@ -167,6 +167,12 @@ def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     )
 
 
+def seed_of(settings: Mapping[str, Any]) -> int:
+    """The seed of what a command makes: --seed, or the same each time.  settings: of the engine."""
+    seed: Any = settings.get("seed")
+    return 0 if is_open(seed) else seed
+
+
 def shape_settings(args: Namespace, seed: int) -> dict[str, Any]:
     """The keywords of recipe_of (espalier/bench/synthetic_models.py) from the flags of a synthetic model."""
     return {"shape": args.shape, "seed": seed, **{name: getattr(args, name) for name in SHAPE_FLAGS}}

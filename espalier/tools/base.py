@@ -2,7 +2,7 @@
 
 import secrets
 import string
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -66,6 +66,13 @@ class Writer:
 
     def reasoning(self, text: str) -> None:
         self.add("reasoning", text)
+
+    def resume(self, deltas: Sequence[Delta]) -> None:
+        """Go on after deltas that the prompt has shown.  A call that is open in them is the answer's."""
+        open_call = self.num_calls - 1
+        if any(delta.kind in ("called", "broken") and delta.index == open_call for delta in deltas):
+            return
+        self._deltas = [delta for delta in deltas if delta.index == open_call >= 0]
 
     def take(self) -> list[Delta]:
         deltas, self._deltas = self._deltas, []
@@ -182,7 +189,8 @@ class ReasoningFormat:
 
     begin, end: around the reasoning.  answer: text between the reasoning and an answer that is no call.  switches:
     variables of a chat template with which such a model reasons where its prompt does not say so.  whole: the tool
-    format of this name reads the reasoning too, and such a model always may reason.
+    format of this name reads the reasoning too, and such a model always may reason; turn: the text with which each of
+    its messages begins.
     """
 
     name: str
@@ -193,3 +201,4 @@ class ReasoningFormat:
     answer: str = ""
     switches: tuple[str, ...] = ()
     whole: bool = False
+    turn: str = ""

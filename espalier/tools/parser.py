@@ -13,21 +13,26 @@ from espalier.tools.reasoning import split
 class OutputParser:
     """The joined deltas do not depend on how the text was cut.
 
-    schemas: by the name of each tool that may be called; is_open: the prompt has opened the reasoning.
+    schemas: by the name of each tool that may be called; begun: the text with which the prompt begins the answer.
     """
 
     def __init__(
         self,
         formats: Formats,
         schemas: Mapping[str, Mapping[str, Any]],
-        is_open: bool = False,
+        begun: str = "",
         make_id: Callable[[], str] | None = None,
     ):
         self._reader = Reader()
         ids = formats.tools.make_id if formats.tools is not None else call_id
         self._writer = Writer(schemas, make_id or ids)
-        self._steps = _parse(self._reader, self._writer, formats, is_open)
+        self._steps = _parse(self._reader, self._writer, formats)
+        # Text of the prompt that may begin a mark.
+        self._held = ""
         self._read()
+        if begun:
+            self._writer.resume(self.feed(begun))
+            self._held = self._reader.buffer
 
     @property
     def in_reasoning(self) -> bool:
@@ -46,23 +51,34 @@ class OutputParser:
         self._reader.buffer += text
         return self._read()
 
-    def finish(self) -> list[Delta]:
-        """The deltas of what was held back."""
-        self._reader.ended = True
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        """The deltas of what was held back.  is_cut: the output did not end by itself."""
+        self._reader.ended, self._reader.is_cut = True, is_cut
         return self._read()
 
     def _read(self) -> list[Delta]:
         next(self._steps, None)
-        return self._writer.take()
+        deltas = self._writer.take()
+        return self._without_held(deltas) if self._held and deltas else deltas
+
+    def _without_held(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas without the prompt's text at their beginning."""
+        first = deltas[0]
+        size = min(len(self._held), len(first.text))
+        if first.kind not in ("content", "reasoning") or first.text[:size] != self._held[:size]:
+            self._held = ""
+            return deltas
+        self._held, rest = self._held[size:], first.text[size:]
+        return [Delta(first.kind, rest), *deltas[1:]] if rest else deltas[1:]
 
 
-def _parse(reader: Reader, writer: Writer, formats: Formats, is_open: bool) -> Steps[None]:
+def _parse(reader: Reader, writer: Writer, formats: Formats) -> Steps[None]:
     reasoning, tools = formats.reasoning, formats.tools
     if reasoning is not None and reasoning.whole:
         yield from harmony.parse(reader, writer)
         return
     if reasoning is not None:
-        yield from split(reader, writer, reasoning, is_open)
+        yield from split(reader, writer, reasoning)
     writer.may_reason = False
     if tools is not None and writer.schemas:
         yield from tools.parse(reader, writer)

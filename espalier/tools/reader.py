@@ -50,11 +50,12 @@ class Markers:
 
 
 class Reader:
-    """buffer: text that has arrived and is not read yet."""
+    """buffer: text that has arrived and is not read yet; is_cut: the output did not end by itself."""
 
     def __init__(self) -> None:
         self.buffer = ""
         self.ended = False
+        self.is_cut = False
         self._kept: list[str] | None = None
 
     def keep(self, text: str) -> None:
@@ -143,14 +144,19 @@ class Reader:
             parts.append(self.take(len(self.buffer) - len(self.buffer.lstrip(characters))))
         return "".join(parts)
 
-    def literal(self, *texts: str) -> Steps[str | None]:
-        """Read one of the texts, if the output goes on with one.  None may begin another."""
+    def sees(self, *texts: str) -> Steps[str | None]:
+        """The one of the texts with which the output goes on.  None may begin another."""
         while True:
             for text in texts:
                 if self.buffer.startswith(text):
-                    return self.take(len(text))
+                    return text
             if not any(text.startswith(self.buffer) for text in texts) or not (yield from self.more()):
                 return None
+
+    def literal(self, *texts: str) -> Steps[str | None]:
+        """Read one of the texts, if the output goes on with one.  None may begin another."""
+        found = yield from self.sees(*texts)
+        return None if found is None else self.take(len(found))
 
     def expect(self, text: str) -> Steps[None]:
         """Read this text.  Raises Broken if the output goes on otherwise."""

@@ -1,4 +1,4 @@
-"""Formats that put the reasoning between two marks, at the start of the output or opened by the prompt."""
+"""Formats that put the reasoning between two marks, at the start of the output or begun by the prompt."""
 
 from espalier.tools.base import ReasoningFormat, Writer
 from espalier.tools.reader import Markers, Reader, Steps
@@ -6,22 +6,29 @@ from espalier.tools.reader import Markers, Reader, Steps
 NEWLINES = "\n"
 
 
-def split(reader: Reader, writer: Writer, format: ReasoningFormat, is_open: bool) -> Steps[None]:
-    """Read the reasoning, if there is any, up to its end.  is_open: the prompt has opened it.
+def split(reader: Reader, writer: Writer, format: ReasoningFormat) -> Steps[None]:
+    """Read the reasoning, if there is any, up to its end, and again if more follows at once.
 
-    Newlines beside the marks belong to them.
+    Newlines beside the marks belong to them.  A mark that opens what is open, or ends what is not, is left out.
     """
-    if not is_open:
-        space = yield from reader.space()
-        if (yield from reader.literal(format.begin)) is None:
-            reader.put_back(space)
-            return
-    writer.in_reasoning = True
-    yield from reader.space(NEWLINES)
-    ended = yield from reader.until(Markers(format.end, swallow=NEWLINES), writer.reasoning)
-    writer.in_reasoning = False
-    if ended is not None:
-        yield from reader.space(NEWLINES)
+    marks = Markers(format.end, format.begin, swallow=NEWLINES)
+    while (marker := (yield from _first(reader, format))) is not None:
+        writer.in_reasoning = marker == format.begin
+        while marker == format.begin:
+            yield from reader.space(NEWLINES)
+            marker = yield from reader.until(marks, writer.reasoning)
+        writer.in_reasoning = False
+        if marker is not None:
+            yield from reader.space(NEWLINES)
+
+
+def _first(reader: Reader, format: ReasoningFormat) -> Steps[str | None]:
+    """Read a mark of the reasoning, with the white space before it, if the output goes on with one."""
+    space = yield from reader.space()
+    marker = yield from reader.literal(format.begin, format.end)
+    if marker is None:
+        reader.put_back(space)
+    return marker
 
 
 THINK = ReasoningFormat(

@@ -28,7 +28,7 @@ MAX_FUNCTION_LINES = 70
 # may import all, and nobody imports it but its one hook.  "" is espalier/__init__.py, the public face.
 FLOORS = (
     ("counterparts",),
-    ("errors", "cores", "stats", "logprobs", "turn"),
+    ("errors", "cores", "stats", "logprobs", "turn", "stop_strings"),
     ("limits", "chat", "grammar", "model_files"),
     ("tokenizer_files",),
     ("config", "request", "text", "text_bound"),

@@ -37,7 +37,7 @@ PASS = RoundOutput(Path(FIRST, ONES, torch.tensor([[4], [3]]), ONES), LOGITS[:, 
 
 
 def written(outcome: RoundOutput, entry: int) -> Results:
-    results = Results(LAYOUT, 3, torch.device("cpu"))
+    results = Results(LAYOUT, LOGITS.shape[2], 3, torch.device("cpu"))
     results.write(torch.tensor([entry]), outcome)
     return results
 
@@ -70,7 +70,7 @@ def test_a_round():
 
 def test_a_smaller_tree_has_void_nodes_at_its_end():
     layout = Setup(steps=3, topk=2, num_draft_tokens=6, max_batch=3).layout
-    results = Results(layout, 1, torch.device("cpu"))
+    results = Results(layout, LOGITS.shape[2], 1, torch.device("cpu"))
     results.write(torch.tensor([0]), ROUND)
     row = rows_of(results, 0, 2)[0]
     assert (row.tokens, row.tree_size) == ([6, 9], TreeSize(3, 2))
@@ -105,6 +105,14 @@ def test_only_who_asked_gets_logprobs():
     none, one = (row.logprobs for row in rows_of(written(asked, 0), 0, 2, wanted=(None, 1)))
     assert none is None and one is not None and one.shape == (1, words(1))
     assert TokenLogprobs([one])[0].logprob == pytest.approx(LOGITS[1, 0].log_softmax(-1)[8].item(), abs=1e-6)
+
+
+def test_no_more_likeliest_tokens_than_the_vocabulary_has():
+    asked = RoundOutput(PATH, LOGITS, torch.tensor([20, 20]), PATH.rows, TREE)
+    for rows in rows_of(written(asked, 0), 0, 2, wanted=(20, 11)):
+        assert all(
+            sorted(token for token, _ in entry.top) == list(range(10)) for entry in TokenLogprobs([rows.logprobs])
+        )
 
 
 def test_a_prompts_logprobs_go_to_who_asked():

@@ -9,7 +9,7 @@ import pytest
 
 from espalier.request import ResolvedParams
 from espalier.serve_ray.pool import EnginePool
-from espalier.serve_ray.replica import EngineReplica
+from espalier.serve_ray.replica import EngineReplica, with_own_seed
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions
 from espalier.server.engines import EngineGone
@@ -123,3 +123,10 @@ def test_the_engine_of_a_replica_dies(llm):
     tokens, left, queued = asyncio.run(run())
     assert tokens == llm.generate(["def f(x):\n"], max_tokens(4))[0].token_ids
     assert left == [1] and queued == 0
+
+
+def test_replicas_with_one_seed_draw_apart():
+    """A random seed, the default, is each engine's own."""
+    assert with_own_seed({"max_batch": 2}, "a") == {"max_batch": 2}
+    seeds = [with_own_seed({"seed": 7}, name)["seed"] for name in ("a", "b", "a")]
+    assert seeds[0] == seeds[2] != seeds[1] and all(0 <= seed < 2**63 for seed in seeds)

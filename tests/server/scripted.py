@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uvicorn
 
-from espalier.inputs import ModelFacts
+from espalier.inputs import ModelFacts, text_sink
 from espalier.request import OutputChunk, ResolvedParams, Usage
 from espalier.server import protocol
 from espalier.server.api import ApiOptions, make_app
@@ -53,24 +53,34 @@ class ScriptedClient(EngineClient):
         is_cut = params.max_tokens is not None and params.max_tokens <= len(tokens)
         tokens = tokens[: params.max_tokens] if is_cut else [*tokens, self.tokenizer.hf.eos_token_id]
         for index in range(params.n):
-            sink = self.tokenizer.sink(submit.prompt, params.stop, shown=params.shown_special_tokens)
+            sink = text_sink(self.tokenizer, submit.prompt, params)
             for start in range(0, len(tokens), self.size):
                 part = tokens[start : start + self.size]
                 is_last = start + self.size >= len(tokens)
                 text, stopped = "", None
                 if submit.detokenize:
-                    for token in part:
-                        stopped = stopped or sink.push(token)
+                    for at, token in enumerate(part):
+                        # A stop token has no text.
+                        stopped = None if token == self.tokenizer.hf.eos_token_id else sink.push(token)
+                        if stopped is not None:
+                            part = part[: at + 1]
+                            break
                     text = sink.take(final=is_last or stopped is not None)
                 reason = "stop" if stopped else ("length" if is_cut else "stop") if is_last else None
                 piece = OutputChunk(
-                    f"{submit.name}.{index}", index, part, text, [False] * len(part), finish_reason=reason
+                    f"{submit.name}.{index}",
+                    index,
+                    part,
+                    text,
+                    [False] * len(part),
+                    finish_reason=reason,
+                    stop_reason=stopped,
                 )
                 if reason is None:
                     self._hand_out(Part(submit.name, piece))
                     await asyncio.sleep(0)
                     continue
-                usage = Usage(len(submit.prompt), len(tokens), 0)
+                usage = Usage(len(submit.prompt), start + len(part), 0)
                 self._hand_out(Part(submit.name, piece, usage, SpeculationStats()))
                 break
 

@@ -12,6 +12,8 @@ from espalier.cli.main import parse
 from espalier.cli.serve import front_options
 from espalier.server.front import MAX_TEXT_CHARS
 from espalier.server.hints import HINTS
+from espalier.server.messages import Message
+from espalier.server.openai import ChatRequest
 from espalier.text import load_tokenizer
 from tests.server.bodies import BODIES
 from tests.server.scripted import scripted
@@ -90,6 +92,50 @@ def test_hints_are_accepted_named_and_change_nothing(served, path):
     streamed = served.request(path, {**body, "stream": True, "metadata": {"a": "b"}, "user": None})
     assert streamed[1][NO_EFFECT] == "metadata"
     assert served.log.read_text().count("the field keep_alive is accepted but has no effect") == 1
+
+
+MARK = {"type": "ephemeral"}
+PLAIN = {"messages": HI, "max_tokens": 3}
+# What other clients send beside it, and the names in the header.
+BESIDE = [
+    ({"store": True, "verbosity": "low", "reasoning_effort": "low"}, "verbosity, store, reasoning_effort"),
+    ({"store": False, "top_logprobs": 0}, None),
+    ({"messages": [{**HI[0], "cache_control": MARK}]}, "messages.cache_control"),
+    (
+        {"messages": [{**HI[0], "content": [{"type": "text", "text": HI[0]["content"], "cache_control": MARK}]}]},
+        "messages.cache_control",
+    ),
+    ({"messages": [{**HI[0], "reasoning_details": [{}], "thinking_blocks": []}]}, "messages.reasoning_details"),
+]
+
+
+@pytest.mark.parametrize(("beside", "named"), BESIDE)
+def test_what_other_servers_take_is_taken_and_changes_nothing(served, beside, named):
+    body = {"model": "bundled", **PLAIN, "temperature": 0}
+    plain, hinted = (served.request("/v1/chat/completions", body | each) for each in ({}, beside))
+    assert hinted[0] == 200, hinted
+    assert (hinted[1].get(NO_EFFECT) or "").startswith(named or "") and (named is None) == (NO_EFFECT not in hinted[1])
+    assert hinted[2]["choices"] == plain[2]["choices"]
+
+
+def test_a_mark_of_a_tool_is_not_shown_to_the_model(other):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    marked = {**tool, "cache_control": MARK, "function": {**tool["function"], "cache_control": MARK}}
+    bodies = [ChatRequest.model_validate({**CHAT, "tools": [each]}) for each in (tool, marked)]
+    assert bodies[0].options() == bodies[1].options()
+    assert [body.without_effect() for body in bodies] == [[], ["tools.cache_control"]]
+
+
+def test_a_response_takes_what_plain_code_of_openai_sends(served):
+    body = {"model": "bundled", "input": "hi", "max_output_tokens": 2, "text": {"verbosity": "low"}, "store": True}
+    status, headers, _ = served.request("/v1/responses", {**body, "reasoning": {"effort": "low"}, "top_logprobs": 0})
+    assert (status, headers[NO_EFFECT]) == (200, "store, text.verbosity, reasoning.effort")
+
+
+def test_reasoning_of_a_message_has_two_names():
+    messages = [Message(role="assistant", content="x", **{name: "r"}) for name in ("reasoning", "reasoning_content")]
+    assert messages[0].turn() == messages[1].turn()
+    assert Message(role="assistant", content=None, refusal="no").turn()["content"] == "no"
 
 
 def test_flags_of_fields_become_options(tmp_path):
@@ -198,7 +244,7 @@ LONG = "x " * 600
 CODES = {
     "model_not_found": (404, {**CHAT, "model": "other"}, openai.NotFoundError),
     "context_length_exceeded": (400, {**CHAT, "messages": [{"role": "user", "content": LONG}]}, openai.BadRequestError),
-    "unsupported": (400, {**CHAT, "verbosity": "low"}, openai.BadRequestError),
+    "unsupported": (400, {**CHAT, "web_search_options": {}}, openai.BadRequestError),
 }
 
 

@@ -45,7 +45,7 @@ def test_an_empty_batch_is_legal(algorithm, attention, needs):
     r = round_of(algorithm, attention=attention)
     with torch.inference_mode():
         for outcome in (decode_round(r, NONE, needs), prefill(r, NONE, NONE, 16, needs)):
-            results = Results(r.layout, 1, r.pages.device)
+            results = Results(r.layout, r.target.config.vocab_size, 1, r.pages.device)
             results.write(NONE.new_zeros(1), outcome)
             assert not results.ring.any()
             assert read(results.fields, results.ring[0, :0].numpy(), None, EMPTY) == []

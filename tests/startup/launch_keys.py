@@ -199,7 +199,8 @@ class Simulation:
         layout = self.layout
         launch._chip = lambda device: CHIPS[self.chip]  # type: ignore[assignment]
         runner, memory = runner_of(self.shape, self.layers, layout, inner=self.inner), StageMemory(META)
-        vocab_size, results = runner.target.config.vocab_size, Results(layout, 3, META)
+        vocab_size = runner.target.config.vocab_size
+        results = Results(layout, vocab_size, 3, META)
 
         arguments: dict[str, set[Arguments]] = {}
 
@@ -248,7 +249,9 @@ class Layer:
         layout, found = Simulation(self.shape, layers, False, 0).layout, Counter[str]()
         runner = runner_of(self.shape, layers, layout, self.stored)
         launch_hook.set(lambda function, grid, *args, **kwargs: found.update([function.fn.__name__]))
-        run_without_data(runner, Results(layout, 3, META), StageMemory(META), of_dummies(1))
+        run_without_data(
+            runner, Results(layout, runner.target.config.vocab_size, 3, META), StageMemory(META), of_dummies(1)
+        )
         return found
 
 

@@ -33,7 +33,9 @@ def read(family, text, parts, schemas=SCHEMAS):
     """The message of a text that comes in these parts, and all deltas.  Ids are numbers."""
     formats = find_formats(family.template, family.tools, family.reasoning or "none")
     ids = iter(map(str, range(1000)))
-    parser = OutputParser(formats, schemas, family.opens, lambda: next(ids))
+    parser = OutputParser(
+        formats, schemas, formats.reasoning.begin * family.opens if formats.reasoning else "", lambda: next(ids)
+    )
     deltas = [delta for part in parts for delta in parser.feed(part)] + parser.finish()
     assert "".join(parts) == text
     return message_of(deltas), deltas

@@ -136,6 +136,75 @@ def test_a_grammar_begins_after_the_reasoning(name, variables, after, may_reason
     assert grammar(Grammar("json_object", after="x")) == Grammar("json_object", after="x")
 
 
+# The end of a prompt inside the reasoning, and an output that ends it.
+INSIDE = {
+    "hermes": ("<|im_start|>assistant\n<think>\nThe user", " asks.\n</think>\n\n42"),
+    "hermes, marks as special tokens": ("<|im_start|>assistant\n<think>\nThe user", " asks.</think>\n\n42"),
+    "deepseek-v3": ("<｜User｜>hi<｜Assistant｜><think>\n\nThe user", " asks.\n</think>42"),
+    "glm": ("<|im_start|>assistant\n<think>The user", " asks.</think>\n42"),
+    "mistral": ("[INST]hi[/INST][THINK]The user", " asks.[/THINK]42"),
+    "harmony": (
+        "<|start|>user<|message|>hi<|end|><|start|>assistant<|channel|>analysis<|message|>The user",
+        " asks.<|end|><|start|>assistant<|channel|>final<|message|>42",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_reasoning_that_the_prompt_began_goes_on(name):
+    inputs, (text, output) = inputs_of(name), INSIDE[name]
+    prompt = tokens_of(inputs.tokenizer, text)
+    for tools in (None, TOOLS):
+        plan = ChatPlan(inputs.tokenizer, find_formats(FAMILIES[name].template), checked_tools(tools))
+        message = chat_output(plan, prompt, Output(output, [], "stop")).message
+        assert (message.content, message.reasoning) == ("42", " asks.")
+    # A form begins where the reasoning ends; after it, at once.
+    form = ResolvedParams(grammar=Grammar("json_object", strict=False), stop_token_ids=(1,))
+    reasoning = find_formats(FAMILIES[name].template).reasoning
+    begun = plan.params(form, prompt).grammar
+    assert begun.after == reasoning.end and json.dumps(reasoning.answer)[1:-1] in begun.spec
+    closed = tokens_of(inputs.tokenizer, text + output)
+    found = ChatPlan(inputs.tokenizer, find_formats(FAMILIES[name].template), checked_tools(None)).params(form, closed)
+    assert (found.grammar.kind, found.grammar.after) == ("json_object", None)
+    assert chat_output(plan, closed, Output("3.", [], "stop")).message.content == "3."
+
+
+def test_an_answer_is_continued_inside_its_reasoning():
+    inputs = inputs_of("hermes")
+    messages = [*HI, {"role": "assistant", "content": "<think>\nThe user"}]
+    prompt, _, plan = inputs.conversation(messages, None, continue_final_message=True)
+    message = chat_output(plan, prompt, Output(" asks.</think>42", [], "stop")).message
+    assert (message.content, message.reasoning) == ("42", " asks.")
+
+
+@families
+def test_a_mark_that_the_user_wrote_opens_nothing(name):
+    family, inputs = FAMILIES[name], inputs_of(name)
+    reasoning = find_formats(family.template).reasoning
+    if reasoning is None:
+        return
+    for options in ({}, {"add_generation_prompt": False}):
+        said = [{"role": "user", "content": f"What is {reasoning.begin} here?"}]
+        prompt, _, plan = inputs.conversation(said, None, **options)
+        assert plan._is_open(prompt) == family.opens
+
+
+def test_without_marks_of_turns_only_the_prompts_end_opens_reasoning():
+    """A token that ends or begins all of a text is no mark of a turn."""
+    inputs = inputs_of("hermes")
+    plan = ChatPlan(inputs.tokenizer, find_formats(FAMILIES["hermes"].template), checked_tools(None))
+    for text, is_open in (("Q: <think>? A:", False), ("<eos>Q: <think>? A:", False), ("<eos>Q: ? A: <think>\n", True)):
+        assert plan._is_open(tokens_of(inputs.tokenizer, text)) == is_open
+
+
+def test_a_call_that_the_prompt_began_is_a_call():
+    inputs = inputs_of("harmony")
+    prompt = tokens_of(inputs.tokenizer, '<|start|>assistant<|channel|>commentary to=functions.now <|message|>{"a"')
+    plan = ChatPlan(inputs.tokenizer, find_formats(FAMILIES["harmony"].template), checked_tools(TOOLS))
+    [call] = chat_output(plan, prompt, Output(": 1}", [], "stop")).message.tool_calls
+    assert (call.name, call.arguments) == ("now", '{"a": 1}')
+
+
 def test_a_model_that_cannot_call_says_what_to_do():
     blind = FAMILIES["hermes"].hf()
     blind.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -3,7 +3,7 @@
 from functools import partial
 
 from espalier.tools.base import CallSyntax, CallWriter, ToolFormat, Writer, read_call
-from espalier.tools.json_calls import read_arguments
+from espalier.tools.json_calls import is_absent, read_arguments
 from espalier.tools.reader import Broken, Markers, Reader, Steps
 
 OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -28,20 +28,19 @@ def parse(reader: Reader, writer: Writer, fenced: bool) -> Steps[None]:
 
 def _calls(reader: Reader, writer: Writer, opening: str, fenced: bool) -> Steps[None]:
     def read(call: CallWriter) -> Steps[None]:
-        kind, _ = yield from reader.before(SEPARATOR)
-        if fenced:
+        kind, mark = yield from reader.before(SEPARATOR, END)
+        name = kind
+        if fenced and mark == SEPARATOR:
             if kind.strip() != "function":
                 raise Broken(f"the tool call is of type {kind.strip()[:80]!r}; only function is supported")
-            name, _ = yield from reader.before("\n")
-            call.name(name.strip())
-            yield from reader.expect(FENCE)
-        else:
-            call.name(kind.strip())
+            name, mark = yield from reader.before("\n", END)
+        call.name(name.strip())
+        if mark == END:
+            return
         yield from reader.space()
-        yield from read_arguments(reader, call)
+        if not (yield from is_absent(reader, END)):
+            yield from (_block(reader, call) if fenced else read_arguments(reader, call, END))
         yield from reader.space()
-        if fenced:
-            yield from reader.expect(FENCE_END.strip())
         if (yield from reader.peek()):
             yield from reader.expect(END)
 
@@ -51,6 +50,14 @@ def _calls(reader: Reader, writer: Writer, opening: str, fenced: bool) -> Steps[
         if opening != CALL:
             yield from reader.space()
             return
+
+
+def _block(reader: Reader, call: CallWriter) -> Steps[None]:
+    yield from reader.expect(FENCE)
+    yield from reader.space()
+    yield from read_arguments(reader, call, FENCE_END.strip())
+    yield from reader.space()
+    yield from reader.expect(FENCE_END.strip())
 
 
 SPECIAL = (OPEN, CLOSE, CALL, SEPARATOR, END)

@@ -1,6 +1,7 @@
 """GPT-OSS (harmony): messages in channels.
 
-The channel analysis is reasoning, a message to functions.NAME is a call, everything else is content.
+The channel analysis is reasoning, a message to functions.NAME is a call, everything else is content.  A message to
+assistant is one to the user: GPT-OSS writes it at times.
 
 openai-harmony is not used: it reads the ids of its own vocabulary, which it downloads.
 """
@@ -8,7 +9,7 @@ openai-harmony is not used: it reads the ids of its own vocabulary, which it dow
 import re
 
 from espalier.tools.base import CallSyntax, CallWriter, ReasoningFormat, ToolFormat, Writer, read_call
-from espalier.tools.json_calls import read_arguments
+from espalier.tools.json_calls import is_absent, read_arguments
 from espalier.tools.reader import Broken, Markers, Reader, Steps
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -19,7 +20,13 @@ ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
 HEADER_ENDS = Markers(MESSAGE, END, CALL, RETURN)
 RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"(\w+)")
+TO = r"(?: *to=[^\s<]*)?"
+HEADER = re.compile(
+    rf"^(?:{re.escape(START)})?\w*{TO}(?:{re.escape(CHANNEL)}\w*)?{TO}(?: *{re.escape(CONSTRAIN)}\w*| json)?"
+)
 FUNCTIONS = "functions."
+# A message to one of them is no call.
+ROLES = ("assistant", "user", "system", "developer", "all")
 
 
 def parse(reader: Reader, writer: Writer) -> Steps[None]:
@@ -42,30 +49,38 @@ def _message(reader: Reader, writer: Writer, opening: str) -> Steps[str | None]:
     parts = [opening]
     marker = yield from reader.until(HEADER_ENDS, parts.append)
     header = "".join(parts)
-    if marker != MESSAGE:
-        writer.content(header + (marker or ""))
-        return None
     recipient, channel = RECIPIENT.search(header), CHANNEL_NAME.search(header)
-    if recipient is not None:
-        return (yield from _call(reader, writer, header + MESSAGE, recipient[1]))
+    if recipient is not None and recipient[1] not in ROLES:
+        return (yield from _call(reader, writer, header, marker, recipient[1]))
+    if marker != MESSAGE:
+        # A header that is cut off has no text.
+        if text := HEADER.sub("", header, count=1):
+            writer.content(text)
+        return marker
     writer.in_reasoning = channel is not None and channel[1] == "analysis"
     marker = yield from reader.until(ENDS, writer.reasoning if writer.in_reasoning else writer.content)
     writer.in_reasoning = False
     return marker
 
 
-def _call(reader: Reader, writer: Writer, header: str, recipient: str) -> Steps[str | None]:
+def _call(reader: Reader, writer: Writer, header: str, marker: str | None, recipient: str) -> Steps[str | None]:
+    """Read a call after its header, which `marker` ends."""
+
     def read(call: CallWriter) -> Steps[None]:
         call.name(recipient.removeprefix(FUNCTIONS))
+        if marker is None:
+            yield from is_absent(reader)
+        if marker != MESSAGE:
+            return
         yield from reader.space()
-        yield from read_arguments(reader, call)
+        yield from read_arguments(reader, call, *ENDS.texts)
         yield from reader.space()
         if (yield from reader.peek()) not in ("", "<"):
             raise Broken("the tool call goes on after its arguments")
 
-    if not (yield from read_call(reader, writer, header, read)):
+    if not (yield from read_call(reader, writer, header + (marker or ""), read)):
         return None
-    return (yield from reader.literal(*ENDS.texts))
+    return marker if marker != MESSAGE else (yield from reader.literal(*ENDS.texts))
 
 
 FORMAT = ToolFormat(
@@ -84,4 +99,5 @@ REASONING = ReasoningFormat(
     end=f"{END}{START}assistant",
     answer=f"{CHANNEL}final{MESSAGE}",
     whole=True,
+    turn=f"{START}assistant",
 )

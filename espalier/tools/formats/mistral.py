@@ -45,9 +45,9 @@ def _named(reader: Reader, writer: Writer, opening: str) -> Steps[None]:
             yield from reader.word("{[")
         yield from reader.literal(ARGS)
         yield from reader.space()
-        if (yield from reader.peek()) != "{":
+        if (yield from reader.peek()) not in ("", "{", "[", '"', "n"):
             raise Broken("the tool call has no arguments")
-        yield from read_arguments(reader, call)
+        yield from read_arguments(reader, call, OPEN)
 
     if (yield from read_call(reader, writer, opening, read)):
         yield from reader.space()

@@ -34,7 +34,8 @@ def _parameters(reader: Reader, call: CallWriter) -> Steps[None]:
     while True:
         yield from reader.space()
         found = yield from reader.literal(PARAMETER, FUNCTION_END)
-        if found == FUNCTION_END:
+        # Some outputs leave it out before the closing.
+        if found == FUNCTION_END or (yield from reader.sees(CLOSE)):
             return arguments.end()
         if found is None:
             raise Broken(f"{FUNCTION_END} is missing in the tool call")
