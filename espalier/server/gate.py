@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from espalier.server.engines import SHUTTING_DOWN
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
 from espalier.server.front import CLIENT_LEFT
 from espalier.server.logs import new_request_id, request_id
@@ -181,7 +182,7 @@ class Upload:
 
     def _body_too_slow_error(self) -> ApiError:
         if self.gate.draining:
-            message = "the server is shutting down and the body had not arrived; retry on another server"
+            message = f"{SHUTTING_DOWN} and the body had not arrived; retry on another server"
             error = ApiError(503, message, retry_after_s=RETRY_AFTER_S)
         else:
             limit = self.gate.body_timeout_s
