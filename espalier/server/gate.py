@@ -26,8 +26,8 @@ CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 MAX_DROPPED = 4
 # Uploads have a limit of their own.
 FILES = "/v1/files"
-# Load balancers and Prometheus read these without a key.
-OPEN_PATHS = ("/health", "/metrics")
+# Load balancers and Prometheus read these without a key.  So do browsers, which cannot send one (pages.py).
+OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
 
 
 class Gate:
