@@ -75,18 +75,17 @@ def add_pages(app: FastAPI, server: Front | Fronts, needs_key: bool) -> None:
 def asks_of(server: Front | Fronts, needs_key: bool) -> Iterator[tuple[str, str]]:
     """(path, the rest of a curl command): each works as it stands, in a shell that has the key in its environment."""
     yield "/v1/models", KEY if needs_key else ""
-    if needs_key and len(server.names) > 1:
+    if needs_key:  # a request names its model, and this page does not
         return
     front = server.of(server.names[0])
-    model = {} if needs_key else {"model": server.names[0]}
     if front.inputs.tokenizer is None:
         path, asked = "/v1/completions", {"prompt": [1]}
     elif front.inputs.tokenizer.template_text:
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
     else:
         path, asked = "/v1/completions", {"prompt": "Hello"}
-    body = shlex.quote(json.dumps({**model, **asked, "max_tokens": MAX_TOKENS}, ensure_ascii=False))
-    yield path, f'-H "content-type: application/json" {f"{KEY} " * needs_key}-d {body}'
+    body = json.dumps({"model": server.names[0], **asked, "max_tokens": MAX_TOKENS}, ensure_ascii=False)
+    yield path, f'-H "content-type: application/json" -d {shlex.quote(body)}'
 
 
 def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
