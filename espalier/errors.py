@@ -49,6 +49,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
 
 
+def install_command(extra: str) -> str:
+    """What installs an extra of pyproject.toml, in the clone: the package is on no index."""
+    return f"pip install -e '.[{extra}]'"
+
+
 class ContextOverflow(EspalierError):
     """A prompt that leaves no token of max_context for the output, or fewer than max_tokens."""
 

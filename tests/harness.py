@@ -13,7 +13,7 @@ from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
-from espalier.speculate.drafters.registry import WITHOUT_FILES, load_draft, read_draft
+from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
 from espalier.startup.build import assemble, kv_dtypes_of
 from espalier.stats import SpeculationStats
 from tests.builders import add_kv_scales, make_eagle3, make_target
@@ -129,7 +129,7 @@ class Setup:
 
     @property
     def reentry(self) -> int:
-        return 0 if self.algorithm in WITHOUT_FILES else 1
+        return 0 if drafter_without_files(self.algorithm) else 1
 
     def plain(self) -> "Setup":
         return replace(self, algorithm="none", steps=0, topk=1, num_draft_tokens=1, trees=())

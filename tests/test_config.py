@@ -14,7 +14,6 @@ from espalier.layout import max_draft_tokens
 from espalier.models import DraftSpec
 from espalier.models.block_config import MASK_EMBEDDING
 from espalier.models.weights import WeightCount
-from espalier.speculate.drafters.registry import WITHOUT_FILES
 from espalier.startup import load, resolve
 from espalier.startup.resolve import Facts, choose_algorithm, choose_device, layout_of
 from espalier.startup.threads import ThreadFacts
@@ -41,7 +40,7 @@ TOKEN_BYTES = 17 * 2 * 128 * 4
 def resolved(facts=FACTS, device=CPU, has_draft=True, **settings):
     config = EngineConfig(**settings)
     algorithm = choose_algorithm(config, HEAD.algorithm if has_draft else None)
-    spec = HEAD if algorithm == HEAD.algorithm else WITHOUT_FILES[algorithm].spec
+    spec = HEAD if algorithm == HEAD.algorithm else DraftSpec(algorithm)
     return resolve.resolve(config, "target", "draft", spec, device, facts)
 
 

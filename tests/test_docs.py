@@ -3,12 +3,14 @@
 import ast
 import re
 import shlex
+import tomllib
 from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from espalier.attention import BACKENDS
 from espalier.cli.main import parse
 from espalier.guard.faults import FAULTS
 from espalier.train.command import make_parser
@@ -24,6 +26,7 @@ PATH = r"(?:espalier|tests|tools|docs|\.ci)/[\w./-]*"
 REFERENCE = re.compile(rf"({PATH}?)(?:::?([A-Za-z_][\w.:]*))?")
 ESPALIER = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?espalier (.+)$", re.M)
 TRAIN = re.compile(r"^(?:\.venv/bin/)?python -m espalier\.train (.+)$", re.M)
+EXTRAS = re.compile(r"""['"]\.\[([\w,]+)\]['"]""")
 MAKE = re.compile(r"^make (?:[A-Z_]+=\S+ )*([a-z][a-z-]*)", re.M)
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -102,6 +105,21 @@ def test_links_resolve(page: Path):
 def test_make_targets_exist(page: Path):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     assert set(MAKE.findall(commands(page))) - targets == set()
+
+
+def test_extras_that_are_named_exist_and_the_package_is_installed_from_a_clone():
+    """In pages, messages and images: the package is on no index."""
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    images = [path for folder in ("docker", "deploy") for path in (ROOT / folder).iterdir()]
+    sources = [path for folder in ("espalier", "tools") for path in (ROOT / folder).rglob("*.py")]
+    named = set()
+    for path in [*PAGES, *images, *sources]:
+        text = path.read_text(encoding="utf-8")
+        assert f"{known['name']}[" not in text, path
+        named |= set(",".join(EXTRAS.findall(text)).split(","))
+        named |= set(re.findall(r"""install_command\(['"](\w+)""", text))
+    named |= {kind.support.library.extra for kind in BACKENDS.values() if kind.support.library is not None}
+    assert {"ray", "bench", "fa3"} <= named <= {*known["optional-dependencies"], ""}
 
 
 @pages

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from tests.server.bodies import BODIES  # noqa: E402
 
 START_S = 300
 CLIENT_S = 600
+JDK, JDK_CLIENT = "JDK", ROOT / "tools" / "JdkClient.java"
 TOKENIZER = ROOT / "espalier" / "bundled" / "target"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 HI = [{"role": "user", "content": "def mean(xs):\n"}]
@@ -63,13 +65,20 @@ class Server(NamedTuple):
 
 
 class Client(NamedTuple):
-    """package: its version is printed; "" for request bodies without their client; refused: the number of responses
-    that must be errors."""
+    """package: its version is printed; "" for request bodies without their client, or JDK.
+
+    refused: the number of responses that must be errors.
+    """
 
     name: str
     package: str
     run: Callable[[Server], None]
     refused: int = 0
+
+
+def jdk_client(server: Server) -> None:
+    ran = subprocess.run(["java", JDK_CLIENT, server.url], capture_output=True, text=True, timeout=CLIENT_S)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-2000:]
 
 
 def raises(kind: type[BaseException], call: Callable[..., Any], *values: Any, **fields: Any) -> None:
@@ -329,6 +338,7 @@ CLIENTS = (
     Client("guidellm", "guidellm", guidellm_client),
     Client("lm-eval, generation", "lm_eval", lm_eval_client(GENERATE, "local-completions", "local-chat-completions")),
     Client("lm-eval, log-likelihood", "lm_eval", lm_eval_client(CHOOSE, "local-completions")),
+    Client("Java's HttpClient", JDK, jdk_client, refused=1),
     Client("vLLM's bench, bodies", "", bench_bodies("vLLM")),
     Client("SGLang's bench, bodies", "", bench_bodies("SGLang")),
     Client("tools, openai", "openai", openai_tools),
@@ -378,9 +388,18 @@ def _answers(server: Server) -> bool:
         return False
 
 
+def version_of(package: str) -> str:
+    """Raises PackageNotFoundError for one that is not installed."""
+    if package != JDK:
+        return importlib.metadata.version(package) if package else "-"
+    if shutil.which("java") is None:
+        raise importlib.metadata.PackageNotFoundError(JDK)
+    return subprocess.run(["java", "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
+
+
 def row(client: Client, server: Server) -> tuple[str, str, int, int]:
     """(client, version, requests, failures).  A failure is an unexpected error response, or a client that raised."""
-    version = importlib.metadata.version(client.package) if client.package else "-"
+    version = version_of(client.package)
     before, failures = server.counts(), 0
     try:
         client.run(server)

@@ -63,7 +63,7 @@ SUPPORT = library_support(
     head_sizes=range(8, 257, 8),
     latents=(LatentKV(576, 512),),
     majors=(9,),
-    library=Library(("flash_attn_interface", "sgl_kernel.flash_attn"), "espalier-llm[fa3]"),
+    library=Library(("flash_attn_interface", "sgl_kernel.flash_attn"), "fa3"),
     ran_on=("H200",),
     limits={
         "dtype": "flash_attn_with_kvcache computes in two-byte types",

@@ -203,7 +203,7 @@ class FlashInferBackend:
         latents=(LatentKV(576, 512),),
         needs_exact_lengths=(LatentKV,),
         majors=range(8, 13),
-        library=Library(("flashinfer",), "espalier-llm[flashinfer]"),
+        library=Library(("flashinfer",), "flashinfer"),
         ran_on=("H200",),
         limits={
             "dtype": "its kernels compute in two-byte types",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from espalier.attention import BACKENDS
 from espalier.attention.support import By, Support, plain, plain_sizes
+from espalier.errors import install_command
 
 
 def _pages(support: Support) -> str:
@@ -20,7 +21,7 @@ def _overlap(support: Support) -> str:
 def _library(support: Support) -> str:
     if support.library is None:
         return "none"
-    return f"pip install '{support.library.install}'"
+    return install_command(support.library.extra)
 
 
 PROPERTIES: dict[str, Callable[[Support], str]] = {

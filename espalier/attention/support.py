@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 
 from espalier.cache.layer_spec import Keeps, KVHeads, LatentKV, LayerSpec
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, install_command
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.layers.quantised_plans import FP8_CAPABILITY
 from espalier.layout import MAX_PAGE_SIZE
@@ -24,10 +24,10 @@ class By(StrEnum):
 
 @dataclass(frozen=True)
 class Library:
-    """An optional package.  modules: names to import, the first that is installed is used; install: what pip takes."""
+    """An optional package.  modules: names to import, the first that is installed is used; extra: of pyproject.toml."""
 
     modules: tuple[str, ...]
-    install: str
+    extra: str
 
     @property
     def found(self) -> str | None:
@@ -91,7 +91,8 @@ class Support:
         """
         if device in self.devices and self.library is not None and not self.is_installed:
             raise EspalierError(
-                f"attention={self.name} needs a library that is not installed: pip install '{self.library.install}'"
+                f"attention={self.name} needs a library that is not installed; in the clone, run "
+                f"{install_command(self.library.extra)}"
             )
         in_fp8 = any(spec.keeps.dtype == FP8 for spec in specs)
         refusals = [

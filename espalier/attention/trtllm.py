@@ -105,7 +105,7 @@ class TrtllmBackend:
         head_sizes=(64, 128, 256),
         latents=(LatentKV(576, 512), LatentKV(320, 256)),
         majors=(10,),
-        library=Library(("flashinfer",), "espalier-llm[trtllm]"),
+        library=Library(("flashinfer",), "trtllm"),
         limits={
             "dtype": "trtllm_batch_context_with_kv_cache has these types, and FP8",
             "page_size": "kernels exist for these pages; those for latent rows have a block_size of 32 or 64",

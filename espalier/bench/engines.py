@@ -18,9 +18,10 @@ from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM, prepare
+from espalier.models.draft import DraftSpec
 from espalier.models.loading import layer_specs_of
 from espalier.models.weights import WeightCount
-from espalier.speculate.drafters.registry import WITHOUT_FILES
+from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.startup.load import find
 from espalier.startup.measure_chip import measure_chip
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, layout_of, resolve
@@ -172,8 +173,8 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     shape = recipe.shape
     spec = recipe.draft_config.spec
     algorithm = choose_algorithm(config, spec.algorithm)
-    if algorithm in WITHOUT_FILES:
-        spec = WITHOUT_FILES[algorithm].spec
+    if drafter_without_files(algorithm):
+        spec = DraftSpec(algorithm)
     facts = Facts(
         free_bytes=free_memory(device),
         weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
@@ -184,7 +185,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         num_layers=shape.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
-        pass_weights=pass_weights(shape.target, None if algorithm in WITHOUT_FILES else recipe.draft_config),
+        pass_weights=pass_weights(shape.target, None if drafter_without_files(algorithm) else recipe.draft_config),
     )
     return resolve(config, shape.name, None, spec, device, facts)
 

@@ -34,7 +34,7 @@ from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
 from espalier.request import Output, SamplingParams
-from espalier.speculate.drafters.registry import WITHOUT_FILES
+from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
 from espalier.terminal.flags import refuse_tree_flags, require_at_least_one
 
@@ -186,7 +186,7 @@ def _add_floors(measured: list[list[Generated]], configs: list[ResolvedConfig], 
     floors = Floors(shape_of(args), value_bytes=value_bytes)
     ceilings = floors.ceilings()
     for figures, config in zip(measured, configs, strict=True):
-        drafts = config.algorithm not in WITHOUT_FILES
+        drafts = drafter_without_files(config.algorithm) is None
         for i, one in enumerate(figures):
             tree, context = one.tree, one.context + args.tokens / 2
             sizes = (tree.steps, tree.topk, tree.num_draft_tokens)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from espalier.bench.load import title_of
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, install_command
 
 FORMATS = (".png", ".svg", ".pdf")
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
@@ -33,7 +33,7 @@ def require_plot(path: Path | None) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise EspalierError("--plot needs matplotlib; run pip install 'espalier-llm[bench]'") from None
+        raise EspalierError(f"--plot needs matplotlib; in the clone, run {install_command('bench')}") from None
 
 
 def plot(bars: Sequence[Bars], title: str, path: Path | None) -> None:

@@ -23,7 +23,7 @@ from espalier.bench.timing import PeakMeter
 from espalier.errors import EspalierError
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.request import Request
-from espalier.speculate.drafters.registry import WITHOUT_FILES
+from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.terminal.console import print_table, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
 
@@ -146,7 +146,7 @@ def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) 
     passes, num_rounds = launches.prefills, len(launches.rounds)
     linear_ms = None if floors is None else _linear_ms(bench, passes, floors)
     expert_ms = None if floors is None else _expert_ms(bench, passes, floors)
-    drafts = bench.config.algorithm not in WITHOUT_FILES
+    drafts = drafter_without_files(bench.config.algorithm) is None
     bound = None if floors is None else bound_ms(floors.shape, batch, length, drafts, median(peaks[1:]))
     rate = batch * length / seconds
     return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
@@ -183,7 +183,7 @@ def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
 
 def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Floors) -> float:
     """ms of the linear layers of all passes.  A pass runs batch x width rows."""
-    drafts = bench.config.algorithm not in WITHOUT_FILES
+    drafts = drafter_without_files(bench.config.algorithm) is None
     ms_of_pass: dict[tuple[int, int], float] = {}
     for batch, width in set(passes):
         rows = batch * width

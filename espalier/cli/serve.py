@@ -1,7 +1,7 @@
 """`espalier serve MODEL`: runs the OpenAI-compatible server."""
 
 import asyncio
-from argparse import ArgumentParser, Namespace, _ArgumentGroup
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -89,7 +89,10 @@ def _add_timeout_flags(group: _ArgumentGroup) -> None:
         help="seconds that running requests have to finish after SIGTERM (60)",
     )
     group.add_argument(
-        "--restart-engine", action="store_true", help="start a new engine process when the old one is gone"
+        "--restart-engine",
+        action=BooleanOptionalAction,
+        help="start a new engine process when the old one is gone (yes); where none can be started, the server ends "
+        "with status 1",
     )
     group.add_argument(
         "--engine-timeout",
@@ -203,7 +206,8 @@ def run(args: Namespace) -> int:
         drain_timeout_s=args.drain_timeout,
         send_timeout_s=SEND_TIMEOUT_S if args.send_timeout is None else args.send_timeout or None,
         client=ClientOptions(
-            restart=args.restart_engine,
+            # A replica ends with its engine.
+            restart=args.replicas is None and args.restart_engine is not False,
             timeout_s=args.engine_timeout,
             load_timeout_s=args.load_timeout or None,
             log_level=args.log_level,
@@ -227,10 +231,9 @@ def run(args: Namespace) -> int:
         return 0
     _refuse_beside(args, ("tokens_per_replica", "fronts"), "is for several engines; give --replicas, or leave it out")
     try:
-        asyncio.run(serve(settings, options))
+        return int(not asyncio.run(serve(settings, options)))
     except asyncio.CancelledError:  # SIGTERM while the model was being loaded
         return 0
-    return 0
 
 
 def front_options(
@@ -280,8 +283,7 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
 def _refuse_beside(args: Namespace, names: Sequence[str], why: str) -> None:
     """Raises EspalierError for a flag that was given."""
     for name in names:
-        # 0 counts as given.
-        if not (getattr(args, name) is None or getattr(args, name) is False):
+        if getattr(args, name) is not None:
             raise EspalierError(f"{flag_of(name)} {why}")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, install_command
 from espalier.serve_ray.settings import ServedModel, Service, service_of
 
 RAY_VERSION = "2.60"
@@ -23,7 +23,7 @@ NO_ACCESS_LOG = MappingProxyType({"enable_access_log": False})
 
 def require_ray() -> Any:
     """The module ray.serve.  Raises EspalierError."""
-    remedy = "pip install 'espalier-llm[ray]'"
+    remedy = f"in the clone, run {install_command('ray')}"
     try:
         import ray
         from ray import serve

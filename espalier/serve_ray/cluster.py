@@ -43,7 +43,7 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
     import ray
 
     ending = threading.Event()
-    is_own = _join(ray)
+    is_own = _join(ray, host, port)
     # Set after ray.init, to replace Ray's handlers, which end the process with a stack trace.
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, lambda *_: ending.set())
@@ -67,10 +67,11 @@ def serve_replicas(service: Service, host: str, port: int) -> None:
         ray.shutdown()
 
 
-def _join(ray: Any) -> bool:
+def _join(ray: Any, host: str, port: int) -> bool:
     """Connect to the cluster of RAY_ADDRESS, else to the one on this machine, else start one.
 
-    RAY_ADDRESS=local always starts one.  Returns whether a cluster was started.  Raises EspalierError.
+    RAY_ADDRESS=local always starts one.  Returns whether a cluster was started.  Raises EspalierError, for a port in
+    use before a cluster is started, which takes ten seconds.
     """
     quiet = {"logging_level": logging.WARNING}
     address = os.environ.get("RAY_ADDRESS")
@@ -84,6 +85,7 @@ def _join(ray: Any) -> bool:
         except (ConnectionError, ValueError, RuntimeError) as error:
             if address is not None:
                 raise _no_cluster(address, error) from None
+    _bindable_port(host, port)
     for name, value in OWN_CLUSTER_ENV.items():
         os.environ.setdefault(name, value)
     ray.init(address="local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)

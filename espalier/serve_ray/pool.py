@@ -20,7 +20,7 @@ from espalier.request import ResolvedParams
 from espalier.serve_ray.replica import ReplicaFigures
 from espalier.serve_ray.replica_chooser import RoutingHint, prefix_hashes
 from espalier.server import protocol
-from espalier.server.engines import EngineGone, Figures, Generation, error_of
+from espalier.server.engines import SHUTTING_DOWN, EngineGone, Figures, Generation, error_of
 from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Submit
 
 log = logging.getLogger("espalier.server")
@@ -58,8 +58,6 @@ class EnginePool:
     may fill.  is_lost: whether an exception of a call means that the replica is gone.
     """
 
-    restarts = True
-
     def __init__(
         self, handle: Any, name: str, max_replicas: int, share: float, is_lost: Callable[[BaseException], bool]
     ):
@@ -96,7 +94,7 @@ class EnginePool:
 
     @property
     def why(self) -> str:
-        return "" if self._closed or self.num_replicas else NO_REPLICA
+        return SHUTTING_DOWN if self._closed else "" if self.num_replicas else NO_REPLICA
 
     @property
     def num_slots(self) -> int:

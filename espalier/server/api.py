@@ -31,6 +31,7 @@ from espalier.server.fronts import Fronts
 from espalier.server.gate import Gate
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from espalier.server.pages import add_pages
 from espalier.server.response_answers import ResponsesAnswer
 from espalier.server.responses import NAMES, ResponsesRequest, naming_fields
 from espalier.tools.definitions import Tools
@@ -76,6 +77,19 @@ def answers_with(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorBody} for status in statuses}
 
 
+# What the OpenAPI page says of each path.
+SUMMARIES = {
+    "/v1/completions": "Continue a text",
+    "/v1/chat/completions": "Answer a conversation",
+    "/v1/responses": "Answer a conversation, in the form of OpenAI's Responses API",
+    "/tokenize": "The tokens of a text or a conversation",
+    "/detokenize": "The text of tokens",
+    "/v1/models": "The served models",
+    "/v1/models/{name}": "One served model",
+    "/health": "Whether the server accepts requests",
+    "/version": "The version of Espalier",
+    "/metrics": "Figures for Prometheus",
+}
 ALWAYS = (401, 500)
 READS_A_BODY = (400, 404, 408, 413, 503, *ALWAYS)
 GENERATES = (*READS_A_BODY, 429, 504)
@@ -117,6 +131,7 @@ def make_app(server: Server, options: ApiOptions, batches: Batches | None = None
         add_batches(app, batches, server.bodies.limits)
     _add_errors(app)
     _describe(app, server.names)
+    add_pages(app, server, options.api_key is not None)
     gate = Gate(
         _shortcut(app),
         options.api_key,
@@ -406,10 +421,10 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
         batches = "/v1/files, /v1/batches, " if "/v1/batches" in served_paths else ""
         served = (
             f"use /v1/models, /v1/completions, /v1/chat/completions, /v1/responses, {batches}/tokenize, /detokenize, "
-            "/health, /metrics, /version or /openapi.json"
+            "/health, /metrics, /version, /openapi.json or /docs"
         )
         # As by a base URL without /v1, or with it where the client adds it.
-        near = [one for one in served_paths if one and (one == f"/v1{path}" or path.endswith(one))]
+        near = [one for one in served_paths if one.strip("/") and (one == f"/v1{path}" or path.endswith(one))]
         if near:
             served = f"use {max(near, key=len)}, and check the client's base URL"
         reason = f"OpenAI's {path} is not supported: {why}" if why else f"{path} is not served; {served}"
@@ -418,14 +433,15 @@ def _of_routing(http: Request, error: HTTPException) -> ApiError:
 
 
 def _describe(app: FastAPI, names: Sequence[str]) -> None:
-    """Correct the OpenAPI page: a bad body gets 400 as at OpenAI, not 422, and `model` is one of the served names."""
+    """Correct the OpenAPI page: a bad body gets 400 as at OpenAI, not 422; `model` is a served name; add SUMMARIES."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:
         page = make()
-        for methods in page["paths"].values():
+        for path, methods in page["paths"].items():
             for operation in methods.values():
                 operation["responses"].pop("422", None)
+                operation["summary"] = SUMMARIES.get(path, operation["summary"])
         for body in (CompletionRequest, ChatRequest, ResponsesRequest):
             page["components"]["schemas"][body.__name__]["properties"]["model"]["enum"] = list(names)
         return page

@@ -1,7 +1,7 @@
 """The front's client of the engine process: starts it, submits prompts, distributes its output, notices its end.
 
 All code runs on one event loop.  If the process exits or sends nothing for timeout_s, every generation in flight fails
-with EngineGone, and with `restart` a new process is started.
+with EngineGone, and with `restart` a new process is started, until several in a row cannot load.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
 from espalier.server import logs, protocol
-from espalier.server.engines import EngineGone, Figures, Generation, error_of
+from espalier.server.engines import SHUTTING_DOWN, EngineGone, Figures, Generation, error_of
 from espalier.server.outbox import Outbox
 from espalier.server.protocol import (
     Abort,
@@ -45,7 +45,9 @@ from espalier.server.protocol import (
 log = logging.getLogger("espalier.server")
 MODEL_WORKER = "espalier.server.worker"
 SHUTDOWN_S = 10.0
-MAX_RESTART_PAUSE_S = 60.0
+# Starts that fail one after another, after which no further process is started; the pause after each is twice the last.
+MAX_FAILED_STARTS = 5
+FIRST_PAUSE_S = 1.0
 # Interval of the log lines that say that the model is still loading.
 LOADING_S = 30.0
 
@@ -68,15 +70,15 @@ class ClientOptions:
 class EngineClient:
     """One engine process, or with `restart` one after another.  settings: what its worker loads, as plain values.
 
-    state: "starting", "ready", "gone" or "closed"; why: reason for "gone"; abort_steps: number of aborts by the engine
-    steps that they took.
+    state: "starting", "ready", "gone" or "closed"; why: why it is not "ready"; abort_steps: number of aborts by
+    the engine steps that they took.
     """
 
     def __init__(self, settings: Mapping[str, Any], options: ClientOptions):
         self.settings = dict(settings)
         self.options = options
         self.state = "starting"
-        self.why = ""
+        self.why = "the model is being loaded"
         self.facts: ModelFacts | None = None
         self.config: dict[str, Any] = {}
         self.report = Report()
@@ -107,10 +109,6 @@ class EngineClient:
     def max_slots(self) -> int:
         return self.num_slots
 
-    @property
-    def restarts(self) -> bool:
-        return self.options.restart
-
     def figures(self) -> list[Figures]:
         return [Figures({}, self.state == "ready", self.num_restarts, self.report, self.abort_steps)]
 
@@ -130,7 +128,7 @@ class EngineClient:
 
     def require_up(self) -> None:
         if self.state != "ready":
-            raise EngineGone(self.why or "the engine process is not running")
+            raise EngineGone(self.why)
 
     def submit(
         self,
@@ -170,8 +168,8 @@ class EngineClient:
     async def close(self) -> None:
         """End the process; kill it if it does not exit.  Further calls wait for the first."""
         if self._closing is None:
-            self.state = "closed"
-            self._fail("the server is shutting down")
+            self.state, self.why = "closed", SHUTTING_DOWN
+            self._fail(SHUTTING_DOWN)
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
@@ -250,23 +248,25 @@ class EngineClient:
 
     async def _supervise(self) -> None:
         """Read from the process until it is gone; with `restart`, start the next and go on."""
-        pause = 1.0
+        num_failed = 0
         while True:
             if self.state == "ready":
                 self._fail(await self._gone())
-                pause = 1.0
+                num_failed = 0
             await self._end_process()
             self._close_socket()
-            if not self.options.restart:
+            if not self.options.restart or num_failed == MAX_FAILED_STARTS:
                 return
             try:
                 self.num_restarts += 1
                 await self._start()
                 log.warning("the engine process was restarted")
             except (EspalierError, OSError, msgspec.MsgspecError) as error:
-                log.error("the engine process cannot be restarted: %s; next try in %g s", error, pause)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MAX_RESTART_PAUSE_S)
+                num_failed += 1
+                self.why = f"the engine process cannot be restarted: {error}"
+                log.error("%s; this was try %d of %d", self.why, num_failed, MAX_FAILED_STARTS)
+                if num_failed < MAX_FAILED_STARTS:
+                    await asyncio.sleep(FIRST_PAUSE_S * 2 ** (num_failed - 1))
 
     async def _gone(self) -> str:
         """Read messages until the process is gone.  Returns the reason."""

@@ -15,6 +15,8 @@ from espalier.inputs import ModelFacts
 from espalier.request import ResolvedParams
 from espalier.server.protocol import Part, Refused, Report
 
+SHUTTING_DOWN = "the server is shutting down"
+
 
 class EngineGone(Exception):
     """There is no engine process.  Raised to requests in flight and to new ones."""
@@ -47,9 +49,8 @@ class Engines(Protocol):
     """The engines of one model.
 
     facts: None until `start` has returned; state: "ready", or why no engine is ready in one word; why: the same as a
-    sentence, "" where there is none to tell; num_slots: samples that all engines together can run now; max_slots: the
-    same with as many engines as there may be; open_samples: samples that are queued or running, as the front knows
-    them; restarts: whether an engine that is gone is replaced.
+    sentence, "" if one is ready; num_slots: samples that all engines together can run now; max_slots: the same with as
+    many engines as there may be; open_samples: samples that are queued or running, as the front knows them.
     """
 
     @property
@@ -64,8 +65,6 @@ class Engines(Protocol):
     def max_slots(self) -> int: ...
     @property
     def open_samples(self) -> int: ...
-    @property
-    def restarts(self) -> bool: ...
 
     def require_up(self) -> None:
         """Raises EngineGone if a prompt that is submitted now could not run."""

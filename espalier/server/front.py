@@ -25,7 +25,7 @@ from espalier.request import ResolvedParams, SamplingParams
 from espalier.server.answers import Answer, makes_text_there
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
-from espalier.server.engines import EngineBusy, EngineGone, Engines, Generation
+from espalier.server.engines import SHUTTING_DOWN, EngineBusy, EngineGone, Engines, Generation
 from espalier.server.errors import RETRY_AFTER_S, ApiError, full, refusal
 from espalier.server.event_stream import ClientLeft, EventStream
 from espalier.server.http1 import Connection
@@ -153,8 +153,8 @@ class Front:
 
     @property
     def why(self) -> str:
-        """The reason for a status that is not "ok", "" where there is none to tell."""
-        return self.engines.why
+        """The reason for a status that is not "ok", else ""."""
+        return f"{SHUTTING_DOWN}, and finishes the requests that run" if self.draining else self.engines.why
 
     def of(self, model: str | None) -> "Front":
         """This front, if it serves the model of a request.  Raises ApiError."""
@@ -235,12 +235,12 @@ class Front:
     def _require_capacity(self, num_samples: int) -> None:
         """Admission: refuse samples that do not fit the slots and the queue.  Raises ApiError."""
         if self.draining:
-            message = "the server is shutting down; retry on another server"
+            message = f"{SHUTTING_DOWN}; retry on another server"
             raise ApiError(503, message, retry_after_s=RETRY_AFTER_S)
         try:
             self.engines.require_up()
         except EngineGone as error:
-            raise self._gone(str(error)) from None
+            raise _gone(error) from None
         capacity = self.engines.num_slots + self.options.max_queue
         if num_samples > capacity:
             message = f"the request has {num_samples} samples and the server holds {capacity} at most; send fewer"
@@ -256,19 +256,17 @@ class Front:
             waits = body.priority or 0, makes_text_there(params), client.get(), bool(body.stream)
             return self.engines.submit(name, prompts, params, *waits)
         except EngineGone as error:
-            raise self._gone(str(error)) from None
-
-    def _gone(self, why: str) -> ApiError:
-        if self.engines.restarts:
-            return ApiError(503, f"{why}; retry later", code="engine_gone", retry_after_s=RETRY_AFTER_S)
-        message = f"{why}; restart the server; with --restart-engine it restarts the engine itself"
-        return ApiError(503, message, code="engine_gone", retry=False)
+            raise _gone(error) from None
 
     async def close(self) -> None:
         self.lanes.close()
         if self.templates is not None:
             await self.templates.close()
         await self.bodies.close()
+
+
+def _gone(error: EngineGone) -> ApiError:
+    return ApiError(503, f"{error}; retry later", code="engine_gone", retry_after_s=RETRY_AFTER_S)
 
 
 class Run:

@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from espalier.server.engines import SHUTTING_DOWN
 from espalier.server.errors import FAILED, RETRY_AFTER_S, ApiError
 from espalier.server.front import CLIENT_LEFT, UNLIMITED
 from espalier.server.heads import MAX_LENGTH_DIGITS
@@ -27,8 +28,8 @@ CLIENT_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 MAX_DROPPED = 4
 # Uploads have a limit of their own.
 FILES = "/v1/files"
-# Load balancers and Prometheus read these without a key.
-OPEN_PATHS = ("/health", "/metrics")
+# Load balancers and Prometheus read these without a key.  So do browsers, which cannot send one (pages.py).
+OPEN_PATHS = ("/health", "/metrics", "/", "/docs")
 
 
 class Gate:
@@ -196,7 +197,7 @@ class Upload:
 
     def _body_too_slow_error(self) -> ApiError:
         if self.gate.draining:
-            message = "the server is shutting down and the body had not arrived; retry on another server"
+            message = f"{SHUTTING_DOWN} and the body had not arrived; retry on another server"
             error = ApiError(503, message, retry_after_s=RETRY_AFTER_S)
         else:
             limit = self.gate.body_timeout_s

@@ -1,7 +1,7 @@
 """Starts the server, and ends it on a signal.
 
 SIGTERM drains: running requests finish, for at most drain_timeout_s, and new ones are refused.  SIGINT ends running
-requests with an error.  A second signal of either kind ends draining at once.
+requests with an error.  A second signal of either kind ends draining at once.  So does the last engine process's end.
 """
 
 import asyncio
@@ -149,8 +149,11 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
-    """Serve until a signal.  settings: keywords of EngineConfig.  Raises EspalierError before anything is served."""
+async def serve(settings: Mapping[str, Any], options: ServeOptions) -> bool:
+    """Serve until a signal, or until there is no engine process and will be none.  Returns whether it was a signal.
+
+    settings: keywords of EngineConfig.  Raises EspalierError before anything is served.
+    """
     listener = _bound(options.host, options.port)
     store = None if options.batch_dir is None else Store(options.batch_dir)
     client = EngineClient(settings, options.client)
@@ -196,13 +199,24 @@ async def serve(settings: Mapping[str, Any], options: ServeOptions) -> None:
         if batches is not None:
             batches.start(gate, options.api.api_key)
         _allow_reuse(listener)
+        ending = asyncio.create_task(_leave_without_engine(client, server))
         await server.serve(sockets=[listener])
         if batches is not None:
             await batches.close()
         await front.close()
+        return await ending is None
     finally:
         await client.close()
         listener.close()
+
+
+async def _leave_without_engine(client: EngineClient, server: Server) -> str | None:
+    """End the server once there will be no further engine process.  Returns why, None after a signal."""
+    why = await client.ended()
+    if why is not None:
+        log.error("the server ends without an engine: %s", why)
+        server.leave(at_once=True)
+    return why
 
 
 def _batch_concurrency(front: Front) -> int:

@@ -24,7 +24,13 @@ from espalier.models import (
 )
 from espalier.models.loading import layer_specs_of, mtp_prefixes
 from espalier.models.weights import WeightCount, stored_weights
-from espalier.speculate.drafters.registry import WITHOUT_FILES, draft_algorithm, load_draft, own_draft, read_draft
+from espalier.speculate.drafters.registry import (
+    draft_algorithm,
+    drafter_without_files,
+    load_draft,
+    own_draft,
+    read_draft,
+)
 from espalier.speculate.round import ModelRunner
 from espalier.startup.build import assemble, cache_size, cache_specs, kv_dtypes_of, make_runner
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
@@ -67,13 +73,13 @@ def find(config: EngineConfig) -> Checkpoint:
     target_path = find_target(model)
     target = read_config(target_path, config.model_overrides)
     used_draft = None
-    if requested not in WITHOUT_FILES:
+    if not drafter_without_files(requested):
         used_draft = draft_path or _bundled_draft(model, requested) or own_draft(target_path, target, requested)
     algorithm = choose_algorithm(config, None if used_draft is None else draft_algorithm(used_draft))
     if used_draft is None:
         if draft_path is not None:
             log.info("draft %s is not loaded: algorithm is %s", draft_path, algorithm)
-        return Checkpoint(target_path, target, None, None, WITHOUT_FILES[algorithm].spec)
+        return Checkpoint(target_path, target, None, None, DraftSpec(algorithm))
     draft = read_draft(used_draft, target)
     return Checkpoint(target_path, target, used_draft, draft, draft.spec)
 

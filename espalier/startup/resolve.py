@@ -19,7 +19,7 @@ from espalier.kernels.runtime.launch import require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
 from espalier.models.weights import WeightCount
-from espalier.speculate.drafters.registry import WITHOUT_FILES, algorithms
+from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs, kv_dtypes_of
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
@@ -166,7 +166,7 @@ def choose_algorithm(config: EngineConfig, draft_algorithm: str | None) -> str:
     requested = requested_algorithm(config)
     if requested == "auto":
         return draft_algorithm or "ngram"
-    if requested in WITHOUT_FILES:
+    if drafter_without_files(requested):
         if requested != "none" and config.draft is not None:
             raise EspalierError(
                 f"algorithm={requested!r} takes no draft, but draft={str(config.draft)!r} is set; remove one of them"

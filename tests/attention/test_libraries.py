@@ -70,7 +70,7 @@ def test_a_missing_library_is_refused_with_what_installs_it(name, monkeypatch):
     support = type(backend(name)).support
     monkeypatch.setattr("espalier.attention.support.find_spec", lambda _: None)
     assert not support.is_installed
-    with pytest.raises(EspalierError, match=rf"attention={name} needs a library .*: pip install 'espalier-llm\["):
+    with pytest.raises(EspalierError, match=rf"attention={name} needs a library .*, run pip install -e '\.\["):
         grouped_backend(name, "cuda", torch.bfloat16, 64, [LayerSpec(4, KVHeads(2, 64, 64))], range(1))
 
 

@@ -372,7 +372,7 @@ def test_a_picture_is_drawn_where_matplotlib_is(tmp_path):
 def test_without_matplotlib_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "round", "--plot", "cells.svg"]) == 2
-    assert "run pip install 'espalier-llm[bench]'" in capsys.readouterr().err
+    assert "run pip install -e '.[bench]'" in capsys.readouterr().err
 
 
 def test_a_picture_of_no_known_kind_is_refused(capsys):

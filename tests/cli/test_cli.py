@@ -542,4 +542,4 @@ def test_doctor_prints_the_support_matrix_without_a_model(capsys):
     assert run("doctor", "--matrix") == 0
     said = capsys.readouterr().out
     assert all(name in said for name in BACKENDS)
-    assert "not run on hardware" in said and "pip install 'espalier-llm[fa3]'" in said
+    assert "not run on hardware" in said and "pip install -e '.[fa3]'" in said

@@ -14,7 +14,7 @@ from espalier.config import FP8_KV
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
-from espalier.speculate.drafters.registry import WITHOUT_FILES, load_draft, read_draft
+from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
 from espalier.startup.build import assemble, kv_dtypes_of
 from tests.folders import new_folder
 from tests.harness import MAX_POSITIONS, Setup, directories
@@ -101,7 +101,7 @@ class DeviceSetup(Setup):
 
     @property
     def has_draft(self) -> bool:
-        return self.algorithm not in WITHOUT_FILES
+        return drafter_without_files(self.algorithm) is None
 
     def engine(self) -> Engine:
         layout = self.layout

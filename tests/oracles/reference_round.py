@@ -3,7 +3,7 @@
 Nothing of the engine's machinery is used: a model is called on whole sequences, or on one path behind the from-scratch
 K/V of its prefix; there are no slots, pages, staging, beams or ancestor words, only lists."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,11 +72,14 @@ class Reference:
         modules: Sequence[DraftModule] | None = None,
         scales: Sequence[LayerScales] | None = None,
         draft_scales: Sequence[LayerScales] | None = None,
+        propose: Callable[[Request, Sequence[int], int, int], list[Node]] | None = None,
     ):
         """modules: of the draft, written apart from it (tests/oracles/plain_mtp.py); by default its own.
 
-        scales, draft_scales: of layers whose rows are in FP8.
+        scales, draft_scales: of layers whose rows are in FP8.  propose: the candidates of a drafter that is not known
+        here, by (request, tokens, steps, topk).
         """
+        self.propose = propose
         self.target = target
         self.draft = draft
         self.scales, self.draft_scales = scales, draft_scales
@@ -174,7 +177,7 @@ class Reference:
         Sort key (score, level, place in the level), written out: a list is sorted, nothing is assumed of ties.
         """
         without_files = {"ngram": self.ngram_candidates, "none": lambda *_: []}
-        propose = without_files.get(algorithm, self.draft_candidates)
+        propose = self.propose or without_files.get(algorithm, self.draft_candidates)
         pool = [c for c in propose(request, tokens, steps, topk) if c.score > -np.inf]
         best = sorted(range(len(pool)), key=lambda i: (-pool[i].score, pool[i].depth, i))[: nodes - 1]
         return [pool[i] for i in sorted(best)]

@@ -1,12 +1,17 @@
 """The files of deploy/ name what there is."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
+import uvicorn
 import yaml
 
 from espalier import serve_ray
+from espalier.cli.main import parse
 from espalier.serve_ray.settings import service_of
+from espalier.server.api import ApiOptions
 
 FOLDER = Path(__file__).parents[2] / "deploy"
 
@@ -37,3 +42,24 @@ def test_images_have_the_version_of_ray_that_is_supported():
     versions = wanted.partition("ray[serve]")[2].partition('"')[0]
     for name in ("Dockerfile.ray", "Dockerfile.ray-cpu"):
         assert f"ray[default]{versions}" in (FOLDER / name).read_text()
+
+
+def test_the_unit_starts_a_server_and_waits_for_its_end():
+    unit = dict(re.findall(r"^(\w+)=(.*)$", (FOLDER / "espalier.service").read_text(), re.M))
+    program, *words = shlex.split(unit["ExecStart"])
+    args = parse(words)
+    assert program.endswith("/espalier") and args.command == "serve"
+    assert int(unit["TimeoutStopSec"]) > args.drain_timeout and unit["KillMode"] == "mixed"
+    # As main and serve give them (espalier/cli/main.py).
+    assert (unit["Restart"], unit["RestartPreventExitStatus"]) == ("on-failure", "2")
+
+
+def test_the_proxy_lets_through_what_the_server_takes():
+    text = (FOLDER / "nginx.conf").read_text()
+    sizes = [int(size) * 2**20 for size in re.findall(r"client_max_body_size (\d+)m;", text)]
+    assert sizes == [ApiOptions.max_body_bytes, ApiOptions.max_file_bytes]
+    seconds = [int(limit) for limit in re.findall(r"proxy_read_timeout (\d+)s;", text)]
+    assert min(seconds) > parse(["serve"]).request_timeout
+    [idle] = re.findall(r"keepalive_timeout (\d+)s;", text)
+    assert int(idle) < uvicorn.Config(None).timeout_keep_alive
+    assert "proxy_buffering off;" in text.partition("location /v1/files")[0]

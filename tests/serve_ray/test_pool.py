@@ -12,7 +12,7 @@ from espalier.serve_ray import pool as pools
 from espalier.serve_ray.pool import MAX_TRIES, NO_REPLICA, EnginePool
 from espalier.serve_ray.replica import ReplicaFigures
 from espalier.server import protocol
-from espalier.server.engines import EngineGone
+from espalier.server.engines import SHUTTING_DOWN, EngineGone
 from espalier.server.metrics import Metrics
 from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
 from tests.serve_ray.handles import Handle, Lost
@@ -243,6 +243,7 @@ def test_the_replicas_are_known_by_their_figures(monkeypatch):
         await asyncio.sleep(0.05)
         assert pool.state == "ready"
         await pool.close()
+        assert (pool.state, pool.why) == ("closed", SHUTTING_DOWN)
         with pytest.raises(EngineGone, match="shutting down"):
             pool.submit("req", [PROMPT], ResolvedParams(), 0, False)
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.server.serving import ENGINE, FLAGS, ROOT, Served
 
-pytest.importorskip("ray", reason="the extra `ray` is not installed: pip install 'espalier-llm[ray]'")
+pytest.importorskip("ray", reason="the extra `ray` is not installed: pip install -e '.[ray]'")
 pytestmark = pytest.mark.ray
 START_S = 180
 

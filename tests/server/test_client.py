@@ -15,7 +15,7 @@ from espalier.server import lanes, protocol
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.bodies import BodyLimits
 from espalier.server.body_reader import BodyReader
-from espalier.server.client import ClientOptions, EngineClient
+from espalier.server.client import MAX_FAILED_STARTS, ClientOptions, EngineClient
 from espalier.server.engines import EngineGone, Generation
 from espalier.server.errors import ApiError
 from espalier.server.front import ClientLeft, Front, Run
@@ -63,6 +63,7 @@ class Socket:
 def ready(restart, *messages):
     client = EngineClient({}, ClientOptions(restart=restart))
     client.process, client._socket, client.state = Process(), Socket(*messages), "ready"
+    client.why = ""
     client._folder = new_folder("sockets-")
     return client
 
@@ -124,25 +125,45 @@ def test_a_part_behind_the_failure_of_its_request_does_not_hide_the_sample_from_
     asyncio.run(run())
 
 
-def test_a_process_that_cannot_be_made_is_tried_again(monkeypatch):
-    async def run():
+def test_a_process_that_cannot_be_made_is_tried_again_a_few_times_in_a_row(monkeypatch):
+    """Of the numbers, which starts succeed: the engine that they make is gone at once."""
+    monkeypatch.setattr("espalier.server.client.FIRST_PAUSE_S", 0.001)
+
+    async def run(succeed):
         client, tries = ready(True, b"\xc1"), []
 
         async def start():
-            tries.append(1)
-            if len(tries) == 1:
+            tries.append(len(tries) + 1)
+            if tries[-1] not in succeed:
                 raise BlockingIOError("no more processes")
-            client.process, client._socket, client.state = Process(), Socket(), "ready"
+            client.process, client._socket, client.state = Process(), Socket(b"\xc1"), "ready"
 
         monkeypatch.setattr(client, "_start", start)
         client._supervisor = asyncio.create_task(client._supervise())
         async with asyncio.timeout(5):
-            while client.state != "ready" or not tries:
-                await asyncio.sleep(0.01)
-        assert len(tries) == 2
+            why = await client.ended()
+        assert "cannot be restarted: no more processes" in why
         await client.close()
+        return len(tries)
 
-    monkeypatch.setattr("espalier.server.client.SHUTDOWN_S", 0.01)
+    assert asyncio.run(run(())) == MAX_FAILED_STARTS
+    # Failures count anew after an engine that was ready.
+    assert asyncio.run(run((2, 3, MAX_FAILED_STARTS + 3))) == 2 * MAX_FAILED_STARTS + 3
+
+
+@pytest.mark.parametrize("state", ["starting", "ready", "gone", "closed", "draining"])
+def test_health_says_why_whenever_it_is_not_ok(state):
+    async def run():
+        client = ready(False) if state != "starting" else EngineClient({}, ClientOptions())
+        if state == "gone":
+            client._fail("the engine process was killed")
+        if state == "closed":
+            client.process.kill()
+            await client.close()
+        front = SimpleNamespace(engines=client, draining=state == "draining")
+        status, why = Front.status.fget(front), Front.why.fget(front)
+        assert status == ("ok" if state == "ready" else state) and bool(why) == (status != "ok")
+
     asyncio.run(run())
 
 

@@ -29,7 +29,7 @@ from tests.server.serving import (
 @pytest.fixture
 def own(servers):
     """A server that may be broken.  At its end it waits for a reader that takes nothing one second, not five."""
-    flags = ("--max-queue", "2", "--restart-engine", "--drain-timeout", "60", "--send-timeout", "0")
+    flags = ("--max-queue", "2", "--drain-timeout", "60", "--send-timeout", "0")
     return servers(*flags, STALLED_AT_DRAIN_S=1.0)
 
 
@@ -136,17 +136,15 @@ def test_a_killed_engine_is_told_and_started_again(own):
     assert own.request("/v1/completions", {**LONG, "max_tokens": 3})[2]["usage"]["completion_tokens"] == 3
 
 
-def test_a_silent_engine_counts_as_gone(tmp_path):
-    with serving(tmp_path, "--engine-timeout", "3", copied=True) as served:
+def test_a_silent_engine_counts_as_gone_and_the_server_ends_where_it_starts_no_other(tmp_path):
+    with serving(tmp_path, "--engine-timeout", "3", "--no-restart-engine", copied=True) as served:
         engine = served.engine_pid()
         _, answer = opened(served)
         os.kill(engine, signal.SIGSTOP)
         error = json.loads(events(answer)[-1])["error"]
         assert "sent nothing for" in error["message"] and error["code"] == "engine_gone"
-        status, _, refused = served.request("/v1/completions", LONG)
-        assert (status, served.request("/health")[0]) == (503, 503)
-        assert "with --restart-engine" in refused["error"]["message"]
-        served.until(lambda: not exists(engine))
+        assert served.process.wait(60) == 1 and not exists(engine)
+        assert "the server ends without an engine: the engine process sent nothing" in served.log.read_text()
 
 
 def test_sigterm_finishes_what_runs_and_waits_for_nothing_else(own):
@@ -170,7 +168,10 @@ def test_sigterm_finishes_what_runs_and_waits_for_nothing_else(own):
         assert status == 503 and re.fullmatch(
             "the server is shutting down.*; retry on another server", refused["error"]["message"]
         )
-        assert own.request("/health")[2]["status"] == "draining"
+        assert own.request("/health")[2] == {
+            "status": "draining",
+            "why": "the server is shutting down, and finishes the requests that run",
+        }
         assert is_told_of_the_end(upload)
         ended = events(stream)
         assert ended[-1] == b"[DONE]" and json.loads(ended[-2])["choices"][0]["finish_reason"] == "length"

@@ -9,7 +9,7 @@ import pytest
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
-from espalier.speculate.drafters.registry import WITHOUT_FILES
+from espalier.models import DraftSpec
 from espalier.startup import resolve
 from espalier.startup import tree_policy as trees
 from espalier.startup.resolve import layout_of
@@ -26,7 +26,7 @@ WIDE, NARROW = TreeShape(5, 8, 64), TreeShape(3, 2, 8)
 def resolved(by_batch, algorithm="auto", facts=FACTS, **tree):
     speculation = SpeculationConfig(algorithm=algorithm, by_batch=by_batch, **tree)
     config = EngineConfig(speculation=speculation)
-    spec = WITHOUT_FILES["none"].spec if algorithm == "none" else HEAD
+    spec = DraftSpec("none") if algorithm == "none" else HEAD
     return resolve.resolve(config, "target", "draft", spec, CPU, facts)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -58,10 +59,13 @@ class Drafter(Protocol):
         ...
 
 
-class NoDrafter:
-    """Plain decoding: the tree is the root alone.  The base of drafters without files."""
+class DrafterWithoutFiles:
+    """The base of drafters that need no model.  A subclass has a `spec`, which names it, and a `propose`.
 
-    spec = DraftSpec("none")
+    Registered as in speculate/drafters/registry.py:WITHOUT_FILES.
+    """
+
+    spec: DraftSpec
     captures_prefill = True
 
     def __init__(self, layout: RoundLayout, root_trees: RootTrees):
@@ -75,12 +79,28 @@ class NoDrafter:
         pass
 
     def begin(self, slots: BatchState) -> Grow:
-        return lambda sampler: self.root_trees(slots.root)
+        if self.layout.num_draft_tokens == 1:
+            return lambda sampler: self.root_trees(slots.root)
+        return partial(self.propose, slots)
+
+    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
+        """A tree of layout.num_draft_tokens nodes, at least two, under the root of each slot.
+
+        A CUDA graph captures this: sizes follow from the layout alone, and nothing waits for the device.
+        sampler.guide: what a grammar says of the next tokens; a drafter may ignore it.
+        """
+        raise NotImplementedError
 
     def extend(
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
         pass
+
+
+class NoDrafter(DrafterWithoutFiles):
+    """Plain decoding: the tree is the root alone."""
+
+    spec = DraftSpec("none")
 
 
 # (draft, layout, where its layers keep their rows) -> drafter.

@@ -4,8 +4,6 @@ It needs no model and no K/V: candidates come from the slot's history.  Earlier 
 the branches, longest first, then latest first.  Branches start with distinct tokens, so siblings are distinct.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -13,21 +11,15 @@ from espalier.kernels.ops.drafts import find_matches
 from espalier.models.draft import DraftSpec
 from espalier.sampling.mask import DraftGuide, allows, force
 from espalier.slots import BatchState
-from espalier.speculate.drafters.base import Grow, NoDrafter
+from espalier.speculate.drafters.base import DrafterWithoutFiles
 from espalier.speculate.sampler import Sampler
 from espalier.speculate.tree import Pool, Tree
 
 
-class NgramDrafter(NoDrafter):
+class NgramDrafter(DrafterWithoutFiles):
     spec = DraftSpec("ngram")
 
-    def begin(self, slots: BatchState) -> Grow:
-        # The text that is looked up ends with the forced tokens, so nothing is done before they are known.
-        return partial(self._propose, slots)
-
-    def _propose(self, slots: BatchState, sampler: Sampler) -> Tree:
-        if self.layout.num_draft_tokens == 1:
-            return self.root_trees(slots.root)
+    def propose(self, slots: BatchState, sampler: Sampler) -> Tree:
         topk = self.layout.topk
         if sampler.guide is not None:
             return self._propose_guided(slots, sampler.guide)

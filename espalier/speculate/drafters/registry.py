@@ -1,8 +1,7 @@
 """The known draft formats, chosen by config.json, and the drafters that need no files."""
 
-from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
@@ -24,11 +23,11 @@ from espalier.models import (
 )
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of
-from espalier.models.draft import DraftConfig, DraftModel
+from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.loading import FAMILIES, read_raw
 from espalier.models.weights import Weights, shards_of
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
-from espalier.speculate.drafters.base import Drafter, DraftFormat, NoDrafter
+from espalier.speculate.drafters.base import Drafter, DrafterWithoutFiles, DraftFormat, NoDrafter
 from espalier.speculate.drafters.ngram import NgramDrafter
 from espalier.speculate.drafters.one_pass import OnePassDrafter
 from espalier.speculate.drafters.peagle import PEagleDrafter
@@ -111,20 +110,42 @@ MTP_NOT_BUILT = {
     **dict.fromkeys(("Step3p5ForCausalLM", "Step3p5MTP"), "Step-3.5"),
     **dict.fromkeys(("Qwen3NextForCausalLM", "Qwen3NextMTP"), "Qwen3-Next"),
 }
-WITHOUT_FILES: Mapping[str, type[NoDrafter]] = MappingProxyType(
-    {drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)}
-)
+# Drafters that need no files, by algorithm.  To add one from outside this package: WITHOUT_FILES["name"] = ITS_CLASS.
+# The processes that a command starts do not see that; they see the entry points of installed packages in this group.
+WITHOUT_FILES: dict[str, type[DrafterWithoutFiles]] = {
+    drafter.spec.algorithm: drafter for drafter in (NgramDrafter, NoDrafter)
+}
+ENTRY_POINTS = "espalier.drafters"
 
 
 def algorithms() -> tuple[str, ...]:
     """The algorithm names that users may give."""
-    return (*DRAFT_FORMATS, *WITHOUT_FILES)
+    return (*DRAFT_FORMATS, *WITHOUT_FILES, *sorted(entry_points(group=ENTRY_POINTS).names))
+
+
+def drafter_without_files(algorithm: str) -> type[DrafterWithoutFiles] | None:
+    """The class of an algorithm that needs no files, None for others.
+
+    Raises EspalierError for one that does not declare itself as such.
+    """
+    drafter = WITHOUT_FILES.get(algorithm)
+    if drafter is None and algorithm not in DRAFT_FORMATS:
+        for point in entry_points(group=ENTRY_POINTS, name=algorithm):
+            drafter = point.load()
+    if drafter is not None and drafter.spec != DraftSpec(algorithm):
+        raise EspalierError(
+            f"algorithm={algorithm!r} is registered without files, but its drafter declares {drafter.spec}; give it "
+            f"spec = DraftSpec({algorithm!r}), or register a DraftFormat for a draft with a model"
+        )
+    return drafter
 
 
 def what_to_check(algorithm: str) -> str:
     """What a user should check or do where almost no draft token of this algorithm is accepted."""
-    if algorithm not in DRAFT_FORMATS:
+    if algorithm == NgramDrafter.spec.algorithm:
         return "this text has few repetitions: use a trained draft"
+    if algorithm not in DRAFT_FORMATS:
+        return f"{algorithm!r} rarely proposes what this model says: use another algorithm or a trained draft"
     checks = DRAFT_FORMATS[algorithm].checks
     return (
         "the draft may be for another target, or for another revision of it: compare its README with this target, "
@@ -226,8 +247,8 @@ def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, 
 
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """
-    if algorithm in WITHOUT_FILES:
-        return WITHOUT_FILES[algorithm](layout, RootTrees(layout.max_batch, cache.pages.device))
+    if without_files := drafter_without_files(algorithm):
+        return without_files(layout, RootTrees(layout.max_batch, cache.pages.device))
     if draft is None:
         raise EspalierError(f"algorithm={algorithm!r} needs a draft and none is loaded; pass draft=")
     return DRAFT_FORMATS[algorithm].drafter(draft, layout, cache)
