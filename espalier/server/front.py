@@ -154,7 +154,9 @@ class Front:
     @property
     def why(self) -> str:
         """The reason for a status that is not "ok", else ""."""
-        return f"{SHUTTING_DOWN}, and finishes the requests that run" if self.draining else self.engines.why
+        if self.draining:
+            return f"{SHUTTING_DOWN}, and finishes the requests that run"
+        return "" if self.engines.state == "ready" else self.engines.why
 
     def of(self, model: str | None) -> "Front":
         """This front, if it serves the model of a request.  Raises ApiError."""

@@ -63,7 +63,6 @@ class Socket:
 def ready(restart, *messages):
     client = EngineClient({}, ClientOptions(restart=restart))
     client.process, client._socket, client.state = Process(), Socket(*messages), "ready"
-    client.why = ""
     client._folder = new_folder("sockets-")
     return client
 
