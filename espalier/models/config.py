@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
@@ -22,6 +22,7 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declar
 
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
+Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.
 LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
 # Of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
@@ -53,6 +54,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "no_rope_layers": (None, []),
     "attention_chunk_size": (None,),
     "use_mrope": (None, False),
+    "use_bidirectional_attention": (None, False),
     "clip_qkv": (None,),
     "num_nextn_predict_layers": (None, 0),
     "swiglu_limit": (None,),
@@ -116,6 +118,16 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class LayerNorms:
+    """Names of a layer's RMS norms: before each block, and behind it, of its output; None: there is none."""
+
+    before_attention: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    behind_attention: str | None = None
+    behind_mlp: str | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """The declaration of one model family, made in its family file.
 
@@ -124,12 +136,14 @@ class Family:
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
     qk_norm: whether q and k are normed for each head, or the name of the field that says so.
+    layer_norms: where a layer has norms.  Drafts have layers of the default alone.
+    norm_offset: what is added, in float32 at least, to the weight of every RMS norm.
     sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
     experts that the family cannot run yet.
     embedding_scale, softmax_scale: from the completed config; softmax_scale: None for head_size ** -0.5.
-    ropes: from the completed config, the RoPE fields of each layer, as read_rope takes them; None: all layers have
-    those of the config.
+    ropes: from the completed config, the RoPE fields of each layer, which replace those of the config for read_rope;
+    None: all layers have those of the config.
     load_layer: makes a layer of the family's own; None: loading.py's layer of norms, attention and MLP.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
@@ -145,6 +159,8 @@ class Family:
     out_bias: Callable[[Raw], bool]
     windows: Callable[[Raw], Windows]
     qk_norm: bool | str = False
+    layer_norms: LayerNorms = LayerNorms()
+    norm_offset: float = 0.0
     sinks: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
     embedding_scale: Callable[[Raw], float] = lambda full: 1.0
@@ -162,13 +178,13 @@ class ModelConfig:
     """A decoder's sizes and options.
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
-    rope: of most purposes; ropes: of each layer.
+    ropes: of each layer; rope: of the first.
     logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.
     eos_token_ids: all ids that config.json and generation_config.json name, or those of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    embedding_scale, softmax_scale, load_layer, mtp: see Family.  activation: of dense MLPs.
+    layer_norms, norm_offset, embedding_scale, softmax_scale, load_layer, mtp: see Family.  activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
 
@@ -189,6 +205,8 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    layer_norms: LayerNorms
+    norm_offset: float
     sinks: bool
     windows: Windows
     experts: Experts | None
@@ -274,11 +292,9 @@ def parse(
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
     latent = read_latent(full, count, path) if family.latent else None
     kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(full, path, heads, hidden)
-    rotated = latent.rope_size if latent else _rotated_size(full, head_size, path)
     longest = count("max_position_embeddings")
-    rope, max_position = read_rope(full, rotated, longest, path)
-    own_fields = [] if family.ropes is None else family.ropes(full)
-    ropes = tuple(read_rope({**full, **own}, rotated, longest, path)[0] for own in own_fields) or (rope,) * layers
+    windows = _read_windows(full, family, layers, path)
+    ropes, max_position = _read_ropes(full, family, latent, head_size, longest, path)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=count("vocab_size"),
@@ -289,7 +305,7 @@ def parse(
         head_size=head_size,
         intermediate_size=count("intermediate_size"),
         rms_norm_eps=float(full["rms_norm_eps"]),
-        rope=rope,
+        rope=ropes[0],
         ropes=ropes,
         max_position=max_position,
         tie_word_embeddings=bool(full.get("tie_word_embeddings", False)),
@@ -297,11 +313,13 @@ def parse(
         out_bias=family.out_bias(full),
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
+        layer_norms=family.layer_norms,
+        norm_offset=family.norm_offset,
         sinks=family.sinks,
-        windows=_read_windows(full, family, layers, path),
+        windows=windows,
         experts=_read_experts(full, family, path),
-        embedding_scale=family.embedding_scale(full),
-        softmax_scale=family.softmax_scale(full),
+        embedding_scale=_declared(family.embedding_scale, full, path),
+        softmax_scale=_declared(family.softmax_scale, full, path),
         logit_cap=full.get("final_logit_softcapping") or None,
         activation=_read_activation(full, family.activation_field, path),
         # An override replaces what generation_config.json says, too.
@@ -376,6 +394,19 @@ def _rotated_size(full: Raw, head_size: int, path: Path) -> int:
     return size
 
 
+def _read_ropes(
+    full: Raw, family: Family, latent: LatentConfig | None, head_size: int, longest: int, path: Path
+) -> tuple[tuple[RopeConfig, ...], int]:
+    """The RoPE of each layer, and the longest context that all of them were made for."""
+    own = [{}] * full["num_hidden_layers"] if family.ropes is None else _declared(family.ropes, full, path)
+    read = []
+    for fields in (_with_partial_rotation({**full, **each}) for each in own):
+        refuse_unsupported(fields, path, family.honours)
+        rotated = latent.rope_size if latent else _rotated_size(fields, head_size, path)
+        read.append(read_rope(fields, rotated, longest, path))
+    return tuple(rope for rope, _ in read), min(context for _, context in read)
+
+
 def full_attention(full: Raw) -> Windows:
     return (None,) * int(full["num_hidden_layers"])
 
@@ -414,6 +445,14 @@ def _kv_heads(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]
     return kv_heads, head_size
 
 
+def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
+    """What a family reads from the completed config.  Its EspalierErrors get the path."""
+    try:
+        return read(full)
+    except EspalierError as error:
+        raise EspalierError(f"{path}: {error}") from None
+
+
 def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:
     types = full.get("layer_types")
     if types is not None:
@@ -431,10 +470,7 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
     window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"{path}: sliding_window = {window!r}; a positive integer or null is needed; correct it")
-    try:
-        windows = family.windows(full)
-    except EspalierError as error:
-        raise EspalierError(f"{path}: {error}") from None
+    windows = _declared(family.windows, full, path)
     for layer, kind in enumerate(types or ()):
         if kind == "sliding_attention" and windows[layer] is None:
             raise EspalierError(
@@ -446,10 +482,7 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
 
 
 def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:
-    try:
-        experts = family.experts(full)
-    except EspalierError as error:
-        raise EspalierError(f"{path}: {error}") from None
+    experts = _declared(family.experts, full, path)
     if experts is not None:
         for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
             if not isinstance(value, int) or value < least:
