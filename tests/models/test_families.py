@@ -13,7 +13,8 @@ from transformers import Dots1Config, Gemma3TextConfig, Qwen2Config, Qwen2MoeCon
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from tests.builders import make_target
+from espalier.speculate.drafters.registry import read_draft
+from tests.builders import make_eagle3, make_target
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
 
@@ -205,7 +206,10 @@ def test_gemma3_in_the_old_spelling(tmp_path: Path) -> None:
         ({"sliding_window": None}, "sliding_window = None; sliding layers need"),
         ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern = 0; a positive integer"),
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0; a positive number"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_parameters has 'rope_type': 'linear'; Gemma 3 has"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters has 'rope_type': 'linear'; Gemma 3 has",
+        ),
         ({"rope_theta": 7.0}, "rope_theta is 7.0, but rope_theta of 'full_attention' in rope_parameters is"),
         ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor = 0.5 is not"),
     ],
@@ -214,6 +218,13 @@ def test_gemma3_in_the_old_spelling(tmp_path: Path) -> None:
 def test_gemma3_refuses_what_it_cannot_compute(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(EspalierError, match=f"^{tmp_path}.*{message}"):
         read_config(make_target(tmp_path, "gemma3"), fields)
+
+
+def test_a_draft_whose_layers_are_gemma3s_is_refused(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", "gemma3")
+    head = make_eagle3(tmp_path / "head", target, model_type="gemma3_text")
+    with pytest.raises(EspalierError, match="a draft layer of model_type 'gemma3_text' is not supported"):
+        read_draft(head, read_config(target))
 
 
 def test_mistrals_window_is_in_every_layer_or_the_config_is_refused(tmp_path: Path) -> None:
