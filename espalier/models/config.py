@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from espalier.errors import EspalierError, shown
+from espalier.errors import EspalierError
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
+from espalier.models.config_values import count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
@@ -25,9 +25,6 @@ Windows = tuple[int | None, ...]
 Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.
 LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
-# Of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
-HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZES, MAX_HEAD_SIZE)}
 
 # Fields that change the computation of models that are not supported, and the values with which they have no effect.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -62,16 +59,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 # The activations of a family that honours hidden_act, or names another field (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "gelu_pytorch_tanh": GELU_TANH}
-# Fields that are not counts: (name, type, in words).
-KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("rms_norm_eps", int | float, "a positive number"),
-    ("rope_theta", int | float, "a positive number or null"),
-    ("rope_scaling", Mapping, "an object or null"),
-    ("rope_parameters", Mapping, "an object or null"),
-    ("layer_types", list, "a list or null"),
-    ("mlp_layer_types", list, "a list or null"),
-    ("mlp_only_layers", list, "a list or null"),
-)
 # Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
 INERT = (
     "architectures",
@@ -285,13 +272,13 @@ def parse(
     # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in family.defaults.items() if name not in replaced}, **given}
-    _require_kinds(full, path)
+    require_kinds(full, path)
     full = _with_partial_rotation(full)
     refuse_unsupported(full, path, family.honours)
-    count = partial(_count, full, path)
+    count = partial(count_of, full, path)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
     latent = read_latent(full, count, path) if family.latent else None
-    kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(full, path, heads, hidden)
+    kv_heads, head_size = (1, latent.head_size) if latent else heads_and_size(full, path, heads, hidden)
     longest = count("max_position_embeddings")
     windows = _read_windows(full, family, layers, path)
     ropes, max_position = _read_ropes(full, family, latent, head_size, longest, path)
@@ -323,7 +310,7 @@ def parse(
         logit_cap=full.get("final_logit_softcapping") or None,
         activation=_read_activation(full, family.activation_field, path),
         # An override replaces what generation_config.json says, too.
-        eos_token_ids=_eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
+        eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
         formats=read_formats(full, path),
         load_layer=family.load_layer,
@@ -354,25 +341,6 @@ def _read_activation(full: Raw, field: str, path: Path) -> Activation:
     return ACTIVATIONS[name]
 
 
-def _require_kinds(full: Raw, path: Path) -> None:
-    """Raises EspalierError naming a field whose value is not of its kind."""
-    for name, kind, words in KINDS:
-        value = full.get(name)
-        is_missing = value is None and words.endswith("null")
-        is_right = isinstance(value, kind) and not isinstance(value, bool)
-        if is_right and isinstance(value, int | float):
-            is_right = 0 < value <= MAX_NUMBER
-        if not is_missing and not is_right:
-            raise EspalierError(
-                f"{path}: {name} = {shown(value)}; {words} is needed; correct it or pass model_overrides"
-            )
-    count = full.get("num_nextn_predict_layers")
-    if count is not None and (type(count) is not int or not 0 <= count <= MAX_LAYERS):
-        raise EspalierError(
-            f"{path}: num_nextn_predict_layers = {shown(count)}; 0 to {MAX_LAYERS} or null is needed; correct it"
-        )
-
-
 def _with_partial_rotation(full: Raw) -> Raw:
     """The config with partial_rotary_factor at its top level.  Transformers 5 writes it into rope_parameters."""
     name = "partial_rotary_factor"
@@ -380,18 +348,6 @@ def _with_partial_rotation(full: Raw) -> Raw:
         source[name] for field in ("rope_parameters", "rope_scaling") if name in (source := full.get(field) or {})
     ]
     return {**full, name: nested[0]} if nested else full
-
-
-def _rotated_size(full: Raw, head_size: int, path: Path) -> int:
-    """The number of rotated values of a head, which are its first values.  Raises EspalierError for a wrong factor."""
-    share = full.get("partial_rotary_factor")
-    size = head_size if share is None else int(head_size * share) if isinstance(share, int | float) else 0
-    if size % 2 or not 0 < size <= head_size:
-        raise EspalierError(
-            f"{path}: partial_rotary_factor = {share!r} of heads of {head_size} values is not supported; the rotated "
-            f"part must have an even number of values, from 2 to {head_size}; correct the config"
-        )
-    return size
 
 
 def _read_ropes(
@@ -402,7 +358,7 @@ def _read_ropes(
     read = []
     for fields in (_with_partial_rotation({**full, **each}) for each in own):
         refuse_unsupported(fields, path, family.honours)
-        rotated = latent.rope_size if latent else _rotated_size(fields, head_size, path)
+        rotated = latent.rope_size if latent else rotated_size(fields, head_size, path)
         read.append(read_rope(fields, rotated, longest, path))
     return tuple(rope for rope, _ in read), min(context for _, context in read)
 
@@ -419,30 +375,6 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
     layers = range(int(full["num_hidden_layers"]))
     slides = [types[i] == "sliding_attention" for i in layers] if types else [default(i) for i in layers]
     return tuple(int(window) if slides[i] else None for i in layers)
-
-
-def _count(full: Raw, path: Path, name: str) -> int:
-    """The positive integer of a field.  Raises EspalierError naming a field that has none."""
-    value, most = full.get(name), MOST.get(name, MAX_SIZE)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise EspalierError(
-            f"{path}: {name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass "
-            "model_overrides"
-        )
-    return value
-
-
-def _kv_heads(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]:
-    """(key-value heads, size of a head) of layers that keep K and V heads."""
-    head_size = hidden // heads if full.get("head_dim") is None else _count(full, path, "head_dim")
-    name = "num_key_value_heads"
-    kv_heads = heads if full.get(name) is None else _count(full, path, name)
-    if heads % kv_heads or head_size % 2 or not 0 < head_size <= MAX_HEAD_SIZE:
-        raise EspalierError(
-            f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
-            f"of key-value heads, and the size even, 2 to {MAX_HEAD_SIZE}; correct the config or override the fields"
-        )
-    return kv_heads, head_size
 
 
 def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
@@ -490,13 +422,3 @@ def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:
                     f"{path}: experts of {name} {value!r}; an integer of at least {least} is needed; correct the config"
                 )
     return experts
-
-
-def _eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:
-    ids: list[int] = []
-    for source in (generation.get("eos_token_id"), full.get("eos_token_id")):
-        ids += source if isinstance(source, list) else [] if source is None else [source]
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise EspalierError(f"{path}: eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
-    return tuple(dict.fromkeys(ids))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from espalier.errors import EspalierError, shown
+from espalier.model_files import MAX_NUMBER
 from espalier.models.config import Family, LayerNorms, Raw, Windows
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -57,7 +58,7 @@ def _rope(full: Raw, kind: str, given: Raw) -> Raw:
 
 def _softmax_scale(full: Raw) -> float:
     scalar = full["query_pre_attn_scalar"]
-    if not isinstance(scalar, int | float) or isinstance(scalar, bool) or not scalar > 0:
+    if not isinstance(scalar, int | float) or isinstance(scalar, bool) or not 0 < scalar <= MAX_NUMBER:
         raise EspalierError(f"query_pre_attn_scalar = {shown(scalar)}; a positive number is needed; correct the config")
     return float(scalar**-0.5)
 
@@ -92,6 +93,6 @@ FAMILY = Family(
     embedding_scale=lambda full: float(full["hidden_size"] ** 0.5),
     softmax_scale=_softmax_scale,
     ropes=_ropes,
-    honours=("query_pre_attn_scalar", "final_logit_softcapping"),
+    honours=("query_pre_attn_scalar",),
     activation_field="hidden_activation",
 )

@@ -64,14 +64,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window": ("mistral", {"sliding_window": 6}),
     "mistral, head size apart": ("mistral", {"head_dim": 10}),
     "gemma3": ("gemma3", {}),
-    "gemma3, not tied, biases, capped, silu": (
+    "gemma3, not tied, biases, silu": (
         "gemma3",
-        {
-            "tie_word_embeddings": False,
-            "attention_bias": True,
-            "final_logit_softcapping": 3.0,
-            "hidden_activation": "silu",
-        },
+        {"tie_word_embeddings": False, "attention_bias": True, "hidden_activation": "silu"},
     ),
     "gemma3, layer types, a RoPE for each": (
         "gemma3",
