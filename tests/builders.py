@@ -16,6 +16,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
@@ -33,6 +34,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
+    "gemma3": Gemma3TextConfig,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "deepseek_v2": DeepseekV2Config,
@@ -59,6 +61,13 @@ ROUTED: dict[str, Any] = {
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "v_head_dim": 10}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    # A scale that is not that of the heads' size.  Every second layer has full attention.
+    "gemma3": {
+        "sliding_window": 7,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 5,
+        "tie_word_embeddings": True,
+    },
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "deepseek_v2": {**LATENT, **ROUTED, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
@@ -130,6 +139,10 @@ def make_target(
         fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
         # Transformers takes it for the size of the rotated part.
         fields["head_dim"] = fields["qk_rope_head_dim"]
+    if family == "gemma3" and "rope_type" in fields.get("rope_parameters", {}):
+        fields["rope_parameters"] = {
+            kind: dict(fields["rope_parameters"]) for kind in ("full_attention", "sliding_attention")
+        }
     Path(path).mkdir(parents=True, exist_ok=True)
     for name, content in _files_of_target(family, fields, seed).items():
         (Path(path) / name).write_bytes(content)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from espalier.errors import EspalierError, shown
+from espalier.errors import EspalierError
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
+from espalier.models.config_values import count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
@@ -22,11 +22,9 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declar
 
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
+Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.
 LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
-# Of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
-HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZES, MAX_HEAD_SIZE)}
 
 # Fields that change the computation of models that are not supported, and the values with which they have no effect.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -53,6 +51,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "no_rope_layers": (None, []),
     "attention_chunk_size": (None,),
     "use_mrope": (None, False),
+    "use_bidirectional_attention": (None, False),
     "clip_qkv": (None,),
     "num_nextn_predict_layers": (None, 0),
     "swiglu_limit": (None,),
@@ -60,16 +59,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 # The activations of a family that honours hidden_act, or names another field (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
-# Fields that are not counts: (name, type, in words).
-KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("rms_norm_eps", int | float, "a positive number"),
-    ("rope_theta", int | float, "a positive number or null"),
-    ("rope_scaling", Mapping, "an object or null"),
-    ("rope_parameters", Mapping, "an object or null"),
-    ("layer_types", list, "a list or null"),
-    ("mlp_layer_types", list, "a list or null"),
-    ("mlp_only_layers", list, "a list or null"),
-)
 # Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
 INERT = (
     "architectures",
@@ -116,6 +105,16 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class LayerNorms:
+    """Names of a layer's RMS norms: before each block, and behind it, of its output; None: there is none."""
+
+    before_attention: str = "input_layernorm"
+    before_mlp: str = "post_attention_layernorm"
+    behind_attention: str | None = None
+    behind_mlp: str | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """The declaration of one model family, made in its family file.
 
@@ -124,12 +123,14 @@ class Family:
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
     qk_norm: whether q and k are normed for each head, or the name of the field that says so.
+    layer_norms: where a layer has norms.  Drafts have layers of the default alone.
+    norm_offset: what is added, in float32 at least, to the weight of every RMS norm.
     sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
     experts that the family cannot run yet.
     embedding_scale, softmax_scale: from the completed config; softmax_scale: None for head_size ** -0.5.
-    ropes: from the completed config, the RoPE fields of each layer, as read_rope takes them; None: all layers have
-    those of the config.
+    ropes: from the completed config, the RoPE fields of each layer, which replace those of the config for read_rope;
+    None: all layers have those of the config.
     load_layer: makes a layer of the family's own; None: loading.py's layer of norms, attention and MLP.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
@@ -145,6 +146,8 @@ class Family:
     out_bias: Callable[[Raw], bool]
     windows: Callable[[Raw], Windows]
     qk_norm: bool | str = False
+    layer_norms: LayerNorms = LayerNorms()
+    norm_offset: float = 0.0
     sinks: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
     embedding_scale: Callable[[Raw], float] = lambda full: 1.0
@@ -162,13 +165,13 @@ class ModelConfig:
     """A decoder's sizes and options.
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
-    rope: of most purposes; ropes: of each layer.
+    ropes: of each layer; rope: of the first.
     logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.
     eos_token_ids: all ids that config.json and generation_config.json name, or those of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    embedding_scale, softmax_scale, load_layer, mtp: see Family.  activation: of dense MLPs.
+    layer_norms, norm_offset, embedding_scale, softmax_scale, load_layer, mtp: see Family.  activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
 
@@ -189,6 +192,8 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    layer_norms: LayerNorms
+    norm_offset: float
     sinks: bool
     windows: Windows
     experts: Experts | None
@@ -267,18 +272,16 @@ def parse(
     # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in family.defaults.items() if name not in replaced}, **given}
-    _require_kinds(full, path)
+    require_kinds(full, path)
     full = _with_partial_rotation(full)
     refuse_unsupported(full, path, family.honours)
-    count = partial(_count, full, path)
+    count = partial(count_of, full, path)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
     latent = read_latent(full, count, path) if family.latent else None
-    kv_heads, head_size = (1, latent.head_size) if latent else _kv_heads(full, path, heads, hidden)
-    rotated = latent.rope_size if latent else _rotated_size(full, head_size, path)
+    kv_heads, head_size = (1, latent.head_size) if latent else heads_and_size(full, path, heads, hidden)
     longest = count("max_position_embeddings")
-    rope, max_position = read_rope(full, rotated, longest, path)
-    own_fields = [] if family.ropes is None else family.ropes(full)
-    ropes = tuple(read_rope({**full, **own}, rotated, longest, path)[0] for own in own_fields) or (rope,) * layers
+    windows = _read_windows(full, family, layers, path)
+    ropes, max_position = _read_ropes(full, family, latent, head_size, longest, path)
     return ModelConfig(
         architecture=family.architecture,
         vocab_size=count("vocab_size"),
@@ -289,7 +292,7 @@ def parse(
         head_size=head_size,
         intermediate_size=count("intermediate_size"),
         rms_norm_eps=float(full["rms_norm_eps"]),
-        rope=rope,
+        rope=ropes[0],
         ropes=ropes,
         max_position=max_position,
         tie_word_embeddings=bool(full.get("tie_word_embeddings", False)),
@@ -297,15 +300,17 @@ def parse(
         out_bias=family.out_bias(full),
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
+        layer_norms=family.layer_norms,
+        norm_offset=family.norm_offset,
         sinks=family.sinks,
-        windows=_read_windows(full, family, layers, path),
+        windows=windows,
         experts=_read_experts(full, family, path),
-        embedding_scale=family.embedding_scale(full),
-        softmax_scale=family.softmax_scale(full),
+        embedding_scale=_declared(family.embedding_scale, full, path),
+        softmax_scale=_declared(family.softmax_scale, full, path),
         logit_cap=full.get("final_logit_softcapping") or None,
         activation=_read_activation(full, family.activation_field, path),
         # An override replaces what generation_config.json says, too.
-        eos_token_ids=_eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
+        eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
         formats=read_formats(full, path),
         load_layer=family.load_layer,
@@ -336,25 +341,6 @@ def _read_activation(full: Raw, field: str, path: Path) -> Activation:
     return ACTIVATIONS[name]
 
 
-def _require_kinds(full: Raw, path: Path) -> None:
-    """Raises EspalierError naming a field whose value is not of its kind."""
-    for name, kind, words in KINDS:
-        value = full.get(name)
-        is_missing = value is None and words.endswith("null")
-        is_right = isinstance(value, kind) and not isinstance(value, bool)
-        if is_right and isinstance(value, int | float):
-            is_right = 0 < value <= MAX_NUMBER
-        if not is_missing and not is_right:
-            raise EspalierError(
-                f"{path}: {name} = {shown(value)}; {words} is needed; correct it or pass model_overrides"
-            )
-    count = full.get("num_nextn_predict_layers")
-    if count is not None and (type(count) is not int or not 0 <= count <= MAX_LAYERS):
-        raise EspalierError(
-            f"{path}: num_nextn_predict_layers = {shown(count)}; 0 to {MAX_LAYERS} or null is needed; correct it"
-        )
-
-
 def _with_partial_rotation(full: Raw) -> Raw:
     """The config with partial_rotary_factor at its top level.  Transformers 5 writes it into rope_parameters."""
     name = "partial_rotary_factor"
@@ -364,16 +350,17 @@ def _with_partial_rotation(full: Raw) -> Raw:
     return {**full, name: nested[0]} if nested else full
 
 
-def _rotated_size(full: Raw, head_size: int, path: Path) -> int:
-    """The number of rotated values of a head, which are its first values.  Raises EspalierError for a wrong factor."""
-    share = full.get("partial_rotary_factor")
-    size = head_size if share is None else int(head_size * share) if isinstance(share, int | float) else 0
-    if size % 2 or not 0 < size <= head_size:
-        raise EspalierError(
-            f"{path}: partial_rotary_factor = {share!r} of heads of {head_size} values is not supported; the rotated "
-            f"part must have an even number of values, from 2 to {head_size}; correct the config"
-        )
-    return size
+def _read_ropes(
+    full: Raw, family: Family, latent: LatentConfig | None, head_size: int, longest: int, path: Path
+) -> tuple[tuple[RopeConfig, ...], int]:
+    """The RoPE of each layer, and the longest context that all of them were made for."""
+    own = [{}] * full["num_hidden_layers"] if family.ropes is None else _declared(family.ropes, full, path)
+    read = []
+    for fields in (_with_partial_rotation({**full, **each}) for each in own):
+        refuse_unsupported(fields, path, family.honours)
+        rotated = latent.rope_size if latent else rotated_size(fields, head_size, path)
+        read.append(read_rope(fields, rotated, longest, path))
+    return tuple(rope for rope, _ in read), min(context for _, context in read)
 
 
 def full_attention(full: Raw) -> Windows:
@@ -390,28 +377,12 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
-def _count(full: Raw, path: Path, name: str) -> int:
-    """The positive integer of a field.  Raises EspalierError naming a field that has none."""
-    value, most = full.get(name), MOST.get(name, MAX_SIZE)
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise EspalierError(
-            f"{path}: {name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass "
-            "model_overrides"
-        )
-    return value
-
-
-def _kv_heads(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]:
-    """(key-value heads, size of a head) of layers that keep K and V heads."""
-    head_size = hidden // heads if full.get("head_dim") is None else _count(full, path, "head_dim")
-    name = "num_key_value_heads"
-    kv_heads = heads if full.get(name) is None else _count(full, path, name)
-    if heads % kv_heads or head_size % 2 or not 0 < head_size <= MAX_HEAD_SIZE:
-        raise EspalierError(
-            f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
-            f"of key-value heads, and the size even, 2 to {MAX_HEAD_SIZE}; correct the config or override the fields"
-        )
-    return kv_heads, head_size
+def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
+    """What a family reads from the completed config.  Its EspalierErrors get the path."""
+    try:
+        return read(full)
+    except EspalierError as error:
+        raise EspalierError(f"{path}: {error}") from None
 
 
 def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:
@@ -431,10 +402,7 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
     window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
     if window is not None and (not isinstance(window, int) or window < 1):
         raise EspalierError(f"{path}: sliding_window = {window!r}; a positive integer or null is needed; correct it")
-    try:
-        windows = family.windows(full)
-    except EspalierError as error:
-        raise EspalierError(f"{path}: {error}") from None
+    windows = _declared(family.windows, full, path)
     for layer, kind in enumerate(types or ()):
         if kind == "sliding_attention" and windows[layer] is None:
             raise EspalierError(
@@ -446,10 +414,7 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
 
 
 def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:
-    try:
-        experts = family.experts(full)
-    except EspalierError as error:
-        raise EspalierError(f"{path}: {error}") from None
+    experts = _declared(family.experts, full, path)
     if experts is not None:
         for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
             if not isinstance(value, int) or value < least:
@@ -457,13 +422,3 @@ def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:
                     f"{path}: experts of {name} {value!r}; an integer of at least {least} is needed; correct the config"
                 )
     return experts
-
-
-def _eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:
-    ids: list[int] = []
-    for source in (generation.get("eos_token_id"), full.get("eos_token_id")):
-        ids += source if isinstance(source, list) else [] if source is None else [source]
-    for token in ids:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise EspalierError(f"{path}: eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
-    return tuple(dict.fromkeys(ids))

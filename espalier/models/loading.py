@@ -10,7 +10,19 @@ from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.rope import HeadNorms, LatentForm
 from espalier.model_files import naming_config, read_json
-from espalier.models import deepseek, glm4_moe, gpt_oss, llama, mimo, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from espalier.models import (
+    deepseek,
+    gemma3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mimo,
+    mistral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from espalier.models.base import CausalLM
 from espalier.models.config import Family, ModelConfig, find_family, parse
 from espalier.models.expert_loading import load_experts
@@ -20,6 +32,7 @@ from espalier.models.layers.decoder import Decoder, DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.linear import Linear
+from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
 from espalier.models.weight_formats.modelopt import read_hf_quant_config
@@ -29,7 +42,7 @@ from espalier.models.weights import Weights
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
+        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
     )
 }
@@ -92,7 +105,7 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     kv_scales = tuple(
         weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) for i, spec in enumerate(layer_specs)
     )
-    norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+    norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps, config.norm_offset)
     head = _head(weights, config, embed)
     weights.ignore_under(mtp_prefixes(config))
     weights.finish()
@@ -133,7 +146,7 @@ def load_attention(
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
     norms = sink = None
     if config.qk_norm:
-        q_norm, k_norm = (weights.take(f"{prefix}{name}_norm.weight", size) for name in "qk")
+        q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
         norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
     if config.sinks:
         sink = weights.take_exact(f"{prefix}sinks", config.heads)
@@ -180,18 +193,24 @@ def load_layer(
     same.
     """
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
-    hidden, eps = config.hidden_size, config.rms_norm_eps
+    hidden, names = config.hidden_size, config.layer_norms
+
+    def norm(name: str) -> RMSNorm:
+        return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.norm_offset)
+
     attention = f"{prefix}self_attn."
     return DecoderLayer(
         index=layer if index is None else index,
-        attention_norm=weights.norm(f"{prefix}input_layernorm", hidden, eps),
+        attention_norm=norm(names.before_attention),
         attention=load_attention(weights, config, attention, hidden, rope),
-        mlp_norm=weights.norm(f"{prefix}post_attention_layernorm", hidden, eps),
+        mlp_norm=norm(names.before_mlp),
         mlp=(
             weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias, config.activation)
             if experts is None
             else load_experts(weights, experts, f"{prefix}mlp.", hidden, config.activation)
         ),
+        post_attention_norm=norm(names.behind_attention) if names.behind_attention else None,
+        post_mlp_norm=norm(names.behind_mlp) if names.behind_mlp else None,
     )
 
 

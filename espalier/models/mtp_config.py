@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from espalier.errors import EspalierError
-from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Family, LayerNorms, ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import MAX_MODULES, DraftSpec, Form, count_of, object_of, refuse_sizes
 from espalier.models.loading import FAMILIES, layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
@@ -103,7 +103,7 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
 
 def _family_of(base: Mapping[str, Any], path: Path) -> Family:
     """The family of a head's layers, by model_type."""
-    by_type = {family.model_type: family for family in FAMILIES.values()}
+    by_type = {family.model_type: family for family in FAMILIES.values() if family.layer_norms == LayerNorms()}
     declared = base.get("model_type")
     if declared not in by_type:
         raise EspalierError(

@@ -260,8 +260,12 @@ class Weights:
             )
         return tensor
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.take(f"{name}.weight", size), eps)
+    def norm_weight(self, name: str, size: int, offset: float) -> Tensor:
+        """The weight of a norm.  With an offset, the sum stays in the dtype in which norms compute."""
+        return self.take_exact(name, size) + offset if offset else self.take(name, size)
+
+    def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        return RMSNorm(self.norm_weight(f"{name}.weight", size, offset), eps)
 
     def kv_scales(self, prefix: str, keeps: Keeps) -> KVScales | None:
         """The scales of K and V under an attention's prefix, one for each head or for all; None if there are none.

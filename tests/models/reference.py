@@ -33,7 +33,8 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
 
 def _norm_float64(self: Any, x: Tensor) -> Tensor:
     eps = getattr(self, "variance_epsilon", None) or self.eps
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    weight = 1 + self.weight if type(self).__name__ == "Gemma3RMSNorm" else self.weight
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
 def _rotary_float64(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
@@ -52,8 +53,18 @@ def _rotary_half_float64(self: Any, x: Tensor, position_ids: Tensor, **_: Any) -
     return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
 
+def _rotary_by_type_float64(self: Any, x: Tensor, position_ids: Tensor, layer_type: str) -> tuple[Tensor, Tensor]:
+    angles = position_ids[..., None].double() * getattr(self, f"{layer_type}_inv_freq").double()
+    angles, factor = torch.cat((angles, angles), dim=-1), getattr(self, f"{layer_type}_attention_scaling")
+    return angles.cos() * factor, angles.sin() * factor
+
+
 # Others than `_rotary_float64`.
-ROTARY = {"DeepseekV2RotaryEmbedding": _rotary_complex128, "GptOssRotaryEmbedding": _rotary_half_float64}
+ROTARY = {
+    "DeepseekV2RotaryEmbedding": _rotary_complex128,
+    "Gemma3RotaryEmbedding": _rotary_by_type_float64,
+    "GptOssRotaryEmbedding": _rotary_half_float64,
+}
 
 
 def _rotate_in_own_type(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """Every family computes what transformers computes, over whole sequences."""
 
+import copy
 import json
 from itertools import product
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Dots1Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config
+from transformers import Dots1Config, Gemma3TextConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from tests.builders import make_target
+from espalier.speculate.drafters.registry import read_draft
+from tests.builders import make_eagle3, make_target
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
 
@@ -61,6 +63,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "mistral, window": ("mistral", {"sliding_window": 6}),
     "mistral, head size apart": ("mistral", {"head_dim": 10}),
+    "gemma3": ("gemma3", {}),
+    "gemma3, not tied, biases, silu": (
+        "gemma3",
+        {"tie_word_embeddings": False, "attention_bias": True, "hidden_activation": "silu"},
+    ),
+    "gemma3, layer types, a RoPE for each": (
+        "gemma3",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            },
+        },
+    ),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v2, queries without a latent, greedy": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek_v2, attention and mlp biases": ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}),
@@ -124,6 +141,8 @@ def test_windows_reach_the_geometry(tmp_path: Path) -> None:
         ("mistral, window", (6, 6, 6)),
         ("qwen2", (None, None, None)),
         ("gpt_oss", (7, None, 7)),
+        ("gemma3", (7, None, 7)),
+        ("gemma3, layer types, a RoPE for each", (None, 7, 7)),
     ):
         family, fields = VARIANTS[variant]
         path = make_target(tmp_path / variant, family, **fields)
@@ -151,6 +170,56 @@ def test_windows_of_a_config_without_layer_types(family: str, tmp_path: Path) ->
     no_window = {**raw, "use_sliding_window": False, "max_window_layers": None}
     (path / "config.json").write_text(json.dumps(no_window))
     assert read_config(path).windows == (None,) * 5, "where no layer has a window, nobody asks where it starts"
+
+
+def test_gemma3_in_the_old_spelling(tmp_path: Path) -> None:
+    """Transformers 4 wrote sliding_window_pattern, and a base for each type of layer.  Transformers 5 reads both."""
+    path = make_target(tmp_path, "gemma3", layers=5)
+    raw = json.loads((path / "config.json").read_text())
+    for name in ("layer_types", "rope_parameters", "_sliding_window_pattern", "sliding_window_pattern"):
+        raw.pop(name, None)
+    scaling = {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    given = {"rope_theta": 5e5, "rope_local_base_freq": 700.0, "sliding_window_pattern": 3, **scaling}
+    for old in ({}, scaling, given):
+        (path / "config.json").write_text(json.dumps(raw | old))
+        theirs, ours = Gemma3TextConfig(**raw, **copy.deepcopy(old)), read_config(path)
+        assert ours.windows == tuple(7 if kind == "sliding_attention" else None for kind in theirs.layer_types)
+        for rope, kind in zip(ours.ropes, theirs.layer_types, strict=True):
+            expected = theirs.rope_parameters[kind]
+            assert (rope.theta, rope.type, rope.factor) == (
+                expected["rope_theta"],
+                expected["rope_type"],
+                expected.get("factor", 1.0),
+            )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        ({"sliding_window": None}, "sliding_window = None; sliding layers need"),
+        ({"layer_types": None, "sliding_window_pattern": 0}, "sliding_window_pattern = 0; a positive integer"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0; a positive number"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters has 'rope_type': 'linear'; Gemma 3 has",
+        ),
+        ({"rope_theta": 7.0}, "rope_theta is 7.0, but rope_theta of 'full_attention' in rope_parameters is"),
+        ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor = 0.5 is not"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_gemma3_refuses_what_it_cannot_compute(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(EspalierError, match=f"^{tmp_path}.*{message}"):
+        read_config(make_target(tmp_path, "gemma3"), fields)
+
+
+def test_a_draft_whose_layers_are_gemma3s_is_refused(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", "gemma3")
+    head = make_eagle3(tmp_path / "head", target, model_type="gemma3_text")
+    with pytest.raises(EspalierError, match="a draft layer of model_type 'gemma3_text' is not supported"):
+        read_draft(head, read_config(target))
 
 
 def test_mistrals_window_is_in_every_layer_or_the_config_is_refused(tmp_path: Path) -> None:

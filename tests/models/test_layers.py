@@ -59,14 +59,19 @@ def test_only_float32_is_packed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("exact", [False, True], ids=["weight of the rows' dtype", "weight in float32"])
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1.0, 1e4])
-def test_norms_agree_with_the_library(dtype: torch.dtype, scale: float) -> None:
+def test_norms_agree_with_the_library(dtype: torch.dtype, scale: float, exact: bool) -> None:
     """Zeros and values below eps included."""
-    weight, x = torch.randn(32, dtype=dtype), scale * torch.randn(2, 5, 32, dtype=dtype)
+    weight = torch.randn(32, dtype=torch.promote_types(dtype, torch.float32) if exact else dtype)
+    x = scale * torch.randn(2, 5, 32, dtype=dtype)
     expected = F.rms_norm(x.double(), (32,), weight.double(), 1e-5)
-    ours = RMSNorm(weight, 1e-5)(x)
-    assert ours.dtype == dtype
-    torch.testing.assert_close(ours.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    norm = RMSNorm(weight, 1e-5)
+    for ours in (norm(x), norm.after(torch.zeros_like(x), x)[1]):
+        assert ours.dtype == dtype
+        # A weight that is rounded to bfloat16, or a length, would be two roundings away.
+        bound = 0.51 if dtype == torch.bfloat16 else 4
+        torch.testing.assert_close(ours.double(), expected, rtol=bound * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -67,6 +67,8 @@ CELLS = [
     pytest.param(scaling, family, marks=() if family in OWN_READERS or scaling == CHANGES_ALL else pytest.mark.full)
     for scaling in SCALINGS
     for family in CONFIGS
+    # Transformers does not find `truncate` among the parameters of a layer type.
+    if not (family == "gemma3" and "truncate" in SCALINGS[scaling])
 ]
 
 

@@ -70,9 +70,9 @@ def traced(setup: Setup, requests: list[Request]) -> tuple[Ran, dict[str, list[R
 
 
 @cache
-def traced_mix(algorithm: str) -> tuple[Ran, dict[str, list[RoundTrace]]]:
+def traced_mix(algorithm: str, family: str = "llama") -> tuple[Ran, dict[str, list[RoundTrace]]]:
     """The mixed requests in the tree that the others are compared with."""
-    return traced(replace(TREE, algorithm=algorithm), mixed())
+    return traced(replace(TREE, algorithm=algorithm, family=family), mixed())
 
 
 def same_rounds(one: list[RoundTrace], other: list[RoundTrace]) -> None:
@@ -109,9 +109,9 @@ def test_tokens_do_not_depend_on_speculation(style, algorithm):
         assert a.finish_reason == b.finish_reason and len(a.from_draft) == len(a.output)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
-def test_tokens_of_all_styles_together_do_not_depend_on_speculation(algorithm):
-    ran, plain = traced_mix(algorithm)[0], run(TREE.plain().engine(), mixed())
+@pytest.mark.parametrize(("algorithm", "family"), [("eagle3", "llama"), ("ngram", "llama"), ("eagle3", "gemma3")])
+def test_tokens_of_all_styles_together_do_not_depend_on_speculation(algorithm, family):
+    ran, plain = traced_mix(algorithm, family)[0], run(replace(TREE, family=family).plain().engine(), mixed())
     assert ran.tokens == plain.tokens
     for a, b in zip(ran.requests, plain.requests, strict=True):
         assert a.finish_reason == b.finish_reason and len(a.from_draft) == len(a.output)

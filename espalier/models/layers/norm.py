@@ -19,7 +19,9 @@ from espalier.kernels.runtime.launch import chip
 
 
 class RMSNorm:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 at least; x has weight's dtype.
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension, in float32 at least.
+
+    The weight has x's dtype, or float32.
 
     On a CPU, for float32 and float64, constants are computed once: computing them costs as much as norming a row.
     """
@@ -34,7 +36,7 @@ class RMSNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
-        if self._constants is not None:
+        if self._constants is not None and x.dtype == self.weight.dtype:
             return norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
 
@@ -69,7 +71,7 @@ class RMSNorm:
         """
         if delta is None:
             return residual, self(residual)
-        if self._constants is not None:
+        if self._constants is not None and residual.dtype == self.weight.dtype:
             total = residual + (delta if delta.ndim == 2 else sum_parts.reference(delta, residual.dtype))
             return total, norm_by_length(total, *self._constants)
         return add_rms_norm(delta, residual, self.weight, self.eps)

@@ -1,0 +1,88 @@
+"""Checks the single values of a config.json: their kinds and ranges.  What they mean together is config.py's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError, shown
+from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
+
+Raw = dict[str, Any]
+# Of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
+HEAD_SIZES = ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD_SIZES, MAX_HEAD_SIZE)}
+# Fields that are not counts: (name, type, in words).
+KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("rms_norm_eps", int | float, "a positive number"),
+    ("rope_theta", int | float, "a positive number or null"),
+    ("rope_scaling", Mapping, "an object or null"),
+    ("rope_parameters", Mapping, "an object or null"),
+    ("layer_types", list, "a list or null"),
+    ("mlp_layer_types", list, "a list or null"),
+    ("mlp_only_layers", list, "a list or null"),
+)
+
+
+def require_kinds(full: Raw, path: Path) -> None:
+    """Raises EspalierError naming a field whose value is not of its kind."""
+    for name, kind, words in KINDS:
+        value = full.get(name)
+        is_missing = value is None and words.endswith("null")
+        is_right = isinstance(value, kind) and not isinstance(value, bool)
+        if is_right and isinstance(value, int | float):
+            is_right = 0 < value <= MAX_NUMBER
+        if not is_missing and not is_right:
+            raise EspalierError(
+                f"{path}: {name} = {shown(value)}; {words} is needed; correct it or pass model_overrides"
+            )
+    count = full.get("num_nextn_predict_layers")
+    if count is not None and (type(count) is not int or not 0 <= count <= MAX_LAYERS):
+        raise EspalierError(
+            f"{path}: num_nextn_predict_layers = {shown(count)}; 0 to {MAX_LAYERS} or null is needed; correct it"
+        )
+
+
+def rotated_size(full: Raw, head_size: int, path: Path) -> int:
+    """The number of rotated values of a head, which are its first values.  Raises EspalierError for a wrong factor."""
+    share = full.get("partial_rotary_factor")
+    size = head_size if share is None else int(head_size * share) if isinstance(share, int | float) else 0
+    if size % 2 or not 0 < size <= head_size:
+        raise EspalierError(
+            f"{path}: partial_rotary_factor = {share!r} of heads of {head_size} values is not supported; the rotated "
+            f"part must have an even number of values, from 2 to {head_size}; correct the config"
+        )
+    return size
+
+
+def count_of(full: Raw, path: Path, name: str) -> int:
+    """The positive integer of a field.  Raises EspalierError naming a field that has none."""
+    value, most = full.get(name), MOST.get(name, MAX_SIZE)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise EspalierError(
+            f"{path}: {name} = {shown(value)}; a positive integer is needed, {most} at most; correct it or pass "
+            "model_overrides"
+        )
+    return value
+
+
+def heads_and_size(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]:
+    """(key-value heads, size of a head) of layers that keep K and V heads."""
+    head_size = hidden // heads if full.get("head_dim") is None else count_of(full, path, "head_dim")
+    name = "num_key_value_heads"
+    kv_heads = heads if full.get(name) is None else count_of(full, path, name)
+    if heads % kv_heads or head_size % 2 or not 0 < head_size <= MAX_HEAD_SIZE:
+        raise EspalierError(
+            f"{path}: {heads} heads over {kv_heads} key-value heads of size {head_size}; heads must be a multiple "
+            f"of key-value heads, and the size even, 2 to {MAX_HEAD_SIZE}; correct the config or override the fields"
+        )
+    return kv_heads, head_size
+
+
+def eos_ids(full: Raw, generation: Raw, path: Path) -> tuple[int, ...]:
+    ids: list[int] = []
+    for source in (generation.get("eos_token_id"), full.get("eos_token_id")):
+        ids += source if isinstance(source, list) else [] if source is None else [source]
+    for token in ids:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise EspalierError(f"{path}: eos_token_id = {token!r}; a token id or a list of them is needed; correct it")
+    return tuple(dict.fromkeys(ids))
