@@ -20,7 +20,6 @@ from espalier.errors import EspalierError, frames_cleared, refuses_unknown_keywo
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
-from espalier.layout import TreeShape
 from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
@@ -154,8 +153,8 @@ class LLM:
 
     def __repr__(self) -> str:
         config = self.config
-        tree = TreeShape(config.steps, config.topk, config.num_draft_tokens)
-        drafts = f"{config.algorithm}, {tree}" if config.steps else str(tree)
+        tree = config.layout.tree
+        drafts = f"{config.algorithm}, {tree}" if tree.steps else str(tree)
         return f"<LLM {config.model}: {drafts}; {config.dtype} on {config.device}{', closed' * self._closed}>"
 
     def __enter__(self) -> "LLM":
@@ -333,7 +332,7 @@ def prepare(config: EngineConfig) -> Prepared:
     facts = ModelFacts(
         model=resolved.model,
         vocab_size=target.vocab_size,
-        max_context=resolved.max_context,
+        max_context=resolved.layout.max_context,
         eos_token_ids=end_tokens(path, target),
         generation_config=generation_config(path),
         max_position=target.max_position,
