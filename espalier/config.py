@@ -99,10 +99,6 @@ class EngineConfig:
         default_factory=dict, metadata={"help": "fields of the model's config.json to replace, as JSON"}
     )
     seed: int = option("seed of requests that have none", 0, low=0, high=2**63 - 1)
-    plant_fault: str | None = field(
-        default=None,
-        metadata={"help": "testing only: make this process generate wrong output by intent", "hidden": True},
-    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -139,9 +135,12 @@ class ResolvedConfig:
 
         by_batch: the tree's fields by the smallest batch to which that tree applies.
         """
-        values = asdict(self)
-        layout = values.pop("layout")
-        return {**values, "by_batch": dict(layout.pop("trees")), **layout}
+        sizes = asdict(self.layout)
+        sizes["by_batch"] = dict(sizes.pop("trees"))
+        values: dict[str, Any] = {}
+        for f in fields(self):
+            values |= sizes if f.name == "layout" else {f.name: getattr(self, f.name)}
+        return values
 
     def block(self) -> str:
         """All fields as text, one per line."""

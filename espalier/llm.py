@@ -1,7 +1,6 @@
 """LLM: the offline interface.  It returns outputs in the order of the prompts, or streams output chunks."""
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -9,7 +8,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
@@ -62,7 +60,6 @@ class LLM:
         return llm
 
     def _load(self, prepared: "Prepared") -> None:
-        _plant_fault(prepared.config.plant_fault)
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
         warn_of_cpu_costs(prepared.config, prepared.resolved, prepared.checkpoint)
         with frames_cleared():
@@ -347,13 +344,6 @@ def low_acceptance(totals: SpeculationStats) -> bool:
     return totals.taken[0] < LOWEST_ACCEPTANCE * totals.reached[0]
 
 
-def faults() -> ModuleType:
-    """The module of planted faults.  This is the package's only import of espalier.guard (tests/architecture)."""
-    from espalier.guard import faults
-
-    return faults
-
-
 def _require_settings(settings: Mapping[str, Any]) -> None:
     """Raises EspalierError for an unknown setting, and for one that is each request's."""
     engine, sampling = ({f.name for f in fields(cls)} for cls in (EngineConfig, SamplingParams))
@@ -361,17 +351,6 @@ def _require_settings(settings: Mapping[str, Any]) -> None:
         if name in sampling - engine:
             raise EspalierError(f"LLM has no {name!r}; pass it in SamplingParams")
     require_fields("LLM", EngineConfig, settings)
-
-
-def _plant_fault(name: str | None) -> None:
-    """Plant a fault of docs/seeds.md in this process, by EngineConfig.plant_fault alone.  Raises EspalierError."""
-    if name is not None:
-        faults().plant_for_good(name)
-    elif ignored := os.environ.get("ESPALIER_FAULT"):
-        log.warning(
-            "ESPALIER_FAULT=%s has no effect; to plant this fault use --plant-fault %s or LLM(plant_fault=%r)",
-            *(ignored,) * 3,
-        )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

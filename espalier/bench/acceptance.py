@@ -18,8 +18,9 @@ from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
+from espalier.guard.faults import plant
 from espalier.layout import TreeShape
-from espalier.llm import LLM, faults
+from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.terminal.console import print_table, progress, stdout, write_json
@@ -82,7 +83,7 @@ def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
         Variant(f"{algorithm} tree", teacher_forced=True),
         Variant(f"{algorithm} chain", chain),
         ngram,
-        Variant(f"{algorithm} tree, wrong ancestors", planted=lambda: faults().plant("wrong-ancestor")),
+        Variant(f"{algorithm} tree, wrong ancestors", planted=partial(plant, "wrong-ancestor")),
         Variant(f"{algorithm} tree, temperature 1, coupled scores", temperature=1.0),
         Variant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, coupled_scores=False),
     ]
@@ -96,7 +97,7 @@ def tree_variants(trees: Sequence[TreeShape], algorithm: str, form: str | None) 
         speculation = SpeculationConfig(**asdict(tree), by_batch={})
         found.append(Variant(name, speculation, by_place=True))
         if form is not None:
-            swapped = partial(faults().plant, OTHER_FORM[form])
+            swapped = partial(plant, OTHER_FORM[form])
             found.append(Variant(f"{name}, in the other form", speculation, planted=swapped))
     return found
 

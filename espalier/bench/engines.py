@@ -38,7 +38,7 @@ from espalier.terminal.flags import (
 from espalier.terminal.machine import require_gpu
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
-DECIDED = ("model", "draft", "device", "dtype", "model_overrides", "plant_fault")
+DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
 
 # A way to decode: the settings of LLM that it changes.
 Way = Mapping[str, Any]
