@@ -8,11 +8,12 @@ import json
 import math
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields
 from os import PathLike
 from typing import Any, Literal, Union, get_args, get_origin
 
 from espalier.errors import EspalierError, refuses_unknown, shown
+from espalier.layout import RoundLayout
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The kv_dtype that is no dtype of a model.
@@ -102,10 +103,6 @@ class EngineConfig:
         low=0,
         high=2**63 - 1,
     )
-    plant_fault: str | None = field(
-        default=None,
-        metadata={"help": "testing only: make this process generate wrong output by intent", "hidden": True},
-    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -116,18 +113,13 @@ class EngineConfig:
 class ResolvedConfig:
     """An EngineConfig in which every value is chosen.  The engine runs on this.
 
-    num_pages: includes the dummy page; reentry: rows that are computed again for the draft after a prefix hit;
-    block_rows: rows of a block draft's one pass, 0 for other drafts;
-    by_batch: the tree's fields by the smallest batch to which that tree applies.
+    layout: the trees and the sizes of passes; num_pages: includes the dummy page.
     """
 
     model: str
     draft: str | None
     algorithm: str
-    steps: int
-    topk: int
-    num_draft_tokens: int
-    by_batch: dict[int, dict[str, int]]
+    layout: RoundLayout
     device: str
     dtype: str
     kv_dtype: str
@@ -135,24 +127,30 @@ class ResolvedConfig:
     threads: int
     attention: str
     draft_attention: str
-    page_size: int
     num_pages: int
-    max_batch: int
-    max_context: int
-    chunk_size: int
-    busy_chunk_size: int
-    reentry: int
-    block_rows: int
     prefix_cache: bool
     overlap: bool
     graph_batch: int
     model_overrides: dict[str, Any]
     seed: int
 
+    def as_dict(self) -> dict[str, Any]:
+        """All fields by name, with those of the layout among them.
+
+        by_batch: the tree's fields by the smallest batch to which that tree applies.
+        """
+        sizes = asdict(self.layout)
+        sizes["by_batch"] = dict(sizes.pop("trees"))
+        values: dict[str, Any] = {}
+        for f in fields(self):
+            values |= sizes if f.name == "layout" else {f.name: getattr(self, f.name)}
+        return values
+
     def block(self) -> str:
         """All fields as text, one per line."""
-        width = max(len(f.name) for f in fields(self))
-        return "\n".join(f"  {f.name:<{width}}  {_plain(getattr(self, f.name))}" for f in fields(self))
+        values = self.as_dict()
+        width = max(map(len, values))
+        return "\n".join(f"  {name:<{width}}  {_plain(value)}" for name, value in values.items())
 
 
 def is_open(value: Any) -> bool:

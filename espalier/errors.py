@@ -182,13 +182,12 @@ def require_text(what: str, text: str) -> None:
 def require_fields(what: str, cls: type, names: Iterable[str]) -> None:
     """Refuse a name that is no field of a dataclass's constructor.  Raises EspalierError.
 
-    what: whatever takes the fields as keywords.  A field with "hidden" in its metadata is named in no message.
+    what: whatever takes the fields as keywords.
     """
-    known = {f.name: f for f in fields(cls) if f.init}
+    known = [f.name for f in fields(cls) if f.init]
     for name in names:
         if name not in known:
-            named = [each for each, f in known.items() if not f.metadata.get("hidden")]
-            raise unknown_name(what, name, named)
+            raise unknown_name(what, name, known)
 
 
 def refuses_unknown(cls: type[T]) -> type[T]:

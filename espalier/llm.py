@@ -1,7 +1,6 @@
 """LLM: the offline interface.  It returns outputs in the order of the prompts, or streams output chunks."""
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -9,7 +8,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Unpack
 
 from espalier.chat import ChatOptions
@@ -20,7 +18,6 @@ from espalier.errors import EspalierError, frames_cleared, refuses_unknown_keywo
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.inputs import ConversationOptions, InputProcessor, Messages, ModelFacts, Prompt, text_sink
-from espalier.layout import TreeShape
 from espalier.masking.compile import CompiledGrammar, CompilerBusy, GrammarCompiler
 from espalier.request import Output, OutputChunk, Request, ResolvedParams, SamplingParams, sample_seed
 from espalier.speculate.drafters.registry import what_to_check
@@ -63,7 +60,6 @@ class LLM:
         return llm
 
     def _load(self, prepared: "Prepared") -> None:
-        _plant_fault(prepared.config.plant_fault)
         num_pages = prepared.config.num_pages if isinstance(prepared.config.num_pages, int) else None
         warn_of_cpu_costs(prepared.config, prepared.resolved, prepared.checkpoint)
         with frames_cleared():
@@ -157,8 +153,8 @@ class LLM:
 
     def __repr__(self) -> str:
         config = self.config
-        tree = TreeShape(config.steps, config.topk, config.num_draft_tokens)
-        drafts = f"{config.algorithm}, {tree}" if config.steps else str(tree)
+        tree = config.layout.tree
+        drafts = f"{config.algorithm}, {tree}" if tree.steps else str(tree)
         return f"<LLM {config.model}: {drafts}; {config.dtype} on {config.device}{', closed' * self._closed}>"
 
     def __enter__(self) -> "LLM":
@@ -336,7 +332,7 @@ def prepare(config: EngineConfig) -> Prepared:
     facts = ModelFacts(
         model=resolved.model,
         vocab_size=target.vocab_size,
-        max_context=resolved.max_context,
+        max_context=resolved.layout.max_context,
         eos_token_ids=end_tokens(path, target),
         generation_config=generation_config(path),
         max_position=target.max_position,
@@ -351,13 +347,6 @@ def low_acceptance(totals: SpeculationStats) -> bool:
     return totals.taken[0] < LOWEST_ACCEPTANCE * totals.reached[0]
 
 
-def faults() -> ModuleType:
-    """The module of planted faults.  This is the package's only import of espalier.guard (tests/architecture)."""
-    from espalier.guard import faults
-
-    return faults
-
-
 def _require_settings(settings: Mapping[str, Any]) -> None:
     """Raises EspalierError for an unknown setting, and for one that is each request's."""
     engine, sampling = ({f.name for f in fields(cls)} for cls in (EngineConfig, SamplingParams))
@@ -365,17 +354,6 @@ def _require_settings(settings: Mapping[str, Any]) -> None:
         if name in sampling - engine:
             raise EspalierError(f"LLM has no {name!r}; pass it in SamplingParams")
     require_fields("LLM", EngineConfig, settings)
-
-
-def _plant_fault(name: str | None) -> None:
-    """Plant a fault of docs/seeds.md in this process, by EngineConfig.plant_fault alone.  Raises EspalierError."""
-    if name is not None:
-        faults().plant_for_good(name)
-    elif ignored := os.environ.get("ESPALIER_FAULT"):
-        log.warning(
-            "ESPALIER_FAULT=%s has no effect; to plant this fault use --plant-fault %s or LLM(plant_fault=%r)",
-            *(ignored,) * 3,
-        )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
-from espalier.startup.build import assemble, kv_dtypes_of
+from espalier.startup.build import Loaded, assemble, without_files
 from espalier.stats import SpeculationStats
 from tests.builders import add_kv_scales, make_eagle3, make_target
 from tests.folders import new_folder
@@ -148,23 +149,25 @@ class Setup:
         )
 
     def engine(self) -> Engine:
-        layout = self.layout
         # As many positions as the layout says and no more, so that one too many is an error here.
-        target, draft = self.models(layout.position_rows)
-        pages = self.num_pages or layout.most_pages
-        return assemble(
+        return assemble(Loaded(self.config(), *self.models(self.layout.position_rows)))
+
+    def config(self, dtype: torch.dtype = DTYPE, device: torch.device = CPU, **chosen: Any) -> ResolvedConfig:
+        """chosen: fields of ResolvedConfig that are no fields here."""
+        layout = self.layout
+        return without_files(
             layout,
-            target,
-            draft,
             self.algorithm,
-            attention=self.attention,
-            draft_attention=self.draft_attention,
-            num_pages=pages,
-            dtype=DTYPE,
-            device=CPU,
+            self.attention,
+            dtype,
+            device,
+            draft_attention=self.draft_attention or self.attention,
+            num_pages=self.num_pages or layout.most_pages,
             overlap=self.overlap,
             prefix_cache=self.prefix_cache,
-            kv=kv_dtypes_of(self.kv_dtype, self.draft_kv_dtype),
+            kv_dtype=self.kv_dtype,
+            draft_kv_dtype=self.draft_kv_dtype,
+            **chosen,
         )
 
 

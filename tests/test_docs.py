@@ -12,7 +12,8 @@ import pytest
 
 from espalier.attention import BACKENDS
 from espalier.cli.main import parse
-from espalier.guard.faults import FAULTS
+from espalier.guard.__main__ import COMMANDS
+from espalier.guard.faults import FAULTS, find
 from espalier.train.command import make_parser
 from tests.architecture.test_imports import FLOORS, MAX_FILE_LINES, MAX_FUNCTION_LINES
 from tools.make_support import PAGE, render
@@ -25,6 +26,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = r"(?:espalier|tests|tools|docs|\.ci)/[\w./-]*"
 REFERENCE = re.compile(rf"({PATH}?)(?:::?([A-Za-z_][\w.:]*))?")
 ESPALIER = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?espalier (.+)$", re.M)
+GUARD = re.compile(r"^(?:\.venv/bin/)?python -m espalier\.guard (\S+) (.+)$", re.M)
 TRAIN = re.compile(r"^(?:\.venv/bin/)?python -m espalier\.train (.+)$", re.M)
 EXTRAS = re.compile(r"""['"]\.\[([\w,]+)\]['"]""")
 MAKE = re.compile(r"^make (?:[A-Z_]+=\S+ )*([a-z][a-z-]*)", re.M)
@@ -126,6 +128,8 @@ def test_extras_that_are_named_exist_and_the_package_is_installed_from_a_clone()
 def test_commands_parse(page: Path):
     for command in ESPALIER.findall(commands(page)):
         assert parse(shlex.split(command, comments=True)).run, command
+    for fault, command in GUARD.findall(commands(page)):
+        assert find(fault) and parse(shlex.split(command)).command in COMMANDS, command
     for command in TRAIN.findall(commands(page)):
         assert make_parser().parse_args(shlex.split(command)), command
 

@@ -63,8 +63,8 @@ def test_an_error_of_the_start_keeps_no_model(monkeypatch):
     """Whoever handles it may try again, in the memory that the model had."""
     loaded = []
 
-    def assemble(layout, target, *args, **kwargs):
-        loaded.append(weakref.ref(target))
+    def assemble(made, *args, **kwargs):
+        loaded.append(weakref.ref(made.target))
         try:
             raise MemoryError
         except MemoryError:

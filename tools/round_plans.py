@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with OfShape(recipe, SETTINGS, device, [way]).open(way) as bench:
             executor = bench.engine.executor
             assert isinstance(executor, CudaExecutor)
-            if not 1 <= args.batch <= (most := bench.config.max_batch):
+            if not 1 <= args.batch <= (most := bench.config.layout.max_batch):
                 raise EspalierError(f"--batch={args.batch} is not supported; use 1 to {most}")
             compare(executor, args.batch, args.rows, args.seconds)
     except EspalierError as error:

@@ -18,8 +18,9 @@ from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
+from espalier.guard.faults import plant
 from espalier.layout import TreeShape
-from espalier.llm import LLM, faults
+from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.terminal.console import print_table, progress, stdout, write_json
@@ -82,7 +83,7 @@ def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
         Variant(f"{algorithm} tree", teacher_forced=True),
         Variant(f"{algorithm} chain", chain),
         ngram,
-        Variant(f"{algorithm} tree, wrong ancestors", planted=lambda: faults().plant("wrong-ancestor")),
+        Variant(f"{algorithm} tree, wrong ancestors", planted=partial(plant, "wrong-ancestor")),
         Variant(f"{algorithm} tree, temperature 1, coupled scores", temperature=1.0),
         Variant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, coupled_scores=False),
     ]
@@ -96,7 +97,7 @@ def tree_variants(trees: Sequence[TreeShape], algorithm: str, form: str | None) 
         speculation = SpeculationConfig(**asdict(tree), by_batch={})
         found.append(Variant(name, speculation, by_place=True))
         if form is not None:
-            swapped = partial(faults().plant, OTHER_FORM[form])
+            swapped = partial(plant, OTHER_FORM[form])
             found.append(Variant(f"{name}, in the other form", speculation, planted=swapped))
     return found
 
@@ -126,7 +127,7 @@ def measure(
 ) -> list[Acceptance]:
     """Every variant on the same prompts, or these trees; `advance` is called after each.  Raises EspalierError."""
     with LLM(**settings) as llm:
-        steps, algorithm, draft = llm.config.steps, llm.config.algorithm, llm.config.draft
+        steps, algorithm, draft = llm.config.layout.steps, llm.config.algorithm, llm.config.draft
         if not steps:
             raise EspalierError("--acceptance is of what is drafted, and steps=0 drafts nothing; leave one out")
         texts(llm, num_prompts)  # raises, before anything is measured, if there are too few
@@ -162,7 +163,7 @@ def form_of(engine: Engine) -> str | None:
 
 def _places(llm: LLM, variant: Variant, settings: dict[str, Any], driven: Driven, num_tokens: int) -> tuple[Place, ...]:
     """driven: the variant's run, in an engine that had cached nothing before it."""
-    steps = llm.config.steps
+    steps = llm.config.layout.steps
     params = _params(variant, min(num_tokens, tokens_of_first_rounds(steps)))
 
     @contextmanager
@@ -186,7 +187,7 @@ def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
 def _generated(llm: LLM, engine: Engine, variant: Variant, num_prompts: int, num_tokens: int) -> Driven:
     """Continue every prompt by num_tokens tokens on this engine.  Raises EspalierError if the context is too small."""
     prompts = [prompt for prompt, _ in texts(llm, num_prompts)]
-    longest, max_context = max(map(len, prompts)), llm.config.max_context
+    longest, max_context = max(map(len, prompts)), llm.config.layout.max_context
     if longest + num_tokens > max_context:
         raise EspalierError(
             f"--tokens={num_tokens} after prompts of up to {longest} is above max_context={max_context}; lower "
@@ -203,11 +204,11 @@ def _teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:
     """One round from every TEACHER_FORCED_STRIDE-th token of the held-out text, with that token as the root."""
     contexts, roots = [], []
     for prompt, reference in texts(llm, num_prompts):
-        whole = (prompt + reference)[: llm.config.max_context - llm.config.steps - 2]
+        whole = (prompt + reference)[: llm.config.layout.max_context - llm.config.layout.steps - 2]
         for position in range(len(prompt), len(whole), TEACHER_FORCED_STRIDE):
             contexts.append(whole[:position])
             roots.append(whole[position])
-    params = SamplingParams(temperature=0.0, max_tokens=llm.config.steps + 2)
+    params = SamplingParams(temperature=0.0, max_tokens=llm.config.layout.steps + 2)
     driven = drive(llm.engine, contexts, params, roots=roots)
     firsts = {request: traces[:1] for request, traces in driven.traces.items()}
     return _summarise(name, driven, firsts, None)

@@ -90,7 +90,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     # Write before printing: printing fails if the reader of stdout has left.
     if args.out is not None:
         tree_policy.write(args.out, by_batch)
-    figures = {"config": asdict(config), "cells": [one.as_dict() for one in timed]}
+    figures = {"config": config.as_dict(), "cells": [one.as_dict() for one in timed]}
     write_json(args.json, figures | {"by_batch": {least: asdict(shape) for least, shape in by_batch.items()}})
     print_table(_rows(timed))
     if args.out is not None:
@@ -168,7 +168,7 @@ class Runs:
 
         Raises EspalierError for a batch that is no bucket.
         """
-        buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.max_batch)
+        buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.layout.max_batch)
         if other := [batch for batch in batches if batch not in buckets]:
             raise EspalierError(
                 f"--batch={other[0]} is not measured by --choose, as rounds are padded; use some of {written(buckets)}"

@@ -15,8 +15,6 @@ from espalier.config import ResolvedConfig, SpeculationConfig, is_open
 from espalier.engine.engine import Engine
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
-from espalier.startup.build import kv_dtypes_of
-from espalier.startup.resolve import layout_of
 from espalier.synthetic.checkpoint import Recipe
 
 
@@ -49,7 +47,7 @@ class UserSizes:
         return cell.tree_name
 
     def layout(self, cell: Cell, rounds: int) -> RoundLayout:
-        layout = layout_of(self.config(cell))
+        layout = self.config(cell).layout
         require_sizes(layout, self.recipe.shape.target.max_position, cell, rounds)
         return layout
 
@@ -88,8 +86,9 @@ class OwnSize:
 
     def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
         draft = self.kv_dtype if is_open(self.draft_kv_dtype) else self.draft_kv_dtype
-        kv = kv_dtypes_of(self.kv_dtype, draft)
-        return models.engine(self.layout(cell, rounds), self.attention, self.overlap, self.all_buckets, kv)
+        stored = {"kv_dtype": self.kv_dtype, "draft_kv_dtype": draft}
+        layout = self.layout(cell, rounds)
+        return models.engine(layout, self.attention, self.overlap, self.all_buckets, **stored)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from espalier.models.weights import WeightCount
 from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.startup.load import find
 from espalier.startup.measure_chip import measure_chip
-from espalier.startup.resolve import Facts, choose_algorithm, free_memory, layout_of, resolve
+from espalier.startup.resolve import Facts, choose_algorithm, free_memory, resolve
 from espalier.startup.threads import thread_facts
 from espalier.startup.tree_cost import pass_weights
 from espalier.synthetic.checkpoint import Recipe
@@ -40,7 +40,7 @@ from espalier.terminal.flags import (
 from espalier.terminal.machine import require_gpu
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
-DECIDED = ("model", "draft", "device", "dtype", "model_overrides", "plant_fault")
+DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
 
 # A way to decode: the settings of LLM that it changes.
 Way = Mapping[str, Any]
@@ -135,7 +135,7 @@ class OfShape:
 
     @cached_property
     def position_rows(self) -> int:
-        return max(layout_of(self.config(way)).position_rows for way in self.ways)
+        return max(self.config(way).layout.position_rows for way in self.ways)
 
     @cached_property
     def models(self) -> SyntheticModels:
@@ -144,7 +144,7 @@ class OfShape:
     @contextmanager
     def open(self, way: Way = AS_SET) -> Iterator[BenchEngine]:
         config = self.config(way)
-        if (needed := layout_of(config).position_rows) > self.position_rows:
+        if (needed := config.layout.position_rows) > self.position_rows:
             raise ValueError(
                 f"{way} needs {needed} positions and the models have {self.position_rows}; name it in ways"
             )
@@ -193,13 +193,13 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
 def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
     """An LLM of synthetic models.  Its prompts are token ids, because there is no tokenizer."""
     target = engine.executor.runner.target.config
-    facts = ModelFacts(config.model, target.vocab_size, config.max_context, max_position=target.max_position)
+    facts = ModelFacts(config.model, target.vocab_size, config.layout.max_context, max_position=target.max_position)
     return LLM.from_engine(engine, replace(config, num_pages=engine.pool.num_pages), InputProcessor(facts, None))
 
 
 def compared_ways(made: BenchEngines) -> dict[str, Way]:
     """The ways to decode that are compared, by name: plain decoding alone where no tree is set."""
-    return {"tree": AS_SET, "plain": PLAIN_WAY} if made.config().steps else {"plain": PLAIN_WAY}
+    return {"tree": AS_SET, "plain": PLAIN_WAY} if made.config().layout.steps else {"plain": PLAIN_WAY}
 
 
 def load_sizes(batch: int, context: int) -> dict[str, Any]:
@@ -259,4 +259,4 @@ def refuse_decided(settings: Mapping[str, Any]) -> None:
 
 def about(args: Namespace, config: ResolvedConfig) -> dict[str, Any]:
     """What --json says of the engine that was measured."""
-    return {"shape": args.shape, "config": asdict(config)}
+    return {"shape": args.shape, "config": config.as_dict()}

@@ -136,7 +136,8 @@ def run(args: Namespace) -> int:
     config = configs[0]
     # The config is that of the first tree; each cell says its tree.
     write_json(args.json, {**about(args, config), "tokens": args.tokens, "cells": _cells(measured)})
-    sizes = f"max_batch {config.max_batch}, max_context {config.max_context}, page_size {config.page_size}"
+    layout = config.layout
+    sizes = f"max_batch {layout.max_batch}, max_context {layout.max_context}, page_size {layout.page_size}"
     stdout().print(Text(f"{config.algorithm}; {sizes}; {config.dtype}", QUIET))
     print_table(_table(measured))
     return 0
@@ -158,12 +159,13 @@ def _require_sizes(config: ResolvedConfig, positions: int, args: Namespace) -> N
     context = length + args.tokens
     longest = next(f"{count}x{each}" for count, each in args.prompts if each == length)
     require_positions(positions, context, f"--prompts {longest}", f"--tokens {args.tokens}")
-    if batch > config.max_batch:
-        raise EspalierError(f"{batch} prompts at once are above max_batch={config.max_batch}; give --max-batch {batch}")
-    if context > config.max_context:
+    layout = config.layout
+    if batch > layout.max_batch:
+        raise EspalierError(f"{batch} prompts at once are above max_batch={layout.max_batch}; give --max-batch {batch}")
+    if context > layout.max_context:
         raise EspalierError(
             f"prompts of {length} tokens and {args.tokens} new ones are above "
-            f"max_context={config.max_context}; give --max-context {context}, or lower --prompts or --tokens"
+            f"max_context={layout.max_context}; give --max-context {context}, or lower --prompts or --tokens"
         )
 
 

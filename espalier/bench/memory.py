@@ -52,10 +52,10 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
 def measure(settings: dict[str, Any]) -> Memory:
     """Run NUM_REQUESTS requests of mixed lengths.  settings: of LLM, over SETTINGS.  Raises EspalierError."""
     with LLM(**{**SETTINGS, **settings}) as llm:
-        longest = llm.config.max_context - MAX_TOKENS - 1
+        longest = llm.config.layout.max_context - MAX_TOKENS - 1
         if longest < 2:
             raise EspalierError(
-                f"max_context={llm.config.max_context} is too small for --memory; use {MAX_TOKENS + 3} or more"
+                f"max_context={llm.config.layout.max_context} is too small for --memory; use {MAX_TOKENS + 3} or more"
             )
         monitor = PageMonitor(llm.engine)
         generator = torch.Generator().manual_seed(0)

@@ -172,9 +172,9 @@ def _run(
         is_own_text = llm.tokenizer is None
         pairs = (_own_texts if is_own_text else texts)(llm, num_texts) if first is None else first.texts
         accept_length = None
-        if llm.config.steps and llm.config.draft is not None:
+        if llm.config.layout.steps and llm.config.draft is not None:
             accept_length = _accept_length(llm, [prompt for prompt, _ in pairs], num_tokens)
-        limit = llm.config.max_context - 1
+        limit = llm.config.layout.max_context - 1
         recorder = HiddenRecorder(llm.engine.executor.runner.target)
         llm.engine = rebuilt(llm.engine, 0, target=recorder)
         hidden, following = [], []
@@ -200,7 +200,7 @@ def _hidden_states(llm: LLM, recorder: HiddenRecorder, tokens: list[int]) -> Ten
 
 def _accept_length(llm: LLM, prompts: Sequence[list[int]], num_tokens: int) -> float:
     greedy = SamplingParams(temperature=0.0, max_tokens=num_tokens, top_k=0, top_p=1.0)
-    most = llm.config.max_context - 1 - num_tokens
+    most = llm.config.layout.max_context - 1 - num_tokens
     return drive(llm.engine, [prompt[:most] for prompt in prompts], greedy).stats.accept_length
 
 

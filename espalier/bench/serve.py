@@ -27,7 +27,6 @@ from espalier.bench.engines import BenchEngine, OfShape, engines_of, load_sizes,
 from espalier.bench.server import NAME, Server, serving
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
-from espalier.startup.resolve import layout_of
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
 from espalier.terminal.flags import SHAPE_FLAGS, engine_settings, flag_of, positive_numbers, require_at_least_one
 
@@ -93,7 +92,7 @@ def sharing_the_gpu(made: OfShape) -> OfShape:
     """With as many pages as a full batch needs: the server and the LLM must both fit."""
     if requested_pages(made.settings) is not None:
         return made
-    num_pages = layout_of(made.config()).most_pages
+    num_pages = made.config().layout.most_pages
     return OfShape(made.recipe, {**made.settings, "num_pages": num_pages}, made.device, made.ways)
 
 

@@ -14,7 +14,7 @@ import torch
 from espalier.attention import default_backend
 from espalier.bench.instrument import count_kernels
 from espalier.cache.kv import LayerStack
-from espalier.config import ResolvedConfig
+from espalier.config import ResolvedConfig, is_open
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -23,7 +23,7 @@ from espalier.kernels.ops.drafts import MAX_STEPS
 from espalier.layout import LaunchForm, RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES
-from espalier.startup.build import AS_MODEL, KVDtypes, assemble
+from espalier.startup.build import Loaded, assemble, without_files
 from espalier.startup.load import build_engine_of_models
 from espalier.synthetic.checkpoint import Recipe, build, total_bytes
 from espalier.synthetic.quantised import require_stored
@@ -136,39 +136,34 @@ class SyntheticModels:
         attention: str | None,
         overlap: bool,
         all_buckets: bool = False,
-        kv: KVDtypes = AS_MODEL,
+        **stored: str,
     ) -> AbstractContextManager[RunningEngine]:
         """An engine of this layout, with pages for a full batch of full contexts.  It closes at the end of the block.
 
         steps=0 is plain decoding without a draft.  all_buckets: capture the rounds of every bucket, not only of the
-        largest.
+        largest; stored: kv_dtype and draft_kv_dtype, "auto" for the models' dtype.
         """
         algorithm = self.draft.spec.algorithm if layout.steps else "none"
         sizes = {f.name: getattr(layout, f.name) for f in fields(layout)}
-        build = partial(
-            assemble,
+        config = without_files(
             layout if all_buckets else OneBucket(**sizes),
-            *self._models(algorithm),
             algorithm,
-            attention=attention or default_backend(self.device.type, self.dtype),
-            num_pages=layout.most_pages,
-            dtype=self.dtype,
-            device=self.device,
+            attention or default_backend(self.device.type, self.dtype),
+            self.dtype,
+            self.device,
             overlap=overlap,
-            prefix_cache=False,
             graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
-            keep_graphs=True,
-            kv=kv,
+            **{name: value for name, value in stored.items() if not is_open(value)},
         )
-        return self._running(build)
+        return self._running(partial(assemble, Loaded(config, *self._models(algorithm)), keep_graphs=True))
 
     def engine_of(self, config: ResolvedConfig, num_pages: int | None) -> AbstractContextManager[RunningEngine]:
         """The engine that LLM builds of a configuration, with the device and the dtype of these models.
 
         num_pages: set by the user; None: on a GPU, as many as fit.
         """
-        models = self._models(config.algorithm)
-        return self._running(lambda: build_engine_of_models(config, *models, num_pages, keep_graphs=True)[0])
+        loaded = Loaded(config, *self._models(config.algorithm))
+        return self._running(lambda: build_engine_of_models(loaded, num_pages, keep_graphs=True)[0])
 
     def _models(self, algorithm: str) -> tuple[CausalLM, DraftModel | None]:
         """The target and the draft of this algorithm."""

@@ -162,7 +162,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     cells: list[Cell] = []
     bench = RoundBench(settings, args.compare is not None)
     config = bench.tree.config
-    tree = f"steps {config.steps}, topk {config.topk}, num_draft_tokens {config.num_draft_tokens}, {config.dtype}"
+    tree = f"{config.layout.tree}, {config.dtype}"
     stdout().print(Text(f"{config.algorithm} tree, {tree}; {args.tokens} tokens a prompt", QUIET))
     with progress("measuring", len(args.batch) * len(args.context)) as advance:
         for batch in args.batch:
@@ -170,7 +170,7 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
                 cells.append(bench.measure(batch, context, args.tokens, args.repeats))
                 advance()
     bench.close()
-    write_json(args.json, {"config": asdict(config), "cells": [asdict(cell) for cell in cells]})
+    write_json(args.json, {"config": config.as_dict(), "cells": [asdict(cell) for cell in cells]})
     plot([_bars(cell) for cell in cells], tree, args.plot)
     print_table(_table(cells))
 

@@ -14,9 +14,8 @@ from espalier.bench import tune
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.models.loading import layer_specs_of
-from espalier.startup.build import cache_size, cache_specs, kv_dtypes_of
+from espalier.startup.build import cache_size, cache_specs
 from espalier.startup.load import find, resolve_config
-from espalier.startup.resolve import layout_of
 from espalier.terminal.console import QUIET, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 from espalier.terminal.machine import describe, installed
@@ -48,11 +47,11 @@ def run(args: Namespace) -> int:
     if resolved.device != "cpu" and is_open(config.num_pages):
         console.print(Text("  num_pages is an estimate; it is measured when the models are loaded", QUIET))
     target = checkpoint.target
-    kv = kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype)
-    specs = cache_specs(layer_specs_of(target), checkpoint.spec.layers, kv)
-    held = cache_size(specs, resolved.num_pages, resolved.page_size, getattr(torch, resolved.dtype))
-    longest = (resolved.num_pages - 1) // layout_of(resolved).table_width
-    most = f"{min(longest, resolved.max_batch)} of {resolved.max_batch}"
+    layout = resolved.layout
+    specs = cache_specs(layer_specs_of(target), checkpoint.spec.layers, resolved.kv_dtype, resolved.draft_kv_dtype)
+    held = cache_size(specs, resolved.num_pages, layout.page_size, getattr(torch, resolved.dtype))
+    longest = (resolved.num_pages - 1) // layout.table_width
+    most = f"{min(longest, layout.max_batch)} of {layout.max_batch}"
     console.print(Text(f"  {held}; requests of max_context that fit at once: {most}"))
     if not longest:
         console.print(Text("  a request of max_context does not fit: raise num_pages, or lower max_context"))

@@ -3,7 +3,6 @@
 import difflib
 import sys
 from argparse import (
-    SUPPRESS,
     Action,
     ArgumentError,
     ArgumentParser,
@@ -107,10 +106,9 @@ class Parser(ArgumentParser):
         """This parser's subcommands, by name."""
         return next((dict(each.choices) for each in self._actions if isinstance(each, _SubParsersAction)), {})
 
-    def all_flags(self, hidden: bool = True) -> list[str]:
-        """This parser's flags.  hidden: with those that no help text names."""
-        actions = (action for action in self._actions if hidden or action.help != SUPPRESS)
-        return [flag for action in actions for flag in action.option_strings]
+    def all_flags(self) -> list[str]:
+        """This parser's flags."""
+        return [flag for action in self._actions for flag in action.option_strings]
 
     def _deepest(self, known: Namespace) -> "Parser":
         """The parser of the command that was given without its subcommand."""
@@ -121,7 +119,7 @@ class Parser(ArgumentParser):
         flags = parser.all_flags()
         arguments = [action.dest for action in parser._actions if not action.option_strings]
         advice = counterparts.flag(flag.lstrip("-").replace("-", "_"), flags, arguments)
-        near = difflib.get_close_matches(flag, parser.all_flags(hidden=False), n=1)
+        near = difflib.get_close_matches(flag, flags, n=1)
         if advice is None and (others := [each.prog for each in _all(self) if flag in each.all_flags()]):
             advice = f"it is a flag of {' and '.join(others[:2])}"
         if advice is None and near:
@@ -179,9 +177,9 @@ class LazyParser(Parser):
         self._load()
         return super().commands()
 
-    def all_flags(self, hidden: bool = True) -> list[str]:
+    def all_flags(self) -> list[str]:
         self._load()
-        return super().all_flags(hidden)
+        return super().all_flags()
 
     def _load(self) -> None:
         if self.command is None:

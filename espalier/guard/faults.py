@@ -1,12 +1,10 @@
 """Planted faults: each replaces one engine function by a wrong one that never raises.  Property tests must catch it.
 
-A fault has a name, and the numbers of the public bug reports that it reproduces (docs/seeds.md).  `plant` is for tests.
-`plant_for_good` serves EngineConfig.plant_fault and `--plant-fault`.  The replaced functions contain no switch.
+A fault has a name, and the numbers of the public bug reports that it reproduces (docs/seeds.md).  `plant` is for tests,
+and `python -m espalier.guard` for a look at what a fault does.  The replaced functions contain no switch.
 """
 
 import importlib
-import logging
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,10 +17,7 @@ from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.kernels.ops.state import carried
 
-WRONG_OUTPUT = "The output of this process is WRONG BY INTENT.  For right output, start it without --plant-fault."
-BANNER = "!" * 80
 Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -402,33 +397,11 @@ def plant(name: str) -> Iterator[Fault]:
     fault = find(name)
     owner, attribute = _resolve(fault.where)
     right = vars(owner)[attribute]
-    setattr(owner, attribute, _broken(fault, right))
+    setattr(owner, attribute, fault.wrong(right))
     try:
         yield fault
     finally:
         setattr(owner, attribute, right)
-
-
-def plant_for_good(name: str) -> Fault:
-    """Plant a fault until the process ends, and warn on stderr and in the log.  A second call does nothing.
-
-    Raises EspalierError for an unknown name.
-    """
-    fault = find(name)
-    owner, attribute = _resolve(fault.where)
-    right = vars(owner)[attribute]
-    if getattr(right, "planted", None) != fault.name:
-        setattr(owner, attribute, _broken(fault, right))
-        warning = f"planted fault {fault.name}: {fault.what}.  {WRONG_OUTPUT}"
-        print(f"{BANNER}\nWARNING: {warning}\n{BANNER}", file=sys.stderr, flush=True)
-        log.warning("%s", warning)
-    return fault
-
-
-def _broken(fault: Fault, right: Callable[..., Any]) -> Callable[..., Any]:
-    wrong = fault.wrong(right)
-    wrong.planted = fault.name  # type: ignore[attr-defined]
-    return wrong
 
 
 def _resolve(where: str) -> tuple[Any, str]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -283,7 +283,7 @@ def _serve(socket: zmq.Socket, start: Start, front_pid: int, load: Load, address
         # Until now there was nothing to drain.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         log.info("engine process %d: %s loaded in %.1f s", os.getpid(), llm.config.model, time.perf_counter() - began)
-        socket.send(protocol.encode(Ready(llm.inputs.facts, asdict(llm.config))))
+        socket.send(protocol.encode(Ready(llm.inputs.facts, llm.config.as_dict())))
         worker = Worker(socket, llm, start, front_pid)
         # The loaded model lives as long as the process: garbage collections must not search it.
         gc.collect()

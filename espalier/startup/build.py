@@ -1,14 +1,15 @@
 """Builds an engine from loaded models: backends, buffers, drafter, executor."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from espalier.attention import ModelCache, grouped_backend
 from espalier.cache.kv import PagedKV, StagedKV, bytes_per_token
 from espalier.cache.layer_spec import LayerSpec, stored_as
-from espalier.config import FP8_KV
+from espalier.config import FP8_KV, ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import CpuExecutor
@@ -24,24 +25,55 @@ from espalier.speculate.round import ModelRunner
 
 
 @dataclass(frozen=True)
-class KVDtypes:
-    """Dtypes of the rows of target and draft in staging and pages; None: the model's."""
+class Loaded:
+    """The models of one engine, and the configuration that it runs on.  draft: None for drafters without a model."""
 
-    target: torch.dtype | None = None
-    draft: torch.dtype | None = None
+    config: ResolvedConfig
+    target: CausalLM
+    draft: DraftModel | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.config.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return getattr(torch, self.config.dtype)
+
+    def with_pages(self, num_pages: int) -> "Loaded":
+        return replace(self, config=replace(self.config, num_pages=num_pages))
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """As of cache_specs."""
+        drafts = () if self.draft is None else self.draft.layer_specs
+        return cache_specs(self.target.layer_specs, drafts, self.config.kv_dtype, self.config.draft_kv_dtype)
 
 
-AS_MODEL = KVDtypes()
+def without_files(
+    layout: RoundLayout, algorithm: str, attention: str, dtype: torch.dtype, device: torch.device, **chosen: Any
+) -> ResolvedConfig:
+    """The configuration of an engine whose models have no files: by default without overlap, prefix cache and graphs,
+    with pages for a full batch.  chosen: fields of ResolvedConfig that differ."""
+    name = str(dtype).removeprefix("torch.")
+    of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.most_pages}
+    off = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "model_overrides": {}, "seed": 0}
+    fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **of_rows, **off}
+    return ResolvedConfig(
+        layout=layout, algorithm=algorithm, attention=attention, dtype=name, device=str(device), **{**fields, **chosen}
+    )
 
 
-def kv_dtypes_of(kv_dtype: str, draft_kv_dtype: str) -> KVDtypes:
-    """From the names in a ResolvedConfig."""
-    return KVDtypes(*(FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype)))
+def cache_specs(
+    target: Sequence[LayerSpec], draft: Sequence[LayerSpec], kv_dtype: str, draft_kv_dtype: str
+) -> tuple[LayerSpec, ...]:
+    """The specs of all layers, the target's first, with the dtypes in which their rows are stored.
 
-
-def cache_specs(target: Sequence[LayerSpec], draft: Sequence[LayerSpec], kv: KVDtypes) -> tuple[LayerSpec, ...]:
-    """The specs of all layers, the target's first, with the dtypes in which their rows are stored."""
-    return (*stored_as(target, kv.target), *stored_as(draft, kv.draft))
+    kv_dtype, draft_kv_dtype: as in a ResolvedConfig.
+    """
+    stored, draft_stored = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
+    return (*stored_as(target, stored), *stored_as(draft, draft_stored))
 
 
 def cache_size(specs: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype) -> str:
@@ -74,45 +106,15 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     return stored
 
 
-def assemble(
-    layout: RoundLayout,
-    target: CausalLM,
-    draft: DraftModel | None,
-    algorithm: str,
-    *,
-    attention: str,
-    draft_attention: str | None = None,
-    num_pages: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    overlap: bool,
-    prefix_cache: bool,
-    graph_batch: int = 0,
-    keep_graphs: bool = False,
-    capture_stages: bool = False,
-    kv: KVDtypes = AS_MODEL,
-) -> Engine:
+def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = False) -> Engine:
     """Build an engine that runs these models.
 
-    attention: backends as named by attention.choose_backends; draft_attention: the same for the draft, by default
-    `attention`; graph_batch: the largest batch whose rounds are CUDA graphs; 0: none;
     keep_graphs, capture_stages: see CudaExecutor.
     Raises EspalierError if a backend cannot run a layer.
     """
-    runner = make_runner(
-        layout,
-        target,
-        draft,
-        algorithm,
-        attention=attention,
-        draft_attention=draft_attention,
-        num_pages=num_pages,
-        dtype=dtype,
-        device=device,
-        overlap=overlap,
-        kv=kv,
-    )
-    return engine_of(runner, overlap, prefix_cache, graph_batch, keep_graphs, capture_stages)
+    config = loaded.config
+    graphs = (config.graph_batch, keep_graphs, capture_stages)
+    return engine_of(make_runner(loaded), config.overlap, config.prefix_cache, *graphs)
 
 
 def engine_of(
@@ -131,32 +133,18 @@ def engine_of(
     return Engine(CpuExecutor(runner, overlap), overlap, prefix_cache)
 
 
-def make_runner(
-    layout: RoundLayout,
-    target: CausalLM,
-    draft: DraftModel | None,
-    algorithm: str,
-    attention: str,
-    num_pages: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    draft_attention: str | None = None,
-    overlap: bool = False,
-    kv: KVDtypes = AS_MODEL,
-) -> ModelRunner:
-    """Allocate all buffers of the layout, and choose backends.
-
-    draft_attention: None for the target's backends; overlap: whether rounds are launched before the one before is read.
-    """
-    specs = cache_specs(target.layer_specs, draft.layer_specs if draft is not None else (), kv)
+def make_runner(loaded: Loaded) -> ModelRunner:
+    """Allocate all buffers of the configuration, and choose backends."""
+    config, target, device, dtype = loaded.config, loaded.target, loaded.device, loaded.dtype
+    layout, specs, exact_lengths = config.layout, loaded.specs, not config.overlap
     target_layers, draft_layers = range(len(target.layer_specs)), range(len(target.layer_specs), len(specs))
     setting = (device.type, dtype, layout.page_size, specs)
-    backend = grouped_backend(attention, *setting, target_layers, exact_lengths=not overlap)
-    scales = None if kv.target is None else kv_scales(target)
-    pages = PagedKV(layout, num_pages, specs, len(target_layers), dtype, device, scales)
+    backend = grouped_backend(config.attention, *setting, target_layers, exact_lengths=exact_lengths)
+    scales = kv_scales(target) if config.kv_dtype == FP8_KV else None
+    pages = PagedKV(layout, config.num_pages, specs, len(target_layers), dtype, device, scales)
     # Draft rows 0 .. reentry-1 do not exist.
-    exact, names = not overlap and layout.reentry <= 1, draft_attention or attention
-    draft_backend = grouped_backend(names, *setting, draft_layers, layout.reentry > 0, exact)
+    exact = exact_lengths and layout.reentry <= 1
+    draft_backend = grouped_backend(config.draft_attention, *setting, draft_layers, layout.reentry > 0, exact)
     cache, draft_cache = (
         ModelCache(specs, layers, pages, StagedKV(specs, layers, rows, dtype, device), of_layers)
         for layers, rows, of_layers in (
@@ -164,6 +152,6 @@ def make_runner(
             (draft_layers, layout.draft_rows, draft_backend),
         )
     )
-    drafter = make_drafter(algorithm, draft, layout, draft_cache)
+    drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

@@ -1,21 +1,16 @@
 """From a configuration to a running engine: find the files, resolve each "auto", load the models, build the engine."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from espalier.cache.kv import bytes_per_token
-from espalier.cache.layer_spec import LayerSpec
 from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_open
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.layout import RoundLayout
 from espalier.models import (
-    CausalLM,
     DraftConfig,
-    DraftModel,
     DraftSpec,
     ModelConfig,
     draft_verifier,
@@ -31,8 +26,7 @@ from espalier.speculate.drafters.registry import (
     own_draft,
     read_draft,
 )
-from espalier.speculate.round import ModelRunner
-from espalier.startup.build import assemble, cache_size, cache_specs, kv_dtypes_of, make_runner
+from espalier.startup.build import Loaded, assemble, cache_size
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
 from espalier.startup.measure_chip import measure_chip
 from espalier.startup.measure_memory import measure_pages
@@ -41,7 +35,6 @@ from espalier.startup.resolve import (
     choose_algorithm,
     choose_device,
     free_memory,
-    layout_of,
     requested_algorithm,
     resolve,
 )
@@ -134,97 +127,29 @@ def build_engine(
     requested_pages: the user's num_pages, checked against that number; None: use as many pages as fit.
     Raises EspalierError naming what does not fit.
     """
-    layout = layout_of(resolved)
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     if device.type == "cpu":
         use_threads(resolved.threads)
+    how = {"dtype": dtype, "device": device, "position_rows": resolved.layout.position_rows}
     target = load_target(
-        checkpoint.target_path,
-        dtype=dtype,
-        device=device,
-        position_rows=layout.position_rows,
-        capture=checkpoint.spec.capture,
-        overrides=resolved.model_overrides,
+        checkpoint.target_path, capture=checkpoint.spec.capture, overrides=resolved.model_overrides, **how
     )
-    draft = None
-    if checkpoint.draft_path is not None:
-        draft = load_draft(
-            checkpoint.draft_path, target, dtype=dtype, device=device, position_rows=layout.position_rows
-        )
-    return build_engine_of_models(resolved, target, draft, requested_pages)
+    draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, **how)
+    return build_engine_of_models(Loaded(resolved, target, draft), requested_pages)
 
 
 def build_engine_of_models(
-    resolved: ResolvedConfig,
-    target: CausalLM,
-    draft: DraftModel | None,
-    requested_pages: int | None,
-    keep_graphs: bool = False,
+    loaded: Loaded, requested_pages: int | None, keep_graphs: bool = False
 ) -> tuple[Engine, ResolvedConfig]:
     """The part of `build_engine` after the models are loaded.  keep_graphs: see CudaExecutor."""
-    layout = layout_of(resolved)
-    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
-    if device.type == "cuda":
-        num_pages = _measure_pages(resolved, layout, target, draft, dtype, device, requested_pages)
-        resolved = replace(resolved, num_pages=num_pages)
-    log.info("resolved configuration\n%s", resolved.block())
-    specs = cache_specs(target.layer_specs, _specs_of(draft), kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype))
-    log.info("%s", cache_size(specs, resolved.num_pages, resolved.page_size, dtype))
-    if resolved.kv_dtype == FP8_KV and not any(target.kv_scales):
+    if loaded.device.type == "cuda":
+        loaded = loaded.with_pages(measure_pages(loaded, requested_pages))
+    config = loaded.config
+    log.info("resolved configuration\n%s", config.block())
+    log.info("%s", cache_size(loaded.specs, config.num_pages, config.layout.page_size, loaded.dtype))
+    if config.kv_dtype == FP8_KV and not any(loaded.target.kv_scales):
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
-    engine = assemble(
-        layout,
-        target,
-        draft,
-        resolved.algorithm,
-        attention=resolved.attention,
-        draft_attention=resolved.draft_attention,
-        num_pages=resolved.num_pages,
-        dtype=dtype,
-        device=device,
-        overlap=resolved.overlap,
-        prefix_cache=resolved.prefix_cache,
-        graph_batch=resolved.graph_batch,
-        keep_graphs=keep_graphs,
-        capture_stages=True,
-        kv=kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype),
-    )
-    return engine, resolved
-
-
-def _measure_pages(
-    resolved: ResolvedConfig,
-    layout: RoundLayout,
-    target: CausalLM,
-    draft: DraftModel | None,
-    dtype: torch.dtype,
-    device: torch.device,
-    requested_pages: int | None,
-) -> int:
-    kv = kv_dtypes_of(resolved.kv_dtype, resolved.draft_kv_dtype)
-
-    def make(num_pages: int) -> ModelRunner:
-        return make_runner(
-            layout,
-            target,
-            draft,
-            resolved.algorithm,
-            attention=resolved.attention,
-            draft_attention=resolved.draft_attention,
-            num_pages=num_pages,
-            dtype=dtype,
-            device=device,
-            overlap=resolved.overlap,
-            kv=kv,
-        )
-
-    layer_specs = cache_specs(target.layer_specs, _specs_of(draft), kv)
-    page_bytes = layout.tokens_in(bytes_per_token(layer_specs, dtype))
-    return measure_pages(layout, make, page_bytes, device, resolved.graph_batch, requested_pages)
-
-
-def _specs_of(draft: DraftModel | None) -> tuple[LayerSpec, ...]:
-    return () if draft is None else draft.layer_specs
+    return assemble(loaded, keep_graphs, capture_stages=True), config
 
 
 def _weights_of(checkpoint: Checkpoint) -> WeightCount:

@@ -4,16 +4,16 @@ The largest launches run once on the dummy slot.  The memory that they need is l
 """
 
 import gc
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
+from espalier.cache.kv import bytes_per_token
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.launch_input import LaunchInput, of_dummies
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
-from espalier.speculate.round import ModelRunner
+from espalier.startup.build import Loaded, make_runner
 from espalier.startup.dummies import fullest_pass, smaller_passes
 
 # Pages of the trial runner: the dummy page, and one that a request could hold.
@@ -37,20 +37,15 @@ class Needs:
     total_bytes: int
 
 
-def measure_pages(
-    layout: RoundLayout,
-    make: Callable[[int], ModelRunner],
-    page_bytes: int,
-    device: torch.device,
-    graph_batch: int,
-    requested: int | None,
-) -> int:
+def measure_pages(loaded: Loaded, requested: int | None) -> int:
     """Number of pages, dummy page included, that fit in addition to models, buffers and the largest launches.
 
-    make: builds a ModelRunner with a given number of pages; requested: pages that the user wants.  These are checked
-    and returned.  Raises EspalierError if they do not fit, or, without them, if not even one full context fits.
+    requested: pages that the user wants.  These are checked and returned.  Raises EspalierError if they do not fit, or,
+    without them, if not even one full context fits.
     """
-    needs = _measure_needs(layout, make, device, graph_batch)
+    layout, device, graph_batch = loaded.config.layout, loaded.device, loaded.config.graph_batch
+    page_bytes = layout.tokens_in(bytes_per_token(loaded.specs, loaded.dtype))
+    needs = _measure_needs(loaded)
     # CUDA graphs keep the memory of a launch in their own pool, in addition to the memory of eager launches.
     reserved = needs.eager_bytes + (needs.graph_bytes if graph_batch else 0) + int(needs.total_bytes * MARGIN)
     affordable = TRIAL_PAGES + (needs.free_bytes - reserved) // page_bytes
@@ -72,12 +67,17 @@ def _gib(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def _measure_needs(
-    layout: RoundLayout, make: Callable[[int], ModelRunner], device: torch.device, graph_batch: int
-) -> Needs:
+def _measure_needs(loaded: Loaded) -> Needs:
     """Measure with a trial runner.  Its memory is freed before this returns."""
+    layout, device = loaded.config.layout, loaded.device
     try:
-        return measure(CudaExecutor(make(TRIAL_PAGES), graph_batch=0, capture_stages=True), layout, device, graph_batch)
+        # No name holds the runner: it must be gone when the memory is freed below.
+        return measure(
+            CudaExecutor(make_runner(loaded.with_pages(TRIAL_PAGES)), graph_batch=0, capture_stages=True),
+            layout,
+            device,
+            loaded.config.graph_batch,
+        )
     except torch.OutOfMemoryError:
         raise EspalierError(
             f"the largest launches of max_batch={layout.max_batch}, num_draft_tokens={layout.num_draft_tokens} and "

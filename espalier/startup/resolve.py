@@ -20,7 +20,7 @@ from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draf
 from espalier.models.draft import DraftSpec
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
-from espalier.startup.build import cache_specs, kv_dtypes_of
+from espalier.startup.build import cache_specs
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import Machine, choose_trees
@@ -29,10 +29,6 @@ STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
 # Of a draft whose one pass proposes every depth: more depth is free, and more candidates cost almost nothing.
 BLOCK_STEPS, BLOCK_TOPK = 15, 8
-LAYOUT_FIELDS = (
-    *TREE_FIELDS,
-    *("page_size", "max_batch", "max_context", "chunk_size", "busy_chunk_size", "reentry", "block_rows"),
-)
 CGROUP = Path("/sys/fs/cgroup")
 # Of control groups v2 and v1: the files with the limit, the use and its parts, and the part that the kernel gives back
 # when memory runs short.  It is cached files, such as those of a model that was loaded before.
@@ -193,7 +189,7 @@ def resolve(
     own, drafts = (
         facts.layer_specs[layers.start : layers.stop] for layers in (facts.target_layers, facts.draft_layers)
     )
-    facts = replace(facts, layer_specs=cache_specs(own, drafts, kv_dtypes_of(kv_dtype, draft_kv_dtype)))
+    facts = replace(facts, layer_specs=cache_specs(own, drafts, kv_dtype, draft_kv_dtype))
     attention, draft_attention = _attention(config, device, getattr(torch, dtype), facts)
     speculation = config.speculation if isinstance(config.speculation, SpeculationConfig) else SpeculationConfig()
     tree = _tree(speculation, spec)
@@ -226,7 +222,7 @@ def resolve(
         model=model,
         draft=draft,
         algorithm=spec.algorithm,
-        by_batch={least: asdict(shape) for least, shape in trees.items()},
+        layout=layout,
         device=str(device),
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -240,15 +236,7 @@ def resolve(
         graph_batch=_graph_batch(config, layout, device),
         model_overrides=dict(config.model_overrides),
         seed=_value_or(config.seed, secrets.randbits(63)),
-        **{name: getattr(layout, name) for name in LAYOUT_FIELDS},
     )
-
-
-def layout_of(config: ResolvedConfig) -> RoundLayout:
-    """The layout of a resolved configuration."""
-    sizes = {name: getattr(config, name) for name in LAYOUT_FIELDS}
-    trees = tuple((least, TreeShape(**shape)) for least, shape in config.by_batch.items())
-    return RoundLayout(trees=trees, **sizes)
 
 
 def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: Facts) -> tuple[str, str]:

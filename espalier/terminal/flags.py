@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import types
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace, _ArgumentGroup
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import Field, fields
 from pathlib import Path
@@ -270,7 +270,7 @@ def _add(group: _ArgumentGroup, f: Field, about: str | None = None) -> None:
     """about: the help, by default that of the field."""
     kinds = _kinds(f.type)
     config = next(c for c in (EngineConfig, SpeculationConfig, SamplingParams) if f in fields(c))
-    about = SUPPRESS if f.metadata.get("hidden") else about or f.metadata["help"]
+    about = about or f.metadata["help"]
     how: dict[str, Any] = {"dest": _destination(config, f.name), "default": NOT_GIVEN, "help": about}
     if bool in kinds:
         # The help is also that of an API field, which is true or false; a switch has a name for each.

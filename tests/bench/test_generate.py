@@ -190,5 +190,5 @@ def test_on_a_gpu_a_users_engine_is_measured():
     for way in (AS_SET, PLAIN_WAY):
         with made.open(way) as bench:
             found = generate.measure(bench.llm, bench.prompts([24] * 2), 160, 3)
-            assert bench.config.max_batch == 64 and bench.engine.executor.graphs
+            assert bench.config.layout.max_batch == 64 and bench.engine.executor.graphs
         assert (found.accept_length > 1.5) is (way is AS_SET) and found.first_token_ms > 0

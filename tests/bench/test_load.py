@@ -165,7 +165,6 @@ def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_
         (["latency", "--rate", "2", "--concurrency", "2"], "not allowed with"),
         (["latency", "--accept-length", "3"], "--accept-length is for a named shape"),
         (["latency", "--shape", "llama-3.1-8b", "--draft", "bundled"], "--draft is not for --shape"),
-        (["generate", "--shape", "llama-3.1-8b", "--plant-fault", "x"], "--plant-fault is not for --shape"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flags, says, capsys):

@@ -106,13 +106,14 @@ def test_cells_of_a_tree_share_an_engine_of_a_users_size(monkeypatch):
     engine_of = SyntheticModels.engine_of
 
     def noting(self, config, num_pages):
-        started.append((config.steps, config.max_batch, config.max_context, config.by_batch, config.prefix_cache))
+        layout = config.layout
+        started.append((layout.steps, layout.max_batch, layout.max_context, layout.trees, config.prefix_cache))
         return engine_of(self, config, num_pages)
 
     monkeypatch.setattr(SyntheticModels, "engine_of", noting)
     measured = list(measure(models, cells, sizes, 6, None))
     # The cells of a tree come together: an engine starts once.
-    assert started == [(steps, 4, 256, {}, True) for steps in (4, 3, 0)]
+    assert started == [(steps, 4, 256, (), True) for steps in (4, 3, 0)]
     names = [each.cell.name for each in measured]
     assert names == [
         "2x24:4,4,16@16",

@@ -123,7 +123,7 @@ def test_every_config_field_is_a_flag(command, capsys):
     assert run(*command, "--help") == 0
     helped = capsys.readouterr().out
     fields = {*EngineConfig.__dataclass_fields__, *SpeculationConfig.__dataclass_fields__}
-    fields -= {"speculation", "plant_fault"}
+    fields -= {"speculation"}
     if command == ["generate"]:
         fields |= {f.name for f in SPELLED_ALIKE}
         assert "(128)" in helped and "more varied (1)" in helped, "the defaults"

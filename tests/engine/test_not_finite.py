@@ -12,7 +12,7 @@ from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import load_draft, read_draft
-from espalier.startup.build import assemble
+from espalier.startup.build import Loaded, assemble
 from tests.builders import make_eagle3, make_target
 from tests.engine.alone import replace_request
 from tests.folders import new_folder
@@ -53,20 +53,7 @@ def models(drafts_it: bool, algorithm: str) -> tuple[CausalLM, DraftModel | None
 
 
 def engine_of(setup: Setup, drafts_it: bool) -> Engine:
-    target, draft = models(drafts_it, setup.algorithm)
-    pages = setup.num_pages or 1 + setup.max_batch * setup.layout.table_width
-    return assemble(
-        setup.layout,
-        target,
-        draft,
-        setup.algorithm,
-        attention=setup.attention,
-        num_pages=pages,
-        dtype=DTYPE,
-        device=CPU,
-        overlap=setup.overlap,
-        prefix_cache=setup.prefix_cache,
-    )
+    return assemble(Loaded(setup.config(), *models(drafts_it, setup.algorithm)))
 
 
 @cache

@@ -1,7 +1,7 @@
 """Tiny engines on the GPU, in any dtype: their weights are numbers that bfloat16 holds, so that every dtype runs one
 model, and the oracle, in float64 on the CPU, runs it too."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from shutil import copytree
@@ -15,7 +15,7 @@ from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
-from espalier.startup.build import assemble, kv_dtypes_of
+from espalier.startup.build import Loaded, assemble
 from tests.folders import new_folder
 from tests.harness import MAX_POSITIONS, Setup, directories
 from tests.oracles.fp8_cache import ones
@@ -104,23 +104,14 @@ class DeviceSetup(Setup):
         return drafter_without_files(self.algorithm) is None
 
     def engine(self) -> Engine:
-        layout = self.layout
-        target, draft = self.models(layout.position_rows)
-        return assemble(
-            layout,
-            target,
-            draft,
-            self.algorithm,
-            attention=self.backend,
-            num_pages=self.num_pages or layout.most_pages,
-            dtype=self.dtype,
-            device=self.device,
-            overlap=self.overlap,
-            prefix_cache=self.prefix_cache,
-            graph_batch=layout.max_batch if self.graph_batch is None else min(self.graph_batch, layout.max_batch),
-            capture_stages=self.capture_stages,
-            kv=kv_dtypes_of(self.kv_dtype, self.draft_kv_dtype),
-        )
+        return assemble(self.loaded(), capture_stages=self.capture_stages)
+
+    def loaded(self) -> Loaded:
+        most = self.layout.max_batch
+        graph_batch = most if self.graph_batch is None else min(self.graph_batch, most)
+        chosen = replace(self, attention=self.backend)
+        config = chosen.config(self.dtype, self.device, graph_batch=graph_batch)
+        return Loaded(config, *self.models(self.layout.position_rows))
 
     @property
     def reference(self) -> Reference:

@@ -48,9 +48,7 @@ def setup_of(algorithm: str, dtype: torch.dtype) -> DeviceSetup:
 
 def measured(setup: DeviceSetup) -> None:
     """A trial, as of espalier/startup/measure_memory.py."""
-    target, draft = setup.models(setup.layout.position_rows)
-    sizes = (TRIAL_PAGES, setup.dtype, setup.device)
-    round = make_runner(setup.layout, target, draft, setup.algorithm, setup.backend, *sizes)
+    round = make_runner(setup.loaded().with_pages(TRIAL_PAGES))
     trial = CudaExecutor(round, graph_batch=0, capture_stages=True)
     measure(trial, setup.layout, setup.device, graph_batch=setup.max_batch)
 

@@ -38,7 +38,7 @@ def margin() -> int:
 
 def full(llm: LLM, prompt: int, logprobs: int | None = None) -> list[int]:
     """A full batch of long contexts, each to the context's end; how many tokens each said."""
-    rows = [[(31 * i * j + 7 * j + i) % 6000 + 4 for j in range(prompt)] for i in range(llm.config.max_batch)]
+    rows = [[(31 * i * j + 7 * j + i) % 6000 + 4 for j in range(prompt)] for i in range(llm.config.layout.max_batch)]
     outputs = llm.generate(rows, SamplingParams(temperature=0.0, ignore_eos=True, logprobs=logprobs))
     assert [output.finish_reason for output in outputs] == ["length"] * len(outputs)
     llm.engine.check_pages()

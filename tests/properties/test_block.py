@@ -127,7 +127,8 @@ def test_from_config_to_text(form):
     resolved = load.resolve_config(config, found)
     steps = 5 if form in KINDS else 4
     algorithm = "dflash2" if form == "dflash2" else "block"
-    assert (resolved.algorithm, resolved.reentry, resolved.block_rows, resolved.steps) == (algorithm, 0, 5, steps)
+    layout = resolved.layout
+    assert (resolved.algorithm, layout.reentry, layout.block_rows, layout.steps) == (algorithm, 0, 5, steps)
     engine, _ = load.build_engine(resolved, found, None)
     ran, plain = ([request(i, prompt) for i, prompt in enumerate(prompts(3, [5, 9]))] for _ in range(2))
     assert run(engine, ran).stats.accepted > 0

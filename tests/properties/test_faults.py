@@ -6,17 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from espalier import LLM
 from espalier.cache.pages import PageDefect
-from espalier.cli.main import parse
-from espalier.cli.serve import sendable
 from espalier.config import FP8_KV
 from espalier.errors import EspalierError
-from espalier.guard.faults import FAULTS, Fault, find, plant
+from espalier.guard import __main__ as guard
+from espalier.guard.faults import FAULTS, find, plant
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import autoregressive
-from espalier.terminal.flags import engine_settings
-from tests.harness import Setup, directories, prompts, request, run
+from tests.harness import Setup, prompts, request, run
 from tests.oracles.reference_round import Reference
 from tests.properties import watch as held
 from tests.properties.block_setup import BlockSetup, block_reference_of
@@ -225,50 +222,25 @@ def test_an_unknown_fault_is_refused_by_name():
         find("12345")
 
 
-@pytest.fixture
-def healed(monkeypatch) -> Fault:
-    """A fault that a test may plant for good: the right function is back afterwards."""
-    monkeypatch.setattr(autoregressive, "select_beams", autoregressive.select_beams)
-    return FAULTS["wrong-ancestor"]
+def test_a_command_runs_with_a_fault_and_says_so_once(monkeypatch, capsys):
+    right, ran = autoregressive.select_beams, []
+    monkeypatch.setattr(guard, "start", lambda command: ran.append((command, caught(held.PROPOSAL))) or 7)
+    assert guard.main(["wrong-ancestor", "generate", "a", "--topk", "3"]) == 7
+    assert ran == [(["generate", "a", "--topk", "3"], True)] and autoregressive.select_beams is right
+    said = capsys.readouterr().err
+    assert said.count("planted fault wrong-ancestor: ") == said.count("WRONG BY INTENT") == 1
 
 
-def load(**settings) -> None:
-    target, draft = directories()
-    LLM(model=target, draft=draft, max_context=64, **settings).close()
-
-
-def test_the_switch_plants_a_fault_for_good_and_shouts_once(healed, caplog, capsys):
-    load(plant_fault=healed.name)
-    planted = autoregressive.select_beams
-    load(plant_fault=healed.name)
-    load()
-    assert autoregressive.select_beams is planted and caught(held.PROPOSAL)
-    assert [record.levelname for record in caplog.records if "WRONG BY INTENT" in record.message] == ["WARNING"]
-    assert capsys.readouterr().err.count("planted fault wrong-ancestor: ") == 1
-
-
-def test_the_environment_variable_alone_plants_nothing_and_says_how(healed, monkeypatch, caplog):
-    right = autoregressive.select_beams
-    monkeypatch.setenv("ESPALIER_FAULT", healed.name)
-    load()
-    assert autoregressive.select_beams is right
-    assert (
-        "ESPALIER_FAULT=wrong-ancestor has no effect" in caplog.text and "--plant-fault wrong-ancestor" in caplog.text
-    )
-
-
-def test_the_switch_refuses_an_unknown_fault_before_weights_are_read(monkeypatch):
-    monkeypatch.setattr("espalier.llm.build_engine", None)
-    with pytest.raises(EspalierError, match="'12345' is unknown"):
-        load(plant_fault="12345")
-
-
-@pytest.mark.parametrize("command", ["generate", "serve", "demo", "bench round", "bench serve", "bench latency"])
-def test_the_switch_is_a_flag_that_no_help_text_and_no_error_names(command, capsys):
-    settings = engine_settings(parse([*command.split(), "--plant-fault", "27460"]))
-    assert sendable(settings) == {"plant_fault": "27460"}
-    for flag in ("--help", "--plan-fault"):
-        with pytest.raises(SystemExit):
-            parse([*command.split(), flag])
-    said = capsys.readouterr()
-    assert "plant" not in said.out + said.err
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["12345", "demo"], "fault '12345' is unknown; use a name"),
+        (["27460", "serve"], "give a command after the fault: demo or generate, with its flags"),
+        (["27460"], "give a command after the fault"),
+    ],
+)
+def test_a_fault_or_a_command_that_is_not_for_it_is_refused_before_it_runs(arguments, says, monkeypatch, capsys):
+    monkeypatch.setattr(guard, "start", None)
+    assert guard.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"espalier: {says}") and said.count("\n") == 1

@@ -155,7 +155,7 @@ def test_a_target_brings_its_own_layers(family):
     config = EngineConfig(model=target, device="cpu", dtype="float64", max_context=64, num_pages=40)
     found = load.find(config)
     resolved = load.resolve_config(config, found)
-    assert (resolved.algorithm, resolved.reentry, len(found.spec.layers)) == ("mtp", 3, 3)
+    assert (resolved.algorithm, resolved.layout.reentry, len(found.spec.layers)) == ("mtp", 3, 3)
     # Its layers are counted once, and only as the draft.
     assert load._weights_of(found) == stored_weights(found.target_path, found.target.formats)
     assert load._weights_of(found).num_cast > load._weights_of(replace(found, draft_path=None, draft=None)).num_cast

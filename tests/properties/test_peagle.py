@@ -88,7 +88,8 @@ def test_from_config_to_text():
     config = EngineConfig(model=target, draft=draft, device="cpu", dtype="float64", max_context=64, num_pages=40)
     found = load.find(config)
     resolved = load.resolve_config(config, found)
-    assert (resolved.algorithm, resolved.reentry, resolved.block_rows, resolved.steps) == ("peagle", 1, 15, 15)
+    layout = resolved.layout
+    assert (resolved.algorithm, layout.reentry, layout.block_rows, layout.steps) == ("peagle", 1, 15, 15)
     engine, _ = load.build_engine(resolved, found, None)
     ran, plain = ([request(i, prompt) for i, prompt in enumerate(prompts(3, [5, 9]))] for _ in range(2))
     assert run(engine, ran).stats.accepted > 0

@@ -262,7 +262,7 @@ def test_a_user_names_the_directory_alone():
     config = EngineConfig(model=target, draft=draft, device="cpu", dtype="float64", max_context=64, num_pages=40)
     found = load.find(config)
     resolved = load.resolve_config(config, found)
-    assert (resolved.algorithm, resolved.reentry, len(found.spec.layers)) == (NAME, 1, 2)
+    assert (resolved.algorithm, resolved.layout.reentry, len(found.spec.layers)) == (NAME, 1, 2)
     engine, _ = load.build_engine(resolved, found, None)
     ran, plain = ([request(i, prompt) for i, prompt in enumerate(prompts(3, [5, 9]))] for _ in range(2))
     assert run(engine, ran).stats.accepted > 0

@@ -43,7 +43,7 @@ from espalier.sampling.mask import mask_words
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.drafters.registry import DRAFT_FORMATS
 from espalier.speculate.round import ModelRunner
-from espalier.startup.build import make_runner
+from espalier.startup.build import Loaded, make_runner, without_files
 from espalier.startup.dummies import dummy_pass, fullest_pass, smaller_passes
 from espalier.synthetic.shapes import find_shape
 
@@ -168,7 +168,8 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DEN
         weights = MetaWeights((target.hidden_size, len(spec.capture) * target.hidden_size))
         draft = DRAFT_FORMATS[spec.algorithm].make(weights, shape.draft_config, model, layout.position_rows)
     algorithm = spec.algorithm if spec else "none"
-    return make_runner(layout, model, draft, algorithm, "triton", 64, torch.bfloat16, META, overlap=True)
+    sizes = {"num_pages": 64, "overlap": True}
+    return make_runner(Loaded(without_files(layout, algorithm, "triton", torch.bfloat16, META, **sizes), model, draft))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from espalier.layout import PLAIN, TreeShape
 from espalier.models import DraftSpec
 from espalier.startup import resolve
 from espalier.startup import tree_policy as trees
-from espalier.startup.resolve import layout_of
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import Machine, choose_trees, read, write
 from tests.test_config import CPU, FACTS, HEAD
@@ -57,9 +56,9 @@ def test_a_table_becomes_the_layouts_trees(tmp_path):
     write(tmp_path / "table.json", {2: NARROW, 5: PLAIN})
     for given in (tmp_path / "table.json", {2: asdict(NARROW), "5": {"steps": 0}}, {2: NARROW, 5: PLAIN}):
         config = resolved(given)
-        assert layout_of(config).trees == ((2, NARROW), (5, PLAIN))
+        assert config.layout.trees == ((2, NARROW), (5, PLAIN))
         assert '{"2": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "5":' in config.block()
-    assert resolved({}).by_batch == {}
+    assert resolved({}).layout.trees == ()
 
 
 REFUSED = [
@@ -106,7 +105,7 @@ def test_a_bad_file_is_named(tmp_path, text, said):
 
 
 def test_plain_decoding_takes_no_trees():
-    assert resolved("auto", algorithm="none").by_batch == {}
+    assert resolved("auto", algorithm="none").layout.trees == ()
     with pytest.raises(EspalierError, match=r"steps=3 .* above the configured steps=0"):
         resolved({8: NARROW}, algorithm="none")
 
@@ -122,8 +121,7 @@ def test_trees_get_smaller_with_the_batch_and_the_log_says_why(caplog):
     assert "at every batch (trees of smaller batches are not predicted for this device" in caplog.text
     facts = replace(FACTS, chip=H100, pass_weights=BIG.weights)
     config = EngineConfig(speculation=SpeculationConfig(steps=5, topk=8, num_draft_tokens=64), max_batch=64)
-    by_batch = resolve.resolve(config, "target", "draft", HEAD, CPU, facts).by_batch
-    assert by_batch == {least: asdict(shape) for least, shape in found.items()}
+    assert resolve.resolve(config, "target", "draft", HEAD, CPU, facts).layout.trees == tuple(found.items())
 
 
 @pytest.mark.parametrize(
@@ -141,4 +139,4 @@ def test_a_named_tree_is_not_dropped_in_silence(tree, max_batch, level, caplog):
     found = resolve.resolve(config, "target", "draft", HEAD, CPU, facts)
     said = [r for r in caplog.records if "trees by batch" in r.message]
     assert [r.levelname for r in said] == [level] and "by_batch={} keeps the tree" in said[0].message
-    assert bool(found.by_batch) == (max_batch > 1)
+    assert bool(found.layout.trees) == (max_batch > 1)

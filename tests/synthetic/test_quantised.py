@@ -7,13 +7,14 @@ from itertools import product
 import pytest
 import torch
 
+from espalier.config import FP8_KV
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import FP8, dequantise
+from espalier.kernels.layers.quantised import dequantise
 from espalier.layout import RoundLayout
 from espalier.models import load_target
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.speculate.drafters.registry import load_draft
-from espalier.startup.build import AS_MODEL, KVDtypes, assemble
+from espalier.startup.build import Loaded, assemble, without_files
 from espalier.synthetic.chain import predicted_accept_length
 from espalier.synthetic.checkpoint import Recipe, build, total_bytes, write
 from tests.harness import CPU
@@ -29,17 +30,17 @@ PLAIN_TOKENS = {"cpu": 16, "cuda": 120}
 STORED = [("llama", "fp8"), ("llama", "fp8-block"), ("llama", "int4"), ("qwen3-moe", "fp8"), ("v3", "fp8-block")]
 COPIED = [*STORED[:4], ("gpt-oss", "mxfp4")]
 # On a CPU the rows do not depend on the weights' format, nor the format's logits, compared above, on the text.
-ON_CPU = [("qwen3-moe", "fp8", FP8)]
+ON_CPU = [("qwen3-moe", "fp8", FP8_KV)]
 ON_CPU_FULL = [
     *(("llama", weights, None) for weights in ("int4", "fp8", "fp8-block")),
-    ("llama", "fp8", FP8),
+    ("llama", "fp8", FP8_KV),
     ("qwen3-moe", "fp8", None),
     ("gpt-oss", "mxfp4", None),
 ]
 COPYING = [
     *(pytest.param("cpu", *cell) for cell in ON_CPU),
     *(pytest.param("cpu", *cell, marks=pytest.mark.full) for cell in ON_CPU_FULL),
-    *(pytest.param("cuda", *each, kv, marks=pytest.mark.gpu) for each, kv in product(COPIED, (None, FP8))),
+    *(pytest.param("cuda", *each, kv, marks=pytest.mark.gpu) for each, kv in product(COPIED, (None, FP8_KV))),
 ]
 
 
@@ -171,17 +172,9 @@ def an_engine(recipe, tree, device, kv_dtype=None):
     spec = recipe.draft_config.spec
     layout = RoundLayout(4, *tree, 16, 256, spec.reentry, 256, block_rows=spec.block_rows)
     algorithm = spec.algorithm if tree != PLAIN else "none"
-    return assemble(
-        layout,
-        target,
-        draft if tree != PLAIN else None,
-        algorithm,
-        num_pages=layout.most_pages,
-        attention="triton" if device.type == "cuda" else "sdpa",
-        dtype=dtype,
-        device=device,
-        overlap=device.type == "cuda",
-        prefix_cache=False,
-        graph_batch=layout.max_batch if device.type == "cuda" else 0,
-        kv=KVDtypes(kv_dtype, None) if kv_dtype else AS_MODEL,
-    )
+    chosen = {"overlap": True, "graph_batch": layout.max_batch} if device.type == "cuda" else {}
+    if kv_dtype is not None:
+        chosen["kv_dtype"] = kv_dtype
+    attention = "triton" if device.type == "cuda" else "sdpa"
+    config = without_files(layout, algorithm, attention, dtype, device, **chosen)
+    return assemble(Loaded(config, target, draft if tree != PLAIN else None))
