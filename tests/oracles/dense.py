@@ -65,7 +65,7 @@ class DensePass(Pass):
         seen = self.seen(layer, self.tokens.shape[1], k.shape[1])
         if self.kept(layer) is not None:
             seen = seen.expand(len(q), -1, -1)[torch.arange(len(q)), self.needed][:, None]
-        weights = softmax_of(scores.masked_fill(~seen[:, None], -torch.inf), sink)
+        weights = softmax_of(scores.masked_fill(~seen[:, None].to(scores.device), -torch.inf), sink)
         return torch.einsum("bhqk,bkhd->bqhd", weights, v)
 
     def rows_of(self, layer: int) -> tuple[Tensor, Tensor]:
