@@ -78,13 +78,11 @@ def asks_of(server: Front | Fronts, needs_key: bool) -> Iterator[tuple[str, str]
     if needs_key:  # a request names its model, and this page does not
         return
     front = server.of(server.names[0])
-    asked: dict[str, Any]
+    path, asked = "/v1/completions", dict[str, Any](prompt="Hello")
     if front.inputs.tokenizer is None:
-        path, asked = "/v1/completions", {"prompt": [1]}
+        asked = {"prompt": [1]}
     elif front.inputs.tokenizer.template_text:
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello!"}]}
-    else:
-        path, asked = "/v1/completions", {"prompt": "Hello"}
     body = json.dumps({"model": server.names[0], **asked, "max_tokens": MAX_TOKENS}, ensure_ascii=False)
     yield path, f'-H "content-type: application/json" -d {shlex.quote(body)}'
 
@@ -94,9 +92,9 @@ def operations_of(described: dict[str, Any]) -> Iterator[Operation]:
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})
-            bodies = [_kind(kind["schema"]) for kind in content.values()]
+            body = next((_kind(kind["schema"]) for kind in content.values()), "")
             statuses = ", ".join(sorted(operation["responses"]))
-            yield Operation(method.upper(), path, operation["summary"], bodies[0] if bodies else "", statuses)
+            yield Operation(method.upper(), path, operation["summary"], body, statuses)
 
 
 def schemas_of(described: dict[str, Any]) -> dict[str, list[Field]]:

@@ -28,6 +28,7 @@ PROGRAMS = (
     "espalier python pytest make ruff mypy pip curl docker serve ray sudo systemctl journalctl git compute-sanitizer"
 )
 TYPED = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:[\w./-]+/bin/)?((?:{'|'.join(PROGRAMS.split())}) .+)")
+TOOL = re.compile(r"python -m tools\.(\w+)")
 ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -50,7 +51,7 @@ NOT_RUN = {
     r"espalier bench \w+.* --shape": Why.GPU,
     r"espalier bench (kernels|attention|linears|loading|floor)": Why.GPU,
     r"espalier doctor --tune": Why.GPU,
-    r"(python -m tools\.(gpu_runs|round_plans)|compute-sanitizer|make test-gpu)": Why.GPU,
+    r"(python tools/(gpu_runs|round_plans)|compute-sanitizer|make test-gpu)": Why.GPU,
     r"(python -m )?pytest": Why.TESTS,
     r"make ": Why.NETWORK,
     r"(pip|python -m venv|docker|git) ": Why.NETWORK,
@@ -59,7 +60,7 @@ NOT_RUN = {
     r"(sudo|systemctl|journalctl) ": Why.SYSTEM,
     r"espalier bench ": Why.MINUTES,
     r"python -m espalier\.train ": Why.MINUTES,
-    r"python (-m tools\.(step_cost|front_cost|serve_timeline)|tools/make_demo_picture\.py)": Why.MINUTES,
+    r"python tools/(step_cost|front_cost|serve_timeline|make_demo_picture)\.py": Why.MINUTES,
     r"espalier demo": Why.ELSEWHERE,
     r"python tools/clients\.py": Why.NETWORK,
     r"python tools/make_(support|server_fields)\.py": Why.CHECKOUT,
@@ -81,9 +82,9 @@ TREES = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}}'
 
 
 def typed(page: Path) -> list[str]:
-    """The commands of a page, each once, without its environment and the folder of its program."""
+    """The commands of a page, each once, without its environment and the folder of its program.  A tool is its file."""
     found = (TYPED.fullmatch(line.strip()) for line in commands(page).splitlines())
-    return list(dict.fromkeys(match[1] for match in found if match))
+    return list(dict.fromkeys(TOOL.sub(r"python tools/\1.py", match[1]) for match in found if match))
 
 
 def why_not(command: str) -> Why | None:
@@ -148,14 +149,10 @@ def test_a_documented_command_runs(command, served, folder, served_with, monkeyp
     assert bool(served_with) == (words[0] == "serve")
 
 
-@pytest.mark.parametrize("command", [command for command in ALL if command.startswith("python ")])
+@pytest.mark.parametrize("command", [command for command in ALL if command.startswith("python tools/")])
 def test_a_tool_has_the_flags_that_pages_name(command):
     """Those of `espalier` and of its trainer are parsed in tests/test_docs.py."""
     _, *words = shlex.split(command)
-    if words[0] == "-m":
-        words = [f"{words[1].replace('.', '/')}.py", *words[2:]]
-    if not words[0].startswith("tools/"):
-        return
     text = (ROOT / words[0]).read_text()
     assert [word for word in words if word.startswith("--") and f'"{word}"' not in text] == []
 
