@@ -313,8 +313,7 @@ class Request:
     and is preempted last; equal priorities go by arrival, and those of several clients in turns (engine/queue.py).
     stop_ids: tokens that end it; text: None if nobody reads text; masker: None if every token is allowed; index: which
     of n samples; after: a sibling with the same prompt, whose prefill this request waits for, to share its pages;
-    streamed: whether somebody reads its tokens
-    as they come; prompt_logprobs: of prompt tokens from the second on, as far as they have been read.
+    streamed: whether its tokens are read as they come; prompt_logprobs: of prompt tokens from the second on, when read.
 
     In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, the rows of these launched so far;
     num_known, index of the last root that the host knows, which is also the number of rows committed before it;
@@ -389,10 +388,7 @@ class Request:
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """How many likeliest tokens to report beside each prompt token; None: report nothing.
-
-        The first of n samples reports for all.
-        """
+        """Likeliest tokens to report beside each prompt token; None: report nothing.  Sample 0 reports for all."""
         return None if self.index else self.params.prompt_logprobs
 
     @property

@@ -185,8 +185,10 @@ class MaskBuilder:
         only = only_token(mask) if self.tells_forced else None
         found.forced[place, beam] = -1 if only is None else only
 
-    def why_no_token(self, masker: TokenMasker) -> str | None:
-        """Why the grammar allows no token; None if it allows one."""
+    def why_no_token(self, masker: TokenMasker | None) -> str | None:
+        """Why the grammar allows no token; None if it allows one, or if there is no grammar."""
+        if masker is None:
+            return None
         [is_stuck] = self._ask([masker], lambda _, masker: masker.is_stuck)
         if is_stuck is TOO_SLOW:
             return TOOK_TOO_LONG

@@ -8,7 +8,7 @@ older generation are dropped.
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
@@ -126,9 +126,7 @@ class Scheduler:
 
         A request that has left its slot by then is free: its results will be dropped.
         """
-        return tuple(
-            request.masker if generation == request.generation else None for request, generation, _ in launch.members
-        )
+        return tuple(r.masker if generation == r.generation else None for r, generation, _ in launch.members)
 
     def harvest(self, launch: Launch, rows: list[RequestResult]) -> None:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""
@@ -333,7 +331,7 @@ class Scheduler:
             elif row.tokens:
                 self._append(request, row, [False])
         else:
-            self._finish(request, "abort", self._why_no_token(request))
+            self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
 
     def _read_round(self, request: Request, row: RequestResult) -> None:
         request.rounds_in_flight -= 1
@@ -344,7 +342,7 @@ class Scheduler:
         num_accepted = len(row.tokens) - 1 if row.finite else len(row.tokens)
         kept = self._append(request, row, [at < num_accepted for at in range(len(row.tokens))])
         if not row.finite and not request.done:
-            self._finish(request, "abort", self._why_no_token(request))
+            self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
         depth_limit = request.params.depth_limit(self.layout.steps)
         depth = min(depth_limit, max(max_accept_depth, 0), row.tree_size.depth)
@@ -391,9 +389,6 @@ class Scheduler:
             return "stop"
         return "length" if request.num_tokens >= request.end(self.layout.max_context) else None
 
-    def _why_no_token(self, request: Request) -> str:
-        return (request.masker and self.masks.why_no_token(request.masker)) or NOT_FINITE
-
     # Leaving
 
     def _drop_aborted(self) -> None:
@@ -414,12 +409,9 @@ class Scheduler:
         request.error = error
         text = request.text.take(final=True) if request.text else ""
         self._leave(request, reason)
-        logprobs = None if request.output else request.prompt_report
-        self._chunks.append(
-            OutputChunk(
-                request.id, request.index, text=text, prompt_logprobs=logprobs, finish_reason=reason, error=error
-            )
-        )
+        report = None if request.output else request.prompt_report
+        chunk = OutputChunk(request.id, request.index, text=text, prompt_logprobs=report, finish_reason=reason)
+        self._chunks.append(replace(chunk, error=error))
 
     def _leave(self, request: Request, reason: str) -> None:
         request.finish_reason = reason

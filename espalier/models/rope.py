@@ -28,7 +28,7 @@ POSITIVE = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow"),
 )
-NOT_NUMBERS = ("rope_type", "truncate", "finetuned")
+NOT_NUMBERS, BOOLS = ("rope_type", "truncate", "finetuned"), ("truncate", "finetuned")
 FIELDS = (
     *RAMP,
     "rope_type",
@@ -198,6 +198,8 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         if name not in NOT_NUMBERS and value is not None and not is_number:
             words = "a positive number" if name in POSITIVE else "a number"
             raise EspalierError(f"{path}: rope parameter {name} = {value!r}; {words} is needed; correct it")
+        if name in BOOLS and not isinstance(value, bool | None):
+            raise EspalierError(f"{path}: rope parameter {name} = {value!r}; true or false is needed; correct it")
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     if theta <= 1:
         raise EspalierError(f"{path}: rope_theta = {theta!r}; a number above 1 is needed; correct it")

@@ -137,7 +137,7 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
 @pytest.mark.parametrize("model", ["bundled", pytest.param(EAGLE3, marks=pytest.mark.full)], ids=["target", "draft"])
 def test_accept_lengths_are_those_of_the_tree_where_plain_decoding_is_as_fast(tmp_path, monkeypatch, model):
     """With plain decoding both would be 1, whatever the copy lost."""
-    monkeypatch.setattr("espalier.startup.tree_policy._from_crossover", lambda tree, machine: ({1: PLAIN}, "measured"))
+    monkeypatch.setattr("espalier.startup.tree_policy._bounded", lambda *_: {1: PLAIN})
     report = tmp_path / "report.json"
     flags = ["--to", "fp8", "--out", str(tmp_path / "out"), "--texts", "1", "--device", "cpu", "--json", str(report)]
     other = ["--draft", "bundled"] if model == "bundled" else ["--target", "bundled"]

@@ -15,7 +15,7 @@ from espalier.engine import mask_threads
 from espalier.engine.engine import Engine
 from espalier.engine.mask_threads import MAX_ABANDONED, TOO_SLOW, MaskThreads
 from espalier.engine.masks import TOOK_TOO_LONG
-from espalier.kernels.tree import ngram
+from espalier.kernels.ops import drafts
 from espalier.masking.compile import CompilerBusy, GrammarCompiler
 from espalier.masking.masker import GrammarMasker, allowed_tokens
 from espalier.startup.checkpoints import BUNDLED_FILES
@@ -76,7 +76,7 @@ def engine_of(setup: Setup, where: str, monkeypatch: pytest.MonkeyPatch) -> Engi
     if where == "cpu":
         return setup.engine()
     # What only a CPU's path reads: a GPU's kernels end where the text does.
-    monkeypatch.setattr(ngram, "longest_known", lambda root: setup.layout.history_width)
+    monkeypatch.setattr(drafts, "longest_known", lambda root: setup.layout.history_width)
     fake_cuda(monkeypatch)
     return engine_on_fake_cuda(setup, graph_batch=3 if where == "graphs" else 0)
 

@@ -132,6 +132,7 @@ def test_an_abort_ends_a_request_of_a_round_that_has_begun(after, monkeypatch):
     engine, requests = setup.engine(), asked(0, 1.2, count=4)
     aborted = requests[0]
     for each in requests:
+        each.streamed = True  # a second prompt enters when the first has begun
         engine.add(each)
     while len(aborted.output) < after or not all(each.output for each in requests):
         engine.step()
@@ -168,6 +169,7 @@ def test_a_prompt_enters_between_two_rounds_in_stages():
     engine = setup.engine()
     calls = record(engine)
     first, late = asked(0, 0.0, count=1)[0], request(9, prompts(5, (6,))[0], SamplingParams(max_tokens=6))
+    first.streamed = True  # the late prompt does not wait for others
     engine.add(first)
     for _ in range(4):
         engine.step()

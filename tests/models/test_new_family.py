@@ -53,7 +53,9 @@ def test_a_family_is_added_by_its_declaration(tmp_path, monkeypatch, act):
             load.find(EngineConfig(model=path))
         honouring = replace(FAMILY, honours=("hidden_act",))
         monkeypatch.setitem(FAMILIES, FAMILY.architecture, honouring)
-        with pytest.raises(EspalierError, match="hidden_act = 'relu2' is not supported, only 'silu' or 'gelu_py"):
+        with pytest.raises(
+            EspalierError, match="hidden_act = 'relu2' is not supported, only 'silu' or 'swish' or 'gelu_py"
+        ):
             load.find(EngineConfig(model=path, model_overrides={"hidden_act": "relu2"}))
     assert load.find(EngineConfig(model=path)).target.max_position == 64
     target = load_target(path, dtype=torch.float64, device="cpu", position_rows=64)

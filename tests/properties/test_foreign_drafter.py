@@ -43,9 +43,9 @@ def test_a_proposal_that_differs_is_noticed(example):
 
 def test_a_user_names_the_algorithm(example):
     target, _ = directories()
-    config = {"model": str(target), "device": "cpu", "dtype": "float64", "max_context": 64, "num_pages": 40}
+    config = {"model": str(target), "device": "cpu", "dtype": "float64", "max_context": 64, "num_pages": 40, "seed": 0}
     with LLM(**config, speculation=SpeculationConfig(algorithm="period")) as llm:
-        assert (llm.config.algorithm, llm.config.steps > 0) == ("period", True)
+        assert (llm.config.algorithm, llm.config.layout.steps > 0) == ("period", True)
         [out] = llm.generate([[3, 4, 5]])
     with LLM(**config, speculation=None) as plain:
         assert plain.generate([[3, 4, 5]])[0].token_ids == out.token_ids

@@ -141,6 +141,12 @@ def test_a_documented_command_runs(command, served, folder, served_with, monkeyp
         return
     if program == "python":
         monkeypatch.syspath_prepend(str(ROOT))
+        if words[0] == "-m":
+            monkeypatch.setattr(sys, "argv", words[1:])
+            with pytest.raises(SystemExit) as left:
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            assert not left.value.code
+            return
         monkeypatch.setattr(sys, "argv", [str(ROOT / words[0]), *words[1:]])
         runpy.run_path(str(ROOT / words[0]), run_name="__main__")
         assert capsys.readouterr().out

@@ -36,7 +36,7 @@ def of(template):
 def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch):
     async def run():
         aside, errors = Templates(of(PLAIN)), {}
-        assert await aside.render(Rendering(SAID, None, VARIABLES)) == "<s>user: hé\ud800"
+        assert await aside.render(Rendering(SAID, None, VARIABLES)) == "<s>user: hé\\ud800"
         process = await aside._aside.start()
         for template in HOSTILE:
             aside.source = template, {}

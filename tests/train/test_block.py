@@ -135,9 +135,11 @@ def test_the_module_computes_what_the_engine_computes(ring_target, trained):
     for block, anchor in enumerate(anchors.tolist()):
         context = context_planes(draft, features[:, :anchor], 0)
         ids = torch.tensor([[int(tokens[0, anchor]), *[head.shape.mask_token_id] * 2]])
-        attend = OverContext(draft.layer_specs, context, draft.spec.causal)
         torch.testing.assert_close(
-            draft(ids, anchor + torch.arange(3)[None], attend)[0], outputs[0, block], rtol=1e-4, atol=1e-4
+            draft(OverContext(draft, ids, anchor + torch.arange(3)[None], context))[0],
+            outputs[0, block],
+            rtol=1e-4,
+            atol=1e-4,
         )
 
 
