@@ -191,7 +191,9 @@ def test_a_single_part_that_varies_loses_nothing():
         assert accepts(form, f'"a{"c" * count}e"') == (3 <= count + 2 <= 5)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in sorted(ANNOTATING) for name in ANNOTATING[kind]])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in sorted(ANNOTATING) for name in sorted(ANNOTATING[kind])]
+)
 def test_a_format_that_only_annotates_changes_nothing(kind, name):
     text = {"string": '"a\\"b"', "integer": "12", "number": "1.5"}[kind]
     for schema in ({"type": kind, "format": name}, {"type": ["null", kind], "format": name}):
