@@ -42,7 +42,7 @@ def setup_of(algorithm: str, page_size: int, dtype: torch.dtype, **changes) -> D
 
 def check(one: Engine, other: Engine, put_on_record, count: int = 13) -> Twin:
     twin = twins(one, other)
-    run_staggered(one, mixed(count, max_tokens=14), every=3)
+    run_staggered(one, mixed(count, max_tokens=14), every=2)
     put_on_record(BATCHES, {"replayed": {str(batch): rounds for batch, rounds in twin.replayed.items()}})
     return twin
 

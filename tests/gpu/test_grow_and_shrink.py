@@ -23,7 +23,7 @@ from tests.properties.summary import spelled
 
 pytestmark = pytest.mark.gpu
 
-# Captured up to 8, so that 9 to 12 run eagerly; pages for half of twelve requests that run to their ends.
+# Captured up to 8, so that 9 to 12 run eagerly; pages for two thirds of twelve requests that run to their ends.
 SETUP = DeviceSetup(
     page_size=4,
     topk=3,
@@ -32,7 +32,7 @@ SETUP = DeviceSetup(
     max_batch=12,
     max_context=64,
     chunk_size=32,
-    num_pages=80,
+    num_pages=110,
     graph_batch=8,
 )
 KINDS = 52
