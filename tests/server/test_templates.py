@@ -63,7 +63,9 @@ def test_it_is_the_same_text_and_a_template_without_end_is_an_error(monkeypatch)
 
     errors = asyncio.run(asyncio.wait_for(run(), 120))
     for template, end in HOSTILE.items():
-        assert errors[template].endswith(end) or end in errors[template], errors[template]
+        # On a loaded machine the limit of CPU time may come before that of memory.
+        ends = (end, "CPU time for these messages") if end == "MB of memory" else (end,)
+        assert any(each in errors[template] for each in ends), errors[template]
 
 
 def test_the_variables_of_a_template_are_found_without_computing_it():
