@@ -15,11 +15,12 @@ from torch import Tensor
 
 from espalier.bench.expert_product import ChainInputs, LayerExperts
 from espalier.bench.linears import RoutedExperts, Run, Shape
+from espalier.kernels.layers.linear_tuning import plans_for
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.experts import SharedExperts, grouped_experts
-from espalier.kernels.ops.linear import linear_quantised, quantise_rows
+from espalier.kernels.ops.linear import linear, linear_quantised, quantise_rows
 from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.experts import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
@@ -197,3 +198,12 @@ def plain(x: Rows, weight: Matrix) -> Tensor:
         values, scales = (x.values, x.scales) if isinstance(x, RoundedRows) else quantise_rows(x, by_row)
         return torch._scaled_mm(values, weight.codes.T, scales, weight.scales.T.contiguous(), out_dtype=x.dtype)
     return linear_quantised(x, weight, None)
+
+
+def as_engine(x: Rows, weight: Matrix) -> Tensor:
+    """Multiply as the engine does on this GPU."""
+    if not isinstance(weight, Tensor):
+        return linear_quantised(x, weight, None)
+    assert isinstance(x, Tensor)
+    plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
+    return plain(x, weight) if plans is None else linear(x, weight, None, plans.at(len(x)))

@@ -21,9 +21,9 @@ from espalier.models import read_config
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
-from espalier.synthetic.checkpoint import Recipe, write
+from lab.synthetic.checkpoint import Recipe, write
+from tests.lab.synthetic.test_checkpoint import tiny
 from tests.mtp import mtp_directories, without_target
-from tests.synthetic.test_checkpoint import tiny
 
 
 def test_divergence():

@@ -25,10 +25,11 @@ from espalier.train.block import (
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.command import make_parser
 from espalier.train.draft_run import backward
-from espalier.train.llama import Llama, LlamaShape, save_llama
+from espalier.train.llama import LlamaShape
 from espalier.train.optim import make_optimizers
 from espalier.train.settings import EDGE_KINDS, BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
+from lab.bundle.llama import Llama, save_llama
 from tests.models.test_block_format import OverContext, context_planes
 
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The flags of `espalier bench serve --url`."""
+"""The flags of `python -m lab serve`."""
 
 import json
 from argparse import ArgumentParser, ArgumentTypeError
@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from espalier.bench.flags.load import bounds
-from espalier.terminal.flags import add_key_flag
+from espalier.terminal.flags import add_json_flag, add_key_flag
 
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
 
 
 def add_flags(parser: ArgumentParser) -> None:
-    group = parser.add_argument_group("a load on running servers")
-    add = group.add_argument
+    add = parser.add_argument
     add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
+    add("--model", metavar="X", help="the model's name there (the server's first)")
     add("--rate", type=_rates, metavar="X,X", help="arrivals a second; several are measured one after another (2)")
     add("--arrivals", choices=(POISSON, FIXED, BURSTS), help="random, evenly spaced, or many at once (poisson)")
     add("--burst", type=int, metavar="N", help="arrivals at once, with --arrivals bursts (8)")
@@ -46,8 +46,9 @@ def add_flags(parser: ArgumentParser) -> None:
         metavar="JSON",
         help='further fields of every request, such as {"ignore_eos": true}',
     )
-    add_key_flag(group, "bearer token")
+    add_key_flag(parser, "bearer token")
     add("--plot", type=Path, metavar="FILE", help="draw the times and the goodput by rate: .png, .svg or .pdf")
+    add_json_flag(parser)
 
 
 def _rates(text: str) -> list[float]:

@@ -3,8 +3,9 @@
 from argparse import ArgumentParser
 from pathlib import Path
 
-from espalier.terminal.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS
-
+# Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
+SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "mxfp4")
+DRAFT_WEIGHTS = SHAPE_WEIGHTS[:3]
 LINEARS, EXPERTS = "linears", "experts"
 
 
