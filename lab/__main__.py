@@ -9,8 +9,8 @@ from espalier.cli.parser import Command, Parser
 
 
 def bench(name: str, about: str, flags: str = "") -> Command:
-    """A command whose work is in a module of lab/bench, as its flags are in lab/bench/flags."""
-    return Command(about, flags=f"lab.bench.flags.{flags or name}", work=f"lab.bench.{name}")
+    """A command whose work is in a module of lab/bench, and its flags a function of lab/bench/flags.py."""
+    return Command(about, flags=f"lab.bench.flags:{flags or name}", work=f"lab.bench.{name}")
 
 
 COMMANDS = MappingProxyType(
@@ -21,7 +21,7 @@ COMMANDS = MappingProxyType(
         "attention": bench("attention", "attention over a committed prefix, for each backend"),
         "linears": bench("linear_times", "linear layers on a GPU: time and bandwidth of each format", "linears"),
         "prefill": bench("prefill", "time of prefill, and how long running requests wait for it"),
-        "throughput": bench("throughput", "tokens a second of a mixed load, tree and plain", "load"),
+        "throughput": bench("throughput", "tokens a second of a mixed load, tree and plain"),
         "latency": bench("latency", "time to the first token and between tokens, tree and plain"),
         "choose": bench("choose", "the fastest tree at each batch, also for a named shape"),
         "floor": bench("floor", "the shortest time of the linear layers of a pass on this GPU"),

@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from espalier.bench.flags.tune import DRAFT_WEIGHTS, SHAPE_WEIGHTS
+from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS
 from espalier.config import is_open
 from espalier.errors import EspalierError
 from espalier.terminal.flags import flag_of

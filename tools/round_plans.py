@@ -22,8 +22,7 @@ import torch
 
 from espalier.bench.chains import Matrix
 from espalier.bench.engines import way_with
-from espalier.bench.flags.trees import tree_shape
-from espalier.bench.flags.tune import DRAFT_WEIGHTS, SHAPE_WEIGHTS
+from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS, tree_shape
 from espalier.engine.cuda import CudaExecutor, Graph
 from espalier.engine.launch_input import of_dummies
 from espalier.errors import EspalierError

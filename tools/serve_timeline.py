@@ -41,7 +41,7 @@ from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table
 from lab import shape_worker
 from lab.bench.engines import OfShape, engines_of
-from lab.bench.flags.engines import add_flags
+from lab.bench.flags import engines as add_flags
 from lab.bench.serve import sharing_the_gpu
 from lab.bench.server import free_port, stop, wait_until_served
 from lab.shape_flags import shape_settings

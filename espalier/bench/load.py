@@ -15,7 +15,7 @@ import torch
 
 from espalier.bench.drive import empty_prefix_cache, greedy_request
 from espalier.bench.engines import BenchEngines, compared_ways, load_sizes, require_positions
-from espalier.bench.flags.load import INPUTS, OUTPUTS, REQUESTS
+from espalier.bench.flags import INPUTS, OUTPUTS, REQUESTS
 from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.request import Request

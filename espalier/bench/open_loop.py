@@ -17,7 +17,7 @@ from typing import Any
 
 from espalier.bench.asking import Asked, Target, first_model, require_reachable
 from espalier.bench.clients import address_of
-from espalier.bench.flags.open_loop import BURSTS, CHAT, FIXED, POISSON
+from espalier.bench.flags import BURSTS, CHAT, FIXED, POISSON
 from espalier.bench.load import TIMES, Arrivals, Timeline, latency_of, title_of
 from espalier.bench.plot import LoadPoint, plot_load, require_plot
 from espalier.bench.traffic import Conversation, Traffic

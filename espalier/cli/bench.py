@@ -8,22 +8,22 @@ COMMANDS = MappingProxyType(
     {
         "throughput": Command(
             "tokens a second of a mixed load, tree and plain",
-            flags="espalier.bench.flags.load",
+            flags="espalier.bench.flags:throughput",
             work="espalier.bench.throughput",
         ),
         "latency": Command(
             "time to the first token and between tokens, tree and plain",
-            flags="espalier.bench.flags.latency",
+            flags="espalier.bench.flags:latency",
             work="espalier.bench.latency",
         ),
         "serve": Command(
             "latency of running servers under load",
-            flags="espalier.bench.flags.open_loop",
+            flags="espalier.bench.flags:serve",
             work="espalier.bench.open_loop",
         ),
         "choose": Command(
             "the fastest tree at each batch, for --by-batch",
-            flags="espalier.bench.flags.choose",
+            flags="espalier.bench.flags:choose",
             work="espalier.bench.choose",
         ),
     }

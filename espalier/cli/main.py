@@ -18,7 +18,7 @@ COMMANDS = MappingProxyType(
     {
         "demo": Command(
             "complete held-out prompts, plain and by tree, and draw a round",
-            flags="espalier.cli.flags.demo",
+            flags="espalier.cli.flags:demo",
             work="espalier.cli.demo",
         ),
         "generate": Command(
@@ -33,12 +33,12 @@ COMMANDS = MappingProxyType(
             work="espalier.cli.batch",
         ),
         "quantize": Command(
-            "write an FP8 or 4-bit copy of a model", flags="espalier.cli.flags.quantize", work="espalier.cli.quantize"
+            "write an FP8 or 4-bit copy of a model", flags="espalier.cli.flags:quantize", work="espalier.cli.quantize"
         ),
         "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.bench", work=None),
         "doctor": Command(
             "show the machine, the versions and the resolved configuration",
-            flags="espalier.cli.flags.doctor",
+            flags="espalier.cli.flags:doctor",
             work="espalier.cli.doctor",
         ),
     }

@@ -51,9 +51,10 @@ COMMANDS = MappingProxyType(
 class Command(NamedTuple):
     """Where a command is.
 
-    about: its help; flags: the module of add_flags(parser); work: the module of run(args) -> status, which is imported
-    only to run, or None if the command only adds further ones.  Most work imports PyTorch.  The flags and the look at
-    the models' directories do not, so that help and what is mistyped are answered at once.
+    about: its help; flags: the module of add_flags(parser), or "module:function"; work: the module of
+    run(args) -> status, which is imported only to run, or None if the command only adds further ones.  Most work
+    imports PyTorch.  The flags and the look at the models' directories do not, so that help and what is mistyped are
+    answered at once.
     """
 
     about: str
@@ -192,7 +193,8 @@ class LazyParser(Parser):
             about = "log the resolved configuration and what is loaded"
             self.add_argument("-v", "--verbose", action="store_true", help=about)
             self.set_defaults(run=command.run, parser=self)
-        import_module(command.flags).add_flags(self)
+        module, _, function = command.flags.partition(":")
+        getattr(import_module(module), function or "add_flags")(self)
 
 
 def _suggestion(command: str, commands: Collection[str]) -> str:

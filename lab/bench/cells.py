@@ -8,7 +8,7 @@ from espalier.engine.prefill_policy import next_pass
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
-from lab.bench.flags.round import CELL_EXAMPLES
+from lab.bench.flags import CELL_EXAMPLES
 
 FORM = re.compile(r"(\d+)x(\d+):(?:(plain)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
 PLAIN = (0, 1, 1)

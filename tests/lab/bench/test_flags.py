@@ -2,7 +2,7 @@
 
 import pytest
 
-from espalier.bench.flags.tune import DRAFT_WEIGHTS, SHAPE_WEIGHTS
+from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS
 from espalier.bench.shapes import SHAPES
 from espalier.models.quantisers import QUANTISERS
 from espalier.startup.resolve import PAGE_SIZE

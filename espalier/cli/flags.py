@@ -1,10 +1,25 @@
-"""The flags of `espalier quantize`."""
+"""Flags of the commands whose modules import PyTorch, apart from those modules: see espalier/cli/parser.py."""
 
 from argparse import ArgumentParser
 from pathlib import Path
 
+from espalier.bench import flags
+from espalier.terminal.flags import add_engine_flags
 
-def add_flags(parser: ArgumentParser) -> None:
+
+def demo(parser: ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=3, metavar="N", help="number of prompts (3)")
+    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="output tokens for each (96)")
+    add_engine_flags(parser)
+
+
+def doctor(parser: ArgumentParser) -> None:
+    flags.tune(parser)
+    parser.add_argument("--matrix", action="store_true", help="print what each attention backend can run, and end")
+    add_engine_flags(parser)
+
+
+def quantize(parser: ArgumentParser) -> None:
     parser.add_argument("model", help="a target or a draft: a directory, a Hugging Face id, or 'bundled' (a target)")
     parser.add_argument("--to", required=True, choices=("fp8", "int4"), help="the format of the copy")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="an empty or new directory")

@@ -1,1 +1,0 @@
-"""The flags of the laboratory's benches, a module for each command, and what they share.  None imports PyTorch."""
