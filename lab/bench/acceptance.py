@@ -1,12 +1,12 @@
 """`python -m lab round --acceptance`: accept length on held-out text, of the tree and of variants of it.
 
-With --trees it measures these trees alone, each also by place (accept_by_place.py).  A draft of several MTP modules
-runs in the other form too, for comparison with the one that its config.json names.
+With --trees it measures these trees alone.  A draft of several MTP modules runs in the other form too, for comparison
+with the one that its config.json names.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from types import MappingProxyType
@@ -21,9 +21,8 @@ from espalier.layout import TreeShape
 from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
-from espalier.terminal.console import print_table, progress, stdout, write_json
+from espalier.terminal.console import print_table, progress, write_json
 from espalier.terminal.flags import refuse_tree_flags
-from lab.bench.accept_by_place import Place, after_hit, after_rejection, tokens_of_first_rounds
 from lab.faults.planted import plant
 
 # Text is called repeated if a run of this many tokens occurred before.
@@ -39,7 +38,7 @@ class Variant:
     """One way to draft.
 
     speculation: None for the settings as they are; planted: a context in which a fault is planted; coupled_scores: see
-    ModelRunner; teacher_forced, by_place: whether these are measured too.
+    ModelRunner; teacher_forced: whether that is measured too.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Variant:
     planted: Callable[[], AbstractContextManager[Any]] = nullcontext
     coupled_scores: bool = True
     teacher_forced: bool = False
-    by_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Acceptance:
 
     repeated_share: share of the tokens that come from rounds in repeated text; by_depth: (tried, accepted) by
     depth, from 1; same_tokens: of `requests`, those with the same tokens as the first variant of the same
-    temperature, None where tokens are not compared.  places: accept length by place.
+    temperature, None where tokens are not compared.
     """
 
     name: str
@@ -69,7 +67,6 @@ class Acceptance:
     by_depth: list[tuple[int, int]]
     requests: int
     same_tokens: int | None
-    places: tuple[Place, ...] = ()
 
 
 def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
@@ -95,7 +92,7 @@ def tree_variants(trees: Sequence[TreeShape], algorithm: str, form: str | None) 
     for tree in trees:
         name = f"{algorithm} {tree.steps},{tree.topk},{tree.num_draft_tokens}"
         speculation = SpeculationConfig(**asdict(tree), by_batch={})
-        found.append(Variant(name, speculation, by_place=True))
+        found.append(Variant(name, speculation))
         if form is not None:
             swapped = partial(plant, OTHER_FORM[form])
             found.append(Variant(f"{name}, in the other form", speculation, planted=swapped))
@@ -112,10 +109,6 @@ def run(args: Namespace, settings: dict[str, Any]) -> None:
     about = {name: str(value) for name, value in settings.items()}
     write_json(args.json, {"settings": about, "acceptance": [asdict(row) for row in rows]})
     print_table(_table(rows))
-    for row in rows:
-        if row.places:
-            stdout().print()
-            print_table(_place_table(row))
 
 
 def measure(
@@ -144,8 +137,7 @@ def measure(
             driven = _generated(llm, engine, variant, num_prompts, num_tokens)
             expected = reference.setdefault(variant.temperature, driven.tokens)
             same = sum(a == b for a, b in zip(driven.tokens, expected, strict=True))
-            places = _places(llm, variant, settings, driven, num_tokens) if variant.by_place else ()
-            rows.append(_summarise(variant.name, driven, driven.traces, same, places))
+            rows.append(_summarise(variant.name, driven, driven.traces, same))
             advance()
             if variant.teacher_forced:
                 rows.append(_teacher_forced(llm, f"{variant.name}, teacher-forced", num_prompts))
@@ -159,20 +151,6 @@ def form_of(engine: Engine) -> str | None:
     drafter = engine.executor.runner.drafter
     has_form = isinstance(drafter, AutoregressiveDrafter) and drafter.spec.modules > 1
     return drafter.spec.form if has_form else None
-
-
-def _places(llm: LLM, variant: Variant, settings: dict[str, Any], driven: Driven, num_tokens: int) -> tuple[Place, ...]:
-    """driven: the variant's run, in an engine that had cached nothing before it."""
-    steps = llm.config.layout.steps
-    params = _params(variant, min(num_tokens, tokens_of_first_rounds(steps)))
-
-    @contextmanager
-    def fresh_engine() -> Iterator[Engine]:
-        with LLM(**{**_settings_of(variant, settings), "prefix_cache": False}) as fresh:
-            yield fresh.engine
-
-    prompts = [request.prompt for request in driven.requests]
-    return (*after_hit(llm.engine, prompts, driven, params), *after_rejection(driven, steps, fresh_engine))
 
 
 def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +197,6 @@ def _summarise(
     driven: Driven,
     traces: dict[str, list[RoundTrace]],
     same: int | None,
-    places: tuple[Place, ...] = (),
 ) -> Acceptance:
     lengths: dict[bool, list[int]] = {False: [], True: []}
     by_depth: list[list[int]] = []
@@ -240,7 +217,6 @@ def _summarise(
         by_depth=[(tried, accepted) for tried, accepted in by_depth],
         requests=len(driven.requests),
         same_tokens=same,
-        places=places,
     )
 
 
@@ -282,12 +258,4 @@ def _table(rows: Sequence[Acceptance]) -> list[list[str]]:
             " ".join(f"{accepted / tried:.2f}" for tried, accepted in row.by_depth),
         ]
         lines.append(cells)
-    return lines
-
-
-def _place_table(row: Acceptance) -> list[list[str]]:
-    lines = [[row.name, "rounds", "accept length", "afresh", "differing"]]
-    for place in row.places:
-        lengths = f"{place.accept_length:.2f}", f"{place.afresh:.2f}"
-        lines.append([place.name, str(place.rounds), *lengths, str(place.differing)])
     return lines

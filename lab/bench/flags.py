@@ -49,10 +49,8 @@ def _add_page_sizes(parser: ArgumentParser) -> None:
 
 
 def round(parser: ArgumentParser) -> None:
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--acceptance", action="store_true", help="accept length on held-out text, several ways to draft")
-    mode.add_argument(
-        "--memory", action="store_true", help="pages held by 50 mixed requests at page 256, topk 8; minutes on a CPU"
+    parser.add_argument(
+        "--acceptance", action="store_true", help="accept length on held-out text, several ways to draft"
     )
     parser.add_argument("--batch", type=whole_numbers, metavar="N,N", help="batch sizes (1)")
     parser.add_argument("--context", type=whole_numbers, metavar="N,N", help="prompt lengths (128)")
@@ -65,7 +63,7 @@ def round(parser: ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="S,K,D",
-        help="of --acceptance: measure these trees alone, in each form of an MTP draft, and after hits and rejections",
+        help="of --acceptance: measure these trees alone, in each form of an MTP draft",
     )
     parser.add_argument(
         "--page-size",

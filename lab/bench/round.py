@@ -1,6 +1,6 @@
 """`python -m lab round`: its flags, and which of its modes measures.
 
-By default it compares a round of the tree with plain tokens.  The other modes are --acceptance, --memory, --shape and
+By default it compares a round of the tree with plain tokens.  The other modes are --acceptance, --shape and
 --figures.  A flag that the chosen mode does not use is refused by name.
 """
 
@@ -13,7 +13,7 @@ from espalier.errors import EspalierError
 from espalier.startup.resolve import PAGE_SIZE
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import engine_settings, flag_of, given_flags, require_at_least_one, written
-from lab.bench import acceptance, memory, shaped, tree_vs_plain
+from lab.bench import acceptance, shaped, tree_vs_plain
 from lab.shape_flags import SHAPE_FLAGS
 
 # For the modes that load a model.  --shape has cells instead.
@@ -26,14 +26,12 @@ FLAGS_BY_MODE = MappingProxyType(
             *("cells", "rounds", "own_size", "all_buckets", *SHAPE_FLAGS),
             *("page_size", "json", "plot"),
         ),
-        "memory": ("page_size", "json"),
         "acceptance": ("prompts", "tokens", "trees", "page_size", "json"),
         None: ("batch", "context", "tokens", "repeats", "compare", "page_size", "json", "plot"),
     }
 )
 MODEL_MODES = MappingProxyType(
     {
-        "memory": memory.run,
         "acceptance": acceptance.run,
         None: tree_vs_plain.run,
     }
@@ -82,7 +80,7 @@ def _fill_in(args: Namespace, settings: dict[str, Any], mode: str | None) -> Non
     for name, value in DEFAULTS.items():
         setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
     require_at_least_one(args, *DEFAULTS)
-    if args.tokens < 2 and mode != "memory":
+    if args.tokens < 2:
         raise EspalierError(f"--tokens={args.tokens} is not supported: the first comes of no round; use 2 or more")
     if args.page_size is not None:
         if len(args.page_size) > 1:

@@ -472,15 +472,6 @@ def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_pat
     assert rows["eagle3 tree, teacher-forced"]["requests"] == 4
 
 
-def test_bench_memory_finds_no_excess(tiny, capsys, monkeypatch):
-    monkeypatch.setattr("lab.bench.memory.NUM_REQUESTS", 16)
-    tree = ["--steps", "5", "--topk", "8", "--num-draft-tokens", "64"]
-    assert run("lab", "round", "--memory", *instead(tiny, *tree)) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"largest excess +0\n", out)
-    assert re.search(r"per branch tokens +8192\n", out)
-
-
 TREE = DraftTree(
     tokens=[1, 2, 3, 4, -1],
     parents=[0, 0, 0, 1, 0],

@@ -339,7 +339,7 @@ def test_a_failure_leaves_what_was_measured(monkeypatch, capsys, tmp_path):
     ("flags", "says"),
     [
         (["--shape", "llama-3.1-8b", "--batch", "2"], "--batch is not for --shape"),
-        (["--shape", "llama-3.1-8b", "--memory"], "--memory is not for --shape"),
+        (["--shape", "llama-3.1-8b", "--acceptance"], "--acceptance is not for --shape"),
         (["--shape", "llama-3.1-8b", "--steps", "2"], "--steps is not for --shape"),
         (["--shape", "llama-3.1-8b", "--own-size", "--max-batch", "2"], "--max-batch is not for --own-size"),
         (["--shape", "llama-3.1-8b", "--all-buckets"], "--all-buckets is for --own-size"),
