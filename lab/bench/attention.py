@@ -7,21 +7,23 @@ without, as in overlap; what the plan itself costs on the host is printed beside
 
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
 from statistics import median
 
 import torch
 from rich.text import Text
 
-from espalier.attention import BACKENDS, AttentionBackend, CommittedLengths, Support, grouped_backend
+from espalier.attention import BACKENDS, AttentionBackend, CommittedLengths, grouped_backend
+from espalier.bench.chains import in_turn
 from espalier.bench.timing import Stopwatch
 from espalier.errors import EspalierError
-from espalier.layout import MAX_PAGE_SIZE
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
-from espalier.terminal.flags import written
 from espalier.terminal.machine import require_gpu
-from lab.bench.kernels import DTYPE, FEW_HEADS, SPEC, TURNS, Inputs, Shape, inputs, layers_beyond_cache
+from lab.bench.cases import Case, Timed, table, timed
+from lab.bench.kernels import DTYPE, FEW_HEADS, SPEC, Inputs, Shape, inputs, layers_beyond_cache, require_page_sizes
 
 SIZES = ((1, 64, 4096), (1, 64, 32768), (8, 32, 4096), (32, 16, 4096), (64, 8, 4096), (1, 8, 65536))
 SHAPES = (
@@ -31,46 +33,40 @@ SHAPES = (
 PLANS = 20
 
 
+HEADS = ("requests x queries x committed", "heads", "page size", "backend")
+
+
 @dataclass(frozen=True)
-class Cell:
-    """prefix_us: attention of one layer over the prefix; None: the backend refuses the cell, `refused` says why.
+class Refused:
+    """A backend that does not take a cell, and why."""
 
-    host_us: of a plan on the host, for each launch.  error: the largest difference from our kernels' result.
-    """
-
-    shape: str
-    heads: str
-    page_size: int
-    backend: str
-    exact: bool
-    prefix_us: float | None = None
-    terabytes_per_second: float = 0.0
-    tflops: float = 0.0
-    host_us: float = 0.0
-    error: float = 0.0
-    refused: str = ""
+    names: tuple[str, ...]
+    why: str
 
 
 def run(args: Namespace) -> int:
-    if not all(1 <= size <= MAX_PAGE_SIZE for size in args.page_size):
-        raise EspalierError(f"--page-size={written(args.page_size)} is not supported; use 1 to {MAX_PAGE_SIZE}")
-    names = [name.strip() for name in args.backends.split(",") if name.strip()] or installed()
-    unknown = [name for name in names if name not in BACKENDS]
+    require_page_sizes(args.page_size)
+    backends = [name.strip() for name in args.backends.split(",") if name.strip()] or installed()
+    unknown = [name for name in backends if name not in BACKENDS]
     if unknown:
         raise EspalierError(f"--backends: {unknown[0]!r} is unknown; use some of {', '.join(BACKENDS)}")
     require_writable("--json", args.json)
     device = require_gpu("attention")
     print_header()
-    cells: list[Cell] = []
+    stopwatch = Stopwatch()
+    bandwidth = stopwatch.bandwidth(device)
+    times: list[Timed] = []
+    refused: list[Refused] = []
     with progress("measuring", len(SHAPES) * len(args.page_size)) as advance:
-        stopwatch = Stopwatch()
-        for shape in SHAPES:
-            for page_size in args.page_size:
-                cells += measure(shape, page_size, names, device, stopwatch)
-                advance()
-    write_json(args.json, {"cells": [asdict(cell) for cell in cells]})
+        for shape, page_size in product(SHAPES, args.page_size):
+            times += timed(cases(shape, page_size, backends, device, refused), stopwatch, bandwidth)
+            advance()
+    cells = {"cells": [one.as_dict(HEADS) for one in times], "refused": [asdict(one) for one in refused]}
+    write_json(args.json, cells)
     stdout().print(Text("bfloat16, pages in no order; attention over the prefix alone, one layer", QUIET))
-    print_table(_table(cells))
+    print_table(table(HEADS, times))
+    for one in refused:
+        print(f"  refused: {', '.join(one.names)}: {one.why}")
     return 0
 
 
@@ -83,52 +79,43 @@ def installed() -> list[str]:
     ]
 
 
-def measure(
-    shape: Shape, page_size: int, names: Sequence[str], device: torch.device, stopwatch: Stopwatch
-) -> list[Cell]:
-    """A cell for each backend, and for each way to plan where that differs."""
-    layers = layers_beyond_cache(shape, device)
-    made = inputs(shape, page_size, layers, device)
+def cases(
+    shape: Shape, page_size: int, backends: Sequence[str], device: torch.device, refused: list[Refused]
+) -> Iterator[Case]:
+    """One for each backend, and for each way to plan where that differs.  Adds to `refused`.
+
+    The note: what a plan costs on the host, for each launch, and the largest difference from our kernels' result.
+    """
+    made = inputs(shape, page_size, layers_beyond_cache(shape, device), device)
     ours = BACKENDS["triton"]().plan(*made.of_plan).over_prefix(made.q, 0)[0].float()
-    cells = []
-    for name in names:
-        for exact in (True, False) if _plans_on_the_host(BACKENDS[name].support) else (True,):
-            place = str(shape), shape.heads, page_size, name, exact
+    for name in backends:
+        for exact in (True, False) if BACKENDS[name].support.needs_exact_lengths else (True,):
             # A prompt's chunk is eager, and its lengths are always exact.
             if shape.chain and not exact:
                 continue
+            names = str(shape), shape.heads, str(page_size), name if exact else f"{name}, overlap"
             try:
                 grouped_backend(name, device.type, DTYPE, page_size, [shape.spec], range(1), exact_lengths=exact)
             except EspalierError as refusal:
-                cells.append(Cell(*place, refused=str(refusal)))
+                refused.append(Refused(names, str(refusal)))
                 continue
-            cells.append(_timed(Cell(*place), BACKENDS[name](), shape, made, ours, stopwatch))
+            yield _case(names, BACKENDS[name](), shape, made, ours, exact)
             torch.cuda.empty_cache()
-    return cells
 
 
-def _plans_on_the_host(support: Support) -> bool:
-    return bool(support.needs_exact_lengths)
-
-
-def _timed(
-    cell: Cell, backend: AttentionBackend, shape: Shape, made: Inputs, ours: torch.Tensor, stopwatch: Stopwatch
-) -> Cell:
+def _case(
+    names: tuple[str, ...], backend: AttentionBackend, shape: Shape, made: Inputs, ours: torch.Tensor, exact: bool
+) -> Case:
     layers, lengths = len(made.of_plan[1]), (shape.context,) * shape.batch
-    backend.prepare(CommittedLengths(lengths, cell.exact, in_graph=True))
+    host_us = _host_us(backend, lengths, exact)
+    backend.prepare(CommittedLengths(lengths, exact, in_graph=True))
     made.of_plan[2].planned.clear()
     attention = backend.plan(*made.of_plan)
     error = float((attention.over_prefix(made.q, 0)[0].float() - ours).abs().max())
-    [ms] = stopwatch.ms([lambda: [attention.over_prefix(made.q, layer) for layer in range(layers)]], TURNS)
-    us = 1e3 * ms / layers
-    return replace(
-        cell,
-        prefix_us=us,
-        terabytes_per_second=shape.kv_bytes / us / 1e6,
-        tflops=replace(shape, chain=False).flops / us / 1e6,  # without the chunk's own rows
-        host_us=_host_us(backend, lengths, cell.exact),
-        error=error,
-    )
+    run_layers = in_turn([partial(attention.over_prefix, made.q, layer) for layer in range(layers)])
+    flops = replace(shape, chain=False).flops  # without the chunk's own rows
+    note = f"host {host_us:.0f} us, differs by {error:.1g}"
+    return Case(names, shape.kv_bytes, flops, run_layers, layers, note=note)
 
 
 def _host_us(backend: AttentionBackend, lengths: tuple[int, ...], exact: bool) -> float:
@@ -141,17 +128,3 @@ def _host_us(backend: AttentionBackend, lengths: tuple[int, ...], exact: bool) -
         backend.prepare(announced)
         times.append(1e6 * (time.perf_counter() - began))
     return median(times)
-
-
-def _table(cells: Sequence[Cell]) -> list[list[str]]:
-    rows = [["requests x queries x committed", "heads", "page size", "backend", "prefix, us", "TB/s", "TFLOP/s"]]
-    rows[0] += ["host, us", "differs by"]
-    for cell in cells:
-        ways = "" if cell.exact else ", overlap"
-        row = [cell.shape, cell.heads, str(cell.page_size), f"{cell.backend}{ways}"]
-        if cell.prefix_us is None:
-            rows.append([*row, "refused", "", "", "", ""])
-            continue
-        rates = f"{cell.terabytes_per_second:.2f}", f"{cell.tflops:.0f}"
-        rows.append([*row, f"{cell.prefix_us:.1f}", *rates, f"{cell.host_us:.0f}", f"{cell.error:.1g}"])
-    return rows

@@ -18,13 +18,14 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from rich.text import Text
 
-from espalier.bench.chains import Weights, as_engine, plain
+from espalier.bench.chains import as_engine, plain
 from espalier.bench.linears import ModelShape, Run, shape_named
 from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
 from espalier.config import FP8_KV, is_open
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.flags import positive_numbers
 from espalier.terminal.machine import require_gpu
+from lab.bench.experts import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Floors:
         """value_bytes: of K and V, see kv_value_bytes."""
         self.shape, self.value_bytes = shape, value_bytes
         self.device = require_gpu("floor")
-        self.weights = Weights(dtype, self.device)
+        self.weights = ExpertWeights(dtype, self.device)
         self.stopwatch = Stopwatch()
         # Context and page size change no product.
         self._products: dict[tuple[Run, ...], tuple[LinearTimes, ExpertTimes | None]] = {}

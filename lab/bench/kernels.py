@@ -6,8 +6,9 @@ layer finds its rows in the L2 cache.  Replays of a CUDA graph are timed by even
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import cast
 
 import torch
@@ -15,8 +16,8 @@ from rich.text import Text
 
 from espalier.attention import Attention, Nodes, Prefix
 from espalier.attention.triton import TritonAttention, TritonBackend
-from espalier.bench.expert_product import ExpertProduct, random_experts
-from espalier.bench.timing import SECONDS, Ceilings, Stopwatch
+from espalier.bench.expert_product import random_experts
+from espalier.bench.timing import SECONDS, Stopwatch
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
 from espalier.errors import EspalierError
@@ -29,6 +30,8 @@ from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
 from espalier.terminal.flags import written
 from espalier.terminal.machine import require_gpu
+from lab.bench.cases import Case, about, table, timed
+from lab.bench.experts import expert_case
 
 SPEC = LayerSpec(32, KVHeads(kv_heads=8, k_size=128, v_size=128))
 # The attention of DeepSeek-V2-Lite and of DeepSeek-V3.
@@ -37,7 +40,10 @@ FEW_HEADS, MANY_HEADS = (LayerSpec(heads, LATENT, scale=192**-0.5) for heads in 
 DTYPE = torch.bfloat16
 STEPS = 5
 TOPK = 8
-TURNS = 20
+
+
+HEADS = ("what", "requests x queries x committed", "heads", "page size")
+EXPERT_HEADS = ("experts, a row's", "hidden x inner", "rows")
 
 
 @dataclass(frozen=True)
@@ -95,134 +101,59 @@ EXPERTS = (ExpertsShape(64, 6, 2048, 1408), ExpertsShape(128, 8, 2048, 768), Exp
 EXPERT_ROWS = (1, 4, 16, 64, 256, 2048)
 
 
-@dataclass(frozen=True)
-class Cell:
-    """Medians in µs: attention of one layer, and the plan that all layers share.
-
-    terabytes_per_second: committed bytes over the time; bandwidth_share: the same over the measured bandwidth; both are
-    None for a chain.  tflops: TFLOP/s.
-    """
-
-    shape: str
-    heads: str
-    page_size: int
-    attention_us: float
-    plan_us: float
-    terabytes_per_second: float | None
-    bandwidth_share: float | None
-    tflops: float
-
-
-@dataclass(frozen=True)
-class ExpertCell:
-    """The product of `rows` rows with their experts.
-
-    us: median, of one layer; touched: experts that have rows; bandwidth_share: bytes of the touched experts over the
-    time, over the measured bandwidth; tflops: TFLOP/s.
-    """
-
-    shape: ExpertsShape
-    rows: int
-    us: float
-    touched: float
-    bandwidth_share: float
-    tflops: float
-
-
 def run(args: Namespace) -> int:
-    if not all(1 <= size <= MAX_PAGE_SIZE for size in args.page_size):
-        raise EspalierError(f"--page-size={written(args.page_size)} is not supported; use 1 to {MAX_PAGE_SIZE}")
+    require_page_sizes(args.page_size)
     require_writable("--json", args.json)
     device = require_gpu("kernels")
     print_header()
-    cells: list[Cell] = []
-    with progress("measuring", len(SHAPES) * len(args.page_size) + len(EXPERTS)) as advance:
-        stopwatch = Stopwatch()
-        ceilings = stopwatch.ceilings(device)
-        bytes_per_second = ceilings.bandwidth
-        for shape in SHAPES:
-            for page_size in args.page_size:
-                cells.append(measure(shape, page_size, bytes_per_second, device, stopwatch, args.in_order))
-                advance()
-        experts = []
-        for of_experts in EXPERTS:
-            experts += measure_experts(of_experts, ceilings, device, stopwatch)
+    stopwatch = Stopwatch()
+    ceilings = stopwatch.ceilings(device)
+    attention, experts = [], []
+    with progress("measuring", 2 * len(SHAPES) * len(args.page_size) + len(EXPERTS) * len(EXPERT_ROWS)) as advance:
+        for one in timed(attention_cases(args.page_size, device, args.in_order), stopwatch, ceilings.bandwidth):
+            attention.append(one)
+            advance()
+        for one in timed(expert_cases(device), stopwatch, ceilings.bandwidth):
+            experts.append(one)
             advance()
     order = "in order" if args.in_order else "in no order"
-    figures = {"bytes_per_second": bytes_per_second, "flops_per_second": ceilings.peak, "in_order": args.in_order}
-    cells_of = {"cells": [asdict(cell) for cell in cells], "experts": [asdict(cell) for cell in experts]}
-    write_json(args.json, figures | cells_of)
-    reads = f"memory reads {bytes_per_second / 1e12:.2f} TB/s, a product does {ceilings.peak / 1e12:.0f} TFLOP/s"
-    stdout().print(Text(f"bfloat16, pages {order}; {reads}", QUIET))
-    print_table(_table(cells))
+    cells = {"cells": [one.as_dict(HEADS) for one in attention]}
+    cells["experts"] = [one.as_dict(EXPERT_HEADS) for one in experts]
+    write_json(args.json, {"ceilings": asdict(ceilings), "in_order": args.in_order, **cells})
+    stdout().print(Text(f"bfloat16, pages {order}; {about(ceilings)}", QUIET))
+    print_table(table(HEADS, attention))
     stdout().print()
-    print_table(_expert_table(experts))
+    print_table(table(EXPERT_HEADS, experts))
     return 0
 
 
-def measure_experts(
-    shape: ExpertsShape, ceilings: Ceilings, device: torch.device, stopwatch: Stopwatch
-) -> list[ExpertCell]:
-    experts = ExpertProduct(shape, *random_experts(shape, DTYPE, device), DTYPE, stopwatch)
-    cells = []
-    for rows in EXPERT_ROWS:
-        us, touched = experts.us(rows, TURNS)
-        share = touched * shape.expert_bytes / us * 1e6 / ceilings.bandwidth
-        cells.append(ExpertCell(shape, rows, us, touched, share, shape.flops(rows) / us / 1e6))
-    return cells
+def require_page_sizes(sizes: Sequence[int]) -> None:
+    """Raises EspalierError."""
+    if not all(1 <= size <= MAX_PAGE_SIZE for size in sizes):
+        raise EspalierError(f"--page-size={written(list(sizes))} is not supported; use 1 to {MAX_PAGE_SIZE}")
 
 
-def _expert_table(cells: Sequence[ExpertCell]) -> list[list[str]]:
-    rows = [["experts, a row's", "hidden x inner", "rows", "touched", "us", "of memory's", "TFLOP/s"]]
-    for cell in cells:
-        shape = cell.shape
+def attention_cases(page_sizes: Sequence[int], device: torch.device, in_order: bool = False) -> Iterator[Case]:
+    """Of each shape the attention of one layer, and the plan that all layers share.
+
+    in_order: consecutive pages, as from a pool that was never full; otherwise in random order.
+    """
+    for shape, page_size in product(SHAPES, page_sizes):
+        layers = layers_beyond_cache(shape, device)
+        attention, run_layers = prepared(shape, page_size, layers, device, in_order)
+        names = str(shape), shape.heads, str(page_size)
+        # A chain's committed rows are not all that it reads.  The shape before may have left the clocks low.
+        num_bytes = 0 if shape.chain else shape.kv_bytes
+        yield Case(("attention", *names), num_bytes, shape.flops, run_layers, layers, SECONDS)
+        yield Case(("plan", *names), 0, 0, _plan(attention, shape))
+
+
+def expert_cases(device: torch.device) -> Iterator[Case]:
+    for shape in EXPERTS:
+        experts = random_experts(shape, DTYPE, device)
         sizes = f"{shape.num_experts}, {shape.top_k}", f"{shape.hidden} x {shape.inner}"
-        share = f"{cell.bandwidth_share:.1%}"
-        rows.append([*sizes, f"{cell.rows}", f"{cell.touched:.1f}", f"{cell.us:.1f}", share, f"{cell.tflops:.0f}"])
-    return rows
-
-
-def _table(cells: Sequence[Cell]) -> list[list[str]]:
-    rows = [
-        [
-            "requests x queries x committed",
-            "heads",
-            "page size",
-            "attention, us",
-            "plan, us",
-            "TB/s",
-            "of memory's",
-            "TFLOP/s",
-        ]
-    ]
-    for cell in cells:
-        rate = "" if cell.terabytes_per_second is None else f"{cell.terabytes_per_second:.2f}"
-        share = "" if cell.bandwidth_share is None else f"{cell.bandwidth_share:.1%}"
-        times = f"{cell.attention_us:.1f}", f"{cell.plan_us:.1f}"
-        rows.append([cell.shape, cell.heads, str(cell.page_size), *times, rate, share, f"{cell.tflops:.0f}"])
-    return rows
-
-
-def measure(
-    shape: Shape,
-    page_size: int,
-    bytes_per_second: float,
-    device: torch.device,
-    stopwatch: Stopwatch,
-    in_order: bool = False,
-) -> Cell:
-    """Time one shape.  in_order: consecutive pages, as from a pool that was never full; otherwise in random order."""
-    layers = layers_beyond_cache(shape, device)
-    attention, run_layers = prepared(shape, page_size, layers, device, in_order)
-    # The shape before may have left the clocks low.
-    [all_ms] = stopwatch.ms([run_layers], TURNS, SECONDS)
-    [plan_ms] = stopwatch.ms([_plan(attention, shape)], TURNS)
-    attention_us, plan_us = 1e3 * all_ms / layers, 1e3 * plan_ms
-    tflops = shape.flops / attention_us / 1e6
-    if shape.chain:
-        return Cell(str(shape), shape.heads, page_size, attention_us, plan_us, None, None, tflops)
-    rate = shape.kv_bytes / (attention_us * 1e-6)
-    return Cell(str(shape), shape.heads, page_size, attention_us, plan_us, rate / 1e12, rate / bytes_per_second, tflops)
+        for rows in EXPERT_ROWS:
+            yield expert_case((*sizes, f"{rows}"), shape, *experts, DTYPE, rows)
 
 
 def _plan(attention: Attention, shape: Shape) -> Callable[[], object]:
@@ -248,7 +179,7 @@ def layers_beyond_cache(shape: Shape, device: torch.device) -> int:
 def prepared(
     shape: Shape, page_size: int, layers: int, device: torch.device, in_order: bool = False
 ) -> tuple[Attention, Callable[[], Sequence[torch.Tensor]]]:
-    """(a planned pass over full pages, a function that runs all of its layers).  in_order: see `measure`."""
+    """(a planned pass over full pages, a function that runs all of its layers).  in_order: see `attention_cases`."""
     made = inputs(shape, page_size, layers, device, in_order)
     attention = TritonBackend().plan(*made.of_plan)
     return attention, lambda: [attention.attend(layer, made.q, made.k, made.v) for layer in range(layers)]
@@ -265,7 +196,7 @@ class Inputs:
 
 
 def inputs(shape: Shape, page_size: int, layers: int, device: torch.device, in_order: bool = False) -> Inputs:
-    """A pass over full pages.  in_order: see `measure`."""
+    """A pass over full pages.  in_order: see `attention_cases`."""
     tree = (0, 1, 1) if shape.chain else (STEPS, TOPK, shape.queries)
     context = shape.context + shape.queries + 1
     layout = RoundLayout(shape.batch, *tree, page_size, context, 0, max(shape.batch * shape.queries, 16))

@@ -5,15 +5,14 @@ bandwidth that the bytes of the stored weights make up.
 """
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from rich.text import Text
 
-from espalier.bench.chains import Matrix, Weights
-from espalier.bench.expert_product import ExpertProduct, stored_experts
-from espalier.bench.linears import ModelShape, Shape, shape_named
+from espalier.bench.chains import Matrix, Weights, in_turn
+from espalier.bench.linears import ModelShape, shape_named
 from espalier.bench.timing import Stopwatch
 from espalier.kernels.layers.linear_tuning import plans_for
 from espalier.kernels.layers.quantised import QuantisedMatrix
@@ -25,28 +24,16 @@ from espalier.models.quantisers import QUANTISERS, find_quantiser
 from espalier.terminal.console import QUIET, print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.flags import positive_numbers
 from espalier.terminal.machine import require_gpu
+from lab.bench.cases import Case, Timed, table, timed
+from lab.bench.experts import expert_case, stored_experts
 
 DTYPE = torch.bfloat16
 # Weights of a chain together; the L2 cache holds a fraction.
 CHAIN_BYTES = 600 * 10**6
-TURNS = 20
 GATED = "gate_up"
 
 
-@dataclass(frozen=True)
-class LayerTime:
-    """A product with `rows` rows.  us: of a call; bandwidth_share: bytes of the weight over it, over the measured rate.
-
-    plan: of the kernel, None: the library's; for experts the number of them that have rows.
-    """
-
-    layer: str
-    shape: Shape
-    weights: str
-    rows: int
-    us: float
-    bandwidth_share: float
-    plan: str
+HEADS = ("layer", "out x in", "weights", "rows")
 
 
 def run(args: Namespace) -> int:
@@ -60,21 +47,23 @@ def run(args: Namespace) -> int:
     print_header()
     stopwatch = Stopwatch()
     bandwidth = stopwatch.bandwidth(device)
-    shape, times = shape_named(args.shape), []
+    shape = shape_named(args.shape)
+    times: list[Timed] = []
     for name in formats:
-        times += layer_times(shape, name, all_rows, bandwidth, device, stopwatch)
-        times += expert_times(shape, name, all_rows, bandwidth, device, stopwatch)
-    write_json(args.json, {"bytes_per_second": bandwidth, "layers": [asdict(time) for time in times]})
+        times += timed(layer_cases(shape, name, all_rows, device), stopwatch, bandwidth)
+        times += timed(expert_cases(shape, name, all_rows, device), stopwatch, bandwidth)
+    write_json(args.json, {"bytes_per_second": bandwidth, "layers": [time.as_dict(HEADS) for time in times]})
     stdout().print(Text(f"bfloat16 inputs; memory reads {bandwidth / 1e12:.2f} TB/s", QUIET))
-    print_table(table(times))
+    print_table(table(HEADS, times))
     return 0
 
 
-def layer_times(
-    shape: ModelShape, weights: str, all_rows: Sequence[int], bandwidth: float, device: torch.device, timer: Stopwatch
-) -> list[LayerTime]:
-    """The linear layers that the format takes, without routers and the head."""
-    times, made = [], Weights(DTYPE, device)
+def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """The linear layers that the format takes, without routers and the head.
+
+    Each has the plan of its kernel as a note, None: the library's.
+    """
+    made = Weights(DTYPE, device)
     # Layers with and without experts have some layers in common.
     for run in {(run.name, run.shape): run for run in shape.target_pass(1)}.values():
         if run.heads > 1 or "router" in run.name or run.name[-4:] == "gate" or run.name == "lm_head":
@@ -85,38 +74,21 @@ def layer_times(
         copies = [first, *(made.drawn(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]
         for rows in all_rows:
             x = torch.randn(rows, run.shape[1], dtype=DTYPE, device=device)
-            [ms] = timer.ms([_chain(x, copies, run.name == GATED)], TURNS)
-            us = 1e3 * ms / len(copies)
-            share = first.nbytes / us * 1e6 / bandwidth
-            times.append(LayerTime(run.name, run.shape, weights, rows, us, share, _plan(first, x)))
-    return times
+            calls = in_turn([partial(product, x, weight, run.name == GATED) for weight in copies])
+            names = run.name, f"{run.shape[0]} x {run.shape[1]}", weights, f"{rows}"
+            flops = 2 * rows * run.shape[0] * run.shape[1]
+            yield Case(names, first.nbytes, flops, calls, len(copies), note=_plan(first, x))
 
 
-def expert_times(
-    shape: ModelShape, weights: str, all_rows: Sequence[int], bandwidth: float, device: torch.device, timer: Stopwatch
-) -> list[LayerTime]:
-    """The product with the experts of a layer, whose bytes are those of the experts that have rows."""
-    takes = weights == DENSE or QUANTISERS[weights].experts
-    if shape.experts is None or not takes:
-        return []
+def expert_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """The product with the experts of a layer."""
+    if shape.experts is None or not (weights == DENSE or QUANTISERS[weights].experts):
+        return
     sizes = shape.experts.shape
-    gate_up, down = stored_experts(sizes, weights, DTYPE, device)
-    expert_bytes = (gate_up.nbytes + down.nbytes) / sizes.num_experts
-    product = ExpertProduct(sizes, gate_up, down, DTYPE, timer)
-    times = []
+    experts = stored_experts(sizes, weights, DTYPE, device)
     for rows in all_rows:
-        us, touched = product.us(rows, TURNS)
-        share = touched * expert_bytes / us * 1e6 / bandwidth
-        times.append(LayerTime("experts", sizes.size, weights, rows, us, share, f"{touched:.1f} of them touched"))
-    return times
-
-
-def _chain(x: torch.Tensor, weights: Sequence[Matrix], gated: bool) -> Callable[[], None]:
-    def body() -> None:
-        for weight in weights:
-            product(x, weight, gated)
-
-    return body
+        names = "experts", f"{sizes.hidden} x {sizes.inner}", weights, f"{rows}"
+        yield expert_case(names, sizes, *experts, DTYPE, rows)
 
 
 def product(x: torch.Tensor, weight: Matrix, gated: bool) -> torch.Tensor:
@@ -132,11 +104,3 @@ def _plan(weight: Matrix, x: torch.Tensor) -> str:
         return str(None if is_scaled_product(x, weight) else plan_of(weight, x))
     plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, x.dtype, weight)
     return str(None if plans is None else plans.at(len(x)))
-
-
-def table(times: Sequence[LayerTime]) -> list[list[str]]:
-    rows = [["layer", "out x in", "weights", "rows", "us", "of memory's", "plan"]]
-    for time in times:
-        size, share = f"{time.shape[0]} x {time.shape[1]}", f"{time.bandwidth_share:.1%}"
-        rows.append([time.layer, size, time.weights, f"{time.rows}", f"{time.us:.1f}", share, time.plan])
-    return rows

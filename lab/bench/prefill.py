@@ -13,7 +13,6 @@ from rich.text import Text
 
 from espalier.bench.drive import empty_prefix_cache, greedy_request
 from espalier.bench.engines import BenchEngine, load_sizes, require_positions
-from espalier.bench.expert_product import ExpertProduct
 from espalier.bench.linears import ModelShape
 from espalier.bench.timing import PeakMeter
 from espalier.errors import EspalierError
@@ -22,7 +21,9 @@ from espalier.request import Request
 from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.terminal.console import print_table, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
+from lab.bench.cases import timed
 from lab.bench.engines import about, engines_of, shape_of
+from lab.bench.experts import expert_case
 from lab.bench.experts_touched import mixture_blocks
 from lab.bench.floor import Floors
 from lab.bench.full_rounds import enter, leave
@@ -201,8 +202,12 @@ def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Fl
     sizes, mixed = floors.shape.experts, mixture_blocks(bench.engine)
     if sizes is None:
         return None
-    layer = ExpertProduct(sizes.shape, mixed[0].gate_up, mixed[0].down, floors.weights.dtype, floors.stopwatch)
-    us_of_rows = {rows: layer.us(rows, TURNS)[0] for rows in {batch * width for batch, width in passes}}
+    layer, all_rows = (
+        (mixed[0].gate_up, mixed[0].down, floors.weights.dtype),
+        {batch * width for batch, width in passes},
+    )
+    cases = {rows: expert_case((), sizes.shape, *layer, rows) for rows in all_rows}
+    us_of_rows = {rows: one.us for rows, one in zip(cases, timed(cases.values(), floors.stopwatch, 1.0), strict=True)}
     layers = len(mixed) - (bench.engine.executor.runner.drafter.spec.reads != "hidden")
     return layers * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
 

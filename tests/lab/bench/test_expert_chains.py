@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from espalier.bench import chains
-from espalier.bench.chains import ExpertCalls, Weights, num_copies, plain, steps_of
-from espalier.bench.expert_product import LayerExperts, random_ids
+from espalier.bench.chains import plain
+from espalier.bench.expert_product import random_ids
 from espalier.bench.linears import Run
 from espalier.bench.shapes import SHAPES, Shape
 from espalier.bench.timing import Ceilings
@@ -20,7 +20,9 @@ from espalier.kernels.ops.experts import grouped_experts
 from espalier.models.layers import experts as layer
 from espalier.models.quantisers import QUANTISERS
 from lab.__main__ import main as lab
+from lab.bench import experts as lab_experts
 from lab.bench import floor as floor_module
+from lab.bench.experts import ExpertCalls, ExpertWeights, LayerExperts, num_copies, steps_of
 from lab.bench.floor import Floors, round_runs
 from lab.bench.recipe_sizes import recipe_sizes, shape_named
 from lab.synthetic.checkpoint import Recipe, build
@@ -86,7 +88,7 @@ def test_few_rows_take_the_shared_expert_with_the_routed_ones(rows, joins):
 
 
 def test_no_weight_is_multiplied_twice_in_a_pass_with_dense_layers():
-    shape, weights = recipe_sizes(Recipe(mixture("v2"))), Weights(torch.float32, CPU)
+    shape, weights = recipe_sizes(Recipe(mixture("v2"))), ExpertWeights(torch.float32, CPU)
     runs = shape.target_pass(3)
     pointers = [weights.of(step.run)[step.layer].data_ptr() for step in steps_of(runs, experts=False)]
     assert len(pointers) == len(set(pointers)) == sum(run.count for run in runs)
@@ -102,7 +104,7 @@ def test_each_pass_of_an_mtp_module_with_experts_has_its_product():
         *(("draft 2 router", 4), ("draft 2 router", 4)),
         *(("draft 1 router", 8), ("draft 2 router", 8)),
     ]
-    Weights(torch.float32, CPU).chain(draft, plain, experts=True)()
+    ExpertWeights(torch.float32, CPU).chain(draft, plain, experts=True)()
 
 
 STORED = [(name, "dense") for name in MIXTURES] + [
@@ -174,11 +176,11 @@ def test_a_chain_launches_what_the_engine_launches(name, weights, rows, monkeypa
     [*_, block] = build(recipe, dtype, CPU, 64)[0].layers
     engine, chain = Recorder(), Recorder()
     monkeypatch.setattr(layer, "grouped_experts", engine)
-    monkeypatch.setattr(chains, "grouped_experts", chain)
+    monkeypatch.setattr(lab_experts, "grouped_experts", chain)
     x = torch.randn(rows, recipe.shape.target.hidden_size, dtype=dtype)
     block.mlp(block.mlp.routed(x), torch.ones(rows, dtype=torch.bool))
     shape = recipe_sizes(recipe)
-    Weights(dtype, CPU).chain(shape.target_pass(rows), plain, experts=True)()
+    ExpertWeights(dtype, CPU).chain(shape.target_pass(rows), plain, experts=True)()
     assert len(chain.calls) == shape.experts.layers
     [expected] = engine.calls
     for call in chain.calls:
@@ -188,13 +190,13 @@ def test_a_chain_launches_what_the_engine_launches(name, weights, rows, monkeypa
 
 
 def test_layers_take_the_copies_in_turn(monkeypatch):
-    monkeypatch.setattr(chains, "L2_BYTES", 2 * 10**5)
-    monkeypatch.setattr(chains, "grouped_experts", recorder := Recorder())
+    monkeypatch.setattr(lab_experts, "L2_BYTES", 2 * 10**5)
+    monkeypatch.setattr(lab_experts, "grouped_experts", recorder := Recorder())
     shape = recipe_sizes(Recipe(mixture("qwen3-moe")))
     shape = replace(shape, layers=5, experts=replace(shape.experts, layers=5))
     [router] = [run for run in shape.target_pass(3) if run.experts is not None]
     assert num_copies(router.experts) == 2
-    Weights(torch.float32, CPU).chain(shape.target_pass(3), plain, experts=True)()
+    ExpertWeights(torch.float32, CPU).chain(shape.target_pass(3), plain, experts=True)()
     pointers = [(call["gate_up"].data_ptr(), call["down"].data_ptr()) for call in recorder.calls]
     assert len(set(pointers)) == 2 and pointers[::2] == [pointers[0]] * 3 and pointers[1::2] == [pointers[1]] * 2
     assert len({tuple(call["ids"].flatten().tolist()) for call in recorder.calls}) == 5
@@ -221,7 +223,7 @@ def told(monkeypatch):
     """Floors on a CPU."""
     monkeypatch.setattr(floor_module, "require_gpu", lambda what: CPU)
     monkeypatch.setattr(floor_module, "as_engine", plain)
-    monkeypatch.setattr(chains, "grouped_experts", recorder := Recorder())
+    monkeypatch.setattr(lab_experts, "grouped_experts", recorder := Recorder())
     found = Floors(recipe_sizes(Recipe(mixture("qwen3-moe", hot=512))), torch.float32)
     found.stopwatch = Counting(recorder)
     return found
