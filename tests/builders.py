@@ -137,11 +137,12 @@ WITHOUT_ROUTING: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok"
 def add_kv_scales(target: Path) -> None:
     """Add scales of K and V to a target: no two equal, for each head in every layer but the first."""
     config = json.loads((target / "config.json").read_text())
-    heads = 1 if config.get("kv_lora_rank") else config["num_key_value_heads"]
+    by_layer = config.get("per_layer_config", {})
     weights = load_file(target / "model.safetensors")
     for layer in range(config["num_hidden_layers"]):
+        heads = by_layer.get(str(layer), {}).get("num_key_value_heads", config["num_key_value_heads"])
         for i, name in enumerate("kv"):
-            count = heads if layer else 1
+            count = 1 if config.get("kv_lora_rank") or not layer else heads
             scale = 0.02 * (1 + 0.37 * layer + 0.11 * i + 2.5 * torch.arange(count))
             weights[f"model.layers.{layer}.self_attn.{name}_scale"] = scale.view(-1, 1, 1) if layer else scale
     save_file(weights, target / "model.safetensors")
@@ -186,7 +187,7 @@ def make_target(
         fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
         # Transformers takes it for the size of the rotated part.
         fields["head_dim"] = fields["qk_rope_head_dim"]
-    if family == "gemma3" and "rope_type" in fields.get("rope_parameters", {}):
+    if family.startswith(("gemma3", "gemma4")) and "rope_type" in fields.get("rope_parameters", {}):
         fields["rope_parameters"] = {
             kind: dict(fields["rope_parameters"]) for kind in ("full_attention", "sliding_attention")
         }

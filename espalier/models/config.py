@@ -92,6 +92,7 @@ class Experts:
     shared_name: name of the shared expert's weights.  shared_bias: whether its projections have a bias.
     shared_gate: name of the weight [1, H] that gates the shared expert; None without a gate.
     router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
+    scale_name: name of a factor of each expert's weight [E]; None without one.
     stored: how the checkpoint stores the experts (espalier/models/expert_loading.py).
     biases: whether gate, up and down have biases.
     """
@@ -104,6 +105,7 @@ class Experts:
     shared_gate: str | None = None
     shared_bias: bool = False
     router_name: str = "gate"
+    scale_name: str | None = None
     stored: Literal["apart", "stacked", "joined"] = "apart"
     biases: bool = False
     activation: Activation = SILU

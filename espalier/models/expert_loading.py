@@ -35,11 +35,14 @@ def load_experts(
     routing = experts.routing
     # First: it refuses a wrong number of experts before they are read.
     router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
-    gate_up, down, biases = load_matrices(weights, experts, prefix, hidden)
-    bias = shared = shared_gate = None
+    read = {"apart": _apart, "stacked": _stacked, "joined": _joined}[experts.stored]
+    gate_up, down, biases = read(weights, experts, prefix, hidden)
+    scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
         name = f"{experts.router_name}.bias" if routing.logit_bias else "gate.e_score_correction_bias"
         bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
+    if experts.scale_name is not None:
+        scale = weights.take_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
     if experts.shared_size:
         name = f"{prefix}{experts.shared_name}."
         shared = weights.mlp(name, hidden, experts.shared_size, experts.shared_bias, of_shared)
@@ -55,13 +58,8 @@ def load_experts(
         shared_gate,
         biases,
         experts.activation,
+        scale,
     )
-
-
-def load_matrices(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
-    """The routed experts under `prefix`."""
-    ways = {"apart": _apart, "stacked": _stacked, "joined": _joined}
-    return ways[experts.stored](weights, experts, prefix, hidden)
 
 
 def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:

@@ -15,7 +15,7 @@ from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import heads_and_size
-from espalier.models.expert_loading import load_matrices
+from espalier.models.expert_loading import load_experts
 from espalier.models.families.gemma3 import FULL, SLIDING
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
@@ -100,6 +100,7 @@ def _experts(full: Raw) -> Experts | None:
         full["intermediate_size"],
         "mlp",
         router_name="router.proj",
+        scale_name="router.per_expert_scale",
         stored="joined",
         activation=GELU_TANH,
     )
@@ -197,16 +198,11 @@ def _load_attention(
 
 
 def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str) -> BesideMLP:
-    hidden, eps, count = config.hidden_size, config.rms_norm_eps, experts.routing.num_experts
-    gate_up, down, _ = load_matrices(weights, experts, prefix, hidden)
+    hidden, eps = config.hidden_size, config.rms_norm_eps
     return BesideMLP(
-        routing=experts.routing,
+        # The dense MLP stands beside them, and not in the sum.
+        mixture=load_experts(weights, replace(experts, shared_size=0), prefix, hidden),
         router_norm=RMSNorm(weights.take_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),
-        router=weights.take(f"{prefix}router.proj.weight", count, hidden),
-        expert_scale=weights.take_exact(f"{prefix}router.per_expert_scale", count),
-        gate_up=gate_up,
-        down=down,
-        activation=experts.activation,
         mlp_norm=weights.norm(f"{prefix}post_feedforward_layernorm_1", hidden, eps),
         norm=weights.norm(f"{prefix}pre_feedforward_layernorm_2", hidden, eps),
         after=weights.norm(f"{prefix}post_feedforward_layernorm_2", hidden, eps),

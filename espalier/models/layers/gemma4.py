@@ -5,13 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.embedding import DraftHidden
-from espalier.kernels.ops.experts import ExpertMatrix, Routing, grouped_experts, route
 from espalier.kernels.ops.linear import sum_parts
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
-from espalier.models.layers.experts import router_logits
+from espalier.models.layers.experts import MixtureMLP, RoutedRows, router_logits
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -65,45 +63,25 @@ class LayerInput:
 class BesideMLP:
     """Routed experts that read the stream beside the dense MLP, through norms of their own.
 
-    router_norm: its weight includes the router's scale; router: [E, H]; expert_scale: [E], of each expert's weight.
-    mlp_norm: of the dense MLP's output; norm, after: of the experts' input and output.
+    router_norm: its weight includes the router's scale.  mlp_norm: of the dense MLP's output; norm, after: of the
+    experts' input and output.
     """
 
-    __slots__ = (
-        *("routing", "router_norm", "router", "expert_scale", "gate_up", "down", "activation"),
-        *("mlp_norm", "norm", "after"),
-    )
+    __slots__ = ("mixture", "router_norm", "mlp_norm", "norm", "after")
 
     def __init__(
-        self,
-        routing: Routing,
-        router_norm: RMSNorm,
-        router: Tensor,
-        expert_scale: Tensor,
-        gate_up: ExpertMatrix,
-        down: ExpertMatrix,
-        activation: Activation,
-        mlp_norm: RMSNorm,
-        norm: RMSNorm,
-        after: RMSNorm,
+        self, mixture: MixtureMLP, router_norm: RMSNorm, mlp_norm: RMSNorm, norm: RMSNorm, after: RMSNorm
     ) -> None:
-        self.routing = routing
+        self.mixture = mixture
         self.router_norm = router_norm
-        self.router = router
-        self.expert_scale = expert_scale
-        self.gate_up = gate_up
-        self.down = down
-        self.activation = activation
         self.mlp_norm = mlp_norm
         self.norm = norm
         self.after = after
 
     def __call__(self, x: Tensor, dense: Tensor, live: Tensor | None) -> Tensor:
         """x: [N, H], the stream; dense: of the MLP, [N, H].  Returns the sum of both blocks, normed each."""
-        ids, weights = route(router_logits(self.router_norm(x), self.router), None, self.routing)
-        weights = weights * self.expert_scale[ids]
-        experts = (self.norm(x), self.gate_up, self.down, ids, weights)
-        parts = grouped_experts(*experts, live=live, activation=self.activation)
+        rows, logits = self.norm(x), router_logits(self.router_norm(x), self.mixture.router)
+        parts = self.mixture(RoutedRows(rows, rows, logits), live)
         return self.mlp_norm(dense) + self.after(sum_parts(parts, x.dtype))
 
 
