@@ -28,6 +28,7 @@ def places_of(row):
     return {place.name: place for place in row.places}
 
 
+@pytest.mark.full
 def test_each_tree_runs_in_both_forms_and_every_round_is_as_one_that_began_afresh():
     by_form = {form: measured(form, TREES, num_prompts=PROMPTS) for form in ("chain", "target")}
     names = ["mtp 3,1,4", "mtp 3,1,4, in the other form", "mtp 3,6,40", "mtp 3,6,40, in the other form"]
