@@ -87,6 +87,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": ("gemma4", {}),
+    "gemma4, K and V apart, biases, not tied": (
+        "gemma4",
+        {"attention_k_eq_v": False, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma4, full attention alone, another RoPE": (
+        "gemma4",
+        {
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 700.0,
+                    "factor": 2.0,
+                }
+            },
+        },
+    ),
+    "gemma4_unified": ("gemma4_unified", {}),
+    "gemma4_moe": ("gemma4_moe", {}),
+    "gemma4_moe, inputs of layers": (
+        "gemma4_moe",
+        {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 20},
+    ),
+    "gemma4_e": ("gemma4_e", {}),
+    "gemma4_e, K as V, no wide MLP": ("gemma4_e", {"attention_k_eq_v": True, "use_double_wide_mlp": False}),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v2, queries without a latent, greedy": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek_v2, attention and mlp biases": ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}),

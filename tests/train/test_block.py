@@ -190,7 +190,8 @@ def test_edges_learn_what_the_token_before_decides(edge_rank, kind, tmp_path):
     assert lengths.float().mean() > 2.9 if edge_rank else lengths.float().mean() < 2.5
 
 
-@pytest.mark.parametrize("kind", [pytest.param("vanilla", **FULL), pytest.param("gated", **FULL), "rnn"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_recurrent_edges_learn_what_the_token_two_before_decides(kind, tmp_path):
     """Behind the end of a triple, depth 1 is one of 4 tokens, depth 2 is token 8, and depth 3 follows from depth 1."""
     target_dir = make_target(tmp_path / "target", triples(6000), steps=200)

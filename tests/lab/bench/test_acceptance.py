@@ -19,6 +19,7 @@ def measured(form, trees=TREES[1:], modules=3):
     return measure(settings, PROMPTS, NUM_TOKENS, lambda: None, trees)
 
 
+@pytest.mark.full
 def test_each_tree_runs_in_both_forms():
     by_form = {form: measured(form, TREES) for form in ("chain", "target")}
     names = ["mtp 3,1,4", "mtp 3,1,4, in the other form", "mtp 3,6,40", "mtp 3,6,40, in the other form"]

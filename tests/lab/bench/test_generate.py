@@ -117,7 +117,7 @@ def test_an_llm_around_an_engine_serves_token_ids(engines):
     [
         (["--tree", "plain"], [1, 2]),
         (CHANGED, [1, 2]),
-        (["--tree", *SEVERAL], [1, 2]),
+        pytest.param(["--tree", *SEVERAL], [1, 2], marks=pytest.mark.full),
         pytest.param(["--tree", "4,4,16"], [1], marks=pytest.mark.full),
     ],
     ids=str,

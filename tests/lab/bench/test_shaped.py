@@ -97,6 +97,7 @@ def test_a_tree_stands_beside_plain_decoding_of_its_batch_and_context(found):
 SETTINGS = {"max_batch": 4, "max_context": 256, "chunk_size": 16}
 
 
+@pytest.mark.full
 def test_cells_of_a_tree_share_an_engine_of_a_users_size(monkeypatch):
     recipe = Recipe(SHAPE, skill=0.9)
     sizes = UserSizes(recipe, SETTINGS, CPU)

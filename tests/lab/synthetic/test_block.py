@@ -94,6 +94,7 @@ def test_from_files_through_the_public_door(tmp_path: Path) -> None:
     assert list(out.token_ids) == recipe.chain().follow(start, 40)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shift", [-1, pytest.param(1, marks=pytest.mark.full)])
 def test_layers_that_are_one_off_raise_the_alarm(
     shift: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -120,6 +121,7 @@ def test_layers_that_are_one_off_raise_the_alarm(
     assert "check the target layers that it reads (target_layer_ids name their outputs" in warned[0]
 
 
+@pytest.mark.full
 def test_models_in_bfloat16_are_accepted_alike() -> None:
     recipe, tree = block(8, 0.95), (8, 4, 32)
     engine = an_engine(recipe, tree, torch.bfloat16, batch=4)

@@ -222,6 +222,7 @@ def test_mtp_layers_give_what_their_tables_say(layers: int, form: str, tree: tup
     assert engine.totals.accept_length == pytest.approx(predicted_accept_length(recipe.chain(), *tree), abs=0.15)
 
 
+@pytest.mark.full
 def test_copied_text_follows_the_rule_with_and_without_a_tree() -> None:
     recipe = a_recipe(mode="copy", shape=LONG)
     starts = prompts(recipe, 4)

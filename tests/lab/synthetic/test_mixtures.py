@@ -54,6 +54,7 @@ def test_text_and_acceptance_are_as_planted(name: str) -> None:
     assert engine.totals.accept_length == pytest.approx(predicted, abs=0.35)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name",
     [

@@ -153,6 +153,7 @@ def test_weights_that_a_shape_is_not_stored_in_are_refused(name, weights):
 
 
 # Greedy text with wide margins, where each token depends on a far K/V row of a layer: no near-tie excuses a difference.
+@pytest.mark.full
 @pytest.mark.parametrize(("device", "name", "weights", "kv_dtype"), COPYING)
 def test_copied_text_is_the_same_with_and_without_a_tree(name, weights, kv_dtype, device):
     """And accept lengths are as the tables foretell.  On a GPU: its kernels, in bfloat16, with CUDA graphs."""
