@@ -47,8 +47,8 @@ class Why(Enum):
 
 # The first pattern that a command begins with decides.
 NOT_RUN = {
-    r"espalier \w+.* --device cuda": Why.GPU,
-    r"python -m lab \w+.* --(shape|device cuda)": Why.GPU,
+    r"(espalier|python -m lab) \w+.* --device cuda": Why.GPU,
+    r"python -m lab (?!foundry)\w+.* --shape": Why.GPU,
     r"python -m lab (kernels|attention|linears|loading|floor)": Why.GPU,
     r"espalier doctor --tune": Why.GPU,
     r"(python tools/(gpu_runs|round_plans)|compute-sanitizer|make test-gpu)": Why.GPU,
@@ -58,8 +58,7 @@ NOT_RUN = {
     r"(ruff|mypy) ": Why.TESTS,
     r"(serve|ray) |python tools/ray_shows|espalier serve .*--replicas": Why.RAY,
     r"(sudo|systemctl|journalctl) ": Why.SYSTEM,
-    r"espalier bench ": Why.MINUTES,
-    r"python -m lab (?!fault|--help)": Why.MINUTES,
+    r"espalier bench |python -m lab (?!fault)": Why.MINUTES,
     r"python -m espalier\.train ": Why.MINUTES,
     r"python tools/(step_cost|front_cost|serve_timeline|make_demo_picture)\.py": Why.MINUTES,
     r"espalier demo": Why.ELSEWHERE,

@@ -16,6 +16,7 @@ from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import heads_and_size
 from espalier.models.expert_loading import load_experts
+from espalier.models.families.gemma3 import FAMILY as GEMMA3
 from espalier.models.families.gemma3 import FULL, SLIDING
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
@@ -237,6 +238,7 @@ FAMILY = Family(
     out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
     qk_norm=True,
+    layer_norms=GEMMA3.layer_norms,
     experts=_experts,
     embedding_scale=lambda full: float(full["hidden_size"] ** 0.5),
     ropes=_ropes,
