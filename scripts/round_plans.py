@@ -21,7 +21,6 @@ from unittest.mock import patch
 import torch
 
 from espalier.bench.chains import Matrix
-from espalier.bench.engines import way_with
 from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS, tree_shape
 from espalier.engine.cuda import CudaExecutor, Graph
 from espalier.engine.launch_input import of_dummies
@@ -37,7 +36,7 @@ from espalier.layout import PLAIN, LaunchForm
 from espalier.models.weight_formats import dense
 from espalier.terminal.console import print_header
 from espalier.terminal.machine import require_gpu
-from lab.bench.engines import OfShape
+from lab.bench.engines import OfShape, way_with
 from lab.bench.synthetic_models import recipe_of
 
 # The variant that changes nothing.
