@@ -2,7 +2,7 @@
 
 import pytest
 
-from espalier import counterparts
+from espalier import other_engines
 from espalier.cli import parser
 from espalier.cli.bench import COMMANDS as BENCH
 from espalier.cli.main import COMMANDS, parse
@@ -94,21 +94,21 @@ def test_a_list_grows_and_a_switch_may_come_twice():
     assert getattr(args, "SamplingParams.stop") == ["a", "b"] and args.json
 
 
-@pytest.mark.parametrize("ours", counterparts.TABLE)
+@pytest.mark.parametrize("ours", other_engines.TABLE)
 def test_a_counterpart_is_a_setting_and_a_flag(ours, capsys):
     owner, _, setting = ours.partition("=")[0].partition(".")
-    for theirs in counterparts.TABLE[ours].split():
+    for theirs in other_engines.TABLE[ours].split():
         assert not any(theirs in fields for fields in FIELDS.values()), "a name of its own"
         if owner != "serve":
             assert setting in FIELDS[owner]
-            assert setting in counterparts.keyword(theirs, FIELDS[owner])
+            assert setting in other_engines.keyword(theirs, FIELDS[owner])
         if setting not in ("speculation", "grammar"):  # several flags, and none
             run("serve" if owner == "serve" else "generate", flag_of(theirs))
             assert f"use {flag_of(setting)}" in capsys.readouterr().err.replace("--no-", "--")
 
 
 def test_a_name_stands_once():
-    names = " ".join([*counterparts.TABLE.values(), *counterparts.NONE.values()]).split()
+    names = " ".join([*other_engines.TABLE.values(), *other_engines.NONE.values()]).split()
     assert sorted(set(names)) == sorted(names)
 
 
