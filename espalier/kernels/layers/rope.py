@@ -215,8 +215,8 @@ def _check(
         require(f"rope: {name}", norm, (size,), None, out)
     if rotary % 2 or rotary > size or num_heads < kv_heads * (1 if norms is not None and norms.v_is_k else 2):
         raise EspalierError(
-            f"rope: got qkv {list(parts.shape[1:])}, {kv_heads} KV heads and {rotary} values per head to rotate: it needs "
-            "K and V of each KV head, and an even number of rotated values within the head"
+            f"rope: got qkv {list(parts.shape[1:])}, {kv_heads} KV heads and {rotary} values per head to rotate: it "
+            "needs K and V of each KV head, and an even number of rotated values within the head"
         )
     for tensor in (parts, out, *rotation, k_buffer, v_buffer, *of_heads):
         if tensor.stride(-1) != 1:
