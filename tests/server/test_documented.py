@@ -66,7 +66,7 @@ NOT_RUN = {
     r"python tools/make_(support|server_fields)\.py": Why.CHECKOUT,
 }
 # Seconds each, by a process of its own or a comparison: `make test-full` runs them.
-SLOW = re.compile(r"espalier (quantize|batch (?!.*--url))|python tools/lines")
+SLOW = re.compile(r"espalier (quantize|batch (?!.*--url))|python -m lab fault|python tools/lines")
 TARGET, DRAFT = "model", str(worded()[1])
 STANDS_FOR = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": TARGET,
