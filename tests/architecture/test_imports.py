@@ -34,7 +34,7 @@ FLOORS = (
     ("config", "request", "text", "text_bound"),
     ("tools",),
     ("inputs",),
-    ("slots",),
+    ("slots", "shards"),
     ("kernels",),
     ("cache",),
     ("attention",),
