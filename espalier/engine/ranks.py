@@ -172,7 +172,7 @@ class Ranks:
         self.peers = tuple(peers)
         self.collectives: Any = None
         self.failure: Exception | None = None
-        self.num_launched = self.num_loaded = 0
+        self.num_launched = self.num_loaded = self.num_answered = 0
         self._on_end = on_end
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
@@ -195,7 +195,9 @@ class Ranks:
 
     def loaded(self) -> None:
         """Wait until every rank has loaded, or has started if nothing was sent.  Raises as `expect`."""
-        self.expect(Loaded, self.num_loaded)
+        if self.num_answered <= self.num_loaded:
+            self.expect(Loaded, self.num_loaded)
+            self.num_answered = self.num_loaded + 1
 
     def launch(self, launch_input: LaunchInput) -> int:
         """The number of the launch."""
