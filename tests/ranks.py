@@ -22,13 +22,13 @@ from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.engine.follow import Follower
 from espalier.engine.ranks import Peer, Ranks, Unload
-from espalier.guard.faults import plant
 from espalier.models import load_target, read_config
 from espalier.request import Request
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import Loaded
 from espalier.startup.load import build_engine_of_ranks
+from lab.faults.planted import plant
 from tests.harness import DTYPE, Setup
 
 

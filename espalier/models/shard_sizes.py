@@ -22,6 +22,8 @@ def require_shards(config: ModelConfig, count: int) -> None:
         raise EspalierError(
             f"tensor_parallel={count} is not supported for {config.architecture}, whose layers have no parts; use 1"
         )
+    if config.experts is not None and config.experts.stored == "joined":
+        raise EspalierError(f"tensor_parallel={count} is not supported for experts of {config.architecture}; use 1")
     if any(described.get("desc_act") for described in quantisation_of(config.raw).values()):
         raise EspalierError(
             f"tensor_parallel={count} is not supported with desc_act, which puts a group's columns anywhere; use 1, or "

@@ -18,6 +18,7 @@ from espalier.engine.ranks import RankFailed
 from espalier.request import Request, SamplingParams
 from espalier.shards import WHOLE
 from espalier.startup.build import assemble
+from lab.faults.of_ranks import FAULTS_OF_RANKS
 from tests.block import block_directories
 from tests.builders import add_kv_scales, make_eagle3, make_target
 from tests.folders import new_folder
@@ -218,7 +219,7 @@ CAUGHT_BY = {
 }
 
 
-@pytest.mark.parametrize("name", CAUGHT_BY)
+@pytest.mark.parametrize("name", FAULTS_OF_RANKS)
 def test_the_property_catches(name, groups):
     group, case = groups[2], CAUGHT_BY[name]
     assert agrees(case, group)
