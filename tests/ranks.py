@@ -3,6 +3,7 @@
 Their processes are forked, because to import PyTorch takes seconds, and serve many engines, one after another.
 """
 
+import gc
 import os
 import socket
 import time
@@ -88,6 +89,7 @@ def fork_ranks(count: int, follower: type[Follower] = CalledFollower) -> list[Pe
         pid = os.fork()
         if not pid:
             # No other process may hold an end of another rank's socket.
+            gc.freeze()  # a collective of an earlier engine has no threads here
             fd = others.fileno()
             os.closerange(3, fd)
             os.closerange(fd + 1, 4096)

@@ -10,7 +10,6 @@ A thread watches the other ranks.  Whatever ends one of them ends all, with one 
 - one that does not take up the last launch, after BEHIND_S.
 """
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from espalier.engine.launch_input import LaunchInput, RequestResult
 from espalier.engine.masks import BeamRows, GuideRows, RowMasks
 from espalier.errors import EspalierError
 
-log = logging.getLogger(__name__)
 # A rank sends a beat each BEAT_S.
 BEAT_S, SILENT_S, BEHIND_S = 0.5, 10.0, 10.0
 # One failure makes others: the watch waits for all that come within this time, and takes the first cause.
@@ -305,7 +303,7 @@ class Ranks:
             limit = SILENT_S if peer.is_up else START_S
             if peer.silent_s > limit:
                 self._fail(RankFailed(f"{peer.name} does not answer for {limit:g} s: it is stopped, or hangs"))
-            elif peer.behind_s > BEHIND_S:
+            elif peer.behind_s > BEHIND_S and peer.silent_s <= 3 * BEAT_S:
                 self._fail(RankFailed(f"{peer.name} is behind: it has not taken up launch {self.num_launched}"))
 
     def _first_cause(self) -> Exception:
@@ -324,7 +322,6 @@ class Ranks:
         with self._changed:
             if self.failure is None:
                 self.failure = failure
-                log.error("%s", failure)
             self._changed.notify_all()
         for peer in self.peers:
             peer.kill()
