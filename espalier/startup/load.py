@@ -114,7 +114,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
     facts = Facts(
         # The ranks on a CPU share its memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
-        weights=_weights_of(checkpoint, shards.count),
+        weights=weights_of(checkpoint, shards.count),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
         max_position=checkpoint.target.max_position,
         layer_specs=(*of_rank(layer_specs_of(checkpoint.target), shards), *checkpoint.spec.layers),
@@ -191,6 +191,8 @@ def build_engine_of_models(
     loaded: Loaded, requested_pages: int | None, keep_graphs: bool = False
 ) -> tuple[Engine, ResolvedConfig]:
     """The part of `build_engine` after the models are loaded.  keep_graphs: see CudaExecutor."""
+    if loaded.config.tensor_parallel > 1:
+        raise EspalierError("models that are loaded already are on one rank; use tensor_parallel=1")
     if loaded.device.type == "cuda":
         loaded = loaded.with_pages(measure_pages(loaded, requested_pages))
     _say_resolved(loaded)
@@ -205,15 +207,14 @@ def _say_resolved(loaded: Loaded) -> None:
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
 
 
-def _weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
+def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     """What each rank holds: a part of the target, with the whole embedding, and the whole draft."""
     # The target's own MTP layers are read if they are the draft, and then counted with it.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = () if is_own else mtp_prefixes(checkpoint.target)
     target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread)
-    target = (
-        target.of_rank(ranks, checkpoint.target.vocab_size * checkpoint.target.hidden_size) if ranks > 1 else target
-    )
+    if ranks > 1:
+        target = target.of_rank(ranks, checkpoint.target.vocab_size * checkpoint.target.hidden_size)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
     return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)
