@@ -43,9 +43,11 @@ class LeadExecutor:
             return LeadStagedHandle(self.ranks, number, self.own.launch_staged(launch_input))
 
     def close(self) -> None:
+        if self.ranks.failure is not None:
+            # They end what this rank waits for.
+            self.ranks.end()
         try:
-            if self.ranks.failure is None:
-                self.own.close()
+            self.own.close()
         finally:
             self.ranks.end()
 

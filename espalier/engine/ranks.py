@@ -12,12 +12,13 @@ A thread watches the other ranks.  Whatever ends one of them ends all, with one 
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from signal import Signals
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from espalier.engine.launch_input import LaunchInput, RequestResult
@@ -164,14 +165,18 @@ class Peer:
 
 
 class Ranks:
-    """Ranks 1 to N - 1.  collectives: rank 0's, to be aborted when a rank fails; None before the ranks are joined."""
+    """Ranks 1 to N - 1.
 
-    def __init__(self, peers: Sequence[Peer], on_end: Callable[[], None] = lambda: None) -> None:
+    collectives: rank 0's, to be aborted when a rank fails; None before the ranks are joined.  folder: for files with
+    which ranks find one another.
+    """
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = tuple(peers)
         self.collectives: Any = None
         self.failure: Exception | None = None
         self.num_launched = self.num_loaded = self.num_answered = 0
-        self._on_end = on_end
+        self.folder = TemporaryDirectory(prefix="espalier-ranks-")
         self._changed = threading.Condition()
         self._is_ending = threading.Event()
         self._to_wake, self._wake = Pipe(duplex=False)
@@ -252,7 +257,7 @@ class Ranks:
                 peer.kill()
                 with suppress(Exception):
                     peer.process.wait(END_S)
-        self._on_end()
+        self.folder.cleanup()
 
     # The watch
 
@@ -326,7 +331,9 @@ class Ranks:
         for peer in self.peers:
             peer.kill()
         if self.collectives is not None:
-            self.collectives.abort()
+            # Whatever it raises says less than the failure.
+            with suppress(Exception):
+                self.collectives.abort()
 
 
 def _how(process: Process) -> str:

@@ -69,7 +69,7 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of x over the ranks: a new tensor."""
+        """The sum of x over the ranks.  It may overwrite x."""
         ...
 
     def abort(self) -> None:

@@ -33,7 +33,7 @@ class NcclCollectives:
         return gathered.view(self.count, *x.shape)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
+        total = x.contiguous()
         if x.numel():
             self.group.allreduce([total]).wait()
         return total

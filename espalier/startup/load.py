@@ -1,7 +1,6 @@
 """From a configuration to a running engine: find the files, resolve each "auto", load the models, build the engine."""
 
 import logging
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,14 +164,14 @@ def build_engine_of_ranks(
     Raises as build_engine, and RankFailed.
     """
     ranks.loaded()
-    with tempfile.TemporaryDirectory(prefix="espalier-ranks-") as folder:
-        work = RankWork(models or models_of_files, resolved, requested_pages, str(Path(folder) / "joined"))
-        with explaining(ranks):
-            ranks.load(work)
-            loaded = work.models_of(0)
-            ranks.collectives = loaded.shards.collectives
-            executor, loaded = work.executor_of(loaded)
-        ranks.loaded()
+    joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
+    work = RankWork(models or models_of_files, resolved, requested_pages, str(joined))
+    with explaining(ranks):
+        ranks.load(work)
+        loaded = work.models_of(0)
+        ranks.collectives = loaded.shards.collectives
+        executor, loaded = work.executor_of(loaded)
+    ranks.loaded()
     _say_resolved(loaded)
     config = loaded.config
     return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache), config

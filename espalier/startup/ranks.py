@@ -1,5 +1,6 @@
 """Starts the processes of ranks 1 to N - 1, each with a socket to this process and no other way in."""
 
+import os
 import signal
 import socket
 import subprocess
@@ -7,10 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 
 from espalier.engine.ranks import Peer, Ranks
 
 MODULE = "espalier.startup.rank_process"
+# Rank 0 shows the progress.
+NO_TERMINAL = MappingProxyType({"TERM": "dumb", "TTY_COMPATIBLE": "0"})
 
 
 @contextmanager
@@ -41,6 +45,7 @@ def start_rank(rank: int) -> Peer:
         process = subprocess.Popen(
             (sys.executable, "-m", MODULE, str(rank), str(others.fileno())),
             stdin=subprocess.DEVNULL,
+            env=os.environ | NO_TERMINAL,
             pass_fds=(others.fileno(),),
         )
     finally:

@@ -1,5 +1,7 @@
-"""Two GPUs that share a model: in float64 the tokens of one GPU; with CUDA graphs in bfloat16, equal bits on both ranks,
-which the engine itself compares at every launch (espalier/engine/ranks.py)."""
+"""Two GPUs that share a model: in float64 the tokens of one GPU; with graphs in bfloat16, equal bits on both ranks.
+
+The engine itself compares them at every launch (espalier/engine/ranks.py).
+"""
 
 import os
 import signal
