@@ -32,6 +32,10 @@ class LeadExecutor:
     def captured_passes(self) -> tuple[LaunchForm, ...]:
         return self.own.captured_passes
 
+    @property
+    def failure(self) -> Exception | None:
+        return self.ranks.failure
+
     def launch(self, launch_input: LaunchInput) -> Handle:
         with explaining(self.ranks):
             number = self.ranks.launch(launch_input)

@@ -129,6 +129,16 @@ def test_a_rank_that_is_stopped(group):
     fails(engine, r"rank 1 \(process \d+\) does not answer for 0.6 s: it is stopped, or hangs", 1.6)
 
 
+def test_a_rank_that_dies_while_nothing_runs(group):
+    engine = group.engine(SETUP, (directories()[0], None))
+    engine.require_ranks()
+    os.kill(group.ranks.peers[0].process.pid, signal.SIGKILL)
+    with pytest.raises(RankFailed, match="has ended by SIGKILL"):
+        while True:
+            engine.require_ranks()
+    assert engine.stopped is not None
+
+
 @pytest.mark.parametrize(
     ("fault", "says", "within_s"),
     [
