@@ -89,7 +89,7 @@ class LeadStagedHandle(LeadHandle):
 
     def trees(self) -> Trees:
         with explaining(self.ranks):
-            return self.own.trees()  # type: ignore[no-any-return]
+            return self.own.trees()
 
     def settle(self, masks: RowMasks) -> None:
         with explaining(self.ranks):

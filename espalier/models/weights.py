@@ -78,10 +78,10 @@ class Weights:
         self.formats = formats
         self._loaded: Mapping[str, Tensor] = {}
         self._files: dict[str, safe_open] = {}
-        shards = shards_of(path)
-        for shard in shards:
-            self._open(shard)
-        if not shards:
+        files = shards_of(path)
+        for file in files:
+            self._open(file)
+        if not files:
             self._loaded = read_bin(path, allow_bin)
         self._names = frozenset((*self._files, *self._loaded))
         self._not_taken = set(self._names)

@@ -5,6 +5,7 @@ Sums are gathered and added in the order of the ranks, so every rank holds the s
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +21,14 @@ class GlooCollectives:
     """A Collectives (shards/base.py).  file: one for all ranks, on a disk that all of them see."""
 
     def __init__(self, file: Path, rank: int, count: int) -> None:
-        options = ProcessGroupGloo._Options()
+        gloo: Any = ProcessGroupGloo  # whose stub lacks most of it
+        options = gloo._Options()
         options._timeout = JOIN_LIMIT
         # Loopback alone, and a free port, which the file tells the others.
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         store = FileStore(str(file), count)
         self.count = count
-        self.group = ProcessGroupGloo(store, rank, count, options)
+        self.group = gloo(store, rank, count, options)
         self.group._set_default_timeout(OPERATION_LIMIT)
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 NCCL sums each value once, in one order, and sends the sum to all ranks.  So every rank holds the same bits.
 """
 
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +17,12 @@ class NcclCollectives:
     """A Collectives (shards/base.py).  file: as GlooCollectives; device: of this rank, which no other rank uses."""
 
     def __init__(self, file: Path, rank: int, count: int, device: torch.device) -> None:
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=OPERATION_LIMIT.total_seconds())
+        nccl: Any = ProcessGroupNCCL  # whose stub lacks most of it
+        options = nccl.Options()
+        options._timeout = OPERATION_LIMIT
         store = FileStore(str(file), count)
         self.count = count
-        self.group = ProcessGroupNCCL(store, rank, count, options)
+        self.group = nccl(store, rank, count, options)
         # The first operation joins the ranks, which a capture does not allow.
         self.all_reduce(torch.zeros(1, device=device))
         torch.cuda.synchronize(device)
