@@ -42,10 +42,10 @@ def group() -> Iterator[Group]:
 
 
 @pytest.fixture(autouse=True)
-def short_bounds(monkeypatch):
+def short_beats(monkeypatch):
+    """The bounds stay, but for the one that a test meets: on a busy machine, processes wait for a core."""
     monkeypatch.setattr(watched, "BEAT_S", 0.05)
-    monkeypatch.setattr(watched, "SILENT_S", 0.6)
-    monkeypatch.setattr(watched, "BEHIND_S", 0.6)
+    monkeypatch.setattr(watched, "GRACE_S", 0.2)
 
 
 def start(group: Group) -> Engine:
@@ -123,8 +123,9 @@ def test_a_rank_that_dies(group):
     fails(engine, r"rank 1 \(process \d+\) has ended by SIGKILL", 1.0)
 
 
-def test_a_rank_that_is_stopped(group):
+def test_a_rank_that_is_stopped(group, monkeypatch):
     engine = start(group)
+    monkeypatch.setattr(watched, "SILENT_S", 0.6)
     os.kill(group.ranks.peers[0].process.pid, signal.SIGSTOP)
     fails(engine, r"rank 1 \(process \d+\) does not answer for 0.6 s: it is stopped, or hangs", 1.6)
 
@@ -148,8 +149,9 @@ def test_a_rank_that_dies_while_nothing_runs(group):
         (pick_otherwise, r"rank 1 \(process \d+\) has decided otherwise than rank 0 in launch \d+", 1.0),
     ],
 )
-def test_a_rank_that(fault, says, within_s, group):
+def test_a_rank_that(fault, says, within_s, group, monkeypatch):
     engine = start(group)
+    monkeypatch.setattr(watched, "BEHIND_S", 0.6)
     group.ranks.call(fault)
     fails(engine, says, within_s)
 
