@@ -30,7 +30,7 @@ from espalier.startup.tree_cost import pass_weights
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import engine_settings, flag_of, with_minimum
 from espalier.terminal.machine import require_gpu
-from lab.bench.ranked_models import RankedModels
+from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.synthetic_models import SyntheticModels, recipe_of
 from lab.shape_flags import refuse_shape_flags, seed_of, shape_settings
@@ -65,8 +65,7 @@ class OfShape:
 
     @cached_property
     def models(self) -> SyntheticModels:
-        kind = RankedModels if self.settings.get("tensor_parallel", 1) > 1 else SyntheticModels
-        return kind(self.recipe, dtype_on(self.device), self.device, self.position_rows)
+        return synthetic_models(self.recipe, self.settings, dtype_on(self.device), self.device, self.position_rows)
 
     @contextmanager
     def open(self, way: Way = AS_SET) -> Iterator[BenchEngine]:

@@ -1,8 +1,9 @@
 """The synthetic models of a named shape on several ranks.  Each rank makes its own part."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -32,6 +33,14 @@ class RankedModels(SyntheticModels):
             self._running(lambda: build_engine_of_ranks(ranks, config, num_pages, work)[0]) as running,
         ):
             yield running
+
+
+def synthetic_models(
+    recipe: Recipe, settings: Mapping[str, Any], dtype: torch.dtype, device: torch.device, position_rows: int
+) -> SyntheticModels:
+    """The models for engines of these settings of LLM."""
+    kind = RankedModels if settings.get("tensor_parallel", 1) > 1 else SyntheticModels
+    return kind(recipe, dtype, device, position_rows)
 
 
 def models_of_recipe(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> Loaded:
