@@ -14,6 +14,7 @@ TABLE = MappingProxyType(
         "EngineConfig.draft": "speculative_model speculative_draft_model_path draft_model spec_model",
         "EngineConfig.attention": "attention_backend decode_attention_backend prefill_attention_backend",
         "EngineConfig.kv_dtype": "kv_cache_dtype",
+        "EngineConfig.tensor_parallel": "tensor_parallel_size tp_size tp",
         "EngineConfig.page_size": "block_size",
         "EngineConfig.num_pages": "max_total_tokens num_gpu_blocks_override",
         "EngineConfig.max_batch": "max_num_seqs max_running_requests",
@@ -58,7 +59,7 @@ NONE = MappingProxyType(
     {
         "the KV cache takes a share of the free memory, or as many pages as num_pages says": "gpu_memory_utilization "
         "mem_fraction_static kv_cache_memory_bytes",
-        "one engine runs on one GPU": "tensor_parallel_size tp_size tp pipeline_parallel_size pp_size pp "
+        "several GPUs share a model by tensor_parallel alone": "pipeline_parallel_size pp_size pp "
         "expert_parallel_size ep_size enable_expert_parallel nnodes node_rank",
         "a checkpoint says how its weights are quantized": "quantization load_in_8bit load_in_4bit",
         "adapters are not supported": "enable_lora lora_modules lora_paths max_loras",

@@ -75,7 +75,7 @@ RUNS = {
         for most in (1, 8)
     },
     "prefill": Run(100, f"python -m lab prefill {SHAPE} --prompts 1x8192 32x1024"),
-    "latency": Run(120, f"python -m lab latency {SHAPE} --rate 8 --requests 64"),
+    "latency": Run(120, f"python -m lab load {SHAPE} --rate 8 --requests 64"),
     "serve": Run(150, f"python -m lab serve {SHAPE} --concurrency 1,8,64"),
     "serve-bundled": Run(90, "python -m lab serve --device cuda --concurrency 16"),
     "serve-timeline": Run(120, "python -m scripts.serve_timeline --shape llama-3.1-8b --concurrency 8"),

@@ -102,6 +102,7 @@ class PacedExecutor:
     """
 
     captured_passes = ()
+    failure = None
 
     def __init__(self, runner: ModelRunner, pace: Sequence[float]):
         self.runner = runner

@@ -39,7 +39,7 @@ COMMANDS = MappingProxyType(
         "start": "serve",
         "api_server": "serve",
         "benchmark": "bench",
-        "bench_serving": "bench serve",
+        "bench_serving": "bench load --url",
         "collect-env": "doctor",
         "check_env": "doctor",
         "help": "--help",

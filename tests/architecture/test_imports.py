@@ -35,7 +35,7 @@ FLOORS = (
     ("config", "request", "text", "text_limit"),
     ("tool_calls",),
     ("inputs",),
-    ("slots",),
+    ("slots", "shards"),
     ("kernels",),
     ("cache",),
     ("attention",),
