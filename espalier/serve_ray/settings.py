@@ -18,7 +18,7 @@ from espalier.server.client import ClientOptions
 from espalier.server.front import FrontOptions
 from espalier.server.logs import LEVELS
 from espalier.server.options import check_options
-from espalier.tools.formats import find_formats
+from espalier.tool_calls.formats import find_formats
 
 # Open tokens (replica.open_tokens) for which one replica is enough, on average.
 TOKENS_PER_REPLICA = 16384

@@ -3,19 +3,20 @@
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from espalier.bench.engines import AS_SET, WAYS, BenchEngine, BenchEngines, OfModel, Way
+from espalier.bench.engines import AS_SET, PLAIN_WAY, WAYS, BenchEngine, BenchEngines, OfModel, Way
 from espalier.bench.linears import ModelShape
 from espalier.cache.layer_spec import of_rank
-from espalier.config import EngineConfig, ResolvedConfig
+from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts
+from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
 from espalier.models.draft import DraftSpec
 from espalier.models.layer_loading import layer_specs_of
@@ -38,6 +39,11 @@ from lab.synthetic.checkpoint import Recipe
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
 DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
+
+
+def way_with(tree: TreeShape) -> Way:
+    """Decoding with this tree at every batch, or plain."""
+    return PLAIN_WAY if tree == PLAIN else {"speculation": SpeculationConfig(**asdict(tree), by_batch={})}
 
 
 class OfShape:
