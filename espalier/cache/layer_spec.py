@@ -175,7 +175,13 @@ def of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]
     """What one rank holds of the layers: a part of the heads; latent rows whole.  Raises EspalierError."""
 
     def own(keeps: Keeps) -> Keeps:
-        return keeps if isinstance(keeps, LatentKV) else replace(keeps, kv_heads=len(shards.kv_heads(keeps.kv_heads)))
+        if isinstance(keeps, KVHeads):
+            return replace(keeps, kv_heads=len(shards.kv_heads(keeps.kv_heads)))
+        if shards.count > 1 and not isinstance(keeps, LatentKV):
+            raise EspalierError(
+                f"tensor_parallel={shards.count} is not supported for layers that keep {keeps.kind}; use 1"
+            )
+        return keeps
 
     heads = "number of attention heads"
     return tuple(replace(spec, heads=len(shards.part(spec.heads, heads)), keeps=own(spec.keeps)) for spec in specs)

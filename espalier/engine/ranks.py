@@ -119,10 +119,10 @@ class Failed:
 
 
 def decisions_of(results: Sequence[RequestResult]) -> bytes:
-    """What a launch decided, log-probabilities included: the same bytes on every rank."""
+    """What a launch decided, log-probabilities and trees included: the same bytes on every rank."""
     parts = []
     for each in results:
-        parts.append(repr((each.tokens, each.finite)).encode())
+        parts.append(repr((each.tokens, each.finite, each.tree_sum)).encode())
         parts += [rows.tobytes() for rows in (each.logprobs, each.prompt_logprobs) if rows is not None]
     return b"|".join(parts)
 

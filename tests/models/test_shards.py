@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -22,6 +23,7 @@ from espalier.models.layers.linear import Linear
 from espalier.models.loading import read_config
 from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_formats import dense_weight, read_formats
+from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight
 from espalier.models.weights import Weights
@@ -220,6 +222,16 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_its_weights_are_read
     with pytest.raises(EspalierError, match=says) as refused:
         prepare(EngineConfig(model=path, tensor_parallel=count, dtype="float32", speculation=None))
     assert "\n" not in str(refused.value)
+
+
+def test_a_format_without_parts_is_refused_by_name(tmp_path):
+    class Whole(DenseFormat):
+        name = "whole"
+        has_shards = False
+
+    config = replace(read_config(make_target(tmp_path / "target")), formats=lambda name: Whole())
+    with pytest.raises(EspalierError, match="q_proj': format whole cannot be divided among ranks; use tensor_par"):
+        require_shards(config, 2)
 
 
 class Card:

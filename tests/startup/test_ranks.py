@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,22 @@ def pick_otherwise(follower: Follower) -> None:
 
     right = CpuHandle.result
     CpuHandle.result = rest  # type: ignore[method-assign]
+
+
+def draft_otherwise(follower: Follower) -> None:
+    assert follower.executor is not None
+    drafter: Any = follower.executor.runner.drafter
+    drafter.draft.fuse.fc.weight.tensor.neg_()
+
+
+def test_a_rank_whose_draft_differs(group):
+    """Its target verifies other trees, so all ranks have the same wrong logits."""
+    setup = replace(SETUP, algorithm="eagle3", steps=2, topk=2, num_draft_tokens=4)
+    # With a head of its own: the target's joins the ranks' logits.
+    engine = group.engine(setup, directories(draft_vocab=13))
+    group.ranks.call(draft_otherwise)
+    engine.add(request(0, prompts(3, [5])[0], SamplingParams(max_tokens=50)))
+    fails(engine, r"rank 1 \(process \d+\) has decided otherwise than rank 0 in launch \d+", 1.0)
 
 
 def test_a_rank_that_dies(group):
