@@ -125,7 +125,7 @@ class Family:
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
     qk_norm: whether q and k are normed for each head, or the name of the field that says so.
-    layer_norms: where a layer has norms.  Drafts have layers of the default alone.
+    layer_norms: where a layer has norms.
     norm_offset: what is added, in float32 at least, to the weight of every RMS norm.
     sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
@@ -140,6 +140,8 @@ class Family:
     values of them.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
+    in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have the family's layers.  A draft
+    builds its first layer itself, so these are layers of norms before each block, attention and a gated MLP.
     """
 
     architecture: str
@@ -162,6 +164,7 @@ class Family:
     honours: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
     activation_field: str = "hidden_act"
+    in_drafts: bool = False
 
 
 @dataclass(frozen=True)

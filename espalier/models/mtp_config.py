@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from espalier.errors import EspalierError
-from espalier.models.config import Family, LayerNorms, ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import MAX_MODULES, DraftSpec, Form, count_of, object_of, refuse_sizes
 from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of
@@ -104,7 +104,7 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
 
 def _family_of(base: Mapping[str, Any], path: Path) -> Family:
     """The family of a head's layers, by model_type."""
-    by_type = {family.model_type: family for family in FAMILIES.values() if family.layer_norms == LayerNorms()}
+    by_type = {family.model_type: family for family in FAMILIES.values() if family.in_drafts}
     declared = base.get("model_type")
     if declared not in by_type:
         raise EspalierError(

@@ -13,7 +13,9 @@ from transformers import Dots1Config, Gemma3TextConfig, Qwen2Config, Qwen2MoeCon
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
-from espalier.speculate.drafters.registry import read_draft
+from espalier.models.eagle3_config import read_eagle3
+from espalier.models.families import FAMILIES
+from espalier.models.mtp_config import read_mtp
 from tests.builders import make_eagle3, make_target
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
@@ -215,11 +217,18 @@ def test_gemma3_refuses_what_it_cannot_compute(fields: dict[str, Any], message: 
         read_config(make_target(tmp_path, "gemma3"), fields)
 
 
-def test_a_draft_whose_layers_are_gemma3s_is_refused(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target", "gemma3")
-    head = make_eagle3(tmp_path / "head", target, model_type="gemma3_text")
-    with pytest.raises(EspalierError, match="a draft layer of model_type 'gemma3_text' is not supported"):
-        read_draft(head, read_config(target))
+def test_a_draft_has_layers_only_of_families_that_declare_it(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    config = read_config(target)
+    head = json.loads((make_eagle3(tmp_path / "head", target) / "config.json").read_text())
+    not_in_drafts = {family.model_type for family in FAMILIES.values() if not family.in_drafts}
+    assert "gemma3_text" in not_in_drafts
+    for kind in not_in_drafts:
+        with pytest.raises(EspalierError, match=f"a draft layer of model_type '{kind}' is not supported"):
+            read_eagle3(tmp_path, {**head, "model_type": kind}, config)
+        mtp = {"speculators_model_type": "mtp", "transformer_layer_config": {**head, "model_type": kind}}
+        with pytest.raises(EspalierError, match=f"MTP layers of model_type '{kind}'"):
+            read_mtp(tmp_path, mtp, config)
 
 
 def test_mistrals_window_is_in_every_layer_or_the_config_is_refused(tmp_path: Path) -> None:

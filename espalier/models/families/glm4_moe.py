@@ -56,6 +56,7 @@ GLM = Family(
     out_bias=lambda full: False,
     windows=full_attention,
     qk_norm="use_qk_norm",
+    in_drafts=True,
     honours=(*V3.honours, "partial_rotary_factor"),
     experts=V3.experts,
     mtp=NEXTN,

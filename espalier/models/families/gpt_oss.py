@@ -56,6 +56,7 @@ FAMILY = Family(
     out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
     sinks=True,
+    in_drafts=True,
     experts=_experts,
     honours=("num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"),
 )

@@ -33,4 +33,5 @@ FAMILY = Family(
     qkv_bias=lambda full: False,
     out_bias=lambda full: False,
     windows=windows,
+    in_drafts=True,
 )
