@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
-from espalier.kernels.ops.experts import Routing
 from espalier.models.config_values import count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
+from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts, LayerNames, LayerNorms
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
@@ -81,42 +81,6 @@ RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|l
 
 
 @dataclass(frozen=True)
-class Experts:
-    """The mixture-of-experts layers of a model.
-
-    layers: their indices; other layers have a dense MLP.  size: intermediate size of an expert.
-    shared_size: intermediate size of the shared expert; 0: there is none.
-    shared_name: name of the shared expert's weights.  shared_bias: whether its projections have a bias.
-    shared_gate: name of the weight [1, H] that gates the shared expert; None without a gate.
-    router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
-    stored: how the checkpoint stores the experts (espalier/models/expert_loading.py).
-    biases: whether gate, up and down have biases.
-    """
-
-    layers: frozenset[int]
-    routing: Routing
-    size: int
-    shared_size: int = 0
-    shared_name: str = ""
-    shared_gate: str | None = None
-    shared_bias: bool = False
-    router_name: str = "gate"
-    stored: Literal["apart", "stacked"] = "apart"
-    biases: bool = False
-    activation: Activation = SILU
-
-
-@dataclass(frozen=True)
-class LayerNorms:
-    """Names of a layer's RMS norms: before each block, and behind it, of its output; None: there is none."""
-
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
-    behind_attention: str | None = None
-    behind_mlp: str | None = None
-
-
-@dataclass(frozen=True)
 class Family:
     """The declaration of one model family, made in its family file.
 
@@ -125,7 +89,7 @@ class Family:
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
     qk_norm: whether q and k are normed for each head, or the name of the field that says so.
-    layer_norms: where a layer has norms.
+    layer_norms: where a layer has norms.  names: of the other weights of a layer.
     norm_offset: what is added, in float32 at least, to the weight of every RMS norm.
     sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
@@ -151,7 +115,8 @@ class Family:
     out_bias: Callable[[Raw], bool]
     windows: Callable[[Raw], Windows]
     qk_norm: bool | str = False
-    layer_norms: LayerNorms = LayerNorms()
+    layer_norms: LayerNorms = PLAIN_NORMS
+    names: LayerNames = PLAIN_NAMES
     norm_offset: float = 0.0
     sinks: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
@@ -178,7 +143,7 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    layer_norms, norm_offset, embedding_scale, softmax_scale, load_layer, layer_specs, mtp: see Family.
+    layer_norms, names, norm_offset, embedding_scale, softmax_scale, load_layer, layer_specs, mtp: see Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
@@ -201,6 +166,7 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     layer_norms: LayerNorms
+    names: LayerNames
     norm_offset: float
     sinks: bool
     windows: Windows
@@ -310,6 +276,7 @@ def parse(
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
         layer_norms=family.layer_norms,
+        names=family.names,
         norm_offset=family.norm_offset,
         sinks=family.sinks,
         windows=windows,

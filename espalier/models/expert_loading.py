@@ -2,7 +2,8 @@
 
 A checkpoint stores the experts in one of two ways (`Experts.stored`).
 
-apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H, I], for each expert.
+apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H, I], for each expert (or as
+`Experts.names` says).
 stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, up, ..., and `experts.down_proj`
 [E, I, H]; with biases `experts.gate_up_proj_bias` [E, 2·I], in the same order, and `experts.down_proj_bias` [E, H].
 Quantised experts that are stacked keep rows of gate, up, gate, up, ... (weight_formats/mxfp4.py).
@@ -61,9 +62,9 @@ def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matr
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
     count, size = experts.routing.num_experts, experts.size
     names = [f"{prefix}experts.{expert}." for expert in range(count)]
-    halves = [f"{name}{half}_proj" for name in names for half in ("gate", "up")]
+    halves = [f"{name}{half}" for name in names for half in experts.names.gate_up]
     gate_up = weights.matrix(halves, [size] * len(halves), hidden)
-    down = weights.matrix([f"{name}down_proj" for name in names], [hidden] * count, size)
+    down = weights.matrix([f"{name}{experts.names.down}" for name in names], [hidden] * count, size)
     return _of_experts(gate_up, count), _of_experts(down, count), None
 
 

@@ -24,6 +24,7 @@ from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import MAX_BYTES, file_named, read_json, require_regular
+from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -287,9 +288,17 @@ class Weights:
         scale = self._checked(name, StoredTensor("", stored)).to(self.device, torch.float32)
         return scale.reshape(size).expand(kv_heads).contiguous()
 
-    def mlp(self, prefix: str, hidden: int, inner: int, bias: bool, activation: Activation = SILU) -> GatedMLP:
-        gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
-        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), inner, bias), activation)
+    def mlp(
+        self,
+        prefix: str,
+        hidden: int,
+        inner: int,
+        bias: bool,
+        activation: Activation = SILU,
+        names: MLPNames = GATE_UP_DOWN,
+    ) -> GatedMLP:
+        gate_up = self.linear(prefix, names.gate_up, one_each(names.gate_up, (inner, inner)), hidden, bias)
+        return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), inner, bias), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""
@@ -357,6 +366,11 @@ class WeightCount:
 
     def __add__(self, other: "WeightCount") -> "WeightCount":
         return WeightCount(self.num_cast + other.num_cast, self.kept_bytes + other.kept_bytes)
+
+
+def one_each(names: Sequence[str], rows: tuple[int, ...]) -> tuple[int, ...]:
+    """The rows of each stored matrix, where `rows` are of parts that are stored apart, or all in one."""
+    return rows if len(names) == len(rows) else (sum(rows),)
 
 
 def stored_weights(path: Path, formats: FormatOf, unread: tuple[str, ...] = ()) -> WeightCount:
