@@ -21,6 +21,8 @@ from transformers import (
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -46,6 +48,8 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "dots1": Dots1Config,
     "mixtral": MixtralConfig,
+    "ministral": MinistralConfig,
+    "ministral3": Ministral3Config,
 }
 # Fields of families with experts.
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -63,6 +67,19 @@ ROUTED: dict[str, Any] = {
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "v_head_dim": 10}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "ministral": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    # The temperature changes at every 16th position.
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 256.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.7,
+        }
+    },
     # A scale that is not that of the heads' size.  Every second layer has full attention.
     "gemma3": {
         "sliding_window": 7,

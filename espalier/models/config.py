@@ -18,7 +18,15 @@ from espalier.models.config_values import count_of, eos_ids, heads_and_size, req
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts, LayerNames, LayerNorms
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
+from espalier.models.rope import (
+    OF_ATTENTION,
+    SPELLINGS,
+    RopeConfig,
+    RopeTables,
+    read_rope,
+    rope_overrides,
+    with_rope_type,
+)
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
@@ -35,6 +43,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "final_logit_softcapping": (None, 0, 0.0),
     "partial_rotary_factor": (None, 1, 1.0),
     "rotary_pct": (None, 1, 1.0),
+    "llama_4_scaling_beta": (None, 0, 0.0),
     "embedding_multiplier": (None, 1, 1.0),
     "residual_multiplier": (None, 1, 1.0),
     "attention_multiplier": (None,),
@@ -248,7 +257,7 @@ def parse(
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in family.defaults.items() if name not in replaced}, **given}
     require_kinds(full, path)
-    full = _with_partial_rotation(full)
+    full = _lifted(full)
     refuse_unsupported(full, path, family.honours)
     count = partial(count_of, full, path)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
@@ -318,13 +327,10 @@ def _read_activation(full: Raw, field: str, path: Path) -> Activation:
     return ACTIVATIONS[name]
 
 
-def _with_partial_rotation(full: Raw) -> Raw:
-    """The config with partial_rotary_factor at its top level.  Transformers 5 writes it into rope_parameters."""
-    name = "partial_rotary_factor"
-    nested = [
-        source[name] for field in ("rope_parameters", "rope_scaling") if name in (source := full.get(field) or {})
-    ]
-    return {**full, name: nested[0]} if nested else full
+def _lifted(full: Raw) -> Raw:
+    """The config with the attention's fields at its top level.  Transformers 5 writes them into rope_parameters."""
+    ropes = [full.get(field) or {} for field in reversed(SPELLINGS)]
+    return full | {name: rope[name] for rope in ropes for name in OF_ATTENTION if name in rope}
 
 
 def _read_ropes(
@@ -333,7 +339,7 @@ def _read_ropes(
     """The RoPE of each layer, and the longest context that all of them were made for."""
     own = [{}] * full["num_hidden_layers"] if family.ropes is None else _declared(family.ropes, full, path)
     read = []
-    for fields in (_with_partial_rotation({**full, **each}) for each in own):
+    for fields in (_lifted({**full, **each}) for each in own):
         refuse_unsupported(fields, path, family.honours)
         rotated = latent.rope_size if latent else rotated_size(fields, head_size, path)
         read.append(read_rope(fields, rotated, longest, path))

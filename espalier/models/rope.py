@@ -38,8 +38,12 @@ FIELDS = (
     "mscale",
     "mscale_all_dim",
     "partial_rotary_factor",
+    "llama_4_scaling_beta",
+    "max_position_embeddings",
     "finetuned",
 )
+# Fields that the configuration of a RoPE may hold although they are the attention's: config.py has them at its top.
+OF_ATTENTION = ("partial_rotary_factor", "llama_4_scaling_beta")
 SPELLINGS = ("rope_parameters", "rope_scaling")
 
 
@@ -53,6 +57,8 @@ class RopeConfig:
     cached keys.
     latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by its
     square; other attention ignores it.
+    query_beta: β of Llama 4's attention temperature: the query at position p is multiplied by
+    1 + β · ln(1 + floor(p / original_max_position)), after its rotation.
     """
 
     dim: int
@@ -67,6 +73,7 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     latent_mscale: float = 1.0
+    query_beta: float = 0.0
 
     def inverse_frequencies(self) -> Tensor:
         """[dim / 2] float32, radians per position."""
@@ -116,16 +123,22 @@ class RopeTables:
     """cos and sin for positions 0 .. rows-1, [rows, dim] each, in two halves as in Hugging Face's rotate_half.
 
     The first half of sin is negated, so RoPE is x·cos + swap_halves(x)·sin (kernels/layers/rope.py).
+    query_scales: [rows], in the model's dtype, factors of rotated queries; None without an attention temperature
+    (RopeConfig.query_beta).
     """
 
-    __slots__ = ("cos", "sin")
+    __slots__ = ("cos", "sin", "query_scales")
 
     def __init__(self, config: RopeConfig, rows: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        dtype = dtype if dtype == torch.float64 else torch.float32
-        angles = torch.arange(rows, dtype=dtype)[:, None] * config.inverse_frequencies().to(dtype)
+        exact = torch.promote_types(dtype, torch.float32)
+        angles = torch.arange(rows, dtype=exact)[:, None] * config.inverse_frequencies().to(exact)
         cos, sin = angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
         self.cos = torch.cat((cos, cos), dim=-1).to(device)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device)
+        self.query_scales = None
+        if config.query_beta:
+            lengths = torch.arange(rows, dtype=exact) // config.original_max_position
+            self.query_scales = (1 + config.query_beta * torch.log(1 + lengths)).to(device, dtype)
 
     def rows(self, positions: Tensor) -> Rotation:
         """cos and sin for positions of any shape, in order."""
@@ -200,6 +213,11 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
             raise EspalierError(f"{path}: rope parameter {name} = {value!r}; {words} is needed; correct it")
         if name in BOOLS and not isinstance(value, bool | None):
             raise EspalierError(f"{path}: rope parameter {name} = {value!r}; true or false is needed; correct it")
+    if parameters.get("max_position_embeddings") not in (None, longest):
+        raise EspalierError(
+            f"{path}: rope parameter max_position_embeddings = {parameters['max_position_embeddings']!r}, but the model "
+            f"has max_position_embeddings = {longest}; remove the rope parameter"
+        )
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     if theta <= 1:
         raise EspalierError(f"{path}: rope_theta = {theta!r}; a number above 1 is needed; correct it")
@@ -221,6 +239,7 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         type=kind,
         original_max_position=original,
         attention_factor=_yarn_attention_factor(parameters) if kind == "yarn" else 1.0,
+        query_beta=float(full.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
         **{name: parameters[name] for name in RAMP if parameters.get(name) is not None},
     )

@@ -110,6 +110,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite, layers by type": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "dots1": ("dots1", {}),
     "dots1, window on upper layers": ("dots1", {"sliding_window": 5, "max_window_layers": 1}),
+    "ministral": ("ministral", {}),
+    "ministral3": ("ministral3", {}),
+    "ministral3, window": ("ministral3", {"sliding_window": 6}),
     "mixtral": ("mixtral", {}),
     "mixtral, window": ("mixtral", {"sliding_window": 6}),
 }

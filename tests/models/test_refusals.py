@@ -72,6 +72,8 @@ def load_both(draft: Path, target: Path) -> object:
         ({"layer_types": ["linear_attention"] * 4}, ["'linear_attention'", "'full_attention'"]),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "llama3"]),
         ({"rope_scaling": {"rope_type": "yarn"}}, ["'yarn'", "'factor'"]),
+        ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta = 0.1 is not supported"]),
+        ({"rope_parameters": {"max_position_embeddings": 7}}, ["max_position_embeddings = 7, but the model has"]),
         ({"rope_scaling": {"rope_type": "default", "mrope_section": [2, 2]}}, ["'mrope_section'"]),
         ({"hidden_size": None}, ["hidden_size = None", "positive integer"]),
         ({"rms_norm_eps": None}, ["rms_norm_eps = None; a positive number is needed"]),

@@ -42,7 +42,8 @@ class Attention:
         """Write K and V of rows [N, in].  Returns the queries as Pass.write does."""
         qkv = self.qkv.in_parts(rows)
         heads = qkv.view(*qkv.shape[:-1], self.num_heads, qkv.shape[-1] // self.num_heads)
-        return p.write(layer, heads, p.rotation(self.rope), self.norms)
+        q, scales = p.write(layer, heads, p.rotation(self.rope), self.norms), self.rope.query_scales
+        return q if scales is None else q * p.at_positions(layer, scales)
 
     def project(self, attended: Tensor) -> Tensor:
         """[B, Q, heads, size] -> [B · Q, hidden], or parts of it as RMSNorm.after takes them."""
