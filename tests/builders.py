@@ -26,6 +26,7 @@ from transformers import (
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -177,18 +178,23 @@ def _files_of_target(family: str, fields: dict[str, Any], seed: int) -> dict[str
     key = repr((family, sorted(fields.items()), seed))
     if key not in _files:
         model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(_draw(name, tuple(parameter.shape), generator))
-            for name, buffer in model.named_buffers():
-                if name.endswith("e_score_correction_bias"):
-                    buffer.copy_(_draw(name, tuple(buffer.shape), generator))
-        model.tie_weights()
+        draw_weights(model, seed)
         with TemporaryDirectory() as made:
             model.save_pretrained(made)
             _files[key] = {file.name: file.read_bytes() for file in Path(made).iterdir()}
     return _files[key]
+
+
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Draw every weight of a model of transformers."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_draw(name, tuple(parameter.shape), generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(_draw(name, tuple(buffer.shape), generator))
+    model.tie_weights()
 
 
 def make_eagle3(

@@ -111,6 +111,7 @@ class Family:
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
     values of them.
+    multimodal: architectures of multimodal checkpoints whose text part may be of the family.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
     in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have the family's layers.  A draft
@@ -139,6 +140,7 @@ class Family:
     mtp: MTPFamily | None = None
     activation_field: str = "hidden_act"
     in_drafts: bool = False
+    multimodal: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class ModelConfig:
     layer_norms, names, norm_offset, embedding_scale, softmax_scale, load_layer, layer_specs, mtp: see Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
+    text_part_of: the architecture of the multimodal checkpoint whose text part this is; None: it is a whole.
     """
 
     architecture: str
@@ -192,6 +195,7 @@ class ModelConfig:
     mtp: MTPFamily | None
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
+    text_part_of: str | None = None
 
     @property
     def declared_kv_dtype(self) -> str | None:

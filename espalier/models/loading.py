@@ -1,6 +1,8 @@
 """Loads a target from a directory: finds its family, reads its config, builds the model from its weights."""
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +11,19 @@ import torch
 from espalier.errors import EspalierError
 from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, find_family, parse
+from espalier.models.config import ModelConfig, architecture_of, find_family, parse
 from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.rope import RopeTables
+from espalier.models.text_part import is_multimodal, text_config
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
 from espalier.models.weight_formats.modelopt import read_hf_quant_config
 from espalier.models.weights import Weights
+
+log = logging.getLogger(__name__)
 
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -31,8 +36,12 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) ->
     raw = read_raw(path)
     generation = path / "generation_config.json"
     with naming_config(path):
+        whole = architecture_of(raw) if is_multimodal(raw, FAMILIES.values()) else None
+        if whole is not None:
+            raw = text_config(raw, FAMILIES.values(), path)
         family = find_family({**raw, **(overrides or {})}, FAMILIES, path)
-        return parse(raw, family, path, overrides, read_json(generation) if generation.exists() else None)
+        config = parse(raw, family, path, overrides, read_json(generation) if generation.exists() else None)
+        return replace(config, text_part_of=whole)
 
 
 def read_raw(path: Path) -> dict[str, Any]:
@@ -64,7 +73,11 @@ def load_target(
             f"layer {missing[0]} cannot be captured from {path}, which has {config.num_layers} layers; use the target "
             "that the draft was trained for"
         )
-    return make_target(Weights(Path(path), dtype, device, config.formats), config, capture, position_rows)
+    weights = Weights(Path(path), dtype, device, config.formats, is_text_part=config.text_part_of is not None)
+    if config.text_part_of is not None:
+        others = ", ".join(sorted(weights.other_parts)) or "none"
+        log.info("%s: only the text part of %s is loaded (other parts: %s)", path, config.text_part_of, others)
+    return make_target(weights, config, capture, position_rows)
 
 
 def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> Decoder:

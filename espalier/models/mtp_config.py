@@ -97,7 +97,7 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
     count = target.raw.get(COUNT)
     if target.mtp is None or not isinstance(count, int) or count < 1:
         return False
-    weights = Weights(path, torch.float32, "cpu")
+    weights = Weights(path, torch.float32, "cpu", is_text_part=target.text_part_of is not None)
     names = [f"{target.mtp.prefix_of(layer, target.num_layers)}{target.mtp.project}" for layer in range(count)]
     return all(weights.has_matrix(name) for name in names)
 

@@ -215,8 +215,8 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
             raise EspalierError(f"{path}: rope parameter {name} = {value!r}; true or false is needed; correct it")
     if parameters.get("max_position_embeddings") not in (None, longest):
         raise EspalierError(
-            f"{path}: rope parameter max_position_embeddings = {parameters['max_position_embeddings']!r}, but the model "
-            f"has max_position_embeddings = {longest}; remove the rope parameter"
+            f"{path}: rope parameter max_position_embeddings = {parameters['max_position_embeddings']!r}, but the "
+            f"model has max_position_embeddings = {longest}; remove the rope parameter"
         )
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     if theta <= 1:

@@ -157,7 +157,8 @@ def _weights_of(checkpoint: Checkpoint) -> WeightCount:
     # The target's own MTP layers are read if they are the draft, and then counted with it.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = () if is_own else mtp_prefixes(checkpoint.target)
-    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread)
+    is_text_part = checkpoint.target.text_part_of is not None
+    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, is_text_part)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
     return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.models.weights import write_weights
+from espalier.models.weight_files import write_weights
 
 
 @dataclass(frozen=True)

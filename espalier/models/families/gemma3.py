@@ -67,6 +67,7 @@ FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     defaults={
+        "vocab_size": 262208,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -95,4 +96,5 @@ FAMILY = Family(
     ropes=_ropes,
     honours=("query_pre_attn_scalar",),
     activation_field="hidden_activation",
+    multimodal=("Gemma3ForConditionalGeneration",),
 )

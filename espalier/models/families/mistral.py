@@ -40,12 +40,14 @@ FAMILY = Family(
     out_bias=lambda full: False,
     windows=windows,
     in_drafts=True,
+    multimodal=("Mistral3ForConditionalGeneration",),
 )
 MINISTRAL = replace(
     FAMILY,
     architecture="MinistralForCausalLM",
     model_type="ministral",
     windows=lambda full: windows_by_layer_type(full, default=lambda layer: True),
+    multimodal=(),
 )
 MINISTRAL3 = replace(
     FAMILY,

@@ -33,4 +33,5 @@ FAMILY = replace(
     experts=_experts,
     honours=("num_local_experts",),
     in_drafts=False,
+    multimodal=(),
 )
