@@ -25,6 +25,7 @@ from transformers import (
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -49,6 +50,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "dots1": Dots1Config,
     "mixtral": MixtralConfig,
+    "phi3": Phi3Config,
     "ministral": MinistralConfig,
     "ministral3": Ministral3Config,
 }
@@ -98,6 +100,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, **ROUTED, "n_group": 1, "topk_group": 1},
     "dots1": {**ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     # The limit of the activation cuts part of the values.
+    "phi3": {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.8},
 }

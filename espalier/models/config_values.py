@@ -15,6 +15,7 @@ MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD
 KINDS: tuple[tuple[str, Any, str], ...] = (
     ("rms_norm_eps", int | float, "a positive number"),
     ("rope_theta", int | float, "a positive number or null"),
+    ("original_max_position_embeddings", int, "a positive number or null"),
     ("rope_scaling", Mapping, "an object or null"),
     ("rope_parameters", Mapping, "an object or null"),
     ("layer_types", list, "a list or null"),

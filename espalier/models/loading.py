@@ -60,10 +60,12 @@ def load_target(
     position_rows: int,
     capture: tuple[int, ...] = (),
     overrides: Mapping[str, Any] | None = None,
+    max_context: int | None = None,
 ) -> CausalLM:
     """Load a target.
 
-    position_rows: rotary tables cover positions 0 .. position_rows-1.
+    position_rows: rotary tables cover positions 0 .. position_rows-1.  max_context: tokens of the longest text; None:
+    as many.
     capture: layers whose inputs every pass returns, in this order; num_layers means the input of the final norm.
     """
     config = read_config(path, overrides)
@@ -77,15 +79,26 @@ def load_target(
     if config.text_part_of is not None:
         others = ", ".join(sorted(weights.other_parts)) or "none"
         log.info("%s: only the text part of %s is loaded (other parts: %s)", path, config.text_part_of, others)
-    return make_target(weights, config, capture, position_rows)
+    return make_target(weights, config, capture, position_rows, max_context)
 
 
-def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> Decoder:
-    """Build the target from its weights.  Raises EspalierError for a weight that is missing, misshapen or not used."""
+def make_target(
+    weights: Weights,
+    config: ModelConfig,
+    capture: tuple[int, ...],
+    position_rows: int,
+    max_context: int | None = None,
+) -> Decoder:
+    """Build the target from its weights; see load_target.
+
+    Raises EspalierError for a weight that is missing, misshapen or not used.
+    """
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size), scale)
-    tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in config.ropes}
+    sizes = position_rows, weights.dtype, weights.device, max_context
+    tables = {rope: RopeTables(rope, *sizes) for rope in dict.fromkeys(config.ropes)}
+    _log_longrope(config, max_context or position_rows)
     load = config.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
     kv_scales = tuple(
@@ -96,6 +109,16 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     weights.ignore_under(mtp_prefixes(config))
     weights.finish()
     return Decoder(config, layer_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
+
+
+def _log_longrope(config: ModelConfig, context: int) -> None:
+    """Say which frequencies are used, because the text of short prompts depends on it."""
+    for original in {rope.original_max_position for rope in config.ropes if rope.type == "longrope"}:
+        which, other = ("long", "at most") if context > original else ("short", "more than")
+        log.info(
+            "%s: LongRoPE's %s frequencies, because max_context is %d; with a max_context of %s %d, the others",
+            *(config.path, which, context, other, original),
+        )
 
 
 def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:

@@ -133,7 +133,11 @@ def build_engine(
         use_threads(resolved.threads)
     how = {"dtype": dtype, "device": device, "position_rows": resolved.layout.position_rows}
     target = load_target(
-        checkpoint.target_path, capture=checkpoint.spec.capture, overrides=resolved.model_overrides, **how
+        checkpoint.target_path,
+        capture=checkpoint.spec.capture,
+        overrides=resolved.model_overrides,
+        max_context=resolved.layout.max_context,
+        **how,
     )
     draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, **how)
     return build_engine_of_models(Loaded(resolved, target, draft), requested_pages)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DIVISIONS = (Tensor.__truediv__, Tensor.div, torch.div)
 # Their attention has sinks, which transformers' call of SDPA lacks.
@@ -40,6 +41,11 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
     how = {"attn_implementation": "eager" if eager else "sdpa", "experts_implementation": "eager"}
     # Transformers keeps some routers' weights in float32, whatever the dtype.
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **how).to(dtype).eval()
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            # Its own forward would compute them in float64.
+            length = module.config.rope_parameters["original_max_position_embeddings"] + 1
+            module.long_inv_freq = ROPE_INIT_FUNCTIONS["longrope"](module.config, "cpu", seq_len=length)[0]
     if dtype == torch.float64:
         model.forward = in_float64(model.forward)
     return model

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Dots1Config, Gemma3TextConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config
+from transformers import Dots1Config, Gemma3TextConfig, Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
@@ -25,6 +27,9 @@ LENGTH = 40
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40, "beta_fast": 32, "beta_slow": 1}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}
 YARN_LITE = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+# As Phi-4-mini, whose heads are rotated in part.  The numbers are not in order.
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.5, 1.1]}
+LONGROPE |= {"long_factor": [3.0, 17.0]}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, one kv head": ("llama", {"kv_heads": 1}),
@@ -113,6 +118,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", {}),
     "ministral3": ("ministral3", {}),
     "ministral3, window": ("ministral3", {"sliding_window": 6}),
+    "phi3": ("phi3", {}),
+    "phi3, longrope, a long text": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3, longrope, a short text": (
+        "phi3",
+        {"rope_parameters": {**LONGROPE, "attention_factor": 1.2}, "original_max_position_embeddings": LENGTH},
+    ),
+    "phi3, all rotated, window": ("phi3", {"rope_parameters": {"rope_theta": 10000.0}, "sliding_window": 6}),
     "mixtral": ("mixtral", {}),
     "mixtral, window": ("mixtral", {"sliding_window": 6}),
 }
@@ -138,6 +150,22 @@ def test_logits_and_captured_inputs(variant: str, tmp_path: Path) -> None:
             relative(out.captured, torch.cat([inputs[i] for i in (2, 0, 1)], dim=-1)),
         )
         assert difference <= tolerance, f"{variant} {dtype}: {difference:.1e}"
+
+
+def test_longrope_keeps_to_the_frequencies_of_max_context(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The rows of the tables reach past max_context, and published configs call LongRoPE by older names."""
+    path = make_target(tmp_path, "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    raw = json.loads((path / "config.json").read_text())
+    for name, context in product(("longrope", "su", "yarn"), (64, 65)):
+        scaling = {field: value for field, value in LONGROPE.items() if field != "rope_type"}
+        old = {"rope_scaling": {**scaling, "type": name}, "rope_parameters": None}
+        (path / "config.json").write_text(json.dumps({**raw, **old}))
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "espalier"):
+            model = load_target(path, dtype=torch.float32, device="cpu", position_rows=99, max_context=context)
+        theirs = ROPE_INIT_FUNCTIONS["longrope"](Phi3Config.from_pretrained(path), "cpu", seq_len=context)[0]
+        torch.testing.assert_close(model.rope.cos[1, :2], theirs.cos() * model.config.rope.attention_factor)
+        assert f"LongRoPE's {('short', 'long')[context > 64]} frequencies" in caplog.text
 
 
 def test_windows_reach_the_geometry(tmp_path: Path) -> None:

@@ -70,7 +70,12 @@ def load_both(draft: Path, target: Path) -> object:
         ({"attn_logit_softcapping": 30.0}, ["attn_logit_softcapping = 30.0"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
         ({"layer_types": ["linear_attention"] * 4}, ["'linear_attention'", "'full_attention'"]),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "llama3"]),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, ["'proportional'", "llama3"]),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1, 2, 3, 4], "long_factor": [1, 2, 3]}},
+            [r"long_factor = \[1, 2, 3\]; a list of 4 positive numbers"],
+        ),
+        ({"original_max_position_embeddings": "x"}, ["original_max_position_embeddings = 'x'; a positive number"]),
         ({"rope_scaling": {"rope_type": "yarn"}}, ["'yarn'", "'factor'"]),
         ({"rope_parameters": {"llama_4_scaling_beta": 0.1}}, ["llama_4_scaling_beta = 0.1 is not supported"]),
         ({"rope_parameters": {"max_position_embeddings": 7}}, ["max_position_embeddings = 7, but the model has"]),

@@ -59,6 +59,19 @@ def test_frequencies(scaling: str, head_dim: int, theta: float, tmp_path: Path) 
     assert rope.attention_factor == pytest.approx(factor, abs=0)
 
 
+def test_frequencies_of_longrope(tmp_path: Path) -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 7.0], "long_factor": [1.0, 3.0, 5.0, 20.0]}
+    for own in ({}, {"factor": 8.0}, {"factor": 0.5}, {"attention_factor": 1.3}):
+        parameters = {**scaling, **own, "rope_theta": 5e5, "original_max_position_embeddings": 256}
+        path = make_target(tmp_path, rope_parameters=parameters)
+        rope = read_config(path).rope
+        for context in (256, 257):
+            config = CONFIGS["llama"].from_pretrained(path)
+            theirs, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=context)
+            assert torch.equal(rope.inverse_frequencies(context), theirs)
+            assert rope.attention_factor == pytest.approx(factor, abs=0)
+
+
 # Every scaling where it is read in a way of its own: plainly, with factors of the scores, or for a part of a head.
 # Others with the scaling that changes frequencies and sizes; `test_frequencies` has the rest.
 OWN_READERS = ("llama", "deepseek_v3", "gpt_oss", "glm4_moe")
@@ -71,6 +84,8 @@ CELLS = [
     for family in CONFIGS
     # Transformers does not find `truncate` among the parameters of a layer type.
     if not (family == "gemma3" and "truncate" in SCALINGS[scaling])
+    # Phi-3 has LongRoPE alone.
+    and family != "phi3"
     and not (family == "ministral3" and "original_max_position_embeddings" not in SCALINGS[scaling])
 ]
 

@@ -10,6 +10,7 @@ from espalier.models.families import (
     mimo,
     mistral,
     mixtral,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -21,7 +22,7 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
-        *(mistral.MINISTRAL, mistral.MINISTRAL3, mixtral.FAMILY),
+        *(mistral.MINISTRAL, mistral.MINISTRAL3, mixtral.FAMILY, phi3.FAMILY),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
     )
 }
