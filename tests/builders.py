@@ -20,11 +20,17 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -32,6 +38,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {
@@ -53,6 +60,20 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "phi3": Phi3Config,
     "ministral": MinistralConfig,
     "ministral3": Ministral3Config,
+    "granite": GraniteConfig,
+    "granitemoe": GraniteMoeConfig,
+    "granitemoeshared": GraniteMoeSharedConfig,
+    "granitemoehybrid": GraniteMoeHybridConfig,
+    "smollm3": SmolLM3Config,
+    "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
+}
+# Of Granite, no factor 1.
+FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 1.7,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.8,
 }
 # Fields of families with experts.
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -100,6 +121,21 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, **ROUTED, "n_group": 1, "topk_group": 1},
     "dots1": {**ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     # The limit of the activation cuts part of the values.
+    "granite": FACTORS,
+    "granitemoe": {**FACTORS, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "granitemoeshared": {**FACTORS, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 20},
+    # As Granite 4: dense, with the MLP of the shared expert.
+    "granitemoehybrid": {
+        **FACTORS,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "layer_types": ["full_attention"] * 3,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "phi3": {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.8},
@@ -163,7 +199,7 @@ def make_target(
         fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
         # Transformers takes it for the size of the rotated part.
         fields["head_dim"] = fields["qk_rope_head_dim"]
-    if family == "gemma3" and "rope_type" in fields.get("rope_parameters", {}):
+    if family in ("gemma3", "olmo3") and "rope_type" in fields.get("rope_parameters", {}):
         fields["rope_parameters"] = {
             kind: dict(fields["rope_parameters"]) for kind in ("full_attention", "sliding_attention")
         }

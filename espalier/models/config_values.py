@@ -43,6 +43,14 @@ def require_kinds(full: Raw, path: Path) -> None:
         )
 
 
+def positive(full: Raw, name: str) -> float:
+    """The positive number of a field.  Raises EspalierError, without the path, naming a field that has none."""
+    value = full.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
+        raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
+    return float(value)
+
+
 def rotated_size(full: Raw, head_size: int, path: Path) -> int:
     """The number of rotated values of a head, which are its first values.  Raises EspalierError for a wrong factor."""
     share = full.get("partial_rotary_factor")

@@ -6,10 +6,14 @@ apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H,
 `Experts.names` says).
 stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, up, ..., and `experts.down_proj`
 [E, I, H]; with biases `experts.gate_up_proj_bias` [E, 2·I], in the same order, and `experts.down_proj_bias` [E, H].
+rows: `experts.gate_up_proj.weight` [E, 2·I, H], gate over up, and `experts.down_proj.weight` [E, H, I], dense; with
+the names of `Experts.names`, under the block's prefix.
 Quantised experts that are stacked keep rows of gate, up, gate, up, ... (weight_formats/mxfp4.py).
 
 Both become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
 """
+
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -34,14 +38,15 @@ def load_experts(
     routing = experts.routing
     # First: it refuses a wrong number of experts before they are read.
     router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
-    gate_up, down, biases = (_stacked if experts.stored == "stacked" else _apart)(weights, experts, prefix, hidden)
+    gate_up, down, biases = LOADERS[experts.stored](weights, experts, prefix, hidden)
     bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
-        name = f"{experts.router_name}.bias" if routing.logit_bias else "gate.e_score_correction_bias"
+        name = f"{experts.router_name}.bias" if routing.logit_bias else experts.correction_name
         bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
     if experts.shared_size:
-        name = f"{prefix}{experts.shared_name}."
-        shared = weights.mlp(name, hidden, experts.shared_size, experts.shared_bias, of_shared)
+        under = prefix if experts.shared_under is None else prefix.removesuffix(experts.under) + experts.shared_under
+        sizes, name = (hidden, experts.shared_size), f"{under}{experts.shared_name}."
+        shared = weights.mlp(name, *sizes, experts.shared_bias, of_shared, experts.shared_names)
     if experts.shared_gate is not None:
         shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
     return MixtureMLP(
@@ -71,6 +76,12 @@ def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matr
 def _of_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
     """[count · out, in] -> [count, out, in]"""
     return matrix.unflatten(0, (count, -1)) if isinstance(matrix, Tensor) else matrix.experts(count)
+
+
+def _rows(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
+    count, size, names = experts.routing.num_experts, experts.size, experts.names
+    gate_up = weights.take(f"{prefix}{names.gate_up[0]}.weight", count, 2 * size, hidden)
+    return gate_up, weights.take(f"{prefix}{names.down}.weight", count, hidden, size), None
 
 
 def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
@@ -109,3 +120,10 @@ def _stacked_quantised(
 def _halves(interleaved: Tensor) -> Tensor:
     """[N, 2·I], whose columns are gate, up, gate, up, ... -> [N, 2, I]."""
     return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
+
+
+LOADERS: Mapping[str, Callable[[Weights, Experts, str, int], Matrices]] = {
+    "apart": _apart,
+    "stacked": _stacked,
+    "rows": _rows,
+}

@@ -39,8 +39,8 @@ PLAIN_NAMES = LayerNames()
 class LayerNorms:
     """Names of a layer's RMS norms: before each block, and behind it, of its output; None: there is none."""
 
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
+    before_attention: str | None = "input_layernorm"
+    before_mlp: str | None = "post_attention_layernorm"
     behind_attention: str | None = None
     behind_mlp: str | None = None
 
@@ -59,7 +59,10 @@ class Experts:
     router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
     stored: how the checkpoint stores the experts (espalier/models/expert_loading.py).
     biases: whether gate, up and down have biases.
-    under: the prefix of the block's weights in a layer.  names: of the matrices of an expert that is stored apart.
+    under: the prefix of the block's weights in a layer.
+    names: of the matrices of an expert that is stored apart, or of the stacks of "rows".
+    shared_under: the prefix of shared_name in a layer; None: `under`.  shared_names: of the shared expert's matrices.
+    correction_name: of the router's bias if routing.correction_bias is set.
     """
 
     layers: frozenset[int]
@@ -70,8 +73,11 @@ class Experts:
     shared_gate: str | None = None
     shared_bias: bool = False
     router_name: str = "gate"
-    stored: Literal["apart", "stacked"] = "apart"
+    stored: Literal["apart", "stacked", "rows"] = "apart"
     biases: bool = False
     activation: Activation = SILU
     under: str = "mlp."
     names: MLPNames = GATE_UP_DOWN
+    shared_under: str | None = None
+    shared_names: MLPNames = GATE_UP_DOWN
+    correction_name: str = "gate.e_score_correction_bias"

@@ -7,11 +7,11 @@ from espalier.kernels.ops.rope import HeadNorms, LatentForm
 from espalier.models.config import ModelConfig
 from espalier.models.expert_loading import load_experts
 from espalier.models.latent_config import LatentConfig
-from espalier.models.layers.attention import Attention
+from espalier.models.layers.attention import Attention, WideNorms
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights, one_each
 
@@ -44,13 +44,17 @@ def load_attention(
     names, rows = config.names, one_each(config.names.qkv, (q_rows, kv_rows, kv_rows))
     qkv = weights.linear(prefix, names.qkv, rows, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
-    norms = sink = None
-    if config.qk_norm:
+    norms = wide_norms = sink = None
+    if config.qk_norm and config.wide_qk_norm:
+        sizes = (("q", q_rows), ("k", kv_rows))
+        eps = config.rms_norm_eps
+        wide_norms = WideNorms(*(weights.norm(f"{prefix}{name}_norm", width, eps) for name, width in sizes))
+    elif config.qk_norm:
         q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
         norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
     if config.sinks:
         sink = weights.take_exact(f"{prefix}sinks", config.heads)
-    return Attention(qkv, out, config.heads + 2 * config.kv_heads, rope, norms, sink)
+    return Attention(qkv, out, config.heads + 2 * config.kv_heads, rope, norms, sink, wide_norms)
 
 
 def _load_latent_attention(
@@ -95,14 +99,17 @@ def load_layer(
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
     hidden, norms = config.hidden_size, config.layer_norms
 
+    def before(name: str | None) -> AnyNorm:
+        return Unnormed() if name is None else norm(name)
+
     def norm(name: str) -> RMSNorm:
         return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.norm_offset)
 
     return DecoderLayer(
         index=layer if index is None else index,
-        attention_norm=norm(norms.before_attention),
+        attention_norm=before(norms.before_attention),
         attention=load_attention(weights, config, f"{prefix}self_attn.", hidden, rope),
-        mlp_norm=norm(norms.before_mlp),
+        mlp_norm=before(norms.before_mlp),
         mlp=(
             load_mlp(weights, config, prefix)
             if experts is None
@@ -110,6 +117,7 @@ def load_layer(
         ),
         post_attention_norm=norm(norms.behind_attention) if norms.behind_attention else None,
         post_mlp_norm=norm(norms.behind_mlp) if norms.behind_mlp else None,
+        residual_scale=config.residual_scale,
     )
 
 

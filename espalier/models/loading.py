@@ -17,6 +17,7 @@ from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
+from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.text_part import is_multimodal, text_config
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
@@ -96,6 +97,8 @@ def make_target(
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size), scale)
+    if config.embedding_norm:
+        embed.norm = RMSNorm(torch.ones_like(embed.weight[0]), config.rms_norm_eps)
     sizes = position_rows, weights.dtype, weights.device, max_context
     tables = {rope: RopeTables(rope, *sizes) for rope in dict.fromkeys(config.ropes)}
     _log_longrope(config, max_context or position_rows)

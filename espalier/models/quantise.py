@@ -103,7 +103,7 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) ->
     if target is not None and target.text_part_of is not None:
         raise EspalierError(f"{path} is multimodal ({target.text_part_of}), which quantize does not support")
     experts = None if target is None else target.experts
-    is_stacked = experts is not None and experts.stored == "stacked"
+    is_stacked = experts is not None and experts.stored != "apart"
     if is_stacked or (is_draft and _stacks_experts(path)):
         raise EspalierError(f"{path} stores its experts stacked, which quantize does not support; use another model")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

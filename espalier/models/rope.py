@@ -56,8 +56,9 @@ class RopeConfig:
     """The RoPE of one model.
 
     dim: rotated channels of a head: all of them, or, in latent attention, the rope part.
-    type: one of TYPES.  A dynamic model has unscaled frequencies up to its trained length.  `ModelConfig.max_position`
-    limits it to that length: beyond it, every new token would change the rotation of all cached keys.
+    type: one of TYPES, or "none" for a layer without RoPE: its frequencies are 0, so no bit is changed.  A dynamic
+    model has unscaled frequencies up to its trained length.  `ModelConfig.max_position` limits it to that length:
+    beyond it, every new token would change the rotation of all cached keys.
     latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by its
     square; other attention ignores it.
     divisors: LongRoPE's, one for each frequency: of contexts up to original_max_position, and of longer ones.  A model
@@ -89,6 +90,8 @@ class RopeConfig:
                 return plain / self.factor
             case "llama3":
                 return self._llama3(plain)
+            case "none":
+                return torch.zeros(self.dim // 2)
             case "yarn":
                 return self._yarn()
             case "longrope":

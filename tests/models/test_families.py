@@ -125,6 +125,39 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {**LONGROPE, "attention_factor": 1.2}, "original_max_position_embeddings": LENGTH},
     ),
     "phi3, all rotated, window": ("phi3", {"rope_parameters": {"rope_theta": 10000.0}, "sliding_window": 6}),
+    "granite": ("granite", {}),
+    "granite, biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "granitemoe": ("granitemoe", {}),
+    "granitemoeshared": ("granitemoeshared", {}),
+    "granitemoehybrid": ("granitemoehybrid", {}),
+    "granitemoehybrid, experts, no RoPE": (
+        "granitemoehybrid",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "position_embedding_type": None},
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3, biases, by interval, windows": (
+        "smollm3",
+        {
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2, one kv head, biases": ("olmo2", {"kv_heads": 1, "attention_bias": True}),
+    "olmo3": ("olmo3", {}),
+    "olmo3, scaled in full layers": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            }
+        },
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral, window": ("mixtral", {"sliding_window": 6}),
 }
@@ -238,7 +271,7 @@ def test_gemma3_in_the_old_spelling(tmp_path: Path) -> None:
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0; a positive number"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-            "rope_parameters has 'rope_type': 'linear'; Gemma 3 has",
+            "rope_parameters has 'rope_type': 'linear'; this family has",
         ),
         ({"rope_theta": 7.0}, "rope_theta is 7.0, but rope_theta of 'full_attention' in rope_parameters is"),
         ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor = 0.5 is not"),

@@ -6,15 +6,18 @@ from espalier.models.families import (
     gemma3,
     glm4_moe,
     gpt_oss,
+    granite,
     llama,
     mimo,
     mistral,
     mixtral,
+    olmo,
     phi3,
     qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    smollm3,
 )
 
 # To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
@@ -22,7 +25,8 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
-        *(mistral.MINISTRAL, mistral.MINISTRAL3, mixtral.FAMILY, phi3.FAMILY),
+        *(mistral.MINISTRAL, mistral.MINISTRAL3, mixtral.FAMILY, phi3.FAMILY, smollm3.FAMILY),
+        *(granite.FAMILY, granite.MOE, granite.SHARED, granite.HYBRID, olmo.OLMO2, olmo.OLMO3),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
     )
 }
