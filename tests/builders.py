@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
@@ -24,11 +25,13 @@ from transformers import (
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
+    LagunaConfig,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
+    MuseGlimmerConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -67,6 +70,8 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "smollm3": SmolLM3Config,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
+    "laguna": LagunaConfig,
+    "muse_glimmer": MuseGlimmerConfig,
 }
 # Of Granite, no factor 1.
 FACTORS: dict[str, Any] = {
@@ -89,6 +94,19 @@ ROUTED: dict[str, Any] = {
 }
 # Fields of families with latent attention: sizes that are all different.
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "v_head_dim": 10}
+# Families that transformers has only as the text part of a multimodal model: fields of the whole.
+WHOLES_OF: dict[str, dict[str, Any]] = {
+    "muse_glimmer": {"image_token_id": 99, "video_token_id": 99, "out_hidden_size": 32, "projector_hidden_size": 8}
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 4,
+    "patch_size": 2,
+    "head_dim": 8,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "ministral": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -133,6 +151,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "mamba_n_heads": 8,
         "mamba_d_head": 8,
+    },
+    "laguna": {
+        **EXPERTS,
+        "shared_expert_intermediate_size": 20,
+        "num_attention_heads_per_layer": [4, 2, 6],
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "moe_routed_scaling_factor": 2.5,
+    },
+    "muse_glimmer": {
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "layer_rope_theta": [0, 10000.0, 10000.0],
+        "post_norm_eps": 0.1,
+        "qk_scale_factor": 1.7,
+        "output_multiplier": 0.6,
+        "final_logit_softcapping": 3.0,
+        "attention_bias": True,
     },
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -199,7 +235,7 @@ def make_target(
         fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
         # Transformers takes it for the size of the rotated part.
         fields["head_dim"] = fields["qk_rope_head_dim"]
-    if family in ("gemma3", "olmo3") and "rope_type" in fields.get("rope_parameters", {}):
+    if family in ("gemma3", "olmo3", "laguna") and "rope_type" in fields.get("rope_parameters", {}):
         fields["rope_parameters"] = {
             kind: dict(fields["rope_parameters"]) for kind in ("full_attention", "sliding_attention")
         }
@@ -216,7 +252,11 @@ def _files_of_target(family: str, fields: dict[str, Any], seed: int) -> dict[str
     """The content of each file of a target's directory, made once a process: many tests begin with the same one."""
     key = repr((family, sorted(fields.items()), seed))
     if key not in _files:
-        model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
+        kind: Any = AutoModelForCausalLM
+        if family in WHOLES_OF:
+            kind = AutoModelForImageTextToText
+            fields = {"text_config": fields, "vision_config": VISION, **WHOLES_OF[family]}
+        model = kind.from_config(CONFIGS[family](**fields), dtype=torch.float64)
         draw_weights(model, seed)
         with TemporaryDirectory() as made:
             model.save_pretrained(made)
@@ -246,6 +286,7 @@ def make_eagle3(
     unless the vocabularies are one).
     """
     target = json.loads((Path(target_path) / "config.json").read_text())
+    target = target.get("text_config", target)
     vocab, hidden, layers = target["vocab_size"], target["hidden_size"], target["num_hidden_layers"]
     own_embed, own_head = config.pop("own_embed", False), config.pop("own_head", draft_vocab is not None)
     fields = {

@@ -158,6 +158,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "laguna": ("laguna", {}),
+    "laguna, a gate of each value, layers by type": (
+        "laguna",
+        {
+            "gating": "per-element",
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "num_attention_heads_per_layer": None,
+            "layer_types": None,
+        },
+    ),
+    "muse_glimmer": ("muse_glimmer", {}),
+    "muse_glimmer, by their places": (
+        "muse_glimmer",
+        {"layers": 5, "layer_types": None, "layer_rope_theta": None, "attention_bias": False},
+    ),
     "mixtral": ("mixtral", {}),
     "mixtral, window": ("mixtral", {"sliding_window": 6}),
 }

@@ -14,6 +14,8 @@ from transformers import (
     Gemma3ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
 )
 
 from espalier.config import EngineConfig
@@ -25,21 +27,20 @@ from espalier.models.weight_formats import all_dense
 from espalier.models.weights import stored_weights
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup import load
-from tests.builders import DEFAULTS, draw_weights
+from tests.builders import DEFAULTS, VISION, WHOLES_OF, draw_weights
 from tests.models.reference import in_float64
 from tests.models.test_families import relative
 from tests.oracles.dense import DensePass
 
-TEXT = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 TEXT |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096, "eos_token_id": None}
-VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "image_size": 4}
-VISION |= {"patch_size": 2, "head_dim": 8}
 WHOLES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "ministral3": (Mistral3ForConditionalGeneration, Mistral3Config, {"image_token_index": 3}),
     "mistral": (Mistral3ForConditionalGeneration, Mistral3Config, {"image_token_index": 3}),
     "gemma3": (Gemma3ForConditionalGeneration, Gemma3Config, {"image_token_index": 3, "mm_tokens_per_image": 4}),
+    "muse_glimmer": (MuseGlimmerForConditionalGeneration, MuseGlimmerConfig, WHOLES_OF["muse_glimmer"]),
 }
-KINDS = {"gemma3": "gemma3_text"}
+KINDS = {"gemma3": "gemma3_text", "muse_glimmer": "muse_glimmer_text"}
 
 
 def make_whole(path: Path, family: str, as_in_memory: bool = False) -> Path:
@@ -68,7 +69,8 @@ def test_its_text_part_computes_what_transformers_computes(family, as_in_memory,
         model = load_target(path, dtype=torch.float64, device="cpu", position_rows=32)
     assert relative(model.logits(model(DensePass(tokens, model.layer_specs)).hidden), expected) < 1e-10
     [said] = [record.getMessage() for record in caplog.records if "text part" in record.getMessage()]
-    assert WHOLES[family][0].__name__ in said and "(other parts: multi_modal_projector, vision_tower)" in said
+    others = "vision_adapter, vision_projection" if family == "muse_glimmer" else "multi_modal_projector"
+    assert WHOLES[family][0].__name__ in said and f"(other parts: {others}, vision_tower)" in said
     assert load.find(EngineConfig(model=path)).target == model.config and not is_draft(path)
     # Only what is read counts.
     counted = stored_weights(path, model.config.formats, is_text_part=True)

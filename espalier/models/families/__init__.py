@@ -7,10 +7,12 @@ from espalier.models.families import (
     glm4_moe,
     gpt_oss,
     granite,
+    laguna,
     llama,
     mimo,
     mistral,
     mixtral,
+    muse_glimmer,
     olmo,
     phi3,
     qwen2,
@@ -26,7 +28,8 @@ FAMILIES: dict[str, Family] = {
     for family in (
         *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
         *(mistral.MINISTRAL, mistral.MINISTRAL3, mixtral.FAMILY, phi3.FAMILY, smollm3.FAMILY),
-        *(granite.FAMILY, granite.MOE, granite.SHARED, granite.HYBRID, olmo.OLMO2, olmo.OLMO3),
+        *(granite.FAMILY, granite.MOE, granite.SHARED, granite.HYBRID, olmo.OLMO2, olmo.OLMO3, laguna.FAMILY),
+        muse_glimmer.FAMILY,
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
     )
 }
