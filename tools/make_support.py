@@ -61,11 +61,14 @@ def targets() -> str:
             f"`{f.model_type}`",
             keeps,
             f"by `{f.qk_norm}`" if isinstance(f.qk_norm, str) else yes(f.qk_norm),
+            yes(f.in_drafts),
             yes(f.mtp is not None),
+            codes(f.multimodal) or "-",
             codes(f.honours) or "-",
         ]
 
-    head = ["architecture", "model_type", "layers keep", "q and k norms", "own MTP layers", "fields with any value"]
+    head = ["architecture", "model_type", "layers keep", "q and k norms", "in drafts", "own MTP layers"]
+    head += ["text part of", "fields with any value"]
     return table(head, map(row, FAMILIES.values()))
 
 
@@ -177,7 +180,10 @@ GB.
 
 Supported are rope scaling of types {codes(ROPE_TYPES)}; sliding windows per
 layer; tied or own output head; biases; attention sinks; weights in one safetensors file or in shards. A family supports
-any value of the fields in its last column. Its EAGLE-3 heads have a dense MLP.
+any value of the fields in its last column. Its EAGLE-3 heads have a dense MLP; "in drafts" says whether a draft's own
+layers may be the family's. Of a multimodal checkpoint ("text part of") only the text part is loaded, and requests with
+images are refused. A model with LongRoPE keeps to the frequencies of long texts if `--max-context` is above its
+original length, else to those of short ones; the log says which.
 
 ## Quantised weights
 
@@ -260,8 +266,10 @@ Also {codes(COMBINING)}. No other keyword may stand beside one of them, except `
 - `multipleOf` is for integers: with two bounds, or with none and at most {MAX_MULTIPLE}.
 - `minProperties` above 1 needs named properties.
 - Formats of strings: {codes(sorted(STRING_FORMATS))}. They are
-  exact. A time has a zone and no second 60. Host names have at most four labels of at most 23 characters. A `uri` with
-  `maxLength` has `//`, and a path and a query of bounded length.
+  exact. A time has a zone and no second 60. `email` and `hostname` bound no
+  length, because bounded parts take a second to compile. Beside `maxLength`, labels have at most 23 characters, host
+  names four labels, mail addresses two parts of 24 characters before `@`, two labels and a last one of 2 to 10 letters;
+  a `uri` has `//`, and a path and a query of bounded length.
 - Formats of integers: {codes(INTEGERS)}, as bounds.
 - Formats without effect: {annotating()}.
 - Without effect: {codes(sorted(ANNOTATIONS))}, and `uniqueItems` false.

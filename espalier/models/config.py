@@ -11,20 +11,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from espalier.cache.layer_spec import LayerSpec
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
+from espalier.model_files import MAX_NUMBER
 from espalier.models.config_values import count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts, LayerNames, LayerNorms
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.overrides import with_overrides
-from espalier.models.rope import (
-    OF_ATTENTION,
-    SPELLINGS,
-    RopeConfig,
-    RopeTables,
-    read_rope,
-)
+from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, RopeTables, read_rope, type_of_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
@@ -32,6 +27,8 @@ Windows = tuple[int | None, ...]
 Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.
 LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
+# (weights, config, the factor of its values) -> a models/layers/embedding.py:Embedding.
+LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
 MakeSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
 # Fields that change the computation of models that are not supported, and the values with which they have no effect.
@@ -109,12 +106,13 @@ class Family:
     sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
     experts that the family cannot run yet.
-    embedding_norm: whether embeddings pass an RMS norm without a weight.
     embedding_scale, softmax_scale: from the completed config; softmax_scale: None for head_size ** -0.5.
     residual_scale: from the completed config, the factor of each block's output before it is added to the residual.
     logit_scale: from the completed config, the factor of logits, before they are bounded.
-    ropes: from the completed config, the RoPE fields of each layer, which replace those of the config for read_rope, or
-    None for a layer without RoPE; None: all layers have those of the config.
+    ropes: from the completed config, the RoPE fields of each layer, which replace those of the config for read_rope,
+    and its head_dim if heads differ by layer, or None for a layer without RoPE; None: all layers have those of the
+    config.
+    load_embedding: makes the token embedding; None: a table of vocab_size rows.
     load_layer: makes a layer of the family's own; None: the layer of norms, attention and MLP in layer_loading.py.
     layer_specs: what each layer keeps, from the config; None: as layer_loading.py:layer_specs_of says.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
@@ -141,12 +139,12 @@ class Family:
     norm_offset: float = 0.0
     sinks: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
-    embedding_norm: bool = False
     embedding_scale: Callable[[Raw], float] = lambda full: 1.0
     softmax_scale: Callable[[Raw], float | None] = lambda full: None
     residual_scale: Callable[[Raw], float] = lambda full: 1.0
     logit_scale: Callable[[Raw], float] = lambda full: 1.0
     ropes: Callable[[Raw], Sequence[Raw | None]] | None = None
+    load_embedding: "LoadEmbedding | None" = None
     load_layer: "LoadLayer | None" = None
     layer_specs: "MakeSpecs | None" = None
     latent: bool = False
@@ -164,13 +162,13 @@ class ModelConfig:
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
     ropes: of each layer; rope: of the first.
-    logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.
+    logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.  softcap: those of attention.
     eos_token_ids: all ids that config.json and generation_config.json name, or those of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    wide_qk_norm, layer_norms, names, norm_offset, embedding_norm, embedding_scale, softmax_scale, residual_scale,
-    logit_scale, load_layer, layer_specs, mtp: see Family.
+    wide_qk_norm, layer_norms, names, norm_offset, embedding_scale, softmax_scale, residual_scale, logit_scale,
+    load_embedding, load_layer, layer_specs, mtp: see Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     text_part_of: the architecture of the multimodal checkpoint whose text part this is; None: it is a whole.
@@ -200,16 +198,17 @@ class ModelConfig:
     sinks: bool
     windows: Windows
     experts: Experts | None
-    embedding_norm: bool
     embedding_scale: float
     softmax_scale: float | None
     residual_scale: float
     logit_scale: float
+    softcap: float | None
     logit_cap: float | None
     activation: Activation
     eos_token_ids: tuple[int, ...]
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
+    load_embedding: "LoadEmbedding | None" = field(repr=False)
     load_layer: "LoadLayer | None" = field(repr=False)
     layer_specs: "MakeSpecs | None" = field(repr=False)
     mtp: MTPFamily | None
@@ -295,17 +294,18 @@ def parse(
         sinks=family.sinks,
         windows=windows,
         experts=_read_experts(full, family, path),
-        embedding_norm=family.embedding_norm,
         embedding_scale=_declared(family.embedding_scale, full, path),
         softmax_scale=_declared(family.softmax_scale, full, path),
         residual_scale=_declared(family.residual_scale, full, path),
         logit_scale=_declared(family.logit_scale, full, path),
-        logit_cap=full.get("final_logit_softcapping") or None,
+        softcap=_cap(full, "attn_logit_softcapping", path),
+        logit_cap=_cap(full, "final_logit_softcapping", path),
         activation=_read_activation(full, family.activation_field, path),
         # An override replaces what generation_config.json says, too.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
         formats=read_formats(full, path),
+        load_embedding=family.load_embedding,
         load_layer=family.load_layer,
         layer_specs=family.layer_specs,
         mtp=family.mtp,
@@ -324,6 +324,14 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+
+
+def _cap(full: Raw, field: str, path: Path) -> float | None:
+    """The bound that a field sets; None and 0 set none.  Raises EspalierError for what is no bound."""
+    cap = full.get(field)
+    if cap is not None and not (isinstance(cap, int | float) and not isinstance(cap, bool) and 0 <= cap <= MAX_NUMBER):
+        raise EspalierError(f"{path}: {field} = {shown(cap)}; a positive number or null is needed; correct it")
+    return float(cap) if cap else None
 
 
 def _read_activation(full: Raw, field: str, path: Path) -> Activation:
@@ -353,7 +361,9 @@ def _read_ropes(
             continue
         fields = _lifted({**full, **each})
         refuse_unsupported(fields, path, family.honours)
-        rotated = latent.rope_size if latent else rotated_size(fields, head_size, path)
+        size = each.get("head_dim", head_size)
+        is_whole = type_of_rope(fields) == "proportional"
+        rotated = latent.rope_size if latent else size if is_whole else rotated_size(fields, size, path)
         read.append(read_rope(fields, rotated, longest, path))
     return tuple(rope for rope, _ in read), min(context for _, context in read)
 

@@ -1,19 +1,17 @@
 """Loads the mixture-of-experts block of a layer.
 
-A checkpoint stores the experts in one of two ways (`Experts.stored`).
+A checkpoint stores the experts in one of three ways (`Experts.stored`).
 
 apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H, I], for each expert (or as
 `Experts.names` says).
 stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, up, ..., and `experts.down_proj`
 [E, I, H]; with biases `experts.gate_up_proj_bias` [E, 2·I], in the same order, and `experts.down_proj_bias` [E, H].
-rows: `experts.gate_up_proj.weight` [E, 2·I, H], gate over up, and `experts.down_proj.weight` [E, H, I], dense; with
-the names of `Experts.names`, under the block's prefix.
 Quantised experts that are stacked keep rows of gate, up, gate, up, ... (weight_formats/mxfp4.py).
+joined: `experts.gate_up_proj` [E, 2·I, H], gate over up, and `experts.down_proj` [E, H, I] (or as
+`Experts.joined_names` says).  Where these are missing, the experts are apart, as those who quantise a model store them.
 
-Both become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
+All become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
 """
-
-from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -38,11 +36,14 @@ def load_experts(
     routing = experts.routing
     # First: it refuses a wrong number of experts before they are read.
     router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
-    gate_up, down, biases = LOADERS[experts.stored](weights, experts, prefix, hidden)
-    bias = shared = shared_gate = None
+    read = {"apart": _apart, "stacked": _stacked, "joined": _joined}[experts.stored]
+    gate_up, down, biases = read(weights, experts, prefix, hidden)
+    scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
         name = f"{experts.router_name}.bias" if routing.logit_bias else experts.correction_name
         bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
+    if experts.scale_name is not None:
+        scale = weights.take_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
     if experts.shared_size:
         under = prefix if experts.shared_under is None else prefix.removesuffix(experts.under) + experts.shared_under
         sizes, name = (hidden, experts.shared_size), f"{under}{experts.shared_name}."
@@ -59,7 +60,16 @@ def load_experts(
         shared_gate,
         biases,
         experts.activation,
+        scale,
     )
+
+
+def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
+    gate_up, down = (f"{prefix}{name}" for name in experts.joined_names)
+    count, size = experts.routing.num_experts, experts.size
+    if gate_up not in weights:
+        return _apart(weights, experts, prefix, hidden)
+    return weights.take(gate_up, count, 2 * size, hidden), weights.take(down, count, hidden, size), None
 
 
 def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
@@ -76,12 +86,6 @@ def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matr
 def _of_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
     """[count · out, in] -> [count, out, in]"""
     return matrix.unflatten(0, (count, -1)) if isinstance(matrix, Tensor) else matrix.experts(count)
-
-
-def _rows(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
-    count, size, names = experts.routing.num_experts, experts.size, experts.names
-    gate_up = weights.take(f"{prefix}{names.gate_up[0]}.weight", count, 2 * size, hidden)
-    return gate_up, weights.take(f"{prefix}{names.down}.weight", count, hidden, size), None
 
 
 def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
@@ -120,10 +124,3 @@ def _stacked_quantised(
 def _halves(interleaved: Tensor) -> Tensor:
     """[N, 2·I], whose columns are gate, up, gate, up, ... -> [N, 2, I]."""
     return interleaved.unflatten(1, (-1, 2)).transpose(1, 2)
-
-
-LOADERS: Mapping[str, Callable[[Weights, Experts, str, int], Matrices]] = {
-    "apart": _apart,
-    "stacked": _stacked,
-    "rows": _rows,
-}

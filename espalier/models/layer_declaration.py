@@ -57,10 +57,11 @@ class Experts:
     shared_name: name of the shared expert's weights.  shared_bias: whether its projections have a bias.
     shared_gate: name of the weight [1, H] that gates the shared expert; None without a gate.
     router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
+    scale_name: name of a factor of each expert's weight [E]; None without one.
     stored: how the checkpoint stores the experts (espalier/models/expert_loading.py).
     biases: whether gate, up and down have biases.
     under: the prefix of the block's weights in a layer.
-    names: of the matrices of an expert that is stored apart, or of the stacks of "rows".
+    names: of the matrices of an expert that is stored apart.  joined_names: of the two stacks where they are joined.
     shared_under: the prefix of shared_name in a layer; None: `under`.  shared_names: of the shared expert's matrices.
     correction_name: of the router's bias if routing.correction_bias is set.
     """
@@ -73,11 +74,13 @@ class Experts:
     shared_gate: str | None = None
     shared_bias: bool = False
     router_name: str = "gate"
-    stored: Literal["apart", "stacked", "rows"] = "apart"
+    scale_name: str | None = None
+    stored: Literal["apart", "stacked", "joined"] = "apart"
     biases: bool = False
     activation: Activation = SILU
     under: str = "mlp."
     names: MLPNames = GATE_UP_DOWN
+    joined_names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     shared_under: str | None = None
     shared_names: MLPNames = GATE_UP_DOWN
     correction_name: str = "gate.e_score_correction_bias"

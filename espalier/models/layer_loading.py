@@ -9,6 +9,7 @@ from espalier.models.expert_loading import load_experts
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layers.attention import Attention, WideNorms
 from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
@@ -23,10 +24,16 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     size, latent = config.head_size, config.latent
     if latent is None:
         keeps = KVHeads(config.kv_heads, size, size)
-        return tuple(LayerSpec(config.heads, keeps, window, config.softmax_scale) for window in config.windows)
+        scale, cap = config.softmax_scale, config.softcap
+        return tuple(LayerSpec(config.heads, keeps, window, scale, cap) for window in config.windows)
     scale = config.rope.latent_mscale**2 * size**-0.5
     row = LatentKV(latent.row_size, latent.kv_rank)
     return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
+
+
+def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
+    """The token embedding.  scale: of its values."""
+    return Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size), scale)
 
 
 def load_attention(

@@ -13,11 +13,10 @@ from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, architecture_of, find_family, parse
 from espalier.models.families import FAMILIES
-from espalier.models.layer_loading import layer_specs_of, load_layer
+from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.text_part import is_multimodal, text_config
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
@@ -96,16 +95,15 @@ def make_target(
     """
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
-    embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size), scale)
-    if config.embedding_norm:
-        embed.norm = RMSNorm(torch.ones_like(embed.weight[0]), config.rms_norm_eps)
+    embed = (config.load_embedding or load_embedding)(weights, config, scale)
     sizes = position_rows, weights.dtype, weights.device, max_context
     tables = {rope: RopeTables(rope, *sizes) for rope in dict.fromkeys(config.ropes)}
     _log_longrope(config, max_context or position_rows)
     load = config.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
     kv_scales = tuple(
-        weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) for i, spec in enumerate(layer_specs)
+        None if spec.shares is not None else weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps)
+        for i, spec in enumerate(layer_specs)
     )
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps, config.norm_offset)
     head = _head(weights, config, embed)

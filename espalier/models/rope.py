@@ -22,7 +22,9 @@ from espalier.model_files import MAX_NUMBER
 
 Raw = dict[str, Any]
 
-TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+# Types that need a factor.
+SCALED = ("linear", "dynamic", "llama3", "yarn")
 RAMP = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
 POSITIVE = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -59,6 +61,7 @@ class RopeConfig:
     type: one of TYPES, or "none" for a layer without RoPE: its frequencies are 0, so no bit is changed.  A dynamic
     model has unscaled frequencies up to its trained length.  `ModelConfig.max_position` limits it to that length:
     beyond it, every new token would change the rotation of all cached keys.
+    rotated: of a proportional RoPE, the share of the channels, low frequencies excluded, that turn at all.
     latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by its
     square; other attention ignores it.
     divisors: LongRoPE's, one for each frequency: of contexts up to original_max_position, and of longer ones.  A model
@@ -78,6 +81,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    rotated: float = 1.0
     latent_mscale: float = 1.0
     query_beta: float = 0.0
     divisors: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
@@ -88,6 +92,9 @@ class RopeConfig:
         match self.type:
             case "linear":
                 return plain / self.factor
+            case "proportional":
+                turning = torch.arange(self.dim // 2) < int(self.rotated * self.dim // 2)
+                return torch.where(turning, plain / self.factor, 0.0)
             case "llama3":
                 return self._llama3(plain)
             case "none":
@@ -197,6 +204,12 @@ def rope_overrides(raw: Raw, overrides: Mapping[str, Any]) -> Raw:
     return moved
 
 
+def type_of_rope(fields: Mapping[str, Any]) -> str:
+    """The type of RoPE that a config's fields name."""
+    new, old = (with_rope_type(fields).get(field) or {} for field in SPELLINGS)
+    return {**new, **old}.get("rope_type") or "default"
+
+
 def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
     """The RoPE configuration, and the longest context that it was made for.
 
@@ -225,7 +238,7 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
     # As in transformers, the config's own field has priority.
     name = "original_max_position_embeddings"
     original = int(full.get(name) or parameters.get(name) or longest)
-    scaled = kind not in ("default", "longrope")
+    scaled = kind in SCALED
     if kind == "default" and parameters.get("factor") not in (None, 1):
         raise EspalierError(
             f"{path}: rope parameter factor = {parameters['factor']!r} has no effect with rope_type 'default'; set the "
@@ -245,6 +258,7 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         query_beta=float(full.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
         divisors=_divisors(parameters, rotated, path) if kind == "longrope" else ((), ()),
+        rotated=_rotated_share(parameters, path) if kind == "proportional" else 1.0,
         **{name: parameters[name] for name in RAMP if parameters.get(name) is not None},
     )
     extended = int(original * rope.factor) if kind == "yarn" else longest
@@ -296,6 +310,15 @@ def _attention_factor(parameters: Raw, kind: str, original: int, longest: int) -
         factor = float(parameters.get("factor") or longest / original)
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     return _yarn_attention_factor(parameters) if kind in ("yarn", "longrope") else 1.0
+
+
+def _rotated_share(parameters: Raw, path: Path) -> float:
+    share = parameters.get("partial_rotary_factor")
+    if share is not None and not 0 < share <= 1:
+        raise EspalierError(
+            f"{path}: partial_rotary_factor = {share!r}; a share above 0, 1 at most, is needed; correct it"
+        )
+    return 1.0 if share is None else float(share)
 
 
 def _yarn_attention_factor(parameters: Raw) -> float:

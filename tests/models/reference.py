@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DIVISIONS = (Tensor.__truediv__, Tensor.div, torch.div)
-# Their attention has sinks, which transformers' call of SDPA lacks.
-EAGER = ("gpt_oss",)
+# Their attention has sinks or soft-caps, which transformers' call of SDPA lacks.
+EAGER = ("gpt_oss", "gemma2")
 
 
 class _InFloat64(TorchFunctionMode):

@@ -3,7 +3,9 @@
 from espalier.models.config import Family
 from espalier.models.families import (
     deepseek,
+    gemma2,
     gemma3,
+    gemma4,
     glm4_moe,
     gpt_oss,
     granite,
@@ -26,7 +28,8 @@ from espalier.models.families import (
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
+        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
+        *(gemma2.FAMILY, gemma3.FAMILY, gemma4.FAMILY, gemma4.UNIFIED),
         *(mistral.MINISTRAL, mistral.MINISTRAL3, mixtral.FAMILY, phi3.FAMILY, smollm3.FAMILY),
         *(granite.FAMILY, granite.MOE, granite.SHARED, granite.HYBRID, olmo.OLMO2, olmo.OLMO3, laguna.FAMILY),
         muse_glimmer.FAMILY,

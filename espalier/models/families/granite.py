@@ -13,8 +13,7 @@ from espalier.models.config_values import positive
 from espalier.models.layer_declaration import LayerNames, MLPNames
 
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-# Both of experts, which are stacked, and of the shared expert.
-STORED = MLPNames(gate_up=("input_linear",), down="output_linear")
+SHARED_MLP = MLPNames(gate_up=("input_linear",), down="output_linear")
 
 
 def _experts(full: Raw) -> Experts | None:
@@ -27,11 +26,11 @@ def _experts(full: Raw) -> Experts | None:
         shared_size=full.get("shared_intermediate_size") or 0,
         shared_name="shared_mlp",
         shared_under="",
-        shared_names=STORED,
+        shared_names=SHARED_MLP,
         router_name="router.layer",
-        stored="rows",
+        stored="joined",
         under="block_sparse_moe.",
-        names=STORED,
+        joined_names=("input_linear.weight", "output_linear.weight"),
     )
 
 
@@ -87,7 +86,7 @@ HYBRID = replace(
     defaults={**MOE.defaults, "shared_intermediate_size": 1024, "position_embedding_type": None},
     windows=_attention_in_every_layer,
     ropes=lambda full: [{} if full["position_embedding_type"] == "rope" else None] * full["num_hidden_layers"],
-    names=LayerNames(under_mlp="shared_mlp.", mlp=STORED),
+    names=LayerNames(under_mlp="shared_mlp.", mlp=SHARED_MLP),
     mlp_size_field="shared_intermediate_size",
     honours=(*SHARED.honours, "position_embedding_type"),
 )

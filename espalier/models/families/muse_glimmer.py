@@ -9,12 +9,13 @@ import torch
 
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.rope import HeadNorms
-from espalier.models.config import Family, LayerNorms, ModelConfig, Raw
+from espalier.models.config import Family, LayerNorms, ModelConfig, Raw, Windows
 from espalier.models.config_values import positive
 from espalier.models.families.by_type import FULL, SLIDING, windows_of
-from espalier.models.layer_loading import load_layer
+from espalier.models.layer_loading import load_embedding, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
@@ -30,6 +31,12 @@ def _kinds(full: Raw) -> list[str]:
     return given or [FULL if _is_fourth(full, layer) else SLIDING for layer in range(full["num_hidden_layers"])]
 
 
+def _windows(full: Raw) -> Windows:
+    for name in ("qk_scale_factor", "post_norm_eps"):
+        positive(full, name)
+    return windows_of(full, _kinds(full))
+
+
 def _ropes(full: Raw) -> list[Raw | None]:
     """`layer_rope_theta` is 0 for layers without RoPE.  Transformers gives all others the base of rope_parameters."""
     layers, given = full["num_hidden_layers"], full.get("layer_rope_theta")
@@ -42,6 +49,12 @@ def _ropes(full: Raw) -> list[Raw | None]:
             "layers; correct it"
         )
     return [{} if theta else None for theta in given]
+
+
+def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
+    embed = load_embedding(weights, config, scale)
+    embed.row_norm = RMSNorm(torch.ones_like(embed.weight[0]), config.rms_norm_eps)
+    return embed
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
@@ -78,15 +91,15 @@ FAMILY = Family(
     },
     qkv_bias=lambda full: bool(full["attention_bias"]),
     out_bias=lambda full: bool(full["attention_bias"]),
-    windows=lambda full: windows_of(full, _kinds(full)),
+    windows=_windows,
     layer_norms=LayerNorms(
         before_mlp="pre_feedforward_layernorm",
         behind_attention="post_attention_layernorm",
         behind_mlp="post_feedforward_layernorm",
     ),
-    embedding_norm=True,
     logit_scale=lambda full: positive(full, "output_multiplier"),
     ropes=_ropes,
+    load_embedding=_load_embedding,
     load_layer=_load_layer,
     honours=("layer_rope_theta", "qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
     activation_field="hidden_activation",

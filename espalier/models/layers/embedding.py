@@ -13,15 +13,15 @@ from espalier.models.rope import RopeTables
 class Embedding:
     """weight [vocab, hidden]; scale: factor of every embedding, a number that the model's dtype holds.
 
-    norm: of every embedding, before the factor; None: there is none.
+    row_norm: of every embedding, before the factor; None: there is none.
     """
 
-    __slots__ = ("weight", "scale", "norm")
+    __slots__ = ("weight", "scale", "row_norm")
 
-    def __init__(self, weight: Tensor, scale: float = 1.0, norm: RMSNorm | None = None) -> None:
+    def __init__(self, weight: Tensor, scale: float = 1.0, row_norm: RMSNorm | None = None) -> None:
         self.weight = weight
         self.scale = scale
-        self.norm = norm
+        self.row_norm = row_norm
 
     def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
         """The stream of the pass's B · Q rows.  rope: the one that most layers use.
@@ -33,5 +33,5 @@ class Embedding:
         p.looked_up(rope, Rotation(rows.cos, rows.sin))
         if beside is not None:
             return Stream(rows.residual, rows.live, rows.x)
-        x = rows.x if self.norm is None else self.norm(rows.x)
+        x = rows.x if self.row_norm is None else self.row_norm(rows.x)
         return Stream(x if self.scale == 1 else x * self.scale, rows.live)
