@@ -294,8 +294,11 @@ def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[tuple[float, .
     """LongRoPE's divisors.  Raises EspalierError if there is not one for each frequency."""
     for name in DIVISORS:
         values = parameters.get(name)
-        is_right = isinstance(values, list) and len(values) == rotated // 2
-        if not is_right or not all(isinstance(value, int | float) and 0 < value <= MAX_NUMBER for value in values):
+        if (
+            not isinstance(values, list)
+            or len(values) != rotated // 2
+            or not all(isinstance(value, int | float) and 0 < value <= MAX_NUMBER for value in values)
+        ):
             raise EspalierError(
                 f"{path}: rope parameter {name} = {shown(values)}; a list of {rotated // 2} positive numbers is "
                 "needed, half as many as a head has rotated values; correct it"

@@ -12,6 +12,10 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
+    Gemma4UnifiedConfig,
+    Gemma4UnifiedForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     MuseGlimmerConfig,
@@ -38,16 +42,31 @@ WHOLES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "ministral3": (Mistral3ForConditionalGeneration, Mistral3Config, {"image_token_index": 3}),
     "mistral": (Mistral3ForConditionalGeneration, Mistral3Config, {"image_token_index": 3}),
     "gemma3": (Gemma3ForConditionalGeneration, Gemma3Config, {"image_token_index": 3, "mm_tokens_per_image": 4}),
+    "gemma4": (Gemma4ForConditionalGeneration, Gemma4Config, {"image_token_id": 3, "audio_config": None}),
+    "gemma4_unified": (
+        Gemma4UnifiedForConditionalGeneration,
+        Gemma4UnifiedConfig,
+        {"image_token_id": 3, "audio_config": None},
+    ),
     "muse_glimmer": (MuseGlimmerForConditionalGeneration, MuseGlimmerConfig, WHOLES_OF["muse_glimmer"]),
 }
-KINDS = {"gemma3": "gemma3_text", "muse_glimmer": "muse_glimmer_text"}
+KINDS = {"mistral": "mistral", "ministral3": "ministral3"}
+VISIONS: dict[str, dict[str, Any]] = {
+    **{family: {**VISION, "model_type": "pixtral"} for family in ("mistral", "ministral3")},
+    "gemma4": {**VISION, "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2},
+}
+OTHERS = {
+    "gemma4": "embed_vision, vision_tower",
+    "gemma4_unified": "none",
+    "muse_glimmer": "vision_adapter, vision_projection, vision_tower",
+}
 
 
 def make_whole(path: Path, family: str, as_in_memory: bool = False) -> Path:
     """A random multimodal checkpoint, float64.  as_in_memory: with the names that transformers 5 has in memory."""
     make, config, own = WHOLES[family]
-    text = {"model_type": KINDS.get(family, family), **TEXT, **DEFAULTS.get(family, {})}
-    vision = {**VISION, **({"model_type": "pixtral"} if config is Mistral3Config else {})}
+    text = {"model_type": KINDS.get(family, f"{family}_text"), **TEXT, **DEFAULTS.get(family, {})}
+    vision = None if family == "gemma4_unified" else VISIONS.get(family, VISION)
     tied = text.setdefault("tie_word_embeddings", False)
     model = make(config(text_config=text, vision_config=vision, tie_word_embeddings=tied, **own)).to(torch.float64)
     draw_weights(model, seed=5)
@@ -69,13 +88,14 @@ def test_its_text_part_computes_what_transformers_computes(family, as_in_memory,
         model = load_target(path, dtype=torch.float64, device="cpu", position_rows=32)
     assert relative(model.logits(model(DensePass(tokens, model.layer_specs)).hidden), expected) < 1e-10
     [said] = [record.getMessage() for record in caplog.records if "text part" in record.getMessage()]
-    others = "vision_adapter, vision_projection" if family == "muse_glimmer" else "multi_modal_projector"
-    assert WHOLES[family][0].__name__ in said and f"(other parts: {others}, vision_tower)" in said
+    others = OTHERS.get(family, "multi_modal_projector, vision_tower")
+    assert WHOLES[family][0].__name__ in said and f"(other parts: {others})" in said
     assert load.find(EngineConfig(model=path)).target == model.config and not is_draft(path)
     # Only what is read counts.
     counted = stored_weights(path, model.config.formats, is_text_part=True)
     text_only = sum(x.numel() for name, x in load_file(path / "model.safetensors").items() if name_in_text(name))
-    assert counted.num_cast == text_only < stored_weights(path, model.config.formats).num_cast
+    assert counted.num_cast == text_only
+    assert (text_only < stored_weights(path, model.config.formats).num_cast) == (others != "none")
 
 
 @pytest.mark.parametrize(

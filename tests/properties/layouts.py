@@ -34,7 +34,7 @@ OWN_LATENT = ("deepseek_v2", "deepseek_v3")
 # Soft-caps; heads of different sizes and K as V; the same with experts; rows of earlier layers.  All have windows.
 GEMMAS = ("gemma2", "gemma4", "gemma4_moe", "gemma4_e")
 # Families of `family_cells`.
-OTHERS = ("mixtral", "phi3", "granitemoeshared", "granitemoehybrid", "smollm3", "olmo3", "laguna", "muse_glimmer")
+OTHERS = ("laguna", "mixtral", "phi3", "granitemoeshared", "granitemoehybrid", "smollm3", "olmo3", "muse_glimmer")
 # What it is crossed with: pairwise by choice, in the whole product in turn.
 AROUND: dict[str, Sequence[Any]] = {
     "algorithm": ("eagle3", "ngram"),
@@ -139,11 +139,10 @@ class Cell:
             return self.keeps
         if self.sinks:
             return "gpt_oss"
-        is_kv = self.keeps == "kv"
         if self.experts:
-            return "laguna" if self.window and is_kv else "qwen3_moe"
+            return "qwen3_moe"
         # Of Ministral 3, the temperature of a node depends on its position.
-        return "mistral" if self.window else "ministral3" if self.overlap and is_kv else "llama"
+        return "mistral" if self.window else "ministral3" if self.overlap and self.keeps == "kv" else "llama"
 
     @property
     def setup(self) -> Setup:
@@ -243,7 +242,7 @@ def gemma_cells() -> list[Cell]:
 
 
 def family_cells() -> list[Cell]:
-    """Two cells of each family that differs from those of the array in more than sizes."""
+    """Two cells of each family that differs from those of the array in more than sizes, the most special first."""
     factors = {"keeps": OTHERS, "page_size": (3, 16)}
     fixed = {"topk": 4, "steps": 3, "nodes": "middle", "batch": 3}
     return [Cell(**row, **fixed, overlap=i % 3 == 0) for i, row in enumerate(rows_of(factors))]

@@ -73,8 +73,10 @@ class Stream:
         if norm is not None:
             assert isinstance(delta, Tensor)
             delta = norm(sum_parts(delta, self.x.dtype))
-        assert scale == 1 or isinstance(delta, Tensor)
-        self.delta = delta if scale == 1 else delta * scale
+        if scale != 1:
+            assert isinstance(delta, Tensor)
+            delta = delta * scale
+        self.delta = delta
 
     def keep(self, rows: Tensor | None) -> None:
         """Go on with these rows alone; None: with all."""
