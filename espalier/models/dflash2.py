@@ -20,7 +20,7 @@ from espalier.models.layers.decoder import DecoderLayer, capped
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.norm import AnyNorm
+from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.weights import Weights
 
@@ -51,6 +51,7 @@ class Convolved(NamedTuple):
 
     def after(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """As espalier/models/layers/stream.py:Pending."""
+        assert isinstance(norm, RMSNorm)
         return block_conv_norm(self.output, self.coefficients, self.base, x, norm.weight, norm.eps, self.width)
 
 

@@ -27,8 +27,8 @@ from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.quantise import quantise
 from espalier.models.text_part import name_in_text, names_as_stored
+from espalier.models.weight_count import stored_weights
 from espalier.models.weight_formats import all_dense
-from espalier.models.weights import stored_weights
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup import load
 from tests.builders import DEFAULTS, VISION, WHOLES_OF, draw_weights
