@@ -242,7 +242,7 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
         ),
         (
             {"architectures": ["Gemma4AssistantForCausalLM"]},
-            ["'Gemma4AssistantForCausalLM' .an assistant that reads the target's K and V. is not supported yet"],
+            ["Gemma4AssistantForCausalLM' .Gemma 4's assistants, which read the target's K and V. is not supported"],
         ),
         ({"speculators_model_type": "eagle"}, ["'eagle' .EAGLE-1/2 heads. is not supported yet"]),
         (

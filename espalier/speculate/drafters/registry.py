@@ -108,7 +108,7 @@ NOT_BUILT = {
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
     **dict.fromkeys(
         ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
-        "an assistant that reads the target's K and V",
+        "Gemma 4's assistants, which read the target's K and V",
     ),
     **dict.fromkeys(("eagle", *eagle3_config.EAGLE_1_2), "EAGLE-1/2 heads"),
 }
