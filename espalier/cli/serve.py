@@ -16,6 +16,7 @@ from espalier.terminal.console import read_text
 from espalier.terminal.flags import (
     add_engine_flags,
     add_key_flag,
+    add_plain_flag,
     add_shape_flags,
     api_keys,
     engine_settings,
@@ -153,6 +154,7 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument("--log-json", action="store_true", help="log a JSON object per line")
     _add_replica_flags(parser)
     add_engine_flags(parser, leave_out=("model",))
+    add_plain_flag(parser)
     _add_measuring_flags(parser)
 
 

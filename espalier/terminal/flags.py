@@ -30,6 +30,7 @@ SHAPE_NAMES = (
 # Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "mxfp4")
 DRAFT_WEIGHTS = SHAPE_WEIGHTS[:3]
+PLAIN_FLAG = "--no-speculation"
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
@@ -41,6 +42,16 @@ def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) ->
     tree = parser.add_argument_group("speculation")
     for f in fields(SpeculationConfig):
         _add(tree, f)
+
+
+def add_plain_flag(parser: ArgumentParser) -> None:
+    """Add the flag of EngineConfig.speculation=None, for a command whose requests have flags of their own or none."""
+    parser.add_argument(
+        PLAIN_FLAG,
+        action="store_true",
+        dest="no_speculation",
+        help="plain decoding for all requests; no draft is loaded",
+    )
 
 
 def refuse_tree_flags(args: Namespace, flag: str) -> None:
@@ -101,6 +112,11 @@ def engine_settings(args: Namespace) -> dict[str, Any]:
     """The keywords of LLM from the flags that were given."""
     given = _given(args, EngineConfig)
     tree = _given(args, SpeculationConfig)
+    if getattr(args, "no_speculation", False):
+        if tree or "draft" in given:
+            named = next(iter(tree), "draft")
+            raise EspalierError(f"{PLAIN_FLAG} is beside {flag_of(named)}, which is for a tree; leave one out")
+        return {**given, "speculation": None}
     return {**given, "speculation": SpeculationConfig(**tree)} if tree else given
 
 
