@@ -114,7 +114,7 @@ def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = F
     """
     config = loaded.config
     graphs = (config.graph_batch, keep_graphs, capture_stages)
-    return engine_of(make_runner(loaded), config.overlap, config.prefix_cache, *graphs)
+    return engine_of(make_runner(loaded), config.overlap, config.prefix_cache, *graphs, config.pauses_draft)
 
 
 def engine_of(
@@ -124,13 +124,14 @@ def engine_of(
     graph_batch: int = 0,
     keep_graphs: bool = False,
     capture_stages: bool = False,
+    pauses_draft: bool = False,
 ) -> Engine:
     """An engine on the buffers of `runner`, which no other engine may use."""
     is_cuda = runner.pages.device.type == "cuda"
     if is_cuda:
         executor = CudaExecutor(runner, graph_batch, keep_graphs, overlap, capture_stages)
         return Engine(executor, overlap, prefix_cache)
-    return Engine(CpuExecutor(runner, overlap), overlap, prefix_cache)
+    return Engine(CpuExecutor(runner, overlap), overlap, prefix_cache, pauses_draft)
 
 
 def make_runner(loaded: Loaded) -> ModelRunner:
