@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config_values import count_of, eos_ids, heads_and_size, require_kinds, rotated_size
@@ -329,7 +329,9 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
         if name in full and name not in honoured and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
-            raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+            raise EspalierError(
+                f"{path}: {name} = {shown(value)} is not supported, only {supported}; use another model"
+            )
 
 
 def _read_activation(full: Raw, field: str, path: Path) -> Activation:
