@@ -51,7 +51,7 @@ class Loaded:
         return cache_specs(self.target.layer_specs, drafts, self.config.kv_dtype, self.config.draft_kv_dtype)
 
 
-def without_files(
+def config_of_layout(
     layout: RoundLayout, algorithm: str, attention: str, dtype: torch.dtype, device: torch.device, **chosen: Any
 ) -> ResolvedConfig:
     """The configuration of an engine whose models have no files: by default without overlap, prefix cache and graphs,
