@@ -41,7 +41,7 @@ class SpeculationConfig:
     by_batch: Mapping[Any, Any] | str | PathLike[str] = field(
         default="auto",
         metadata={
-            "help": "smaller trees for larger batches: a file that `bench round --choose` wrote, or JSON like "
+            "help": "smaller trees for larger batches: a file that `bench choose` wrote, or JSON like "
             '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}, where each tree applies from '
             "that batch size on; by default plain decoding from the batch size where it was measured to be as fast"
         },
@@ -67,6 +67,12 @@ class EngineConfig:
     )
     speculation: SpeculationConfig | Literal["auto"] | None = field(default="auto", metadata={"help": "the draft tree"})
     device: str = option("cpu, cuda or cuda:N")
+    tensor_parallel: int = option(
+        "GPUs of this machine that share the model, each with a part of every layer; on a CPU, processes",
+        1,
+        low=1,
+        high=64,
+    )
     dtype: str = option("dtype of the weights, and of the KV cache unless kv_dtype is given", choices=DTYPES)
     kv_dtype: str = option(
         "dtype of the KV cache: fp8_e4m3, or the same as dtype; by default the one that the checkpoint's "
@@ -89,8 +95,13 @@ class EngineConfig:
     max_batch: int | Literal["auto"] = option("requests that run at the same time", low=1)
     max_context: int | Literal["auto"] = option("tokens of one request, prompt and output", low=2)
     chunk_size: int | Literal["auto"] = option("tokens of one prefill pass", low=16)
+    max_pause_ms: float | Literal["auto"] = option(
+        "longest predicted time of a prefill pass that streams wait for, on a GPU; by default 20, or twice the time of "
+        "the smallest pass",
+        above=0,
+    )
     busy_chunk_size: int | Literal["auto"] = option(
-        "tokens of one prefill pass while streams wait for it; by default 640 on a GPU", low=16
+        "tokens of one prefill pass that streams wait for, in place of max_pause_ms", low=16
     )
     prefix_cache: bool | Literal["auto"] = option("share pages between requests with equal prompt prefixes")
     overlap: bool | Literal["auto"] = option("launch a round before the previous one's result is read")
@@ -135,6 +146,7 @@ class ResolvedConfig:
     model_overrides: dict[str, Any]
     seed: int
     pauses_draft: bool = False
+    tensor_parallel: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, with those of the layout among them.

@@ -4,23 +4,27 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
-from espalier.layout import ROUNDS_IN_FLIGHT
 from espalier.llm import LLM
-from espalier.request import Output, Request, SamplingParams
-from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
+from espalier.request import Request, SamplingParams
 from espalier.startup.build import engine_of
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.stats import SpeculationStats
 
 # For a model without a tokenizer.  Longer prompts repeat these texts.
 RANDOM_TEXTS = 64
+
+
+class Timer(Protocol):
+    """Sums the time of what it times."""
+
+    seconds: float
 
 
 @dataclass
@@ -53,29 +57,6 @@ class Driven:
         return total
 
 
-class ForwardTimer:
-    """A model that sums the time of its calls.  It forwards everything to `model`; calls: the methods that are
-    timed, besides calls of the model itself."""
-
-    def __init__(self, model: Any, calls: Sequence[str] = ()):
-        self.model = model
-        self.calls = frozenset(calls)
-        self.seconds = 0.0
-
-    def __call__(self, *args: Any) -> Any:
-        return self._timed(self.model, *args)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.model, name)
-        return (lambda *args: self._timed(value, *args)) if name in self.calls else value
-
-    def _timed(self, call: Callable[..., Any], *args: Any) -> Any:
-        begun = perf_counter()
-        result = call(*args)
-        self.seconds += perf_counter() - begun
-        return result
-
-
 def rebuilt(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
     """A new engine on the models and buffers of this one, which is closed.  changes: fields of ModelRunner."""
     runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefixes is not None
@@ -83,24 +64,11 @@ def rebuilt(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
     return engine_of(replace(runner, **changes), overlap, has_cache, graph_batch)
 
 
-def timed_engine(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
-    """A new engine for a CPU, on the models and buffers of this one, with a timer in front of target and draft."""
-    runner = engine.executor.runner
-    target: Any = ForwardTimer(runner.target, ("logits",))
-    drafter = runner.drafter
-    if not isinstance(drafter, AutoregressiveDrafter):
-        return rebuilt(engine, 0, target=target), [target]
-    draft: Any = ForwardTimer(drafter.draft, ("fuse",))
-    draft.modules = [ForwardTimer(module, ("logits", "output_of")) for module in drafter.draft.modules]
-    timed = type(drafter)(draft, drafter.layout, drafter.cache)
-    return rebuilt(engine, 0, target=target, drafter=timed), [target, draft, *draft.modules]
-
-
 def drive(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    timers: Sequence[ForwardTimer] = (),
+    timers: Sequence[Timer] = (),
     roots: Sequence[int] = (),
     after_step: Callable[[], None] | None = None,
 ) -> Driven:
@@ -133,26 +101,6 @@ def empty_prefix_cache(engine: Engine) -> None:
     """Forget all cached prefixes that no request uses, so that the next prompts are prefilled whole."""
     if engine.prefixes is not None:
         engine.prefixes.evict(engine.pool.num_pages)
-
-
-def require_pages(engine: Engine, what: str, batch: int, num_tokens: int) -> None:
-    """Check that the engine's pages hold `batch` requests of num_tokens tokens, prompt and output, at the same time.
-
-    what: names the measurement in the EspalierError that is raised if they do not.
-    """
-    layout, usable = engine.layout, engine.pool.num_pages - 1
-    needed = batch * layout.pages_for(num_tokens + layout.tokens_ahead(ROUNDS_IN_FLIGHT))
-    if needed > usable:
-        raise EspalierError(
-            f"{what} needs {needed} pages of {layout.page_size} tokens, and the engine has {usable}; measure a smaller "
-            "batch or context"
-        )
-
-
-def require_success(outputs: Sequence[Output]) -> None:
-    """Raises EspalierError if a request failed: its time would be that of less work."""
-    if failed := next((output.error for output in outputs if output.error is not None), None):
-        raise EspalierError(f"a request failed: {failed}")
 
 
 def full_steps(runs: Sequence[Driven]) -> list[float]:

@@ -14,16 +14,16 @@ row of a block sees the W context rows before the root (not W rows before itself
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
-from espalier.models import qwen3
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import DraftSpec, count_of, draft_vocab_of, ids_of, object_of, refuse_sizes, token_of
-from espalier.models.loading import layer_specs_of
+from espalier.models.families import qwen3
+from espalier.models.layer_loading import layer_specs_of
 from espalier.models.weight_formats import quantisation_of
 
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
@@ -79,7 +79,7 @@ def block_spec(
 
 def _from_root(spec: LayerSpec) -> LayerSpec:
     """The spec whose window, seen from the root's position, holds the W rows before the root, and the root."""
-    return spec if spec.window is None else LayerSpec(spec.heads, spec.keeps, spec.window + 1, spec.scale)
+    return spec if spec.window is None else replace(spec, window=spec.window + 1)
 
 
 def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:

@@ -1,13 +1,15 @@
 """Loads the mixture-of-experts block of a layer.
 
-A checkpoint stores the experts in one of two ways (`Experts.stored`).
+A checkpoint stores the experts in one of three ways (`Experts.stored`).
 
 apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H, I], for each expert.
 stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, up, ..., and `experts.down_proj`
 [E, I, H]; with biases `experts.gate_up_proj_bias` [E, 2·I], in the same order, and `experts.down_proj_bias` [E, H].
 Quantised experts that are stacked keep rows of gate, up, gate, up, ... (weight_formats/mxfp4.py).
+joined: `experts.gate_up_proj` [E, 2·I, H], gate over up, and `experts.down_proj` [E, H, I].  Where these are missing,
+the experts are apart, as those who quantise a model store them.
 
-Both become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
+All become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
 """
 
 import torch
@@ -21,6 +23,7 @@ from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weights import Weights
+from espalier.shards import Part
 
 # (gate_up, down, biases)
 Matrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
@@ -33,14 +36,18 @@ def load_experts(
     routing = experts.routing
     # First: it refuses a wrong number of experts before they are read.
     router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
-    gate_up, down, biases = (_stacked if experts.stored == "stacked" else _apart)(weights, experts, prefix, hidden)
-    bias = shared = shared_gate = None
+    read = {"apart": _apart, "stacked": _stacked, "joined": _joined}[experts.stored]
+    gate_up, down, biases = read(weights, experts, prefix, hidden)
+    scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
         name = f"{experts.router_name}.bias" if routing.logit_bias else "gate.e_score_correction_bias"
         bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
+    if experts.scale_name is not None:
+        scale = weights.take_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
     if experts.shared_size:
         name = f"{prefix}{experts.shared_name}."
-        shared = weights.mlp(name, hidden, experts.shared_size, experts.shared_bias, of_shared)
+        # The mixture sums it with the routed experts.
+        shared = weights.mlp(name, hidden, experts.shared_size, experts.shared_bias, of_shared, summed=False)
     if experts.shared_gate is not None:
         shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
     return MixtureMLP(
@@ -53,13 +60,23 @@ def load_experts(
         shared_gate,
         biases,
         experts.activation,
+        scale,
+        weights.shards,
     )
+
+
+def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
+    name, count, size = f"{prefix}experts.", experts.routing.num_experts, experts.size
+    if f"{name}gate_up_proj" not in weights:
+        return _apart(weights, experts, prefix, hidden)
+    gate_up = weights.take(f"{name}gate_up_proj", count, 2 * size, hidden)
+    return gate_up, weights.take(f"{name}down_proj", count, hidden, size), None
 
 
 def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
     if experts.biases:
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
-    count, size = experts.routing.num_experts, experts.size
+    count, size = experts.routing.num_experts, _own_size(weights, experts)
     names = [f"{prefix}experts.{expert}." for expert in range(count)]
     halves = [f"{name}{half}_proj" for name in names for half in ("gate", "up")]
     gate_up = weights.matrix(halves, [size] * len(halves), hidden)
@@ -73,36 +90,45 @@ def _of_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
 
 
 def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
-    count, size, name = experts.routing.num_experts, experts.size, f"{prefix}experts."
+    count, own, name = experts.routing.num_experts, _own_size(weights, experts), f"{prefix}experts."
+    size = own.size
     if weights.formats(f"{prefix}experts").name != DENSE:
         quantised = _stacked_quantised(weights, experts, f"{prefix}experts", hidden)
         return *quantised, _stacked_biases(weights, experts, name, hidden)
     weights.require_shape(f"{name}gate_up_proj", (count, hidden, 2 * size))
     weights.require_shape(f"{name}down_proj", (count, size, hidden))
-    gate_up, down = weights.empty(count, 2 * size, hidden), weights.empty(count, hidden, size)
+    gate_up, down = weights.empty(count, 2 * len(own), hidden), weights.empty(count, hidden, len(own))
     for expert, stored in enumerate(weights.take_each(f"{name}gate_up_proj", count, hidden, 2 * size)):
-        gate_up[expert].view(2, size, hidden).copy_(_halves(stored).permute(1, 2, 0))
+        gate_up[expert].view(2, len(own), hidden).copy_(_halves(stored[:, own.times(2).slice]).permute(1, 2, 0))
     for expert, stored in enumerate(weights.take_each(f"{name}down_proj", count, size, hidden)):
-        down[expert].copy_(stored.T)
+        down[expert].copy_(stored[own.slice].T)
     return gate_up, down, _stacked_biases(weights, experts, name, hidden)
 
 
 def _stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
     if not experts.biases:
         return None
-    count, size = experts.routing.num_experts, experts.size
-    gate_up_bias = _halves(weights.take(f"{name}gate_up_proj_bias", count, 2 * size)).flatten(1)
-    return ExpertBiases(gate_up_bias, weights.take(f"{name}down_proj_bias", count, hidden))
+    count, own = experts.routing.num_experts, _own_size(weights, experts)
+    stored = weights.take(f"{name}gate_up_proj_bias", count, 2 * own.size)
+    gate_up_bias = _halves(stored[:, own.times(2).slice]).flatten(1)
+    down_bias = weights.once(weights.take(f"{name}down_proj_bias", count, hidden))
+    assert down_bias is not None
+    return ExpertBiases(gate_up_bias, down_bias)
 
 
 def _stacked_quantised(
     weights: Weights, experts: Experts, name: str, hidden: int
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Rows of gate and up are in turn, as the columns of dense experts are."""
-    count, size = experts.routing.num_experts, experts.size
-    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, 2 * size, hidden)
-    down = weights.stacked_matrix(name, ".down_proj", count, hidden, size)
-    return gate_up.rows_taken(torch.arange(2 * size).view(size, 2).T.flatten()), down
+    count, own = experts.routing.num_experts, _own_size(weights, experts)
+    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, own.times(2), hidden)
+    down = weights.stacked_matrix(name, ".down_proj", count, hidden, own)
+    return gate_up.rows_taken(torch.arange(2 * len(own)).view(-1, 2).T.flatten()), down
+
+
+def _own_size(weights: Weights, experts: Experts) -> Part:
+    """What this rank holds of each expert's intermediate size."""
+    return weights.shards.part(experts.size, "intermediate size of experts")
 
 
 def _halves(interleaved: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ ones and chains at more, plain decoding at very many.  With experts, more rows t
 decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
 
 The prediction assumes uniform routing, independent rows and CONTEXT tokens a request.  If neighbouring tokens share
-experts, trees are faster than predicted; `espalier bench round --choose` measures.
+experts, trees are faster than predicted; `espalier bench choose` measures.
 """
 
 import math
@@ -61,6 +61,10 @@ class PassWeights:
     kept: int = 0
     block_rows: int = 0
     extends: bool = True
+
+    def of_rank(self, count: int) -> "PassWeights":
+        """What each of `count` ranks holds.  The time in which ranks join their results is left out."""
+        return replace(self, dense=self.dense // count, expert=self.expert // count, kept=self.kept // count)
 
     def target_seconds(self, rows: int, chip: ChipFigures) -> float:
         """The time of a target pass without its cache."""

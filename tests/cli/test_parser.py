@@ -2,21 +2,23 @@
 
 import pytest
 
-from espalier import counterparts
+from espalier import other_engines
 from espalier.cli import parser
 from espalier.cli.bench import COMMANDS as BENCH
 from espalier.cli.main import COMMANDS, parse
+from espalier.cli.moved import MOVED
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.request import SamplingParams
 from espalier.terminal.flags import flag_of
+from lab.__main__ import COMMANDS as LAB
 from tests.cli.test_cli import run
 
 FIELDS = {cls.__name__: set(cls.__dataclass_fields__) for cls in (EngineConfig, SpeculationConfig, SamplingParams)}
 SAID = [
     ("genrate x", "espalier: unknown command 'genrate'; did you mean generate?"),
     ("chat x", "espalier: unknown command 'chat'; use generate --chat"),
-    ("bench throughputs", "espalier bench: unknown command 'throughputs'; did you mean throughput?"),
-    ("bench", "espalier bench: a command is missing; use one of round, generate, kernels"),
+    ("bench loads", "espalier bench: unknown command 'loads'; did you mean load?"),
+    ("bench", "espalier bench: a command is missing; use one of load, choose"),
     ("serve --prot 3", "espalier serve: unknown flag --prot; did you mean --port?"),
     ("generate x --temperture=1", "unknown flag --temperture; did you mean --temperature?"),
     ("--port 3 serve", "espalier: unknown flag --port; it is a flag of espalier serve"),
@@ -29,14 +31,15 @@ SAID = [
     ("generate --no-overlap --overlap", "espalier generate: --no-overlap and --overlap are both given; leave one out"),
     ("generate --no-overlap x --no-overlap", "espalier generate: --no-overlap is given twice; leave one out"),
     ("generate --overlap --overlap", "espalier generate: --overlap is given twice; leave one out"),
-    ("bench round --cells 1x8:plain --shape x --cells 2x8:plain", "espalier bench round: --cells is given twice"),
+    ("bench choose --out a --candidates 1,1,2 --out b", "espalier bench choose: --out is given twice"),
     ("serve --max-model-len 4096", "unknown flag --max-model-len; use --max-context"),
     ("serve --max-model-len=4096", "unknown flag --max-model-len; use --max-context"),
     ("serve --context-length 4096", "use --max-context"),
     ("serve --gpu-memory-utilization 0.9", "the KV cache takes a share of the free memory"),
     ("serve --mem-fraction-static 0.9", "the KV cache takes a share of the free memory"),
-    ("serve --tensor-parallel-size 2", "one engine runs on one GPU; leave it out"),
-    ("serve -tp 2", "one engine runs on one GPU; leave it out"),
+    ("serve --tensor-parallel-size 2", "unknown flag --tensor-parallel-size; use --tensor-parallel"),
+    ("serve -tp 2", "unknown flag -tp; use --tensor-parallel"),
+    ("serve -pp 2", "several GPUs share a model by tensor_parallel alone; leave it out"),
     ("serve --data-parallel-size 2", "unknown flag --data-parallel-size; use --replicas"),
     ("generate x --dp 2", "unknown flag --dp; use espalier serve --replicas"),
     ("serve --model x", "unknown flag --model; write the model after the command, without a flag"),
@@ -51,7 +54,13 @@ SAID = [
     ("serve --tool-call-parser hermes", "use --tool-format"),
     ("serve --reasoning-parser qwen3", "use --reasoning-format"),
     ("serve --enable-auto-tool-choice", "tool calls and reasoning need no switch; leave it out"),
-    ("bench kernels --max-model-len 3", "unknown flag --max-model-len; see espalier bench kernels --help"),
+    ("bench serve --dtype x", "it is now `espalier bench load --url URL`"),
+    *(
+        (f"{prog.removeprefix('espalier ')} {name}", f"it is now in the clone's laboratory: run `python -m lab {to}`")
+        for prog, names in MOVED.items()
+        for name, to in names.items()
+    ),
+    ("bench round --choose", "; to choose trees, `espalier bench choose`"),
 ]
 
 
@@ -62,7 +71,9 @@ def test_the_right_name_is_said(line, said, capsys):
     assert said in err and err.count("\n") == 1 and out == ""
 
 
-@pytest.mark.parametrize("line", ["", *COMMANDS, *(f"bench {name}" for name in BENCH)])
+@pytest.mark.parametrize(
+    "line", ["", *COMMANDS, *(f"bench {name}" for name in BENCH), "lab", *(f"lab {name}" for name in LAB)]
+)
 def test_help_fits_eighty_columns(line, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run(*line.split(), "--help") == 0
@@ -84,21 +95,21 @@ def test_a_list_grows_and_a_switch_may_come_twice():
     assert getattr(args, "SamplingParams.stop") == ["a", "b"] and args.json
 
 
-@pytest.mark.parametrize("ours", counterparts.TABLE)
+@pytest.mark.parametrize("ours", other_engines.TABLE)
 def test_a_counterpart_is_a_setting_and_a_flag(ours, capsys):
     owner, _, setting = ours.partition("=")[0].partition(".")
-    for theirs in counterparts.TABLE[ours].split():
+    for theirs in other_engines.TABLE[ours].split():
         assert not any(theirs in fields for fields in FIELDS.values()), "a name of its own"
         if owner != "serve":
             assert setting in FIELDS[owner]
-            assert setting in counterparts.keyword(theirs, FIELDS[owner])
+            assert setting in other_engines.keyword(theirs, FIELDS[owner])
         if setting not in ("speculation", "grammar"):  # several flags, and none
             run("serve" if owner == "serve" else "generate", flag_of(theirs))
             assert f"use {flag_of(setting)}" in capsys.readouterr().err.replace("--no-", "--")
 
 
 def test_a_name_stands_once():
-    names = " ".join([*counterparts.TABLE.values(), *counterparts.NONE.values()]).split()
+    names = " ".join([*other_engines.TABLE.values(), *other_engines.NONE.values()]).split()
     assert sorted(set(names)) == sorted(names)
 
 

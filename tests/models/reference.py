@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.gemma2 import modeling_gemma2
 
 
 def load_reference(path: Path, dtype: torch.dtype) -> Any:
     """The model as transformers loads it.  In float64 its norms and rotary tables are computed in float64 too."""
-    # Eager: transformers' grouped product does not take float64, and its call of SDPA no sinks.
-    sinks = json.loads((path / "config.json").read_text())["model_type"] == "gpt_oss"
-    how = {"attn_implementation": "eager" if sinks else "sdpa", "experts_implementation": "eager"}
+    # Eager: transformers' grouped product does not take float64, and its call of SDPA neither sinks nor soft-caps.
+    is_eager = json.loads((path / "config.json").read_text())["model_type"] in ("gpt_oss", "gemma2")
+    how = {"attn_implementation": "eager" if is_eager else "sdpa", "experts_implementation": "eager"}
     # Transformers keeps some routers' weights in float32, whatever the dtype.
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **how).to(dtype).eval()
     if dtype == torch.float64:
@@ -26,6 +27,8 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
                 module.forward = ROTARY.get(type(module).__name__, _rotary_float64).__get__(module)
             elif type(module).__name__.endswith("MoeTopKRouter"):
                 module.forward = _router_float64.__get__(module)
+            elif type(module).__name__ == "Gemma4TextRouter":
+                module.forward = _gemma4_router_float64.__get__(module)
             elif type(module).__name__.endswith("TopkRouter"):
                 module.forward = _topk_router_float64.__get__(module)
     return model
@@ -33,7 +36,9 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
 
 def _norm_float64(self: Any, x: Tensor) -> Tensor:
     eps = getattr(self, "variance_epsilon", None) or self.eps
-    weight = 1 + self.weight if type(self).__name__ == "Gemma3RMSNorm" else self.weight
+    if not getattr(self, "with_scale", True):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    weight = 1 + self.weight if type(self).__name__ in ("Gemma2RMSNorm", "Gemma3RMSNorm") else self.weight
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
@@ -63,6 +68,8 @@ def _rotary_by_type_float64(self: Any, x: Tensor, position_ids: Tensor, layer_ty
 ROTARY = {
     "DeepseekV2RotaryEmbedding": _rotary_complex128,
     "Gemma3RotaryEmbedding": _rotary_by_type_float64,
+    "Gemma4TextRotaryEmbedding": _rotary_by_type_float64,
+    "Gemma4UnifiedTextRotaryEmbedding": _rotary_by_type_float64,
     "GptOssRotaryEmbedding": _rotary_half_float64,
 }
 
@@ -78,6 +85,19 @@ def _rotate_in_own_type(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, T
 
 
 modeling_deepseek_v2.apply_rotary_emb = _rotate_in_own_type
+
+
+def _capped_in_own_type(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None, **_: Any
+) -> tuple[Tensor, None]:
+    """Gemma 2's attention of q, k, v [B, heads, Q, size], without its cast to float32."""
+    k, v = (rows.repeat_interleave(module.num_key_value_groups, 1) for rows in (k, v))
+    logits = q @ k.transpose(2, 3) * scaling
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    return ((logits + mask).softmax(-1) @ v).transpose(1, 2), None
+
+
+modeling_gemma2.eager_attention_forward = _capped_in_own_type
 
 
 def _router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,6 +123,12 @@ def _topk_router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not is_v2 and self.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights * self.routed_scaling_factor, ids
+
+
+def _gemma4_router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    probabilities = self.proj(self.norm(x) * self.scale * self.scalar_root_size).softmax(-1)
+    weights, ids = probabilities.topk(self.config.top_k_experts)
+    return probabilities, weights / weights.sum(-1, keepdim=True) * self.per_expert_scale[ids], ids
 
 
 def reference_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:

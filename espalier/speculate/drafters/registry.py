@@ -24,7 +24,8 @@ from espalier.models import (
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
-from espalier.models.loading import FAMILIES, read_raw
+from espalier.models.families import FAMILIES
+from espalier.models.loading import read_raw
 from espalier.models.weights import Weights, shards_of
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import Drafter, DrafterWithoutFiles, DraftFormat, NoDrafter
@@ -103,6 +104,10 @@ DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FOR
 NOT_BUILT = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
+    **dict.fromkeys(
+        ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
+        "an assistant that reads the target's K and V",
+    ),
     **dict.fromkeys(("eagle", *eagle3_config.EAGLE_1_2), "EAGLE-1/2 heads"),
 }
 MTP_NOT_BUILT = {
@@ -150,7 +155,7 @@ def what_to_check(algorithm: str) -> str:
     return (
         "the draft may be for another target, or for another revision of it: compare its README with this target, "
         f"{f'check {checks} in its config.json, ' if checks else ''}"
-        "and measure it with `espalier bench round --acceptance`"
+        "and measure it with `python -m lab round --acceptance`"
     )
 
 

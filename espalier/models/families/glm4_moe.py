@@ -1,0 +1,105 @@
+"""The families with the experts of DeepSeek-V3 and other attention: GLM-4.5, 4.6, 4.7, GLM-4.7-Flash, dots.llm1.
+
+GLM-4.5, 4.6 and 4.7 have K and V heads, of which half is rotated.  GLM-4.7-Flash has latent attention.  dots.llm1 has
+the attention of Qwen3.
+"""
+
+from dataclasses import replace
+
+from espalier.errors import EspalierError
+from espalier.models.config import Experts, Family, Raw, full_attention, windows_by_layer_type
+from espalier.models.families.deepseek import V3, routed_experts
+from espalier.models.families.qwen3 import FAMILY as QWEN3
+from espalier.models.mtp_family import NEXTN
+
+# Experts are chosen from all experts, not from groups.
+UNGROUPED = {"n_group": 1, "topk_group": 1}
+
+
+def _experts_by_type(full: Raw) -> Experts | None:
+    """The experts of the layers that `mlp_layer_types` calls sparse; without that field, as in DeepSeek-V3."""
+    types = full.get("mlp_layer_types")
+    if types is None:
+        return V3.experts(full)
+    if len(types) != full["num_hidden_layers"] or {*types} - {"dense", "sparse"}:
+        raise EspalierError(
+            f"mlp_layer_types = {types!r}; 'dense' or 'sparse' is needed for each of "
+            f"{full['num_hidden_layers']} layers; correct the config"
+        )
+    sparse = frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
+    return routed_experts(full, ("noaux_tc",), sparse)
+
+
+GLM = Family(
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    defaults={
+        **UNGROUPED,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": False,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 1408,
+        "routed_scaling_factor": 1.0,
+    },
+    qkv_bias=lambda full: bool(full["attention_bias"]),
+    out_bias=lambda full: False,
+    windows=full_attention,
+    qk_norm="use_qk_norm",
+    honours=(*V3.honours, "partial_rotary_factor"),
+    experts=V3.experts,
+    mtp=NEXTN,
+)
+GLM_LITE = replace(
+    V3,
+    architecture="Glm4MoeLiteForCausalLM",
+    model_type="glm4_moe_lite",
+    defaults={
+        **V3.defaults,
+        **UNGROUPED,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1536,
+        "routed_scaling_factor": 1.8,
+    },
+    experts=_experts_by_type,
+)
+DOTS = replace(
+    QWEN3,
+    architecture="Dots1ForCausalLM",
+    model_type="dots1",
+    defaults={
+        **QWEN3.defaults,
+        **UNGROUPED,
+        "head_dim": None,
+        "max_position_embeddings": 2048,
+        "sliding_window": 4096,
+        "max_window_layers": 62,
+        "first_k_dense_replace": 0,
+        "n_shared_experts": None,
+        "n_routed_experts": None,
+        "num_experts_per_tok": None,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+    },
+    windows=lambda full: windows_by_layer_type(full, lambda layer: layer >= full["max_window_layers"]),
+    experts=V3.experts,
+    honours=V3.honours,
+)

@@ -1,0 +1,65 @@
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; beside the experts, a shared expert behind a sigmoid gate."""
+
+from dataclasses import replace
+
+from espalier.errors import EspalierError
+from espalier.kernels.ops.experts import Routing
+from espalier.models.config import Experts, Raw, Windows, windows_by_layer_type
+from espalier.models.families.qwen2 import FAMILY as QWEN2
+
+
+def expert_layers(full: Raw) -> frozenset[int]:
+    """Every decoder_sparse_step-th layer, counted from 1, except mlp_only_layers."""
+    step = full["decoder_sparse_step"]
+    if not isinstance(step, int) or step < 1:
+        raise EspalierError(f"decoder_sparse_step = {step!r}; a positive integer is needed; correct the config")
+    sparse = frozenset(range(step - 1, int(full["num_hidden_layers"]), step))
+    return sparse - {*(full["mlp_only_layers"] or ())}
+
+
+def routing(full: Raw, default: int) -> Routing | None:
+    """Qwen's routing; None for a config without experts.  default: the number of experts where the config has none."""
+    # Transformers 5 writes num_local_experts for some of the families.
+    names = ("num_experts", "num_local_experts")
+    num_experts = next((full[name] for name in names if full.get(name) is not None), default)
+    if num_experts == 0:
+        return None
+    return Routing(num_experts, full["num_experts_per_tok"], norm_topk_prob=bool(full["norm_topk_prob"]))
+
+
+def _experts(full: Raw) -> Experts | None:
+    how = routing(full, default=60)
+    if how is None:
+        return None
+    shared = full["shared_expert_intermediate_size"]
+    gate = "shared_expert_gate"
+    return Experts(expert_layers(full), how, full["moe_intermediate_size"], shared, "shared_expert", gate)
+
+
+def _windows(full: Raw) -> Windows:
+    """With `use_sliding_window`, as `layer_types` says, else every second layer below `max_window_layers`."""
+    window = full["sliding_window"] if full["use_sliding_window"] else None
+    slides = lambda layer: layer % 2 == 0 and layer < full["max_window_layers"]  # noqa: E731
+    return windows_by_layer_type({**full, "sliding_window": window}, default=slides)
+
+
+FAMILY = replace(
+    QWEN2,
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    defaults={
+        **QWEN2.defaults,
+        "num_key_value_heads": 16,
+        "qkv_bias": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+    },
+    qkv_bias=lambda full: bool(full["qkv_bias"]),
+    windows=_windows,
+    experts=_experts,
+    honours=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
+)

@@ -1,0 +1,116 @@
+"""The names and shapes of a layer's tensors in a checkpoint, as the publisher of its family stores them."""
+
+from espalier.models.config import Experts, ModelConfig
+from espalier.models.latent_config import LatentConfig
+from espalier.models.layer_loading import layer_specs_of
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
+    """Shapes by name, without the prefix of the layer."""
+    experts, hidden = config.experts, config.hidden_size
+    if config.layer_specs is not None:
+        return _gemma4(config, layer)
+    attention = _heads(config) if config.latent is None else _latent(config, config.latent)
+    if experts is None or layer not in experts.layers:
+        mlp = _gated("mlp.", config.intermediate_size, hidden)
+    elif experts.stored == "stacked":
+        mlp = _stacked_experts(experts, hidden)
+    else:
+        mlp = _experts(experts, hidden)
+    return {**attention, **mlp, "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+
+
+def _gemma4(c: ModelConfig, layer: int) -> Shapes:
+    """Of the sizes without inputs of layers and shared rows."""
+    spec, hidden = layer_specs_of(c)[layer], c.hidden_size
+    size, names = spec.keeps.k_size, "qk" if spec.window is None and c.raw["attention_k_eq_v"] else "qkv"
+    rows = {"q": c.heads * size, "k": spec.keeps.kv_heads * size, "v": spec.keeps.kv_heads * size}
+    norms = {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    shapes: Shapes = {f"self_attn.{name}_proj.weight": (rows[name], hidden) for name in names}
+    shapes |= {"self_attn.o_proj.weight": (hidden, rows["q"]), "layer_scalar": (1,)}
+    shapes |= {f"self_attn.{name}_norm.weight": (size,) for name in "qk"}
+    if c.experts is not None:
+        count, inner = c.experts.routing.num_experts, c.experts.size
+        shapes |= {
+            "router.proj.weight": (count, hidden),
+            "router.scale": (hidden,),
+            "router.per_expert_scale": (count,),
+            "experts.gate_up_proj": (count, 2 * inner, hidden),
+            "experts.down_proj": (count, hidden, inner),
+        }
+        norms |= {"post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"}
+    of_norms = {f"{name}.weight": (hidden,) for name in sorted(norms)}
+    return {**shapes, **_gated("mlp.", c.intermediate_size, hidden), **of_norms}
+
+
+def _heads(c: ModelConfig) -> Shapes:
+    queries, channels, hidden = c.heads * c.head_size, c.kv_heads * c.head_size, c.hidden_size
+    rows = {"q": queries, "k": channels, "v": channels}
+    shapes: Shapes = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
+    shapes["self_attn.o_proj.weight"] = (hidden, queries)
+    if c.attention_bias:
+        shapes |= {f"self_attn.{name}_proj.bias": (count,) for name, count in rows.items()}
+    if c.out_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if c.qk_norm:
+        shapes |= {f"self_attn.{name}_norm.weight": (c.head_size,) for name in "qk"}
+    if c.sinks:
+        shapes["self_attn.sinks"] = (c.heads,)
+    return shapes
+
+
+def _latent(c: ModelConfig, latent: LatentConfig) -> Shapes:
+    queries, hidden = c.heads * latent.head_size, c.hidden_size
+    if latent.q_rank is None:
+        shapes: Shapes = {"q_proj.weight": (queries, hidden)}
+    else:
+        shapes = {
+            "q_a_proj.weight": (latent.q_rank, hidden),
+            "q_a_layernorm.weight": (latent.q_rank,),
+            "q_b_proj.weight": (queries, latent.q_rank),
+        }
+    shapes |= {
+        "kv_a_proj_with_mqa.weight": (latent.row_size, hidden),
+        "kv_a_layernorm.weight": (latent.kv_rank,),
+        "kv_b_proj.weight": (c.heads * (latent.nope_size + latent.v_size), latent.kv_rank),
+        "o_proj.weight": (hidden, c.heads * latent.v_size),
+    }
+    return {f"self_attn.{name}": size for name, size in shapes.items()}
+
+
+def _gated(prefix: str, inner: int, hidden: int) -> Shapes:
+    return {
+        f"{prefix}gate_proj.weight": (inner, hidden),
+        f"{prefix}up_proj.weight": (inner, hidden),
+        f"{prefix}down_proj.weight": (hidden, inner),
+    }
+
+
+def _experts(experts: Experts, hidden: int) -> Shapes:
+    count = experts.routing.num_experts
+    shapes: Shapes = {f"mlp.{experts.router_name}.weight": (count, hidden)}
+    if experts.routing.correction_bias:
+        shapes["mlp.gate.e_score_correction_bias"] = (count,)
+    for expert in range(count):
+        shapes |= _gated(f"mlp.experts.{expert}.", experts.size, hidden)
+    if experts.shared_size:
+        shapes |= _gated(f"mlp.{experts.shared_name}.", experts.shared_size, hidden)
+    if experts.shared_gate is not None:
+        shapes[f"mlp.{experts.shared_gate}.weight"] = (1, hidden)
+    return shapes
+
+
+def _stacked_experts(experts: Experts, hidden: int) -> Shapes:
+    count, size = experts.routing.num_experts, experts.size
+    shapes: Shapes = {
+        f"mlp.{experts.router_name}.weight": (count, hidden),
+        "mlp.experts.gate_up_proj": (count, hidden, 2 * size),
+        "mlp.experts.down_proj": (count, size, hidden),
+    }
+    if experts.routing.logit_bias:
+        shapes[f"mlp.{experts.router_name}.bias"] = (count,)
+    if experts.biases:
+        shapes |= {"mlp.experts.gate_up_proj_bias": (count, 2 * size), "mlp.experts.down_proj_bias": (count, hidden)}
+    return shapes
