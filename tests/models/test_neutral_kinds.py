@@ -29,7 +29,6 @@ SIZES = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
-    
     "sliding_window": 8,
     "use_sliding_window": False,
     "max_window_layers": 2,
