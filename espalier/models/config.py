@@ -323,7 +323,9 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
         if name in full and name not in honoured and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
-            raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+            raise EspalierError(
+                f"{path}: {name} = {shown(value)} is not supported, only {supported}; use another model"
+            )
 
 
 def _read_activation(full: Raw, field: str, path: Path) -> Activation:
