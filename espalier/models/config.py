@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
@@ -20,6 +20,9 @@ from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
+
+if TYPE_CHECKING:
+    from espalier.models.from_transformers.probe import Probed
 
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
@@ -178,6 +181,7 @@ class ModelConfig:
     layer_norms, norm_offset, embedding_scale, softmax_scale, load_layer, layer_specs, mtp: see Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
+    probed: what the class of transformers does that runs the model; None: our own layers run it.
     """
 
     architecture: str
@@ -214,6 +218,7 @@ class ModelConfig:
     mtp: MTPFamily | None
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
+    probed: "Probed | None" = field(default=None, repr=False)
 
     @property
     def declared_kv_dtype(self) -> str | None:
@@ -228,15 +233,23 @@ def architecture_of(raw: Raw) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def has_family(raw: Raw, families: Mapping[str, Family]) -> bool:
+    """Whether a config.json is of one of the families, or a draft's, which find_family refuses by name."""
+    return _family_of(raw, families) is not None or "eagle" in str(architecture_of(raw)).lower()
+
+
+def _family_of(raw: Raw, families: Mapping[str, Family]) -> Family | None:
+    """The family of a config.json, by `architectures`, or by `model_type` without it."""
+    name = architecture_of(raw)
+    by_type = {} if raw.get("architectures") else {family.model_type: family for family in families.values()}
+    return families.get(str(name)) or by_type.get(str(name))
+
+
 def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
-    """The family of a config.json, by `architectures`, or by `model_type` without it.  Raises EspalierError."""
+    """The family of a config.json.  Raises EspalierError if there is none."""
+    if (family := _family_of(raw, families)) is not None:
+        return family
     name, supported = architecture_of(raw), ", ".join(families)
-    if name is not None and name in families:
-        return families[name]
-    if not raw.get("architectures"):
-        for family in families.values():
-            if family.model_type == name:
-                return family
     if name is None and not raw.get("architectures") and "speculators_model_type" not in raw:
         raise EspalierError(f"{path}: config.json has neither architectures nor model_type; download the model again")
     lowered = str(name).lower()

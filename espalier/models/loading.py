@@ -9,8 +9,10 @@ import torch
 from espalier.errors import EspalierError
 from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, find_family, parse
+from espalier.models.config import ModelConfig, Raw, find_family, has_family, parse
 from espalier.models.families import FAMILIES
+from espalier.models.from_transformers.config import is_known, read_by_transformers
+from espalier.models.from_transformers.load import load_by_transformers
 from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
@@ -21,18 +23,29 @@ from espalier.models.weight_formats.modelopt import read_hf_quant_config
 from espalier.models.weights import Weights
 
 
-def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, model_impl: str = "auto") -> ModelConfig:
     """Parse config.json of a target directory, and the eos ids of its generation_config.json.
 
+    model_impl: "native" for our own families; "transformers" for the class of transformers; "auto" for a family of
+    ours if there is one, else the class of transformers.
     Raises EspalierError for an unknown architecture or override, a weight format that is not supported, recurrent
     state, and any other field that changes the computation in a way that is not supported.
     """
     path = Path(path)
     raw = read_raw(path)
-    generation = path / "generation_config.json"
+    file = path / "generation_config.json"
     with naming_config(path):
+        generation = read_json(file) if file.exists() else None
+        if _runs_by_transformers(raw, model_impl):
+            return read_by_transformers(raw, path, overrides, generation)
         family = find_family({**raw, **(overrides or {})}, FAMILIES, path)
-        return parse(raw, family, path, overrides, read_json(generation) if generation.exists() else None)
+        return parse(raw, family, path, overrides, generation)
+
+
+def _runs_by_transformers(raw: Raw, model_impl: str) -> bool:
+    if model_impl != "auto":
+        return model_impl == "transformers"
+    return not has_family(raw, FAMILIES) and is_known(raw)
 
 
 def read_raw(path: Path) -> dict[str, Any]:
@@ -51,19 +64,22 @@ def load_target(
     position_rows: int,
     capture: tuple[int, ...] = (),
     overrides: Mapping[str, Any] | None = None,
+    model_impl: str = "auto",
 ) -> CausalLM:
-    """Load a target.
+    """Load a target.  overrides, model_impl: as read_config takes them.
 
     position_rows: rotary tables cover positions 0 .. position_rows-1.
     capture: layers whose inputs every pass returns, in this order; num_layers means the input of the final norm.
     """
-    config = read_config(path, overrides)
+    config = read_config(path, overrides, model_impl)
     missing = [layer for layer in capture if not 0 <= layer <= config.num_layers]
     if missing:
         raise EspalierError(
             f"layer {missing[0]} cannot be captured from {path}, which has {config.num_layers} layers; use the target "
             "that the draft was trained for"
         )
+    if config.probed is not None:
+        return load_by_transformers(Path(path), config, dtype, device, tuple(capture))
     return make_target(Weights(Path(path), dtype, device, config.formats), config, capture, position_rows)
 
 

@@ -65,7 +65,7 @@ def find(config: EngineConfig) -> Checkpoint:
     draft_path = find_draft(config.draft, requested) if config.draft is not None else None
     model = _model_name(config, draft_path)
     target_path = find_target(model)
-    target = read_config(target_path, config.model_overrides)
+    target = read_config(target_path, config.model_overrides, config.model_impl)
     used_draft = None
     if not drafter_without_files(requested):
         used_draft = draft_path or _bundled_draft(model, requested) or own_draft(target_path, target, requested)
@@ -113,6 +113,7 @@ def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConf
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
         pass_weights=pass_weights(checkpoint.target, checkpoint.draft),
+        model_impl="native" if checkpoint.target.probed is None else "transformers",
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_open(config.kv_dtype) else None,
     )
     draft = str(checkpoint.draft_path) if checkpoint.draft_path else None
@@ -132,9 +133,8 @@ def build_engine(
     if device.type == "cpu":
         use_threads(resolved.threads)
     how = {"dtype": dtype, "device": device, "position_rows": resolved.layout.position_rows}
-    target = load_target(
-        checkpoint.target_path, capture=checkpoint.spec.capture, overrides=resolved.model_overrides, **how
-    )
+    of_target = {"overrides": resolved.model_overrides, "model_impl": resolved.model_impl}
+    target = load_target(checkpoint.target_path, capture=checkpoint.spec.capture, **of_target, **how)
     draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, **how)
     return build_engine_of_models(Loaded(resolved, target, draft), requested_pages)
 

@@ -1,0 +1,154 @@
+"""Reads a config.json for which transformers has a class, and finds out what that class does.
+
+What cannot run is refused here, before weights are read.
+"""
+
+import copy
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError, one_line
+from espalier.kernels.ops.activation import SILU
+from espalier.model_files import MAX_LAYERS
+from espalier.models.config import INERT, LayerNorms, ModelConfig, Raw, architecture_of, with_overrides
+from espalier.models.config_values import eos_ids
+from espalier.models.from_transformers.probe import Probed, probe
+from espalier.models.rope import RopeConfig
+from espalier.models.weight_formats import QUANTISATION_FIELDS, read_formats
+
+# Kinds of RoPE whose frequencies change behind a length, and the field that says which.
+CHANGING_ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
+
+
+def is_known(raw: Raw) -> bool:
+    """Whether transformers has a causal class for a config.json.  Code that comes with a checkpoint does not count."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = raw.get("model_type")
+    return isinstance(kind, str) and kind in CONFIG_MAPPING and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def read_by_transformers(
+    raw: Raw, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
+) -> ModelConfig:
+    """The config of a model that a class of transformers runs.  Raises EspalierError, with the reason, if none can."""
+    if not is_known(raw):
+        raise EspalierError(
+            f"{path}: transformers has no causal model of model_type {raw.get('model_type')!r}; update "
+            "transformers, or use another model"
+        )
+    model_class, known = _classes(raw, path)
+    full = with_overrides(raw, overrides or {}, {*raw, *known, *INERT, *QUANTISATION_FIELDS})
+    left_out = (*QUANTISATION_FIELDS, "auto_map", "architectures", "torch_dtype", "dtype", "transformers_version")
+    fields = {name: value for name, value in full.items() if name not in left_out and not name.startswith("_")}
+    if any(full.get(name) is not None for name in QUANTISATION_FIELDS):
+        raise EspalierError(
+            f"{path}: {model_class.__name__} runs by transformers, for which quantised weights are not supported; use "
+            "an unquantised copy of the model (bfloat16)"
+        )
+    try:
+        probed = _probed(raw["model_type"], json.dumps(fields, sort_keys=True))
+    except EspalierError as error:
+        raise EspalierError(
+            f"{path}: {model_class.__name__} cannot run by transformers: {error}; use another model"
+        ) from None
+    return _config(probed, full, path, "eos_token_id" in (overrides or {}), generation or {})
+
+
+def _classes(raw: Raw, path: Path) -> tuple[Any, set[str]]:
+    """The causal class of a config.json, and the fields that its config class knows.  Raises EspalierError."""
+    import transformers
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config_class = CONFIG_MAPPING[raw["model_type"]]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    name = architecture_of(raw)
+    if raw.get("architectures") and name != model_class.__name__ and hasattr(transformers, str(name)):
+        raise EspalierError(
+            f"{path}: architecture {name!r} is not the causal model of its model_type, which is "
+            f"{model_class.__name__}; use a text generation model"
+        )
+    return model_class, {*config_class().to_dict(), *config_class.attribute_map}
+
+
+@lru_cache(maxsize=16)
+def _probed(model_type: str, fields: str) -> Probed:
+    """Of a config.json's fields, as JSON.  Raises EspalierError with the reason alone."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config_class = CONFIG_MAPPING[model_type]
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    if getattr(model_class, "_is_stateful", False):
+        raise EspalierError("it keeps recurrent state")
+    try:
+        config = config_class.from_dict({**json.loads(fields), "output_router_logits": False})
+    except Exception as error:  # any: each class checks its fields in its own way
+        raise EspalierError(f"its config is refused ({one_line(error)})") from None
+    if getattr(config, "is_encoder_decoder", False):
+        raise EspalierError("it is half of an encoder-decoder")
+    if not hasattr(config, "num_hidden_layers"):
+        raise EspalierError("its config describes several models (text and images or sound), not one of text")
+    if not 1 <= config.num_hidden_layers <= MAX_LAYERS:
+        raise EspalierError(f"it has {config.num_hidden_layers} layers; 1 to {MAX_LAYERS} are supported")
+    return probe(model_class, config)
+
+
+def _config(probed: Probed, full: Raw, path: Path, replaces_eos: bool, generation: Raw) -> ModelConfig:
+    """Fields that only our own layers read are neutral."""
+    hf, first = probed.config, probed.specs[0]
+    return ModelConfig(
+        architecture=probed.model_class.__name__,
+        vocab_size=probed.vocab_size,
+        hidden_size=hf.hidden_size,
+        num_layers=len(probed.specs),
+        heads=first.heads,
+        kv_heads=first.keeps.kv_heads,
+        head_size=first.keeps.k_size,
+        intermediate_size=4 * hf.hidden_size,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(first.keeps.k_size, 1e4),
+        ropes=(),
+        max_position=_longest(hf, path),
+        tie_word_embeddings=bool(getattr(hf, "tie_word_embeddings", False)),
+        attention_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        layer_norms=LayerNorms(),
+        norm_offset=0.0,
+        sinks=False,
+        windows=tuple(spec.window for spec in probed.specs),
+        experts=None,
+        embedding_scale=1.0,
+        softmax_scale=first.scale,
+        logit_cap=None,
+        activation=SILU,
+        eos_token_ids=eos_ids(full, {} if replaces_eos else generation, path),
+        latent=None,
+        formats=read_formats(full, path),
+        load_layer=None,
+        layer_specs=lambda config: probed.specs,
+        mtp=None,
+        raw=full,
+        path=path,
+        probed=probed,
+    )
+
+
+def _longest(hf: Any, path: Path) -> int:
+    """The most positions.  Behind them a learned embedding ends, or a RoPE changes."""
+    longest = getattr(hf, "max_position_embeddings", None)
+    if not isinstance(longest, int) or longest < 2:
+        raise EspalierError(
+            f"{path}: max_position_embeddings = {longest!r}; an integer of at least 2 is needed; correct the config"
+        )
+    ropes = copy.copy(getattr(hf, "rope_parameters", None) or {})
+    sets = [each for each in ropes.values() if isinstance(each, Mapping)] or [ropes]
+    for each in sets:
+        limit = each.get(CHANGING_ROPES.get(str(each.get("rope_type")), "")) or longest
+        longest = min(longest, int(limit))
+    return longest
