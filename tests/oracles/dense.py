@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import KVHeads, LayerSpec
+from espalier.cache.layer_spec import KVHeads, LayerSpec, ReadyHeads
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation
 from tests.oracles.fp8_cache import LayerScales
 
@@ -48,7 +48,9 @@ class DensePass(Pass):
 
     def write(self, layer: int, *values: Any) -> Tensor:
         spec = self.specs[layer]
-        if isinstance(spec.keeps, KVHeads):
+        if isinstance(values[0], ReadyHeads):
+            q, *made = map(self._by_request, values[0])
+        elif isinstance(spec.keeps, KVHeads):
             q, *made = heads_of(self._by_request(values[0]), spec, *values[1:])
         else:
             q, latent, *rest = values

@@ -8,10 +8,12 @@ from tests.properties.layouts import (
     AROUND,
     AROUND_NGRAM,
     ARRAY_LAYOUTS,
+    HOSTED_LAYOUTS,
     LAYOUTS,
     Cell,
     all_cells,
     corner_cells,
+    hosted_cells,
     impossible,
     is_refused,
     latent_cells,
@@ -22,8 +24,8 @@ from tests.properties.layouts import (
 from tests.properties.summary import CELL, REFUSED
 from tests.properties.watch import Watch, run_watched
 
-DEFAULT = list(dict.fromkeys([*pairwise_cells(), *corner_cells()]))
-MORE = [*pairwise_cells(LAYOUTS), *all_cells(), *latent_cells()]
+DEFAULT = list(dict.fromkeys([*pairwise_cells(), *corner_cells(), *hosted_cells(HOSTED_LAYOUTS)]))
+MORE = [*pairwise_cells(LAYOUTS), *all_cells(), *latent_cells(), *hosted_cells(LAYOUTS)]
 FULL = [cell for cell in dict.fromkeys(MORE) if cell not in DEFAULT]
 
 

@@ -260,7 +260,7 @@ class Watch:
         runner = self.engine.executor.runner
         target = runner.target
         layers = () if target.config.experts is None else target.config.experts.layers
-        own = {id(layer.mlp.gate_up) for layer in target.layers if hasattr(layer.mlp, "gate_up")}  # type: ignore[attr-defined]
+        own = {id(layer.mlp.gate_up) for layer in getattr(target, "layers", ()) if hasattr(layer.mlp, "gate_up")}
         if launch_input.is_prefill:
             count = extended = sum(launch_input.lengths)
         else:

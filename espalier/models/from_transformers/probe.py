@@ -166,6 +166,7 @@ def probe(model_class: Any, config: Any) -> Probed:
     """Raises EspalierError, with the reason, for a class that cannot be a target."""
     register()
     tiny = tiny_model(model_class, tiny_config(config))
+    tiny.set_attn_implementation(NAME)
     calls = trace(tiny, "a small model of it does not run")
     layers = layers_of(tiny, [module for module, *_ in calls])
     equal, can_capture = try_tree(tiny, layers)
@@ -235,7 +236,6 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(drawn * parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else parameter + 0.2 * drawn)
-    model.set_attn_implementation(NAME)
     return model
 
 

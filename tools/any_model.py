@@ -1,0 +1,227 @@
+"""Every causal class of the installed transformers, tiny and random, as a target: what runs it, and is it right?
+
+For each class that runs: greedy tokens and log-probabilities against `generate`, with n-gram trees and with a random
+EAGLE-3 head, over page sizes, with prefix hits and with preemption.  All in float32, on the CPU.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from espalier.errors import EspalierError, one_line
+from espalier.models import ModelConfig, load_target, read_config
+from espalier.models.families import FAMILIES
+from espalier.models.from_transformers.probe import tiny_config, tiny_model
+from espalier.request import Request, SamplingParams
+from espalier.speculate.drafters.registry import load_draft, read_draft
+from espalier.startup.build import Loaded, assemble
+from tests.builders import make_eagle3
+from tests.harness import VOCAB, Setup, prompts, request, run
+
+PAGE_SIZES = (1, 3, 16, 64, 256)
+LENGTHS = (5, 19, 7, 12)
+MAX_TOKENS = 20
+TOLERANCE = 1e-4
+# Fields without which a class does not run, and for which its own default is None.
+NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4, "head_dim": 16},
+    "deepseek_v3": {"head_dim": 16},
+    "dots1": {
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+    },
+    "lfm2_moe": {"layer_types": ["full_attention"] * 4},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+}
+
+
+@dataclass
+class Found:
+    """What became of a class.  counts: compared tokens by kind of run, and of them those that differ."""
+
+    name: str
+    class_name: str
+    runs_by: str
+    reason: str = ""
+    compared: Counter[str] = field(default_factory=Counter)
+    differ: Counter[str] = field(default_factory=Counter)
+    logprobs: float = 0.0
+
+    @property
+    def is_right(self) -> bool:
+        return not self.differ and self.logprobs <= TOLERANCE
+
+    def line(self) -> str:
+        what = f"{self.name:<28} {self.class_name:<34} {self.runs_by:<13}"
+        if self.reason:
+            return f"{what} {self.reason}"
+        each = ", ".join(f"{kind} {count}" for kind, count in self.compared.items())
+        return f"{what} tokens: {each}; differ {self.differ.total()}; log-probabilities differ by {self.logprobs:.0e}"
+
+
+def make_model(path: Path, name: str) -> None:
+    """Write a tiny random model of a class, in float32.  Raises EspalierError if its default config makes none."""
+    config_class = CONFIG_MAPPING[name]
+    try:
+        full = config_class(**{name: value for name, value in NEEDED.get(name, {}).items() if name != "layer_types"})
+    except Exception as error:
+        raise EspalierError(f"its default config is none ({one_line(error)})") from None
+    if not hasattr(full, "num_hidden_layers"):
+        raise EspalierError("its config describes several models (text and images or sound), not one of text")
+    config = tiny_config(full)
+    for field_name, value in {"vocab_size": VOCAB, **NEEDED.get(name, {})}.items():
+        setattr(config, field_name, value)
+    for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if isinstance(getattr(config, token, None), int):
+            setattr(config, token, getattr(config, token) % VOCAB)
+    model = tiny_model(MODEL_FOR_CAUSAL_LM_MAPPING[config_class], config, seed=3)
+    model.generation_config = transformers.GenerationConfig()
+    model.save_pretrained(path)
+
+
+def make_draft(path: Path, config: ModelConfig) -> Path:
+    """A random EAGLE-3 head for a target."""
+    shape = path / "shape"
+    shape.mkdir(parents=True)
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size")}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    layers = {"num_hidden_layers": config.num_layers, "max_position_embeddings": config.max_position}
+    (shape / "config.json").write_text(json.dumps({**sizes, **heads, **layers}))
+    return make_eagle3(path / "head", shape, seed=4)
+
+
+def expected(path: Path) -> tuple[list[list[int]], list[list[float]]]:
+    """Greedy tokens after each prompt, and their log-probabilities, by `generate` and the plain model."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="eager", experts_implementation="eager", trust_remote_code=False
+    ).eval()
+    tokens, logprobs = [], []
+    for prompt in prompts(7, LENGTHS):
+        greedy = {"max_new_tokens": MAX_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        out = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **greedy)
+        tokens.append(out[0, len(prompt) :].tolist())
+        with torch.no_grad():
+            logits = model(out, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logprobs.append(logits.log_softmax(-1).gather(1, out[0, len(prompt) :, None])[:, 0].tolist())
+    return tokens, logprobs
+
+
+def setups(draft: bool) -> Iterator[tuple[str, Setup]]:
+    """The kinds of runs."""
+    tree = Setup(steps=3, topk=2, num_draft_tokens=8, kv_dtype="float32", draft_kv_dtype="float32", max_context=64)
+    yield "plain", tree.plain()
+    for algorithm in ("ngram", "eagle3") if draft else ("ngram",):
+        for size in PAGE_SIZES:
+            yield algorithm, replace(tree, algorithm=algorithm, page_size=size)
+    yield "prefix", replace(tree, algorithm="ngram", page_size=1)
+    yield "preempted", replace(tree, algorithm="ngram", page_size=3, num_pages=26, max_context=40, overlap=True)
+
+
+def compare(found: Found, path: Path, folder: Path) -> Found:
+    """Run everything, and count what differs from transformers."""
+    tokens, logprobs = expected(path)
+    model_impl = found.runs_by
+    config = read_config(path, model_impl=model_impl)
+    can_capture = config.probed is None or config.probed.can_capture
+    draft = make_draft(folder / f"draft-{model_impl}", config) if can_capture else None
+    how: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "position_rows": 128}
+    capture = () if draft is None else read_draft(draft, config).spec.capture
+    plain = load_target(path, model_impl=model_impl, **how)
+    target = plain if draft is None else load_target(path, model_impl=model_impl, capture=capture, **how)
+    head = None if draft is None else load_draft(draft, target, **how)
+    for kind, setup in setups(draft is not None):
+        models = (target, head) if setup.algorithm == "eagle3" else (plain, None)
+        engine = assemble(Loaded(setup.config(torch.float32), *models))
+        if kind == "prefix":
+            for warming in asked():
+                engine.add(warming)
+            while engine.has_work:
+                engine.step()
+        requests = run(engine, asked()).requests
+        if kind == "prefix":
+            assert sum(each.cached_tokens for each in requests), "no prefix was hit"
+        if kind == "preempted":
+            assert engine.scheduler.num_preempted, "nothing was preempted"
+        for each, wanted, scores in zip(requests, tokens, logprobs, strict=True):
+            found.compared[kind] += len(wanted)
+            if wrong := sum(one != other for one, other in zip(each.output, wanted, strict=True)):
+                found.differ[kind] += wrong
+            gaps = (abs(own.logprob - score) for own, score in zip(each.logprobs, scores, strict=True))
+            found.logprobs = max(found.logprobs, *gaps)
+    return found
+
+
+def asked() -> list[Request]:
+    wish = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, logprobs=0)
+    return [request(i, prompt, wish) for i, prompt in enumerate(prompts(7, LENGTHS))]
+
+
+def look_at(name: str, folder: Path) -> Iterator[Found]:
+    """What becomes of a class: an entry for each way to run it, or for why there is none."""
+    class_name, path = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name], folder / name
+    probed = None
+    try:
+        make_model(path, name)
+        probed = read_config(path, model_impl="transformers").probed
+    except EspalierError as error:
+        reason = str(error).removeprefix(f"{path}: ").removeprefix(f"{class_name} cannot run by transformers: ")
+        yield Found(name, class_name, "refused", reason.removesuffix("; use another model"))
+    if path.exists() and name in NATIVE:
+        yield compare(Found(name, class_name, "native"), path, folder)
+    if probed is not None:
+        yield compare(Found(name, class_name, "transformers"), path, folder)
+
+
+NATIVE = {family.model_type for family in FAMILIES.values()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="model types, such as phi3; by default all of them")
+    names = parser.parse_args(argv).names or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    everything: list[Found] = []
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            for found in look_at(name, Path(folder)):
+                print(found.line(), flush=True)
+                everything.append(found)
+    by = Counter(each.runs_by for each in everything)
+    running = [each for each in everything if not each.reason]
+    print(
+        f"{len(names)} classes: {by['native']} run native, {by['transformers']} by transformers, {by['refused']} are "
+        f"refused; {sum(each.compared.total() for each in running)} tokens compared, "
+        f"{sum(each.differ.total() for each in running)} differ; largest difference of a log-probability "
+        f"{max((each.logprobs for each in running), default=0):.1e}"
+    )
+    return 0 if all(each.is_right for each in running) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
