@@ -6,18 +6,16 @@ What cannot run is refused here, before weights are read.
 import copy
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError, one_line
-from espalier.kernels.ops.activation import SILU
 from espalier.model_files import MAX_LAYERS
-from espalier.models.config import INERT, LayerNorms, ModelConfig, Raw, architecture_of, with_overrides
-from espalier.models.config_values import eos_ids
+from espalier.models.config import INERT, Family, ModelConfig, Raw, architecture_of, parse, with_overrides
 from espalier.models.from_transformers.probe import Probed, probe
-from espalier.models.rope import RopeConfig
-from espalier.models.weight_formats import QUANTISATION_FIELDS, read_formats
+from espalier.models.weight_formats import QUANTISATION_FIELDS
 
 # Kinds of RoPE whose frequencies change behind a length, and the field that says which.
 CHANGING_ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
@@ -56,7 +54,7 @@ def read_by_transformers(
         raise EspalierError(
             f"{path}: {model_class.__name__} cannot run by transformers: {error}; use another model"
         ) from None
-    return _config(probed, full, path, "eos_token_id" in (overrides or {}), generation or {})
+    return _config(probed, full, path, overrides, generation)
 
 
 def _classes(raw: Raw, path: Path) -> tuple[Any, set[str]]:
@@ -97,46 +95,36 @@ def _probed(model_type: str, fields: str) -> Probed:
     return probe(model_class, config)
 
 
-def _config(probed: Probed, full: Raw, path: Path, replaces_eos: bool, generation: Raw) -> ModelConfig:
-    """Fields that only our own layers read are neutral."""
+def _config(
+    probed: Probed, full: Raw, path: Path, overrides: Mapping[str, Any] | None, generation: Raw | None
+) -> ModelConfig:
+    """As `parse` makes it of a plain model with these sizes: what only our own layers read is neutral."""
     hf, first = probed.config, probed.specs[0]
-    return ModelConfig(
+    windows = tuple(spec.window for spec in probed.specs)
+    plain = {
+        "vocab_size": probed.vocab_size,
+        "hidden_size": hf.hidden_size,
+        "intermediate_size": 4 * hf.hidden_size,
+        "num_hidden_layers": len(probed.specs),
+        "num_attention_heads": first.heads,
+        "num_key_value_heads": first.keeps.kv_heads,
+        "head_dim": first.keeps.k_size,
+        "max_position_embeddings": _longest(hf, path),
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
+        "eos_token_id": full.get("eos_token_id"),
+    }
+    family = Family(
         architecture=probed.model_class.__name__,
-        vocab_size=probed.vocab_size,
-        hidden_size=hf.hidden_size,
-        num_layers=len(probed.specs),
-        heads=first.heads,
-        kv_heads=first.keeps.kv_heads,
-        head_size=first.keeps.k_size,
-        intermediate_size=4 * hf.hidden_size,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(first.keeps.k_size, 1e4),
-        ropes=(),
-        max_position=_longest(hf, path),
-        tie_word_embeddings=bool(getattr(hf, "tie_word_embeddings", False)),
-        attention_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        layer_norms=LayerNorms(),
-        norm_offset=0.0,
-        sinks=False,
-        windows=tuple(spec.window for spec in probed.specs),
-        experts=None,
-        embedding_scale=1.0,
-        softmax_scale=first.scale,
-        logit_cap=None,
-        activation=SILU,
-        eos_token_ids=eos_ids(full, {} if replaces_eos else generation, path),
-        latent=None,
-        formats=read_formats(full, path),
-        load_layer=None,
+        model_type=full["model_type"],
+        defaults={},
+        qkv_bias=lambda full: False,
+        out_bias=lambda full: False,
+        windows=lambda full: windows,
         layer_specs=lambda config: probed.specs,
-        mtp=None,
-        raw=full,
-        path=path,
-        probed=probed,
     )
+    eos = {name: value for name, value in (overrides or {}).items() if name == "eos_token_id"}
+    return replace(parse(plain, family, path, eos, generation), raw=full, probed=probed)
 
 
 def _longest(hf: Any, path: Path) -> int:

@@ -7,7 +7,7 @@ to each path.  Nothing is known of a class but what it does here.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,16 +57,26 @@ class Probed:
         return ", ".join(f"{count} {name}" for name, count in self.replaced.items()) or "none of its modules"
 
 
+class Asked(NamedTuple):
+    """An attention call: the module, its rows, and how it attends.  q, k, v: [B, heads, Q, size]."""
+
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    call: Call
+
+
 @dataclass
 class Traced:
-    """The attention calls of a forward pass, in order: the module, the sizes of q, k and v, and how it attends."""
+    """The attention calls of a forward pass, in order."""
 
-    calls: list[tuple[nn.Module, tuple[torch.Size, ...], Call]] = field(default_factory=list)
+    calls: list[Asked] = field(default_factory=list)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     live: Tensor | None = None
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        self.calls.append((module, (q.shape, k.shape, v.shape), call))
+        self.calls.append(Asked(module, q, k, v, call))
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -133,17 +143,21 @@ def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
     return found[0]
 
 
-def spec_of(sizes: Sequence[torch.Size], call: Call) -> LayerSpec:
-    """The spec of a layer that attends so.  Raises EspalierError, with the reason, for what no backend computes."""
-    (_, heads, _, k_size), (_, kv_heads, *_), (*_, v_size) = sizes
-    if call.softcap is not None:
-        raise EspalierError(f"it bounds its attention scores to ±{call.softcap} (soft cap)")
+def spec_of(calls: Sequence[Asked], layer: int) -> LayerSpec:
+    """The spec of a layer that attends so.  Raises EspalierError, with the reason, for what no backend computes.
+
+    A layer that is given the very K and V of an earlier one shares its rows.
+    """
+    _, q, k, v, call = calls[layer]
     if call.scale is not None and not isinstance(call.scale, int | float):
         raise EspalierError("the factor of its attention scores is no number")
-    return LayerSpec(heads, KVHeads(kv_heads, k_size, v_size), call.window, call.scale)
+    first = next(i for i, other in enumerate(calls) if other.k is k and other.v is v)
+    shares = None if first == layer else first
+    keeps = KVHeads(k.shape[1], k.shape[3], v.shape[3])
+    return LayerSpec(q.shape[1], keeps, call.window, call.scale, call.softcap, shares)
 
 
-def trace(model: nn.Module, failing: str) -> list[tuple[nn.Module, tuple[torch.Size, ...], Call]]:
+def trace(model: nn.Module, failing: str) -> list[Asked]:
     """The attention calls of a model, which may be on the meta device.
 
     Raises EspalierError, with the reason, for attention that is not ours to compute; `failing`: why it does not run.
@@ -157,7 +171,7 @@ def trace(model: nn.Module, failing: str) -> list[tuple[nn.Module, tuple[torch.S
         raise EspalierError(f"{failing} ({type(error).__name__}: {one_line(error)})") from None
     if not traced.calls:
         raise EspalierError("its attention does not go through transformers' AttentionInterface")
-    if any(call.masked for *_, call in traced.calls):
+    if any(each.call.masked for each in traced.calls):
         raise EspalierError("its attention has a mask of its own, which may be not causal")
     return traced.calls
 
@@ -168,12 +182,12 @@ def probe(model_class: Any, config: Any) -> Probed:
     tiny = tiny_model(model_class, tiny_config(config))
     tiny.set_attn_implementation(NAME)
     calls = trace(tiny, "a small model of it does not run")
-    layers = layers_of(tiny, [module for module, *_ in calls])
+    layers = layers_of(tiny, [each.module for each in calls])
     equal, can_capture = try_tree(tiny, layers)
     full = on_meta(model_class, config)
     calls = trace(full, "it reads values on the host while it runs, which no captured pass can")
     names = {module: name for name, module in full.named_modules()}
-    specs = tuple(spec_of(sizes, call) for _, sizes, call in calls)
+    specs = tuple(spec_of(calls, layer) for layer in range(len(calls)))
     kinds = [type(module) for module in full.modules() if type(module) in equal]
     experts = [each for each in full.parameters() if each.ndim == 3]
     return Probed(
@@ -181,7 +195,7 @@ def probe(model_class: Any, config: Any) -> Probed:
         config=config,
         specs=specs,
         layers=layers,
-        attention=tuple(names[module] for module, *_ in calls),
+        attention=tuple(names[each.module] for each in calls),
         equal=equal,
         replaced={kind.__name__: kinds.count(kind) for kind in equal},
         can_capture=can_capture,

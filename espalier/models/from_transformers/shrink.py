@@ -26,7 +26,7 @@ SIZES: tuple[tuple[str, int], ...] = (
 )
 
 
-ROPE_TYPES = ("type", "rope_type")
+SCALINGS = ("type", "rope_type", "factor")
 
 
 def shrunk(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _plain_rope(value: Any) -> Any:
         return value
     if any(isinstance(each, Mapping) for each in value.values()):
         return {kind: _plain_rope(each) for kind, each in value.items()}
-    kept = {name: each for name, each in value.items() if not isinstance(each, list) and name not in ROPE_TYPES}
+    kept = {name: each for name, each in value.items() if not isinstance(each, list) and name not in SCALINGS}
     if "original_max_position_embeddings" in kept:
         kept["original_max_position_embeddings"] = WINDOW
     return {**kept, "rope_type": "default"}

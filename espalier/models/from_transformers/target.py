@@ -1,7 +1,7 @@
 """A model of transformers as a target: its layers write to the pass, and attend through it."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,19 +104,25 @@ def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
 
 
 class PassRun:
-    """A pass that answers a model's attention calls.  layers: the number of each attention module's layer."""
+    """A pass that answers a model's attention calls.
 
-    def __init__(self, p: Pass, layers: Mapping[nn.Module, int]) -> None:
+    layers: the number of each attention module's layer; sharing: the layers that share rows and write none.
+    """
+
+    def __init__(self, p: Pass, layers: Mapping[nn.Module, int], sharing: frozenset[int]) -> None:
         self.p = p
         self.layers = layers
+        self.sharing = sharing
         self.inputs: dict[int, Tensor] = {}
         self.live: Tensor | None = (p.tokens >= 0).flatten()
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         p, layer = self.p, self.layers[module]
-        flat = (rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v))
+        if layer in self.sharing:
+            k, v = k[:, :0], v[:, :0]
+        ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v)))
         sink = None if call.sink is None else call.sink.to(torch.promote_types(q.dtype, torch.float32))
-        attended = p.attend(layer, p.write(layer, ReadyHeads(*flat)), sink)
+        attended = p.attend(layer, p.write(layer, ready), sink)
         kept = p.kept(layer)
         if kept is None:
             return attended
@@ -129,7 +135,12 @@ class TransformersTarget:
     """A CausalLM (espalier/models/base.py).  layers: the number of each attention module's layer."""
 
     def __init__(
-        self, config: ModelConfig, specs: tuple[LayerSpec, ...], body: Body, layers: list[str], capture: tuple[int, ...]
+        self,
+        config: ModelConfig,
+        specs: tuple[LayerSpec, ...],
+        body: Body,
+        layers: Sequence[str],
+        capture: tuple[int, ...],
     ) -> None:
         self.config = config
         self.layer_specs = specs
@@ -138,10 +149,11 @@ class TransformersTarget:
         self.embed = Embedding(body.model.get_input_embeddings().weight)
         self.head = body.head
         self.body = body
+        self._sharing = frozenset(i for i, spec in enumerate(specs) if spec.shares is not None)
         self._layers = {body.model.get_submodule(name): i for i, name in enumerate(layers)}
 
     def __call__(self, p: Pass) -> ModelOutput:
-        run = PassRun(p, self._layers)
+        run = PassRun(p, self._layers, self._sharing)
         # As the embedding of our own families does it: a void row runs as the first of its request.
         tokens = torch.where(p.tokens < 0, p.tokens[:, :1].clamp(min=0), p.tokens)
         # Nodes behind the end of a context, which are never accepted, may have positions that the model does not.
