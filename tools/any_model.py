@@ -11,7 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,14 @@ from espalier.startup.build import Loaded, assemble
 from tests.builders import make_eagle3
 from tests.harness import VOCAB, Setup, prompts, request, run
 
-PAGE_SIZES = (1, 3, 16, 64, 256)
+# The kinds of runs, and their page sizes.
+RUNS: dict[str, Sequence[int]] = {
+    "plain": (16,),
+    "ngram": (1, 3, 16, 64, 256),
+    "eagle3": (1, 3, 16, 64, 256),
+    "prefix": (1,),
+    "preempted": (3,),
+}
 LENGTHS = (5, 19, 7, 12)
 MAX_TOKENS = 20
 # Of a log-probability; and how many times the difference between transformers' own two ways, if that is more.
@@ -135,19 +142,17 @@ def expected(path: Path) -> tuple[list[list[int]], list[list[float]], float]:
     return tokens, logprobs, own
 
 
-def setups(draft: bool) -> Iterator[tuple[str, Setup]]:
-    """The kinds of runs."""
-    tree = Setup(steps=3, topk=2, num_draft_tokens=8, kv_dtype="float32", draft_kv_dtype="float32", max_context=64)
-    yield "plain", tree.plain()
-    for algorithm in ("ngram", "eagle3") if draft else ("ngram",):
-        for size in PAGE_SIZES:
-            yield algorithm, replace(tree, algorithm=algorithm, page_size=size)
-    yield "prefix", replace(tree, algorithm="ngram", page_size=1)
-    yield "preempted", replace(tree, algorithm="ngram", page_size=3, num_pages=26, max_context=40, overlap=True)
+def setup_of(kind: str, page_size: int, has_draft: bool) -> Setup:
+    in_float32 = {"kv_dtype": "float32", "draft_kv_dtype": "float32"}
+    algorithm = "eagle3" if has_draft and kind != "ngram" else "ngram"
+    tree = Setup(page_size, topk=2, steps=3, num_draft_tokens=8, max_context=64, algorithm=algorithm, **in_float32)
+    if kind == "preempted":
+        return replace(tree, num_pages=26, max_context=40, overlap=True)
+    return tree.plain() if kind == "plain" else tree
 
 
-def compare(found: Found, path: Path, folder: Path) -> Found:
-    """Run everything, and count what differs from transformers."""
+def compare(found: Found, path: Path, folder: Path, runs: Mapping[str, Sequence[int]] = RUNS) -> Found:
+    """Run everything, and count what differs from transformers.  runs: as RUNS."""
     tokens, logprobs, found.own = expected(path)
     model_impl = found.runs_by
     config = read_config(path, model_impl=model_impl)
@@ -158,7 +163,10 @@ def compare(found: Found, path: Path, folder: Path) -> Found:
     plain = load_target(path, model_impl=model_impl, **how)
     target = plain if draft is None else load_target(path, model_impl=model_impl, capture=capture, **how)
     head = None if draft is None else load_draft(draft, target, **how)
-    for kind, setup in setups(draft is not None):
+    for kind, size in ((kind, size) for kind, sizes in runs.items() for size in sizes):
+        if kind == "eagle3" and draft is None:
+            continue
+        setup = setup_of(kind, size, draft is not None)
         models = (target, head) if setup.algorithm == "eagle3" else (plain, None)
         engine = assemble(Loaded(setup.config(torch.float32), *models))
         if kind == "prefix":

@@ -62,6 +62,12 @@ def running() -> Attends:
     return _RUNNING.get()
 
 
+def live_rows() -> Tensor | None:
+    """Attends.live of the forward pass that runs; None if none does."""
+    run = _RUNNING.get(None)
+    return None if run is None else run.live
+
+
 def register() -> None:
     """Make NAME known to transformers.
 

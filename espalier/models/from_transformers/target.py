@@ -146,7 +146,8 @@ class TransformersTarget:
         self.layer_specs = specs
         self.capture = capture
         self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(specs)
-        self.embed = Embedding(body.model.get_input_embeddings().weight)
+        # Some have a row more, for audio or an unknown token.
+        self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
         self.head = body.head
         self.body = body
         self._sharing = frozenset(i for i, spec in enumerate(specs) if spec.shares is not None)
