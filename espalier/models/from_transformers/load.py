@@ -52,7 +52,7 @@ def _load(path: Path, model_class: Any, config: Any, dtype: torch.dtype, device:
                 dtype=dtype,
                 attn_implementation=NAME,
                 # The plain loop reads the experts' rows on the host, which a captured pass cannot.
-                experts_implementation="eager" if device.type == "cpu" else "batched_mm",
+                experts_implementation="eager" if device.type == "cpu" else "grouped_mm",
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
