@@ -13,6 +13,7 @@ from tests.properties.layouts import (
     Cell,
     all_cells,
     corner_cells,
+    gemma_cells,
     hosted_cells,
     impossible,
     is_refused,
@@ -24,8 +25,9 @@ from tests.properties.layouts import (
 from tests.properties.summary import CELL, REFUSED
 from tests.properties.watch import Watch, run_watched
 
-DEFAULT = list(dict.fromkeys([*pairwise_cells(), *corner_cells(), *hosted_cells(HOSTED_LAYOUTS)]))
-MORE = [*pairwise_cells(LAYOUTS), *all_cells(), *latent_cells(), *hosted_cells(LAYOUTS)]
+TRIED = [*pairwise_cells(), *corner_cells(), *gemma_cells()[:6], *hosted_cells(HOSTED_LAYOUTS)]
+DEFAULT = list(dict.fromkeys(TRIED))
+MORE = [*pairwise_cells(LAYOUTS), *all_cells(), *latent_cells(), *gemma_cells(), *hosted_cells(LAYOUTS)]
 FULL = [cell for cell in dict.fromkeys(MORE) if cell not in DEFAULT]
 
 

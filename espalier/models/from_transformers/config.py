@@ -22,55 +22,55 @@ CHANGING_ROPES = {"longrope": "original_max_position_embeddings", "dynamic": "ma
 
 
 def is_known(raw: Raw) -> bool:
-    """Whether transformers has a causal class for a config.json.  Code that comes with a checkpoint does not count."""
-    from transformers import CONFIG_MAPPING
+    """Whether a config.json is of a causal class of transformers.  Code that comes with a checkpoint does not count."""
+    name = causal_class(raw)
+    return name is not None and raw.get("architectures") in (None, [], [name])
+
+
+def causal_class(raw: Raw) -> str | None:
+    """The name of transformers' causal class for the model_type of a config.json."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = raw.get("model_type")
-    return isinstance(kind, str) and kind in CONFIG_MAPPING and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind) if isinstance(kind, str) else None
 
 
 def read_by_transformers(
     raw: Raw, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
     """The config of a model that a class of transformers runs.  Raises EspalierError, with the reason, if none can."""
-    if not is_known(raw):
+    name = causal_class(raw)
+    if name is None:
         raise EspalierError(
             f"{path}: transformers has no causal model of model_type {raw.get('model_type')!r}; update "
             "transformers, or use another model"
         )
-    model_class, known = _classes(raw, path)
-    full = with_overrides(raw, overrides or {}, {*raw, *known, *INERT, *QUANTISATION_FIELDS})
+    if not is_known(raw):
+        raise EspalierError(
+            f"{path}: architecture {architecture_of(raw)!r} is not the causal model of its model_type, which is "
+            f"{name}; use a text generation model that transformers has"
+        )
+    full = with_overrides(raw, overrides or {}, {*raw, *_fields(raw["model_type"]), *INERT, *QUANTISATION_FIELDS})
     left_out = (*QUANTISATION_FIELDS, "auto_map", "architectures", "torch_dtype", "dtype", "transformers_version")
     fields = {name: value for name, value in full.items() if name not in left_out and not name.startswith("_")}
     if any(full.get(name) is not None for name in QUANTISATION_FIELDS):
         raise EspalierError(
-            f"{path}: {model_class.__name__} runs by transformers, for which quantised weights are not supported; use "
+            f"{path}: {name} runs by transformers, for which quantised weights are not supported; use "
             "an unquantised copy of the model (bfloat16)"
         )
     try:
         probed = _probed(raw["model_type"], json.dumps(fields, sort_keys=True))
     except EspalierError as error:
-        raise EspalierError(
-            f"{path}: {model_class.__name__} cannot run by transformers: {error}; use another model"
-        ) from None
+        raise EspalierError(f"{path}: {name} cannot run by transformers: {error}; use another model") from None
     return _config(probed, full, path, overrides, generation)
 
 
-def _classes(raw: Raw, path: Path) -> tuple[Any, set[str]]:
-    """The causal class of a config.json, and the fields that its config class knows.  Raises EspalierError."""
-    import transformers
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+def _fields(model_type: str) -> set[str]:
+    """The fields that a config class knows."""
+    from transformers import CONFIG_MAPPING
 
-    config_class = CONFIG_MAPPING[raw["model_type"]]
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-    name = architecture_of(raw)
-    if raw.get("architectures") and name != model_class.__name__ and hasattr(transformers, str(name)):
-        raise EspalierError(
-            f"{path}: architecture {name!r} is not the causal model of its model_type, which is "
-            f"{model_class.__name__}; use a text generation model"
-        )
-    return model_class, {*config_class().to_dict(), *config_class.attribute_map}
+    config_class = CONFIG_MAPPING[model_type]
+    return {*config_class().to_dict(), *config_class.attribute_map}
 
 
 @lru_cache(maxsize=16)
