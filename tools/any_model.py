@@ -100,6 +100,8 @@ def make_model(path: Path, name: str) -> None:
         raise EspalierError(f"its default config is none ({one_line(error)})") from None
     if not hasattr(full, "num_hidden_layers"):
         raise EspalierError("its config describes several models (text and images or sound), not one of text")
+    if getattr(MODEL_FOR_CAUSAL_LM_MAPPING[config_class], "_is_stateful", False):
+        raise EspalierError("it keeps recurrent state")
     config = tiny_config(full)
     for field_name, value in {"vocab_size": VOCAB, **NEEDED.get(name, {})}.items():
         setattr(config, field_name, value)
@@ -143,7 +145,7 @@ def expected(path: Path) -> tuple[list[list[int]], list[list[float]], float]:
 
 
 def setup_of(kind: str, page_size: int, has_draft: bool) -> Setup:
-    in_float32 = {"kv_dtype": "float32", "draft_kv_dtype": "float32"}
+    in_float32: dict[str, Any] = {"kv_dtype": "float32", "draft_kv_dtype": "float32"}
     algorithm = "eagle3" if has_draft and kind != "ngram" else "ngram"
     tree = Setup(page_size, topk=2, steps=3, num_draft_tokens=8, max_context=64, algorithm=algorithm, **in_float32)
     if kind == "preempted":

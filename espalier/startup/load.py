@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -133,7 +134,7 @@ def build_engine(
     if device.type == "cpu":
         use_threads(resolved.threads)
     how = {"dtype": dtype, "device": device, "position_rows": resolved.layout.position_rows}
-    of_target = {"overrides": resolved.model_overrides, "model_impl": resolved.model_impl}
+    of_target: dict[str, Any] = {"overrides": resolved.model_overrides, "model_impl": resolved.model_impl}
     target = load_target(checkpoint.target_path, capture=checkpoint.spec.capture, **of_target, **how)
     draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, **how)
     return build_engine_of_models(Loaded(resolved, target, draft), requested_pages)

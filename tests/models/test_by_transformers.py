@@ -25,9 +25,9 @@ from tools.any_model import main as any_model
 
 LENGTH = 12
 LOADING: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "position_rows": 64, "model_impl": "transformers"}
-# Of different make: learned positions and matrices the other way round; experts; sizes, windows and shared rows by
-# layer; parallel blocks and a factor of the logits; keys wider than values; sinks.
-SAMPLE = ("gpt2", "mixtral", "gemma4_text", "cohere2", "deepseek_v3", "gpt_oss")
+# Of different make: learned positions and matrices the other way round; experts; windows and shared rows by layer;
+# parallel blocks and a factor of the logits; keys wider than values; sinks.
+SAMPLE = ("gpt2", "mixtral", "gemma3n_text", "cohere2", "deepseek_v3", "gpt_oss")
 # It has what may differ by class: rounds of a tree with captured layers, and prefixes behind preemption.
 ONE_RUN = {"preempted": (3,)}
 
@@ -149,23 +149,24 @@ def test_positions_that_a_model_does_not_have_are_its_last(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("rope", "longest"),
+    ("family", "rope", "longest"),
     [
-        ({"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}, 20),
-        ({"rope_type": "default"}, 40),
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}, 40),
+        ("phi3", {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}, 20),
+        ("phi3", {"rope_type": "default"}, 40),
     ],
 )
-def test_a_rope_does_not_change_with_the_longest_position(rope: dict[str, Any], longest: int, tmp_path: Path) -> None:
+def test_a_rope_does_not_change_with_the_longest_position(
+    family: str, rope: dict[str, Any], longest: int, tmp_path: Path
+) -> None:
     given = {**rope, "rope_theta": 100.0, "original_max_position_embeddings": 20, "partial_rotary_factor": 1.0}
     path = make_target(
-        tmp_path, "phi3", max_position_embeddings=40, original_max_position_embeddings=20, rope_parameters=given
+        tmp_path, family, max_position_embeddings=40, original_max_position_embeddings=20, rope_parameters=given
     )
     model = load_target(path, **LOADING)
     assert model.config.max_position == longest
     tokens = torch.tensor([[3, 4, 5]])
-    near, far = (
-        model(DensePass(tokens, model.layer_specs, torch.tensor([[0, 1, n]]))).hidden[:, :2] for n in (5, 60)
-    )
+    near, far = (model(DensePass(tokens, model.layer_specs, torch.tensor([[0, 1, n]]))).hidden[:, :2] for n in (5, 60))
     assert torch.equal(near, far)
 
 
@@ -204,9 +205,10 @@ def test_weights_that_do_not_fit_are_named(change: Any, says: str, tmp_path: Pat
 
 
 def test_a_capture_that_layers_do_not_allow(tmp_path: Path) -> None:
-    """Gemma 3n's layers pass on four rows for each token."""
+    """Gemma 3n's layers pass on four rows for each token; its last ones are given the K and V of earlier ones."""
     make_model(tmp_path, "gemma3n_text")
-    load_target(tmp_path, **LOADING)
+    shares = [spec.shares for spec in load_target(tmp_path, **LOADING).layer_specs]
+    assert shares == [None] * 10 + [8, 8]
     with pytest.raises(EspalierError, match="do not pass on one row for each token"):
         load_target(tmp_path, capture=(1,), **LOADING)
 

@@ -17,7 +17,7 @@ from espalier.errors import EspalierError, one_line
 from espalier.models.from_transformers.attention import NAME, Call, attending, register
 from espalier.models.from_transformers.replace import Make, find_equal
 from espalier.models.from_transformers.shrink import shrunk
-from espalier.models.from_transformers.target import Body
+from espalier.models.from_transformers.target import Body, fix_ropes
 
 # Relative to the largest logit, in float32.
 TOLERANCE = 1e-4
@@ -215,7 +215,9 @@ def on_meta(model_class: Any, config: Any) -> Any:
     config._experts_implementation = "batched_mm"
     try:
         with torch.device("meta"):
-            return model_class(config).eval()
+            model = model_class(config).eval()
+            fix_ropes(model)
+            return model
     except Exception as error:  # any: it is another's code
         raise EspalierError(f"its class refuses its config ({one_line(error)})") from None
 

@@ -29,7 +29,7 @@ class Body:
         self.model = model
         self.decoder = model.get_submodule(layers.partition(".")[0])
         replace(model, equal)
-        _fix_ropes(model)
+        fix_ropes(model)
         _capture(model.get_submodule(layers), capture)
         head = model.get_output_embeddings()
         self.head: Linear = (head if isinstance(head, OurLinear) else our_linear(head)).linear
@@ -73,11 +73,12 @@ class OnlyHidden:
         return (self.last_hidden_state,)[index]
 
 
-def _fix_ropes(model: nn.Module) -> None:
-    """A RoPE that changes with the longest position keeps the form of short ones.
+def fix_ropes(model: nn.Module) -> None:
+    """A RoPE that changes with the longest position, which it reads on the host, keeps the form of short ones.
 
     `ModelConfig.max_position` limits it to these: beyond them, every new token would change all cached keys.
     """
+    module: Any
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, str):
