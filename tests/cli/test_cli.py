@@ -330,6 +330,14 @@ def test_doctor_shows_machine_and_resolved_configuration_without_loading(tiny, c
         assert said in out
 
 
+def test_both_ways_to_run_a_model_say_the_same(tiny, capsys):
+    said = set()
+    for model_impl in ("native", "transformers"):
+        assert run("generate", "abc", *tiny, "--model-impl", model_impl, "--temperature", "0") == 0
+        said.add(capsys.readouterr().out)
+    assert len(said) == 1
+
+
 def test_doctor_says_what_runs_the_model(tiny, capsys):
     assert run("doctor", *tiny) == 0
     assert "it runs by Espalier's own layers (native)" in capsys.readouterr().out

@@ -37,7 +37,9 @@ class Attends(Protocol):
     """
 
     inputs: dict[int, Tensor]
-    live: Tensor | None
+
+    @property
+    def live(self) -> Tensor | None: ...
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         """q: [B, heads, Q, k_size]; k, v: [B, kv_heads, Q, size] of the new rows.  Returns [B, Q, heads, v_size]."""

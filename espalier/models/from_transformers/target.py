@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,9 +89,11 @@ def fix_ropes(model: nn.Module) -> None:
 
 
 def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
+    """Copy the inputs of layers as they come: a class may write to the residual that it gets."""
+
     def before(index: int) -> Callable[..., None]:
         def keep(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            running().inputs[index] = args[0] if args else options["hidden_states"]
+            running().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
 
         return keep
 
@@ -115,7 +118,10 @@ class PassRun:
         self.layers = layers
         self.sharing = sharing
         self.inputs: dict[int, Tensor] = {}
-        self.live: Tensor | None = (p.tokens >= 0).flatten()
+
+    @cached_property
+    def live(self) -> Tensor | None:
+        return (self.p.tokens >= 0).flatten()
 
     def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         p, layer = self.p, self.layers[module]
