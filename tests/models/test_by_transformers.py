@@ -204,6 +204,14 @@ def test_weights_that_do_not_fit_are_named(change: Any, says: str, tmp_path: Pat
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_config_of_a_larger_model_takes_no_memory(tmp_path: Path) -> None:
+    path = make_target(tmp_path, "phi3")
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "intermediate_size": 10**9}))
+    with pytest.raises(EspalierError, match=r"describes \d{12} weights, and the files hold \d{5};"):
+        load_target(path, **LOADING)
+
+
 def test_a_capture_that_layers_do_not_allow(tmp_path: Path) -> None:
     """Gemma 3n's layers pass on four rows for each token; its last ones are given the K and V of earlier ones."""
     make_model(tmp_path, "gemma3n_text")

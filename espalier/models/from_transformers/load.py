@@ -14,7 +14,7 @@ from espalier.errors import EspalierError, one_line
 from espalier.models.config import ModelConfig
 from espalier.models.from_transformers.attention import NAME
 from espalier.models.from_transformers.target import Body, TransformersTarget
-from espalier.models.weights import HARMLESS, Weights
+from espalier.models.weights import HARMLESS, Weights, stored_weights
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,13 @@ def load_by_transformers(
             "read them; use speculation algorithm 'ngram'"
         )
     Weights(path, dtype, "cpu")  # for its errors, which name file and remedy
+    stored = stored_weights(path, config.formats).num_cast
+    # Weights that are missing would take memory before they are found to be.
+    if probed.num_weights > 2 * stored:
+        raise EspalierError(
+            f"{path}: config.json describes {probed.num_weights} weights, and the files hold {stored}; they do not "
+            "belong together: download both again"
+        )
     model = _load(path, probed.model_class, probed.config, dtype, torch.device(device))
     body = Body(model, probed.layers, probed.equal, capture)
     log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.in_words)
