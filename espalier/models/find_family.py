@@ -30,7 +30,7 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
     if name is None and not raw.get("architectures") and "speculators_model_type" not in raw:
         raise EspalierError(f"{path}: config.json has neither architectures nor model_type; download the model again")
     lowered = str(name).lower()
-    if "eagle" in lowered or "speculators_model_type" in raw:
+    if "eagle" in lowered or "assistant" in lowered or "speculators_model_type" in raw:
         reason = "is a draft, not a target: pass it as draft= and its target as model=;"
     elif RECURRENT.search(lowered):
         reason = "keeps recurrent state, which is not supported;"

@@ -50,7 +50,7 @@ class RopeConfig:
     """The RoPE of one model.
 
     dim: rotated channels of a head: all of them, or, in latent attention, the rope part.
-    type: default, linear, dynamic, llama3, yarn or proportional.  A dynamic model has unscaled frequencies up to its trained length.
+    type: one of TYPES.  A dynamic model has unscaled frequencies up to its trained length.
     `ModelConfig.max_position` limits it to that length: beyond it, every new token would change the rotation of all
     cached keys.
     rotated: of a proportional RoPE, the share of the channels, low frequencies excluded, that turn at all.
@@ -245,7 +245,9 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
 def _rotated_share(parameters: Raw, path: Path) -> float:
     share = parameters.get("partial_rotary_factor")
     if share is not None and not 0 < share <= 1:
-        raise EspalierError(f"{path}: partial_rotary_factor = {share!r}; a share above 0, 1 at most, is needed; correct it")
+        raise EspalierError(
+            f"{path}: partial_rotary_factor = {share!r}; a share above 0, 1 at most, is needed; correct it"
+        )
     return 1.0 if share is None else float(share)
 
 

@@ -16,12 +16,12 @@ from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.from_transformers.probe import tiny_config
 from espalier.models.from_transformers.replace import OurExperts, OurLinear, OurNorm, find_equal
+from scripts.any_model import Found, compare, make_model
+from scripts.any_model import main as any_model
 from tests.builders import make_target
 from tests.harness import directories
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
-from tools.any_model import Found, compare, make_model
-from tools.any_model import main as any_model
 
 LENGTH = 12
 LOADING: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "position_rows": 64, "model_impl": "transformers"}
