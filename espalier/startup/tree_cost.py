@@ -97,6 +97,22 @@ def _seconds(read: float, products: float, layers: int, chip: ChipFigures) -> fl
 
 def pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
     """The numbers of weights of a target and its draft.  draft: None for a drafter without weights."""
+    probed = target.probed
+    if probed is not None:
+        # A pass reads few rows of an embedding that is not the head too.
+        apart = 0 if target.tie_word_embeddings else target.vocab_size * target.hidden_size
+        return replace(
+            _pass_weights(target, draft),
+            dense=probed.num_weights - probed.expert_weights - apart,
+            kept=sum(spec.values_per_token for spec in probed.specs),
+            expert=probed.expert_weights // probed.num_experts,
+            num_experts=probed.num_experts,
+            top_k=probed.top_k,
+        )
+    return _pass_weights(target, draft)
+
+
+def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
     experts, hidden, latent = target.experts, target.hidden_size, target.latent
     attention_and_head = _attention_weights(target) * target.num_layers + target.vocab_size * hidden
     num_mixtures = 0 if experts is None else len(experts.layers)
