@@ -106,6 +106,11 @@ class EngineConfig:
     prefix_cache: bool | Literal["auto"] = option("share pages between requests with equal prompt prefixes")
     overlap: bool | Literal["auto"] = option("launch a round before the previous one's result is read")
     graph_batch: int | Literal["auto"] = option("largest batch whose rounds run as CUDA graphs; 0 for none", low=0)
+    model_impl: str = option(
+        "what runs the model: native for Espalier's own layers, transformers for the class of that library; by default "
+        "native if there is a family for the architecture",
+        choices=("native", "transformers"),
+    )
     model_overrides: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "fields of the model's config.json to replace, as JSON"}
     )
@@ -124,7 +129,8 @@ class EngineConfig:
 class ResolvedConfig:
     """An EngineConfig in which every value is chosen.  The engine runs on this.
 
-    layout: the trees and the sizes of passes; num_pages: includes the dummy page.
+    layout: the trees and the sizes of passes; num_pages: includes the dummy page; pauses_draft: whether rounds leave
+    out guesses that do not pay (engine/draft_pause.py).
     """
 
     model: str
@@ -142,8 +148,10 @@ class ResolvedConfig:
     prefix_cache: bool
     overlap: bool
     graph_batch: int
+    model_impl: str
     model_overrides: dict[str, Any]
     seed: int
+    pauses_draft: bool = False
     tensor_parallel: int = 1
 
     def as_dict(self) -> dict[str, Any]:

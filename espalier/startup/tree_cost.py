@@ -99,6 +99,21 @@ def _seconds(read: float, products: float, layers: int, chip: ChipFigures) -> fl
 
 def pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
     """The numbers of weights of a target and its draft.  draft: None for a drafter without weights."""
+    probed = target.probed
+    if probed is not None:
+        # A pass reads few rows of an embedding that is not the head too.
+        apart = 0 if target.tie_word_embeddings else target.vocab_size * target.hidden_size
+        return replace(
+            _pass_weights(target, draft),
+            dense=probed.num_weights - probed.expert_weights - apart,
+            expert=probed.expert_weights // probed.num_experts,
+            num_experts=probed.num_experts,
+            top_k=probed.top_k,
+        )
+    return _pass_weights(target, draft)
+
+
+def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
     experts, hidden = target.experts, target.hidden_size
     specs = layer_specs_of(target)
     attention_and_head = sum(_attention_weights(target, spec) for spec in specs) + target.vocab_size * hidden

@@ -172,6 +172,14 @@ def test_flags_become_settings():
     )
 
 
+@pytest.mark.parametrize("command", [["serve", "bundled"], ["batch", "a", "b"]])
+def test_plain_decoding_is_a_setting_of_the_engine(command):
+    assert "speculation" not in engine_settings(parse(command))
+    assert engine_settings(parse([*command, "--no-speculation"]))["speculation"] is None
+    with pytest.raises(EspalierError, match="--no-speculation is beside --topk"):
+        engine_settings(parse([*command, "--no-speculation", "--topk", "2"]))
+
+
 def test_generate_writes_text_to_stdout_and_figures_to_stderr(tiny, capsys):
     assert run("generate", "abc", "--max-tokens", "8", "--temperature", "0", *tiny) == 0
     out, err = capsys.readouterr()
@@ -328,6 +336,23 @@ def test_doctor_shows_machine_and_resolved_configuration_without_loading(tiny, c
         "that fit at once: 8 of 8",
     ):
         assert said in out
+
+
+def test_both_ways_to_run_a_model_say_the_same(tiny, capsys):
+    said = set()
+    for model_impl in ("native", "transformers"):
+        assert run("generate", "abc", *tiny, "--model-impl", model_impl, "--temperature", "0") == 0
+        said.add(capsys.readouterr().out)
+    assert len(said) == 1
+
+
+def test_doctor_says_what_runs_the_model(tiny, capsys):
+    assert run("doctor", *tiny) == 0
+    assert "it runs by Espalier's own layers (native)" in capsys.readouterr().out
+    assert run("doctor", *tiny, "--model-impl", "transformers") == 0
+    out = capsys.readouterr().out
+    assert "model_impl        transformers" in out
+    assert "it runs by transformers; modules that are replaced by ours: 22 Linear, 7 LlamaRMSNorm" in out
 
 
 def test_doctor_says_that_a_request_of_max_context_does_not_fit(tiny, capsys):

@@ -256,8 +256,8 @@ def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, 
 
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """
-    if without_files := drafter_without_files(algorithm):
-        return without_files(layout, RootTrees(layout.max_batch, cache.pages.device))
+    if drafter := drafter_without_files(algorithm):
+        return drafter(layout, RootTrees(layout.max_batch, cache.pages.device))
     if draft is None:
         raise EspalierError(f"algorithm={algorithm!r} needs a draft and none is loaded; pass draft=")
     return DRAFT_FORMATS[algorithm].drafter(draft, layout, cache)
