@@ -71,7 +71,7 @@ def load_both(draft: Path, target: Path) -> object:
         ({"attn_logit_softcapping": 30.0}, ["attn_logit_softcapping = 30.0"]),
         ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5"]),
         ({"layer_types": ["linear_attention"] * 4}, ["'linear_attention'", "'full_attention'"]),
-        ({"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, ["'proportional'", "llama3"]),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, ["'axial'", "llama3"]),
         (
             {"rope_scaling": {"rope_type": "longrope", "short_factor": [1, 2, 3, 4], "long_factor": [1, 2, 3]}},
             [r"long_factor = \[1, 2, 3\]; a list of 4 positive numbers"],
