@@ -11,6 +11,13 @@ from espalier.models.layer_loading import HEADS, layer_specs_of
 from espalier.models.weight_formats import StoredTensor, quantisation_of
 from espalier.shards import Part, Shards, Size, part_of
 
+# The architectures whose layers are divided: those that tests/properties/test_ranks.py compares with one process.
+DIVIDED = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM"),
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Dots1ForCausalLM"),
+)
 # (name, rows, columns) of a matrix; one of the two is a part.
 Matrix = tuple[str, Size, Size]
 
@@ -19,13 +26,11 @@ def require_shards(config: ModelConfig, count: int) -> None:
     """Raises EspalierError if `count` ranks cannot divide this model, naming what they cannot divide."""
     if count == 1:
         return
-    is_one = len(config.names.qkv) == 1 or len(config.names.mlp.gate_up) == 1
-    if config.load_layer is not None or config.layer_specs is not None or config.wide_qk_norm or is_one:
+    if config.architecture not in DIVIDED:
         raise EspalierError(
-            f"tensor_parallel={count} is not supported for {config.architecture}, whose layers have no parts; use 1"
+            f"tensor_parallel={count} is not supported for {config.architecture}, whose layers have no parts; use 1, "
+            f"or one of {', '.join(DIVIDED)}"
         )
-    if config.experts is not None and config.experts.stored == "joined":
-        raise EspalierError(f"tensor_parallel={count} is not supported for experts of {config.architecture}; use 1")
     if any(described.get("desc_act") for described in quantisation_of(config.raw).values()):
         raise EspalierError(
             f"tensor_parallel={count} is not supported with desc_act, which puts a group's columns anywhere; use 1, or "

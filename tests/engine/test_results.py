@@ -1,5 +1,7 @@
 """What a launch gives back survives the ring: every field, floats to the bit, entries apart."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -66,6 +68,19 @@ def test_a_round():
         ),
         RequestResult([8], True, TreeSize((1,)), DraftTree([1, 2, -1, -1], [0, 0, 0, 0], [0, 1, 1, 1], scores[1], [0])),
     ]
+
+
+def test_other_trees_have_other_sums():
+    """Other tokens, the same ones in another order, other parents; and the ring's entry does not matter."""
+    changed = [TREE.tokens + 1, TREE.tokens[:, [0, 2, 1, 3]], TREE.tokens.roll(1, 1)]
+    trees = [
+        TREE,
+        *(TREE._replace(tokens=tokens) for tokens in changed),
+        TREE._replace(parents=TREE.parents.roll(1, 1)),
+    ]
+    sums = [rows_of(written(replace(ROUND, tree=tree), 0), 0, 2)[0].tree_sum for tree in trees]
+    assert len(set(sums)) == len(trees)
+    assert sums[0] == rows_of(written(ROUND, 1), 1, 2, traced=False)[0].tree_sum
 
 
 def test_a_smaller_tree_has_void_nodes_at_its_end():
