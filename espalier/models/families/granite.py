@@ -6,7 +6,7 @@ that keep recurrent state are refused.
 
 from dataclasses import replace
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw, Windows, full_attention
 from espalier.models.config_values import positive
@@ -32,6 +32,14 @@ def _experts(full: Raw) -> Experts | None:
         under="block_sparse_moe.",
         joined_names=("input_linear.weight", "output_linear.weight"),
     )
+
+
+def _ropes(full: Raw) -> list[Raw | None]:
+    """Raises EspalierError for positions of another kind."""
+    kind = full["position_embedding_type"]
+    if kind not in ("rope", "nope", None):
+        raise EspalierError(f"position_embedding_type = {shown(kind)} is not supported, only 'rope', 'nope' or null")
+    return [{} if kind == "rope" else None] * int(full["num_hidden_layers"])
 
 
 def _attention_in_every_layer(full: Raw) -> Windows:
@@ -85,7 +93,7 @@ HYBRID = replace(
     model_type="granitemoehybrid",
     defaults={**MOE.defaults, "shared_intermediate_size": 1024, "position_embedding_type": None},
     windows=_attention_in_every_layer,
-    ropes=lambda full: [{} if full["position_embedding_type"] == "rope" else None] * full["num_hidden_layers"],
+    ropes=_ropes,
     names=LayerNames(under_mlp="shared_mlp.", mlp=SHARED_MLP),
     mlp_size_field="shared_intermediate_size",
     honours=(*SHARED.honours, "position_embedding_type"),
