@@ -1,15 +1,18 @@
 """Print the size of the project: lines of code by package, the longest file, the longest function.
 
-    python scripts/lines.py
+    python scripts/lines.py --before COMMIT
 
 A line of code has something other than a comment or a docstring.
 """
 
 import ast
 import io
+import subprocess
+import tarfile
 import tokenize
+from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,25 +60,56 @@ def package(path: Path) -> str:
     return "/".join(path.parts[:-1][:2])
 
 
-def main() -> None:
-    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    longest_file, longest_function = (0, ""), (0, "")
+def sources_now() -> Iterator[tuple[Path, str]]:
+    """(path in the project, source) of every file."""
     for file in sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")):
-        source = file.read_text(encoding="utf-8")
-        path = file.relative_to(ROOT)
-        num_lines = len(source.splitlines())
+        yield file.relative_to(ROOT), file.read_text(encoding="utf-8")
+
+
+def sources_at(commit: str) -> Iterator[tuple[Path, str]]:
+    """The same of a commit.  Folders that it did not have are left out."""
+    packed = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        for member in archive:
+            path = Path(member.name)
+            if path.suffix == ".py" and path.parts[0] in (*FOLDERS, "tools"):
+                file = archive.extractfile(member)
+                assert file is not None
+                yield path, file.read().decode()
+
+
+def counted(sources: Iterable[tuple[Path, str]]) -> dict[str, list[int]]:
+    """[files, lines, lines of code] by folder."""
+    counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
+    for path, source in sources:
         for name in {package(path), f"{path.parts[0]}, all"}:
-            for column, number in enumerate((1, num_lines, code_lines(source))):
+            for column, number in enumerate((1, len(source.splitlines()), code_lines(source))):
                 counts[name][column] += number
+    return counts
+
+
+def largest(sources: Iterable[tuple[Path, str]]) -> Iterator[str]:
+    """The longest file of the package, and its longest function."""
+    files, found = [], []
+    for path, source in sources:
         if path.parts[0] == "espalier":
-            longest_file = max(longest_file, (num_lines, str(path)))
-            for function, line, length in functions(ast.parse(source)):
-                longest_function = max(longest_function, (length, f"{path}:{line} {function}"))
-    print(f"{'package':<22}{'files':>7}{'lines':>8}{'code':>8}")
-    for name in sorted(counts):
-        print(f"{name:<22}" + "{:>7}{:>8}{:>8}".format(*counts[name]))
-    print(f"longest file      {longest_file[0]} lines  {longest_file[1]}")
-    print(f"longest function  {longest_function[0]} lines  {longest_function[1]}")
+            files.append((len(source.splitlines()), str(path)))
+            found += [(length, f"{path}:{line} {name}") for name, line, length in functions(ast.parse(source))]
+    yield "longest file      {} lines  {}".format(*max(files))
+    yield "longest function  {} lines  {}".format(*max(found))
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(description="Print the size of the project.")
+    parser.add_argument("--before", metavar="COMMIT", help="print the sizes at this commit beside those of today")
+    args = parser.parse_args(given)
+    sides = [sources_at(args.before)] if args.before else []
+    tables = [counted(side) for side in [*sides, sources_now()]]
+    print(f"{'package':<22}" + f"{'files':>7}{'lines':>8}{'code':>8}" * len(tables))
+    for name in sorted(set().union(*tables)):
+        print(f"{name:<22}" + "".join("{:>7}{:>8}{:>8}".format(*table[name]) for table in tables))
+    for line in largest(sources_now()):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD
 KINDS: tuple[tuple[str, Any, str], ...] = (
     ("rms_norm_eps", int | float, "a positive number"),
     ("rope_theta", int | float, "a positive number or null"),
+    ("original_max_position_embeddings", int, "a positive number or null"),
     ("rope_scaling", Mapping, "an object or null"),
     ("rope_parameters", Mapping, "an object or null"),
     ("layer_types", list, "a list or null"),
@@ -41,6 +42,14 @@ def require_kinds(full: Raw, path: Path) -> None:
         raise EspalierError(
             f"{path}: num_nextn_predict_layers = {shown(count)}; 0 to {MAX_LAYERS} or null is needed; correct it"
         )
+
+
+def positive(full: Raw, name: str) -> float:
+    """The positive number of a field.  Raises EspalierError, without the path, naming a field that has none."""
+    value = full.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
+        raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
+    return float(value)
 
 
 def rotated_size(full: Raw, head_size: int, path: Path) -> int:

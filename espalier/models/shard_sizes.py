@@ -6,6 +6,7 @@ from espalier.cache.layer_spec import of_rank
 from espalier.errors import EspalierError
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.models.config import Experts, ModelConfig
+from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames
 from espalier.models.layer_loading import HEADS, layer_specs_of
 from espalier.models.weight_formats import StoredTensor, quantisation_of
 from espalier.shards import Part, Shards, Size, part_of
@@ -13,6 +14,8 @@ from espalier.shards import Part, Shards, Size, part_of
 # The architectures whose layers are divided: those that tests/properties/test_ranks.py compares with one process.
 DIVIDED = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM"),
+    *("MinistralForCausalLM", "Ministral3ForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM"),
+    "MixtralForCausalLM",
     *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"),
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Dots1ForCausalLM"),
@@ -25,7 +28,8 @@ def require_shards(config: ModelConfig, count: int) -> None:
     """Raises EspalierError if `count` ranks cannot divide this model, naming what they cannot divide."""
     if count == 1:
         return
-    if config.architecture not in DIVIDED:
+    is_one = len(config.names.qkv) == 1 or len(config.names.mlp.gate_up) == 1
+    if config.architecture not in DIVIDED or config.wide_qk_norm or is_one:
         raise EspalierError(
             f"tensor_parallel={count} is not supported for {config.architecture}, whose layers have no parts; use 1, "
             f"or one of {', '.join(DIVIDED)}"
@@ -62,7 +66,7 @@ def _matrices(config: ModelConfig, shards: Shards) -> Iterator[Matrix]:
         prefix = f"model.layers.{layer}."
         yield from _of_attention(config, shards, f"{prefix}self_attn.")
         if config.experts is not None and layer in config.experts.layers:
-            yield from _of_experts(config, config.experts, shards, f"{prefix}mlp.")
+            yield from _of_experts(config, config.experts, shards, f"{prefix}{config.experts.under}")
         else:
             yield from _of_mlp(f"{prefix}mlp.", config.hidden_size, shards, config.intermediate_size)
     if not config.tie_word_embeddings:
@@ -83,17 +87,24 @@ def _of_attention(config: ModelConfig, shards: Shards, prefix: str) -> Iterator[
     yield f"{prefix}o_proj", hidden, heads.times(latent.v_size)
 
 
-def _of_mlp(prefix: str, hidden: int, shards: Shards, size: int, what: str = "intermediate size") -> Iterator[Matrix]:
+def _of_mlp(
+    prefix: str,
+    hidden: int,
+    shards: Shards,
+    size: int,
+    what: str = "intermediate size",
+    names: MLPNames = GATE_UP_DOWN,
+) -> Iterator[Matrix]:
     own = shards.part(size, what)
-    for name in ("gate_proj", "up_proj"):
+    for name in names.gate_up:
         yield f"{prefix}{name}", own, hidden
-    yield f"{prefix}down_proj", hidden, own
+    yield f"{prefix}{names.down}", hidden, own
 
 
 def _of_experts(config: ModelConfig, experts: Experts, shards: Shards, prefix: str) -> Iterator[Matrix]:
     hidden, what = config.hidden_size, "intermediate size of experts"
     if experts.stored == "apart":
-        yield from _of_mlp(f"{prefix}experts.0.", hidden, shards, experts.size, what)
+        yield from _of_mlp(f"{prefix}experts.0.", hidden, shards, experts.size, what, experts.names)
     else:
         own = shards.part(experts.size, what)
         yield from ((f"{prefix}experts", own.times(2), hidden), (f"{prefix}experts", hidden, own))

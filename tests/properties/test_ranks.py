@@ -154,6 +154,7 @@ SMALLER = [
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     *("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"),
+    *("ministral", "ministral3", "granite", "smollm3", "mixtral"),
 )
 LARGER = [
     *(Case(f"{family}-{draft}", count, family, draft, traffic=traffic, setup=setup)
