@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from espalier.cache.layer_spec import LayerSpec
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
+from espalier.model_files import MAX_SIZE
 from espalier.models.config_values import cap_of, count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts, LayerNames, LayerNorms
@@ -322,7 +323,9 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
         if name in full and name not in honoured and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
-            raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+            raise EspalierError(
+                f"{path}: {name} = {shown(value)} is not supported, only {supported}; use another model"
+            )
 
 
 def _read_activation(full: Raw, field: str, path: Path) -> Activation:
@@ -413,8 +416,9 @@ def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:
     experts = _declared(family.experts, full, path)
     if experts is not None:
         for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or not least <= value <= MAX_SIZE:
                 raise EspalierError(
-                    f"{path}: experts of {name} {value!r}; an integer of at least {least} is needed; correct the config"
+                    f"{path}: experts of {name} {shown(value)}; an integer, {least} to {MAX_SIZE}, is needed; correct "
+                    "the config"
                 )
     return experts

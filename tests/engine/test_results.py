@@ -64,9 +64,9 @@ def test_a_round():
     scores = TREE.scores.tolist()
     assert rows_of(results, 1, 2) == [
         RequestResult(
-            [6, 9], False, TreeSize(3, 2), DraftTree([5, 6, 7, 9], [0, 0, 0, 1], [0, 1, 1, 2], scores[0], [0, 1, 3])
+            [6, 9], False, TreeSize((2, 1)), DraftTree([5, 6, 7, 9], [0, 0, 0, 1], [0, 1, 1, 2], scores[0], [0, 1, 3])
         ),
-        RequestResult([8], True, TreeSize(1, 1), DraftTree([1, 2, -1, -1], [0, 0, 0, 0], [0, 1, 1, 1], scores[1], [0])),
+        RequestResult([8], True, TreeSize((1,)), DraftTree([1, 2, -1, -1], [0, 0, 0, 0], [0, 1, 1, 1], scores[1], [0])),
     ]
 
 
@@ -88,7 +88,7 @@ def test_a_smaller_tree_has_void_nodes_at_its_end():
     results = Results(layout, LOGITS.shape[2], 1, torch.device("cpu"))
     results.write(torch.tensor([0]), ROUND)
     row = rows_of(results, 0, 2)[0]
-    assert (row.tokens, row.tree_size) == ([6, 9], TreeSize(3, 2))
+    assert (row.tokens, row.tree_size) == ([6, 9], TreeSize((2, 1)))
     assert row.tree is not None
     assert (row.tree.tokens, row.tree.path_rows) == ([5, 6, 7, 9, -1, -1], [0, 1, 3])
     assert row.tree.scores == [*TREE.scores[0].tolist(), float("-inf"), float("-inf")]

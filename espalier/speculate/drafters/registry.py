@@ -108,7 +108,7 @@ NOT_BUILT = {
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
     **dict.fromkeys(
         ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
-        "an assistant that reads the target's K and V",
+        "Gemma 4's assistants, which read the target's K and V",
     ),
     **dict.fromkeys(("eagle", *eagle3_config.EAGLE_1_2), "EAGLE-1/2 heads"),
 }
@@ -256,8 +256,8 @@ def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, 
 
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """
-    if without_files := drafter_without_files(algorithm):
-        return without_files(layout, RootTrees(layout.max_batch, cache.pages.device))
+    if drafter := drafter_without_files(algorithm):
+        return drafter(layout, RootTrees(layout.max_batch, cache.pages.device))
     if draft is None:
         raise EspalierError(f"algorithm={algorithm!r} needs a draft and none is loaded; pass draft=")
     return DRAFT_FORMATS[algorithm].drafter(draft, layout, cache)
