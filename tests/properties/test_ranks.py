@@ -151,7 +151,6 @@ SMALLER = [
     Case("fp8-block", kind="fp8-block", draft="none"),
     Case("latent-mtp", family="deepseek_v3", draft="mtp"),
     Case("held-kv", 3, kv_heads=1, traffic=in_grammars),
-    Case("latent-experts", 3, family="deepseek_v3", draft="ngram", setup=OVERLAP),
     Case("gptq", 3, kind="gptq", draft="none"),
 ]
 FAMILIES = (
@@ -160,6 +159,7 @@ FAMILIES = (
     *("ministral", "ministral3", "granite", "smollm3", "mixtral"),
 )
 LARGER = [
+    Case("latent-experts", 3, family="deepseek_v3", draft="ngram", setup=OVERLAP),
     *(Case(f"{family}-{draft}", count, family, draft, traffic=traffic, setup=setup)
       for family in FAMILIES for count in (2, 3)
       for draft, traffic, setup in (("eagle3", styled, OVERLAP), ("none", hitting, ()), ("ngram", crowding, CROWDED))),
