@@ -28,6 +28,7 @@ from espalier.models.weight_count import WeightCount, stored_weights
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.registry import (
     draft_algorithm,
+    draft_shards,
     drafter_without_files,
     load_draft,
     own_draft,
@@ -110,14 +111,17 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
 def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConfig:
     """Resolve each "auto" of `config` for this machine and these files."""
     device, shards = choose_device(config), Shards(0, config.tensor_parallel)
+    of_draft = draft_shards(checkpoint.spec.algorithm, shards)
     require_shards(checkpoint.target, shards.count)
+    if checkpoint.draft is not None:
+        require_shards(checkpoint.draft.layer, of_draft.count)
     facts = Facts(
         # The ranks on a CPU share its memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
         weights=weights_of(checkpoint, shards.count),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
         max_position=checkpoint.target.max_position,
-        layer_specs=(*of_rank(layer_specs_of(checkpoint.target), shards), *checkpoint.spec.layers),
+        layer_specs=(*of_rank(layer_specs_of(checkpoint.target), shards), *of_rank(checkpoint.spec.layers, of_draft)),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
@@ -160,8 +164,7 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
         **of_target,
         **how,
     )
-    # The draft is whole on every rank: to join the ranks at each of its levels would take longer than its weights.
-    draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, **how)
+    draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, shards=shards, **how)
     return Loaded(resolved, target, draft, shards)
 
 

@@ -34,14 +34,6 @@ def _experts(full: Raw) -> Experts | None:
     )
 
 
-def _ropes(full: Raw) -> list[Raw | None]:
-    """Raises EspalierError for positions of another kind."""
-    kind = full["position_embedding_type"]
-    if kind not in ("rope", "nope", None):
-        raise EspalierError(f"position_embedding_type = {shown(kind)} is not supported, only 'rope', 'nope' or null")
-    return [{} if kind == "rope" else None] * int(full["num_hidden_layers"])
-
-
 def _attention_in_every_layer(full: Raw) -> Windows:
     """Raises EspalierError for a config without layer_types: all of its layers would keep recurrent state."""
     if full.get("layer_types") is None:
