@@ -49,7 +49,7 @@ def run(args: Namespace) -> int:
     target = checkpoint.target
     layout = resolved.layout
     specs = cache_specs(layer_specs_of(target), checkpoint.spec.layers, resolved.kv_dtype, resolved.draft_kv_dtype)
-    held = cache_size(specs, resolved.num_pages, layout.page_size, getattr(torch, resolved.dtype))
+    held = cache_size(resolved, specs, getattr(torch, resolved.dtype))
     longest = (resolved.num_pages - 1) // layout.table_width
     most = f"{min(longest, layout.max_batch)} of {layout.max_batch}"
     console.print(Text(f"  {held}; requests of max_context that fit at once: {most}"))

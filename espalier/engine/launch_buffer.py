@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from espalier.cache.states import Marks
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import LaunchForm, RoundLayout
@@ -46,7 +47,8 @@ class LaunchBuffer:
 
         entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
         prefill pass enters, empty for a round; piece_request, piece_offset: [P], and piece_last: [B], as in
-        speculate/pieces.py, empty in a form without pieces; cleared: slots that get a new request; FIELD.at,
+        speculate/pieces.py, empty in a form without pieces; mark_at, mark_row: [B], as in cache/states.py:Marks, empty
+        without marks; cleared: slots that get a new request; FIELD.at,
         FIELD.values: what is written into a field of the slot table.
         """
         parts = self.vector.split([_aligned(size) for _, size in self.sizes])
@@ -69,6 +71,12 @@ class LaunchBuffer:
         """None in a form without pieces."""
         made = Pieces(*(self.parts[f"piece_{name}"] for name in Pieces._fields))
         return made if made.request.shape[0] else None
+
+    @property
+    def marks(self) -> Marks | None:
+        """None in a launch without marks."""
+        made = Marks(self.parts["mark_at"], self.parts["mark_row"])
+        return made if made.at.shape[0] else None
 
     @property
     def appended(self) -> ScatterUpdate | None:
@@ -104,6 +112,8 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, form: L
         "slots": launch_input.slots,
         "lengths": launch_input.lengths,
         **_pieces(launch_input, form),
+        "mark_at": [at for at, _ in launch_input.marks],
+        "mark_row": [row for _, row in launch_input.marks],
         "cleared": [slot_init.slot for slot_init in launch_input.slot_inits],
     }
     for name, (at, values) in updates.items():
@@ -124,15 +134,16 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 
     A zero in an update of the page table writes 0 to cell 0: the dummy request's first page stays page 0.
     """
+    marks = dict.fromkeys(("mark_at", "mark_row"), form.batch if launch_input.marks else 0)
     if launch_input.is_prefill:
-        return {"slots": form.batch, "lengths": form.batch, "piece_last": form.batch if form.pieces else 0}
+        return {"slots": form.batch, "lengths": form.batch, "piece_last": form.batch if form.pieces else 0, **marks}
     capacity, count = layout.max_appended_pages(form.batch), len(launch_input.appended_pages)
     if count > capacity:
         raise EspalierError(
             f"a round of {form.batch} requests appends {count} pages and its launch input holds {capacity}; both "
             f"follow from {layout}: reserve pages with layout.reserve"
         )
-    return {"slots": form.batch, "page_table.at": capacity, "page_table.values": capacity}
+    return {"slots": form.batch, "page_table.at": capacity, "page_table.values": capacity, **marks}
 
 
 def _pieces(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray]:

@@ -147,7 +147,7 @@ def build_engine_of_models(
         loaded = loaded.with_pages(measure_pages(loaded, requested_pages))
     config = loaded.config
     log.info("resolved configuration\n%s", config.block())
-    log.info("%s", cache_size(loaded.specs, config.num_pages, config.layout.page_size, loaded.dtype))
+    log.info("%s", cache_size(config, loaded.specs, loaded.dtype))
     if config.kv_dtype == FP8_KV and not any(loaded.target.kv_scales):
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
     return assemble(loaded, keep_graphs, capture_stages=True), config

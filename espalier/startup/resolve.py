@@ -13,6 +13,7 @@ import torch
 from espalier.attention import choose_backends, grouped_backend
 from espalier.cache.kv import bytes_beside_pages, bytes_per_token
 from espalier.cache.layer_spec import LayerSpec
+from espalier.cache.states import bytes_per_state
 from espalier.config import DTYPES, FP8_KV, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import require_triton
@@ -218,6 +219,8 @@ def resolve(
         exact, left_bound = not overlap and spec.reentry <= 1, spec.reentry > 0
         grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=left_bound, exact_lengths=exact)
     prefix_cache = _value_or(config.prefix_cache, True)
+    in_dtype = getattr(torch, dtype)
+    num_pages, num_snapshots = _memory(config, layout, facts, in_dtype, defaults.memory_share, prefix_cache)
     return ResolvedConfig(
         model=model,
         draft=draft,
@@ -230,7 +233,8 @@ def resolve(
         threads=choose_threads(config.threads, device.type, facts.weights.nbytes(getattr(torch, dtype)), facts.threads),
         attention=attention,
         draft_attention=draft_attention,
-        num_pages=_num_pages(config, layout, facts, getattr(torch, dtype), defaults.memory_share),
+        num_pages=num_pages,
+        num_snapshots=num_snapshots,
         prefix_cache=prefix_cache,
         overlap=overlap,
         graph_batch=_graph_batch(config, layout, device),
@@ -331,11 +335,18 @@ def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device
     return int(config.graph_batch)
 
 
-def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: torch.dtype, memory_share: float) -> int:
-    """The user's num_pages, else the pages that fit into a share of the free memory, the dummy page included.
+def _memory(
+    config: EngineConfig,
+    layout: RoundLayout,
+    facts: Facts,
+    dtype: torch.dtype,
+    memory_share: float,
+    prefix_cache: bool,
+) -> tuple[int, int]:
+    """num_pages and num_snapshots: the user's, else those that fit into a share of the free memory.
 
-    At most the pages of a full batch of full contexts.  Raises EspalierError if the weights or the user's pages do not
-    fit, or if not even one full context fits.
+    num_pages includes the dummy page, and is at most the pages of a full batch of full contexts.  Raises EspalierError
+    if the weights or what the user wants do not fit, or if not even one full context fits.
     """
     page_bytes = layout.tokens_in(bytes_per_token(facts.layer_specs, dtype))
     buffers = bytes_beside_pages(
@@ -351,6 +362,14 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
             "max_batch"
         )
     free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
+    state_bytes = bytes_per_state(facts.layer_specs, dtype)
+    num_snapshots = _num_snapshots(config, layout, state_bytes, int(available * memory_share), prefix_cache)
+    available -= num_snapshots * state_bytes
+    if available < 0:
+        raise EspalierError(
+            f"num_snapshots={num_snapshots} need {num_snapshots * state_bytes / 2**30:.1f} GiB, which {free} does not "
+            "hold; lower it, or leave it to 'auto'"
+        )
     if isinstance(config.num_pages, int):
         if config.num_pages * page_bytes > available:
             raise EspalierError(
@@ -358,14 +377,24 @@ def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: t
                 f"{config.num_pages * page_bytes / 2**30:.1f} GiB and {free} holds {max(available // page_bytes, 0)} "
                 "pages; lower it, or leave it to 'auto'"
             )
-        return config.num_pages
+        return config.num_pages, num_snapshots
     affordable = int(available * memory_share) // page_bytes
     if affordable < layout.least_pages:
         raise EspalierError(
             f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens and "
             f"{free} holds {max(affordable, 0)}; lower max_context or max_batch, or set num_pages yourself"
         )
-    return min(affordable, layout.most_pages)
+    return min(affordable, layout.most_pages), num_snapshots
+
+
+def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, share: int, prefix_cache: bool) -> int:
+    """share: bytes for pages and snapshots.  Raises EspalierError for snapshots that nothing would use."""
+    if not state_bytes or not prefix_cache:
+        if not is_open(config.num_snapshots) and config.num_snapshots:
+            why = "the prefix cache is off" if state_bytes else "no layer of this model keeps a recurrent state"
+            raise EspalierError(f"num_snapshots={config.num_snapshots} is set, but {why}; leave it out")
+        return 0
+    return int(_value_or(config.num_snapshots, min(4 * layout.max_batch, share // 4 // state_bytes)))
 
 
 def free_memory(device: torch.device) -> int:
