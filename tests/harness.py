@@ -84,8 +84,10 @@ def models(
     keeps: str = "kv",
     kv_scales: bool = False,
 ) -> tuple[CausalLM, DraftModel | None]:
-    """(target, draft) loaded in float64; the target alone captures nothing.  keeps: "kv", as in tests/latent.py, or one of
-    HYBRIDS."""
+    """(target, draft) loaded in float64; the target alone captures nothing.
+
+    keeps: "kv", as in tests/latent.py, or one of HYBRIDS.
+    """
     target, draft = _loaded(family, seed, speculative, window, draft_vocab, position_rows, kv_scales)
     if keeps in HYBRIDS:
         make_recurrent(target, HYBRIDS[keeps], seed)

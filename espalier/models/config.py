@@ -24,8 +24,9 @@ from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declar
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
 Read = TypeVar("Read")
-# (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.
-LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
+# (weights, config, prefix of the layer's names, its number, its RoPE's tables, its place in the pass or None for the
+# same) -> a models/base.py:Layer.
+LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables, int | None], Any]
 MakeSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
 # Fields that change the computation of models that are not supported, and the values with which they have no effect.
@@ -58,6 +59,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "num_nextn_predict_layers": (None, 0),
     "swiglu_limit": (None,),
     "swiglu_alpha": (None,),
+    "attn_output_gate": (None, False),
 }
 # The activations of a family that honours hidden_act, or names another field (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
@@ -140,6 +142,10 @@ class Family:
     values of them.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
+    text_fields: the fields of the text model, from config.json as it is stored.
+    layer_kinds: further names that `layer_types` may hold.
+    stored_prefix: what the names of a checkpoint may have for "model."; unread: beginnings of the names of weights that
+    are not the text model's, and what they are.
     """
 
     architecture: str
@@ -162,6 +168,10 @@ class Family:
     honours: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
     activation_field: str = "hidden_act"
+    text_fields: Callable[[Raw], Raw] = lambda raw: raw
+    layer_kinds: tuple[str, ...] = ()
+    stored_prefix: str = "model."
+    unread: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -175,7 +185,8 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    layer_norms, norm_offset, embedding_scale, softmax_scale, load_layer, layer_specs, mtp: see Family.
+    layer_norms, norm_offset, embedding_scale, softmax_scale, load_layer, layer_specs, mtp, stored_prefix, unread: see
+    Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
@@ -212,6 +223,8 @@ class ModelConfig:
     load_layer: "LoadLayer | None" = field(repr=False)
     layer_specs: "MakeSpecs | None" = field(repr=False)
     mtp: MTPFamily | None
+    stored_prefix: str
+    unread: Mapping[str, str]
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
 
@@ -273,6 +286,7 @@ def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
+    raw = _declared(family.text_fields, raw, path)
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
     given = with_overrides(raw, overrides or {}, known)
     # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
@@ -318,10 +332,12 @@ def parse(
         # An override replaces what generation_config.json says, too.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
-        formats=read_formats(full, path),
+        formats=read_formats(full, path, family.stored_prefix),
         load_layer=family.load_layer,
         layer_specs=family.layer_specs,
         mtp=family.mtp,
+        stored_prefix=family.stored_prefix,
+        unread=family.unread,
         raw=full,
         path=path,
     )
@@ -395,7 +411,7 @@ def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
 def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:
     types = full.get("layer_types")
     if types is not None:
-        unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
+        unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention", *family.layer_kinds})
         if unknown:
             raise EspalierError(
                 f"{path}: layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "

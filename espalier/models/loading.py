@@ -1,5 +1,6 @@
 """Loads a target from a directory: finds its family, reads its config, builds the model from its weights."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
 from espalier.models.weight_formats.modelopt import read_hf_quant_config
 from espalier.models.weights import Weights
+
+log = logging.getLogger("espalier")
 
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -64,7 +67,11 @@ def load_target(
             f"layer {missing[0]} cannot be captured from {path}, which has {config.num_layers} layers; use the target "
             "that the draft was trained for"
         )
-    return make_target(Weights(Path(path), dtype, device, config.formats), config, capture, position_rows)
+    weights = Weights(Path(path), dtype, device, config.formats, prefix=config.stored_prefix)
+    for unread, what in config.unread.items():
+        if weights.holds_under(unread):
+            log.info("%s holds %s (%s*), which is not loaded: only text is read", path, what, unread)
+    return make_target(weights, config, capture, position_rows)
 
 
 def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> Decoder:
@@ -74,21 +81,23 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size), scale)
     tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in config.ropes}
     load = config.load_layer or load_layer
-    layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
+    layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope], None) for i, rope in enumerate(config.ropes)]
     kv_scales = tuple(
         weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) for i, spec in enumerate(layer_specs)
     )
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps, config.norm_offset)
     head = _head(weights, config, embed)
-    weights.ignore_under(mtp_prefixes(config))
+    weights.ignore_under(unread_prefixes(config))
     weights.finish()
     return Decoder(config, layer_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
 
 
-def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """The prefixes of a target's own MTP layers.  They are a draft (mtp.py): the target's output does not need them."""
+def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """The prefixes of weights that the target's output does not need: its own MTP layers, which are a draft (mtp.py),
+    and what the family does not read."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
-    return () if config.mtp is None else tuple(config.mtp.prefix_of(i, config.num_layers) for i in range(count))
+    mtp = () if config.mtp is None else (config.mtp.owned(i, config.num_layers) for i in range(count))
+    return (*config.unread, *mtp)
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:

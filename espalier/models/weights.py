@@ -53,6 +53,7 @@ class Weights:
     """The stored tensors of one directory, by name.  `finish` refuses tensors that nothing has taken.
 
     formats: the storage format of each matrix; all other weights are plain tensors.
+    prefix: what stored names have for "model.", where they have it.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
     """
 
@@ -63,13 +64,16 @@ class Weights:
         device: torch.device | str,
         formats: FormatOf = all_dense,
         allow_bin: bool = False,
+        prefix: str = "model.",
     ) -> None:
         self.path = path
+        self.prefix = prefix
         self.dtype = dtype
         self.device = device
         self.formats = formats
         self._loaded: Mapping[str, Tensor] = {}
         self._files: dict[str, safe_open] = {}
+        self._stored_names: dict[str, str] = {}
         shards = shards_of(path)
         for shard in shards:
             self._open(shard)
@@ -86,7 +90,11 @@ class Weights:
 
         `NAME.weight in weights` is that question for plain tensors alone.
         """
-        return any(stored.startswith(f"{name}.") for stored in self._names)
+        return self.holds_under(f"{name}.")
+
+    def holds_under(self, prefix: str) -> bool:
+        """Whether the name of any stored tensor begins with `prefix`."""
+        return any(stored.startswith(prefix) for stored in self._names)
 
     def has_matrix_of(self, name: str, rows: int, columns: int) -> bool:
         """Whether the matrix `name` is stored in its format with this shape.  Its data is not read.
@@ -105,7 +113,7 @@ class Weights:
         """The shape of a stored weight.  Its data is not read."""
         if name in self._loaded:
             return tuple(self._loaded[name].shape)
-        return tuple(self._files[name].get_slice(name).get_shape())
+        return tuple(self._files[name].get_slice(self._stored_names[name]).get_shape())
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
@@ -330,14 +338,16 @@ class Weights:
             raise EspalierError(
                 f"{shard} is truncated or corrupt ({_first_line(error)}); download the file again"
             ) from None
-        for name in names:
+        for stored in names:
+            name = f"model.{stored.removeprefix(self.prefix)}" if stored.startswith(self.prefix) else stored
             if name in self._files:
                 raise EspalierError(f"weight {name!r} is in two files of {self.path}; remove one of them")
             self._files[name] = file
+            self._stored_names[name] = stored
 
     def _read(self, name: str) -> Tensor:
         try:
-            return self._files[name].get_tensor(name)
+            return self._files[name].get_tensor(self._stored_names[name])
         except (SafetensorError, OSError) as error:
             raise EspalierError(
                 f"weight {name!r} in {self.path} is truncated or corrupt ({_first_line(error)}); download it again"

@@ -18,7 +18,7 @@ from espalier.models import (
     read_config,
 )
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.loading import mtp_prefixes
+from espalier.models.loading import unread_prefixes
 from espalier.models.weights import WeightCount, stored_weights
 from espalier.speculate.drafters.registry import (
     draft_algorithm,
@@ -156,7 +156,7 @@ def build_engine_of_models(
 def _weights_of(checkpoint: Checkpoint) -> WeightCount:
     # The target's own MTP layers are read if they are the draft, and then counted with it.
     is_own = checkpoint.draft_path == checkpoint.target_path
-    unread = () if is_own else mtp_prefixes(checkpoint.target)
+    unread = tuple(checkpoint.target.unread) if is_own else unread_prefixes(checkpoint.target)
     target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
-from espalier.engine.state_keeper import StateKeeper
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, RoundTrace
+from espalier.engine.state_keeper import StateKeeper
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.models.layers import experts
 from espalier.request import Request

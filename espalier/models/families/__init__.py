@@ -12,7 +12,9 @@ from espalier.models.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
 )
 
 # To add a family from outside this package: FAMILIES[FAMILY.architecture] = FAMILY.
@@ -20,6 +22,7 @@ FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
         *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
+        *(qwen3_next.FAMILY, qwen3_5.DENSE, qwen3_5.MOE, qwen3_5.DENSE_WITH_VISION, qwen3_5.MOE_WITH_VISION),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
     )
 }

@@ -1,0 +1,47 @@
+"""A layer whose first block may be of any kind: attention with a gate, a recurrence, a short convolution."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from espalier.attention import Pass
+from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.stream import Reader, Stream
+
+
+class Mixer(Reader, Protocol):
+    """A block that mixes the rows of a request."""
+
+    def __call__(self, layer: int, rows: Any, s: Stream, p: Pass) -> Tensor:
+        """Write what the layer keeps, go on with the rows `p.kept` (`s.keep`), and read.  rows: as `read` gives them.
+
+        layer: its place in the pass.  Returns [kept rows, hidden], or parts of it as RMSNorm.after takes them.
+        """
+        ...
+
+
+class MixerLayer:
+    """x + mixer(norm(x)), then x + mlp(norm(x)).  index: the layer's place in the pass, from 0."""
+
+    __slots__ = ("index", "mixer_norm", "mixer", "mlp_norm", "mlp")
+
+    def __init__(
+        self, index: int, mixer_norm: RMSNorm, mixer: Mixer, mlp_norm: RMSNorm, mlp: GatedMLP | MixtureMLP
+    ) -> None:
+        self.index = index
+        self.mixer_norm = mixer_norm
+        self.mixer = mixer
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def __call__(self, s: Stream, p: Pass) -> None:
+        s.add(self.mixer(self.index, s.normed(self.mixer_norm, self.mixer), s, p))
+        s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live))
+
+
+def of_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
+    """Of values [N, ...], those of the rows that the layer computes after its write."""
+    kept = p.kept(layer)
+    return values if kept is None else values[kept]
