@@ -3,7 +3,6 @@
 The defaults of missing fields differ by family, so each family file declares them.  The reading is shared.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,13 +11,15 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from espalier.cache.layer_spec import LayerSpec
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import Routing
+from espalier.model_files import MAX_NUMBER
 from espalier.models.config_values import count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
+from espalier.models.overrides import INERT, with_overrides
+from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
@@ -63,22 +64,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 # The activations of a family that honours hidden_act, or names another field (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
-# Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
-INERT = (
-    "architectures",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "attention_dropout",
-    "dtype",
-    "torch_dtype",
-    "initializer_range",
-    "pretraining_tp",
-    "transformers_version",
-    "use_cache",
-)
-# Fields that choose the family, before anything is overridden.
-OF_FAMILY = ("architectures", "model_type")
 RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
 
 
@@ -180,7 +165,7 @@ class ModelConfig:
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
     ropes: of each layer; rope: of the first.
-    logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.
+    logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.  softcap: those of attention.
     eos_token_ids: all ids that config.json and generation_config.json name, or those of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
@@ -215,6 +200,7 @@ class ModelConfig:
     experts: Experts | None
     embedding_scale: float
     softmax_scale: float | None
+    softcap: float | None
     logit_cap: float | None
     activation: Activation
     eos_token_ids: tuple[int, ...]
@@ -262,26 +248,6 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
     raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
 
 
-def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
-    """raw with fields replaced, nested objects merged key by key.  Raises EspalierError for a name not in `known`."""
-    merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
-    for name, value in overrides.items():
-        if name in OF_FAMILY and value != raw.get(name):
-            raise EspalierError(
-                f"model_overrides: {name} says which family the model is of, and cannot be replaced; edit config.json"
-            )
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else "see config.json, or leave it out"
-            raise EspalierError(f"model_overrides: no field {name!r} in this model's config; {remedy}")
-        old = merged.get(name)
-        merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
-    for name in SPELLINGS:
-        if "rope_theta" in overrides and "rope_theta" in (merged.get(name) or {}):
-            merged[name] = {**merged[name], "rope_theta": overrides["rope_theta"]}
-    return merged
-
-
 def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
@@ -327,7 +293,8 @@ def parse(
         experts=_read_experts(full, family, path),
         embedding_scale=_declared(family.embedding_scale, full, path),
         softmax_scale=_declared(family.softmax_scale, full, path),
-        logit_cap=full.get("final_logit_softcapping") or None,
+        softcap=_cap(full, "attn_logit_softcapping", path),
+        logit_cap=_cap(full, "final_logit_softcapping", path),
         activation=_read_activation(full, family.activation_field, path),
         # An override replaces what generation_config.json says, too.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
@@ -353,6 +320,14 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+
+
+def _cap(full: Raw, field: str, path: Path) -> float | None:
+    """The bound that a field sets; None and 0 set none.  Raises EspalierError for what is no bound."""
+    cap = full.get(field)
+    if cap is not None and not (isinstance(cap, int | float) and not isinstance(cap, bool) and 0 <= cap <= MAX_NUMBER):
+        raise EspalierError(f"{path}: {field} = {shown(cap)}; a positive number or null is needed; correct it")
+    return float(cap) if cap else None
 
 
 def _read_activation(full: Raw, field: str, path: Path) -> Activation:
