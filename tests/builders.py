@@ -26,8 +26,11 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {
@@ -46,6 +49,9 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "dots1": Dots1Config,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5": Qwen3_5TextConfig,
+    "qwen3_5_moe": Qwen3_5MoeTextConfig,
 }
 # Fields of families with experts.
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -61,6 +67,14 @@ ROUTED: dict[str, Any] = {
 }
 # Fields of families with latent attention: sizes that are all different.
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "v_head_dim": 10}
+# Fields of families with the gated delta rule, in all layers but every second one; all sizes are different.
+DELTA: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     # Caps that bend many logits.
@@ -79,6 +93,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
+    "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 20},
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 20},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "deepseek_v2": {**LATENT, **ROUTED, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
     "deepseek_v3": {**LATENT, **ROUTED},

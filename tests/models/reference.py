@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 DIVISIONS = (Tensor.__truediv__, Tensor.div, torch.div)
-# Their attention has sinks, which transformers' call of SDPA lacks.
-EAGER = ("gpt_oss",)
+# Their attention has sinks or a soft-cap, which transformers' call of SDPA lacks.
+EAGER = ("gpt_oss", "gemma2")
 
 
 class _InFloat64(TorchFunctionMode):
