@@ -5,31 +5,19 @@ and `python -m espalier.guard` for a look at what a fault does.  The replaced fu
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from espalier.errors import EspalierError
+from espalier.guard.fault import Fault
+from espalier.guard.state_faults import STATE_FAULTS
 from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.kernels.ops.state import carried
-
-Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """what: the defect in one sentence; where: "module:owner.attribute" of the function that is replaced; wrong: makes
-    the wrong function from the right one; reports: numbers of the bug reports with this defect."""
-
-    name: str
-    what: str
-    where: str
-    wrong: Wrong
-    reports: tuple[str, ...] = ()
 
 
 def _sibling_committed(right):
@@ -376,6 +364,7 @@ FAULTS = {
             "espalier.attention.sdpa:times_v_scale",
             _twice,
         ),
+        *STATE_FAULTS,
     )
 }
 

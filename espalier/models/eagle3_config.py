@@ -118,7 +118,8 @@ def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
     """
     named_latent = architecture_of(dict(flat)) in LATENT_ARCHITECTURES
     is_latent = bool(flat.get("kv_lora_rank")) or named_latent
-    able = (family for family in FAMILIES.values() if family.latent == is_latent and family.layer_norms == LayerNorms())
+    plain = (family for family in FAMILIES.values() if family.layer_norms == LayerNorms() and not family.load_layer)
+    able = (family for family in plain if family.latent == is_latent)
     by_type = {family.model_type: family for family in able}
     declared = flat.get("model_type", "llama")
     if declared not in (*by_type, *WRAPPERS) and not named_latent:

@@ -108,7 +108,8 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
 
 def _family_of(base: Mapping[str, Any], path: Path) -> Family:
     """The family of a head's layers, by model_type."""
-    by_type = {family.model_type: family for family in FAMILIES.values() if family.layer_norms == LayerNorms()}
+    plain = (family for family in FAMILIES.values() if family.layer_norms == LayerNorms() and not family.load_layer)
+    by_type = {family.model_type: family for family in plain}
     declared = base.get("model_type")
     if declared not in by_type:
         raise EspalierError(
