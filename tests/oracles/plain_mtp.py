@@ -21,8 +21,8 @@ from tests.mtp import LAYERS, NAMED, NEXTN, SHARED
 class PlainModule:
     """Equations 21 to 23: h' = M · cat(norm(embedding), norm(hidden)), a decoder layer, a norm, the target's head.
 
-    What the next rows read is the normed output.  hidden_first: the other order in the columns of M.  norm_offset: norms
-    are stored less this."""
+    What the next rows read is the normed output.  hidden_first: the other order in the columns of M.  norm_offset: what
+    norms are stored without."""
 
     module: MTPModule
     embedding: Tensor
