@@ -100,7 +100,8 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"
     specs = target.layer_specs
-    missing = [layer for layer in with_rows(specs, range(len(specs))) if layer not in stored]
+    own = [layer for layer in with_rows(specs, range(len(specs))) if specs[layer].shares is None]
+    missing = [layer for layer in own if layer not in stored]
     if (target.config.declared_kv_dtype or stored) and missing:
         raise EspalierError(
             f"weight 'model.layers.{missing[0]}.self_attn.k_scale' is missing, and kv_dtype={FP8_KV} needs it in each "

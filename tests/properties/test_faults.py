@@ -9,11 +9,12 @@ import pytest
 from espalier.cache.pages import PageDefect
 from espalier.config import FP8_KV
 from espalier.errors import EspalierError
-from espalier.guard import __main__ as guard
-from espalier.guard.faults import FAULTS, find, plant
-from espalier.guard.state_faults import STATE_FAULTS
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import autoregressive
+from lab import __main__ as lab
+from lab.faults import command as guard
+from lab.faults.planted import FAULTS, find, plant
+from lab.faults.state_faults import STATE_FAULTS
 from tests.harness import Setup, prompts, request, run
 from tests.oracles.reference_round import Reference
 from tests.properties import watch as held
@@ -246,7 +247,7 @@ def test_an_unknown_fault_is_refused_by_name():
 def test_a_command_runs_with_a_fault_and_says_so_once(monkeypatch, capsys):
     right, ran = autoregressive.select_beams, []
     monkeypatch.setattr(guard, "start", lambda command: ran.append((command, caught(held.PROPOSAL))) or 7)
-    assert guard.main(["wrong-ancestor", "generate", "a", "--topk", "3"]) == 7
+    assert lab.main(["fault", "wrong-ancestor", "generate", "a", "--topk", "3"]) == 7
     assert ran == [(["generate", "a", "--topk", "3"], True)] and autoregressive.select_beams is right
     said = capsys.readouterr().err
     assert said.count("planted fault wrong-ancestor: ") == said.count("WRONG BY INTENT") == 1
@@ -262,6 +263,6 @@ def test_a_command_runs_with_a_fault_and_says_so_once(monkeypatch, capsys):
 )
 def test_a_fault_or_a_command_that_is_not_for_it_is_refused_before_it_runs(arguments, says, monkeypatch, capsys):
     monkeypatch.setattr(guard, "start", None)
-    assert guard.main(arguments) == 2
+    assert lab.main(["fault", *arguments]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"espalier: {says}") and said.count("\n") == 1

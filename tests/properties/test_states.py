@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import LaunchInput
 from espalier.engine.state_keeper import StateKeeper

@@ -160,7 +160,7 @@ def experts(full: Raw) -> Experts | None:
         return None
     shared = full["shared_expert_intermediate_size"]
     size, gate = full["moe_intermediate_size"], "shared_expert_gate"
-    return Experts(expert_layers(full), how, size, shared, "shared_expert", gate)
+    return Experts(expert_layers(full), how, size, shared, "shared_expert", gate, stored="joined")
 
 
 FAMILY = replace(
