@@ -135,7 +135,7 @@ class Family:
     text_fields: the fields of the text model, from config.json as it is stored.
     layer_kinds: further names that `layer_types` may hold.
     stored_prefix: what the names of a checkpoint may have for "model."; unread: beginnings of the names of weights that
-    are not the text model's, and what they are.
+    are not the text model's, and what they are.  final_norm: the name of the last norm.
     """
 
     architecture: str
@@ -163,6 +163,7 @@ class Family:
     layer_kinds: tuple[str, ...] = ()
     stored_prefix: str = "model."
     unread: Mapping[str, str] = field(default_factory=dict)
+    final_norm: str = "model.norm"
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class ModelConfig:
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
     layer_norms, norm_offset, embedding_scale, softmax_scale, load_embedding, load_layer, layer_specs, mtp,
-    stored_prefix, unread: see Family.
+    stored_prefix, unread, final_norm: see Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
@@ -218,6 +219,7 @@ class ModelConfig:
     mtp: MTPFamily | None
     stored_prefix: str
     unread: Mapping[str, str]
+    final_norm: str
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
 
@@ -313,6 +315,7 @@ def parse(
         mtp=family.mtp,
         stored_prefix=family.stored_prefix,
         unread=family.unread,
+        final_norm=family.final_norm,
         raw=full,
         path=path,
     )

@@ -86,7 +86,7 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
         None if spec.shares is not None else weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps)
         for i, spec in enumerate(layer_specs)
     )
-    norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps, config.norm_offset)
+    norm = weights.norm(config.final_norm, config.hidden_size, config.rms_norm_eps, config.norm_offset)
     head = _head(weights, config, embed)
     weights.ignore_under(unread_prefixes(config))
     weights.finish()

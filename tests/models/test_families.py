@@ -146,6 +146,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "glm4_moe_lite, layers by type": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "dots1": ("dots1", {}),
+    "lfm2": ("lfm2", {}),
+    "lfm2, biases, tied, the MLP's size as it stands, attention last": (
+        "lfm2",
+        {
+            "conv_bias": True,
+            "tie_word_embeddings": True,
+            "block_auto_adjust_ff_dim": False,
+            "full_attn_idxs": [0, 2],
+            "conv_L_cache": 4,
+        },
+    ),
     "qwen3_next": ("qwen3_next", {}),
     "qwen3_next, one head of k, a dense layer, three taps, half rotated": (
         "qwen3_next",
@@ -289,7 +300,10 @@ NOT_ROTATED = {"rope_type": "proportional", "partial_rotary_factor": 0}
         ({"per_layer_config": {"2": {"head_dim": "8"}}}, "head_dim = '8'; a positive integer"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 of 3 layers; fewer"),
         ({"num_kv_shared_layers": 1}, "layer 2 has no earlier layer of its type and sizes"),
-        ({"num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 3}, "layer 2 has no earlier layer of its type"),
+        (
+            {"num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 3},
+            "layer 2 has no earlier layer of its type",
+        ),
         ({"num_kv_shared_layers": "1"}, "num_kv_shared_layers = '1' of 3 layers"),
     ],
     ids=str,

@@ -27,6 +27,7 @@ SETUPS: dict[str, Setup] = {
     "ngram, toy": Setup(keeps="hybrid_conv", algorithm="ngram"),
     "eagle3, qwen3_next": Setup(family="qwen3_next"),
     "mtp, qwen3_5": MTPSetup(family="qwen3_5"),
+    "eagle3, lfm2": Setup(family="lfm2"),
 }
 PRODUCT: dict[str, Sequence[Any]] = {
     "setup": tuple(SETUPS),
