@@ -14,10 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import torch
+
+from espalier.cache.states import bytes_per_state
 from espalier.kernels.layers.experts_plan import expected_touched
 from espalier.layout import PLAIN, TreeShape, next_bucket
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
+from espalier.models.layer_loading import layer_specs_of
 
 # Smaller trees that are compared with the configured one.  Of a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
@@ -47,6 +51,7 @@ class PassWeights:
 
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
     layers; 0 without experts.  layers: of the target.  kept: values of a token in the target's cache.
+    state_bytes: of a request's states, which a round reads twice and writes once.
     draft: weights that a draft pass reads; draft_layers: its layers.  block_rows: rows of a block draft's one pass; 0
     for other drafts, which run a pass for each level.  extends: whether a draft runs its layers over decided tokens.
     """
@@ -59,6 +64,7 @@ class PassWeights:
     layers: int = 0
     draft_layers: int = 0
     kept: int = 0
+    state_bytes: int = 0
     block_rows: int = 0
     extends: bool = True
 
@@ -74,7 +80,7 @@ class PassWeights:
 
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures) -> float:
         """The time of a round."""
-        cache = 2 * self.kept * CONTEXT * batch / chip.bandwidth
+        cache = (2 * self.kept * CONTEXT + 3 * self.state_bytes) * batch / chip.bandwidth
         verify = self.target_seconds(batch * tree.num_draft_tokens, chip) + cache
         if tree == PLAIN:
             return verify
@@ -93,15 +99,15 @@ def _seconds(read: float, products: float, layers: int, chip: ChipFigures) -> fl
 
 def pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
     """The numbers of weights of a target and its draft.  draft: None for a drafter without weights."""
-    experts, hidden, latent = target.experts, target.hidden_size, target.latent
+    experts, hidden, specs = target.experts, target.hidden_size, layer_specs_of(target)
     attention_and_head = _attention_weights(target) * target.num_layers + target.vocab_size * hidden
     num_mixtures = 0 if experts is None else len(experts.layers)
     inner = (target.num_layers - num_mixtures) * target.intermediate_size
-    row = latent.row_size if latent is not None else 2 * target.kv_heads * target.head_size
     of_draft = PassWeights(
         dense=attention_and_head + 3 * hidden * inner,
         layers=target.num_layers,
-        kept=target.num_layers * row,
+        kept=sum(spec.values_per_token for spec in specs),
+        state_bytes=bytes_per_state(specs, torch.bfloat16),
         draft=0 if draft is None else _draft_weights(draft),
         draft_layers=0 if draft is None else len(draft.spec.layers) if draft.spec.block_rows else 1,
         block_rows=0 if draft is None else draft.spec.block_rows,
