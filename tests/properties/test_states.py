@@ -5,6 +5,7 @@ The watch holds these beside the three equalities (tests/properties/watch.py:che
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from espalier.engine.launch_input import LaunchInput
 from espalier.engine.state_keeper import StateKeeper
 from espalier.layout import TreeShape, max_draft_tokens
 from espalier.request import Request, SamplingParams
-from tests.harness import Setup, prompts, request
+from tests.grammar.test_lossless import asked as in_grammars
+from tests.harness import Setup, prompts, request, run
 from tests.pairwise import pairwise, rows_of
 from tests.properties import scenarios
 from tests.properties.layouts import reference_of
@@ -25,8 +27,8 @@ from tests.properties.watch import Watch, run_watched
 SETUPS: dict[str, Setup] = {
     "eagle3, toy": Setup(keeps="hybrid"),
     "ngram, toy": Setup(keeps="hybrid_conv", algorithm="ngram"),
-    "eagle3, qwen3_next": Setup(family="qwen3_next"),
     "mtp, qwen3_5": MTPSetup(family="qwen3_5"),
+    "eagle3, qwen3_next": Setup(family="qwen3_next"),
     "eagle3, lfm2": Setup(family="lfm2"),
 }
 PRODUCT: dict[str, Sequence[Any]] = {
@@ -38,17 +40,19 @@ PRODUCT: dict[str, Sequence[Any]] = {
     "chunk_size": (16, 48),
 }
 AROUND: dict[str, Sequence[Any]] = {"num_snapshots": (0, 3, 12), "attention": ("sdpa", "reference")}
-CELLS = pairwise({**PRODUCT, **AROUND}, lambda cell: False)
+# What the other setups have, tests/models and test_faults.py show.
+CELLS = pairwise({**PRODUCT, **AROUND, "setup": tuple(SETUPS)[:3]}, lambda cell: False)
 STYLES = ({"temperature": 0.0}, {"temperature": 6.0}, {"temperature": 1.2, "presence_penalty": 0.5})
 
 
-def watched(setup: Setup) -> Watch:
+def watched(setup: Setup, prompt_tokens: int = 12) -> Watch:
+    """prompt_tokens: a pass ends where a snapshot of a prompt is taken, if another one follows."""
     reference = mtp_reference_of(setup) if isinstance(setup, MTPSetup) else reference_of(setup)
     watch = Watch(setup.engine(), setup.algorithm, reference)
     keeper = watch.engine.scheduler.states
     assert isinstance(keeper, StateKeeper)
     # So that short texts have several snapshots.
-    keeper.decode_tokens, keeper.prompt_tokens = 5, 12
+    keeper.decode_tokens, keeper.prompt_tokens = 5, prompt_tokens
     return watch
 
 
@@ -88,7 +92,7 @@ SMALL = Setup(
 )
 DELTA = replace(SMALL, keeps="kv", family="qwen3_5", overlap=True)
 THREE_MODULES = MTPSetup(**{**vars(DELTA), "algorithm": "mtp"}, form=(3, "chain"))
-both = pytest.mark.parametrize("setup", [SMALL, DELTA], ids=["toy", "delta"])
+both = pytest.mark.parametrize("setup", [SMALL, pytest.param(DELTA, marks=pytest.mark.full)], ids=["toy", "delta"])
 
 
 @pytest.mark.parametrize(("page_size", "setup"), [(1, SMALL), (3, THREE_MODULES)], ids=["toy", "three modules"])
@@ -99,7 +103,7 @@ def test_a_prefix_hit_of_every_length_and_divergence(page_size, setup):
 @both
 @pytest.mark.parametrize("chunk_size", [16, 64], ids=["chunks", "pieces"])
 def test_a_prompt_is_cut_behind_every_hit(chunk_size, setup):
-    scenarios.cut_behind_hits(watched, setup, chunk_size)
+    scenarios.cut_behind_hits(partial(watched, prompt_tokens=64), setup, chunk_size)
 
 
 def test_log_probabilities_of_a_cached_prompt_compute_rows_again():
@@ -133,7 +137,7 @@ def test_an_aborted_request_leaves_the_others_as_they_were(overlap):
 @both
 def test_passes_that_are_padded_as_for_a_graph(setup):
     """Padding requests and pieces touch no state; a request's last piece is followed by pieces without tokens."""
-    watch = watched(replace(setup, chunk_size=192, max_context=128))
+    watch = watched(replace(setup, chunk_size=192, max_context=128), prompt_tokens=128)
     engine, padding = watch.engine, []
     captured = engine.layout.captured_passes
     engine.scheduler.captured_passes = engine.executor.captured_passes = captured
@@ -185,3 +189,18 @@ def test_snapshots_are_taken_back_least_recently_used_first():
     again = [asked(10 + i, text, max_tokens=1) for i, text in enumerate(texts[::-1])]
     run_watched(watch, again)
     assert [r.cached_tokens for r in again] == [10, 10, 8, 0]
+
+
+def test_rounds_in_stages_leave_the_same_states():
+    """Grammars mask some requests; their snapshots are taken in the settle stage."""
+    masked, free = (replace(SMALL, overlap=on, max_context=96, page_size=4) for on in (True, False))
+    engine = masked.engine()
+    engine.scheduler.states.decode_tokens = 4
+    requests, others = (in_grammars(2, 1.2, max_tokens=12) for _ in range(2))
+    add_and_step(engine, requests)
+    assert [r.output for r in requests] == run(free.plain().engine(), others).tokens
+    turns = [asked(20 + i, [*r.prompt, *r.output, 5]) for i, r in enumerate(requests)]
+    again = [asked(20 + i, turn.prompt) for i, turn in enumerate(turns)]
+    add_and_step(engine, turns)
+    assert [r.output for r in turns] == run(free.plain().engine(), again).tokens
+    assert sum(r.cached_tokens > len(r.prompt) - 9 for r in turns) > 2
