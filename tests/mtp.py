@@ -42,9 +42,7 @@ def mtp_directories(
     root = new_folder("mtp-")
     slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     fields: dict[str, Any] = {"layers": LAYERS + modules, "seed": 40, "vocab": vocab, **slides}
-    if family in QWEN:
-        linear, full = "linear_attention", "full_attention"
-        fields["layer_types"] = [linear, full, linear, *[full] * modules]
+    fields |= types_of(family, modules)
     target = make_target(root / "target", "qwen2" if family == "mimo" else family, **fields)
     weights, config = load_file(target / "model.safetensors"), json.loads((target / "config.json").read_text())
     own = {name: tensor for name, tensor in weights.items() if layer_of(name) >= LAYERS}
@@ -70,6 +68,12 @@ def mtp_directories(
     (target / "config.json").write_text(json.dumps(config))
     save_file(weights, target / "model.safetensors")
     return target, target if has_own else write_head(root / "draft", config, modules, form, layers)
+
+
+def types_of(family: str, modules: int) -> dict[str, Any]:
+    """The types of a target's layers and of its MTP layers, which have attention."""
+    linear, full = "linear_attention", "full_attention"
+    return {"layer_types": [linear, full, linear, *[full] * modules]} if family in QWEN else {}
 
 
 def without_target(path: Path, alone: Path, prefix: str) -> Path:
