@@ -171,4 +171,4 @@ class Attention:
 
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [rows, kv_heads, size] of all pages of a layer, as they are stored."""
-        return self.specs[layer].keeps.read(self.pages.layers[layer])
+        return self.specs[layer].rows.read(self.pages.layers[layer])

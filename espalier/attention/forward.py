@@ -164,13 +164,14 @@ class Pass:
         if isinstance(self.cache.specs[index].keeps, RecurrentState):
             return self._of_kept(layer, self._states.read(index, q))
         planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
-        k, v = self.cache.specs[index].keeps.read(planes)
+        k, v = self.cache.specs[index].rows.read(planes)
         return self._plan(layer).attend(index, q, k, v, sink)
 
     def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | None, conv: ShortConv) -> Tensor:
         """inputs: [N, channels]; gates: [N, 2, heads]."""
-        by_request = (None if rows is None else rows.unflatten(0, self.tokens.shape) for rows in (inputs, gates))
-        q = self._states.write(self.layers[layer], *by_request, conv)
+        shape = self.tokens.shape
+        of_rows = None if gates is None else gates.unflatten(0, shape)
+        q = self._states.write(self.layers[layer], inputs.unflatten(0, shape), of_rows, conv)
         return q if gates is not None else self._of_kept(layer, q)
 
     def _of_kept(self, layer: int, values: Tensor) -> Tensor:

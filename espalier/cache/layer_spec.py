@@ -209,6 +209,12 @@ class LayerSpec:
             raise EspalierError(f"a layer that keeps {self.keeps.kind} cannot read the rows of layer {self.shares}")
 
     @property
+    def rows(self) -> KVHeads | LatentKV:
+        """What a layer keeps that keeps rows."""
+        assert not isinstance(self.keeps, RecurrentState), "a layer that keeps a state has no rows to attend to"
+        return self.keeps
+
+    @property
     def softmax_scale(self) -> float:
         return self.keeps.k_size**-0.5 if self.scale is None else self.scale
 

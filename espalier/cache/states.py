@@ -110,9 +110,11 @@ class StateTable:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy rows, (source, destination) each, in this order."""
+        if not pairs:
+            return
         for layer in self.states.values():
-            for values in (layer.recurrent, layer.tail):
-                for source, destination in pairs if values is not None else ():
+            for values in (layer.tail,) if layer.recurrent is None else (layer.recurrent, layer.tail):
+                for source, destination in pairs:
                     values[destination].copy_(values[source])
 
     def commit(self, access: StateAccess, source: Tensor) -> None:
