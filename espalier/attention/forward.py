@@ -158,11 +158,12 @@ class Pass:
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
         """Attention of the queries that `write` returned over the committed rows and the staged rows that they see.
 
-        sink: as Attention.attend takes it.  Returns [B, Q, heads, v_size], or [B, 1, ...] of the rows that are needed.
+        sink: as Attention.attend takes it; of a layer that keeps a state, the factor [heads] of v that is added to each
+        row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] of the rows that are needed.
         """
         index, (batch, queries) = self.layers[layer], self.tokens.shape
         if isinstance(self.cache.specs[index].keeps, RecurrentState):
-            return self._of_kept(layer, self._states.read(index, q))
+            return self._of_kept(layer, self._states.read(index, q, sink))
         planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
         k, v = self.cache.specs[index].rows.read(planes)
         return self._plan(layer).attend(index, q, k, v, sink)

@@ -159,19 +159,27 @@ class PassStates:
             self._rows[layer] = rows
         return q
 
-    def read(self, layer: int, q: Tensor) -> Tensor:
-        """[B, R, heads, v_size]: the rows' outputs.  A pass of known tokens goes on to the slots' next state."""
-        states, rows = self.table.states[layer], self._rows.pop(layer)
+    def read(self, layer: int, q: Tensor, skip: Tensor | None = None) -> Tensor:
+        """[B, R, heads, v_size]: the rows' outputs.  A pass of known tokens goes on to the slots' next state.
+
+        skip: [heads], the factor of a row's v that is added to its output.
+        """
+        rows = self._rows.pop(layer)
+        out = self._outputs(self.table.states[layer], q, rows)
+        out = out if skip is None else torch.addcmul(out, skip[:, None], rows.v.to(out.dtype))
+        return out.to(rows.v.dtype)
+
+    def _outputs(self, states: LayerStates, q: Tensor, rows: StateRows) -> Tensor:
         assert states.recurrent is not None
         before = states.recurrent[self.access.slots]
         if self.access.length is None:
             assert self.seen is not None
-            return states.keeps.read(q, rows, before, self.seen).to(rows.v.dtype)
+            return states.keeps.read(q, rows, before, self.seen)
         scan_rows = self._scan_pieces if self.access.is_split and len(q) else scan
         scanned = scan_rows(q, rows, before, self.access.length, self.access.marked, states.keeps.delta)
         behind = (scanned.state, scanned.marked)[: len(self.access.counts)]
         self.table.store(self.access, states.recurrent, *behind)
-        return scanned.out.to(rows.v.dtype)
+        return scanned.out
 
     def _tail_before(self, states: LayerStates, inputs: Tensor) -> Tensor:
         """[B, taps - 1, channels]: the inputs before each batch row."""

@@ -136,6 +136,7 @@ class Family:
     layer_kinds: further names that `layer_types` may hold.
     stored_prefix: what the names of a checkpoint may have for "model."; unread: beginnings of the names of weights that
     are not the text model's, and what they are.  final_norm: the name of the last norm.
+    logit_factor: of all logits, from the completed config.
     """
 
     architecture: str
@@ -164,6 +165,7 @@ class Family:
     stored_prefix: str = "model."
     unread: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
+    logit_factor: Callable[[Raw], float] = lambda full: 1.0
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ class ModelConfig:
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
     layer_norms, norm_offset, embedding_scale, softmax_scale, load_embedding, load_layer, layer_specs, mtp,
-    stored_prefix, unread, final_norm: see Family.
+    stored_prefix, unread, final_norm, logit_factor: see Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
@@ -220,6 +222,7 @@ class ModelConfig:
     stored_prefix: str
     unread: Mapping[str, str]
     final_norm: str
+    logit_factor: float
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
 
@@ -316,6 +319,7 @@ def parse(
         stored_prefix=family.stored_prefix,
         unread=family.unread,
         final_norm=family.final_norm,
+        logit_factor=_declared(family.logit_factor, full, path),
         raw=full,
         path=path,
     )

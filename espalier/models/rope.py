@@ -22,6 +22,8 @@ from espalier.model_files import MAX_NUMBER
 
 Raw = dict[str, Any]
 
+# The type of layers that rotate nothing, which families declare.
+NO_ROPE = "none"
 TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "proportional")
 # Types that need a factor.
 SCALED = ("linear", "dynamic", "llama3", "yarn")
@@ -76,6 +78,8 @@ class RopeConfig:
         """[dim / 2] float32, radians per position."""
         plain = 1.0 / self._periods()
         match self.type:
+            case "none":
+                return torch.zeros_like(plain)
             case "linear":
                 return plain / self.factor
             case "proportional":
@@ -198,8 +202,8 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
             f"{path}: rope_parameters differ by layer type; only one set for all layers is supported; use another model"
         )
     unknown = [name for name in parameters if name not in FIELDS]
-    if kind not in TYPES or unknown:
-        what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
+    if kind not in (*TYPES, NO_ROPE) or unknown:
+        what = f"rope type {kind!r}" if kind not in (*TYPES, NO_ROPE) else f"rope parameter {unknown[0]!r}"
         raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(TYPES)}")
     for name, value in parameters.items():
         is_number = (

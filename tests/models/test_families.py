@@ -146,6 +146,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "glm4_moe_lite, layers by type": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "dots1": ("dots1", {}),
+    "granite_hybrid": ("granite_hybrid", {}),
+    "granite_hybrid, no experts, RoPE, biases, limits of dt": (
+        "granite_hybrid",
+        {
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+            "mamba_conv_bias": False,
+            "time_step_limit": [0.4, 0.9],
+            "mamba_n_groups": 1,
+        },
+    ),
     "lfm2": ("lfm2", {}),
     "lfm2, biases, tied, the MLP's size as it stands, attention last": (
         "lfm2",

@@ -7,7 +7,19 @@ from espalier.request import SamplingParams
 from tests.harness import DTYPE, Setup, directories, prompts, request, run
 from tests.models.reference import load_reference
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_e", "deepseek_v3_dense")
+DENSE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gemma4_e",
+    "deepseek_v3_dense",
+    "qwen3_5",
+    "lfm2",
+)
 MIXTURES = (
     "gemma4_moe",
     "qwen2_moe",

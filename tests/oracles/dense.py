@@ -45,13 +45,14 @@ class DensePass(Pass):
         self.specs, self.mask, self.apply_window, self.scales, self.past = layer_specs, mask, apply_window, scales, past
         self.planes: dict[int, Planes] = {}
         self.k_up: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor | None] = {}
         self._rotations = {}
 
     def write(self, layer: int, *values: Any) -> Tensor:
         spec = self.specs[layer]
         if isinstance(spec.keeps, RecurrentState):
             by_request = (value.unflatten(0, self.tokens.shape) if value is not None else None for value in values[:2])
-            out, self.planes[layer] = states_of(spec.keeps, *by_request, *values[2])
+            out, self.values[layer], self.planes[layer] = states_of(spec.keeps, *by_request, *values[2])
             return out if spec.keeps.heads else self._computed(layer, out)
         if spec.shares is not None:
             q = queries_of(self._by_request(values[0]), *values[1:])
@@ -73,7 +74,8 @@ class DensePass(Pass):
         spec = self.specs[layer]
         if isinstance(spec.keeps, RecurrentState):
             q = q.repeat_interleave(spec.keeps.heads // spec.keeps.k_heads, 2)
-            return self._computed(layer, torch.einsum("bqhkv,bqhk->bqhv", self.planes[layer][0], q))
+            read = torch.einsum("bqhkv,bqhk->bqhv", self.planes[layer][0], q)
+            return self._computed(layer, read if sink is None else read + sink[:, None] * self.values[layer])
         k, v = self.rows_of(layer)
         k, v = (rows.repeat_interleave(spec.heads // rows.shape[2], 2) for rows in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * spec.softmax_scale
@@ -117,8 +119,8 @@ class DensePass(Pass):
 
 def states_of(
     keeps: RecurrentState, inputs: Tensor, gates: Tensor | None, weight: Tensor, bias: Tensor | None, silu: bool
-) -> tuple[Tensor, Planes]:
-    """The queries [B, Q, k_heads, k_size], and the planes: row by row, as the papers write them."""
+) -> tuple[Tensor, Tensor | None, Planes]:
+    """The queries [B, Q, k_heads, k_size], v [B, Q, heads, v_size], and the planes: row by row, as papers write them."""
     batch, rows, channels = inputs.shape
     padded = torch.cat((inputs.new_zeros(batch, weight.shape[1] - 1, channels), inputs), 1)
     convolved = torch.stack(
@@ -127,7 +129,7 @@ def states_of(
     convolved = convolved if bias is None else convolved + bias
     convolved = convolved * convolved.sigmoid() if silu else convolved
     if gates is None:
-        return convolved, (inputs,)
+        return convolved, None, (inputs,)
     width = keeps.k_heads * keeps.k_size
     q, k = (convolved[..., at : at + width].unflatten(2, (keeps.k_heads, keeps.k_size)) for at in (0, width))
     v = convolved[..., 2 * width :].unflatten(2, (keeps.heads, keeps.v_size))
@@ -142,7 +144,7 @@ def states_of(
         new = gates[:, t, 1, :, None] * (v[:, t] - read)
         state = state + k[:, t, ..., None] * new[..., None, :]
         states.append(state)
-    return q, (torch.stack(states, 1) if states else state[:, None][:, :0], inputs)
+    return q, v, (torch.stack(states, 1) if states else state[:, None][:, :0], inputs)
 
 
 def latent_of(q: Tensor, latent: Tensor, rotation: Rotation, form: LatentForm) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ SETUPS: dict[str, Setup] = {
     "mtp, qwen3_5": MTPSetup(family="qwen3_5"),
     "eagle3, qwen3_next": Setup(family="qwen3_next"),
     "eagle3, lfm2": Setup(family="lfm2"),
+    "eagle3, granite_hybrid": Setup(family="granite_hybrid"),
 }
 PRODUCT: dict[str, Sequence[Any]] = {
     "setup": tuple(SETUPS),

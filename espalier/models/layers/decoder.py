@@ -100,7 +100,7 @@ class Decoder:
         return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return capped(self.head(hidden), self.config.logit_cap)
+        return capped(self.head(hidden), self.config.logit_cap, self.config.logit_factor)
 
 
 def capped(logits: Tensor, cap: float | None, scale: float = 1.0) -> Tensor:

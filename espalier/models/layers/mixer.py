@@ -5,7 +5,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from espalier.attention import Pass
+from espalier.kernels.layers.quantised import Rows
+from espalier.models.layers.attention import Attention
 from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Reader, Stream
@@ -22,23 +25,55 @@ class Mixer(Reader, Protocol):
         ...
 
 
-class MixerLayer:
-    """x + mixer(norm(x)), then x + mlp(norm(x)).  index: the layer's place in the pass, from 0."""
+class AttentionMixer:
+    """Plain attention as a Mixer."""
 
-    __slots__ = ("index", "mixer_norm", "mixer", "mlp_norm", "mlp")
+    __slots__ = ("attention",)
+
+    def __init__(self, attention: Attention | LatentAttention) -> None:
+        self.attention = attention
+
+    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+        """As espalier/models/layers/stream.py:Reader."""
+        return self.attention.read(norm, delta, x)
+
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+        """As Mixer."""
+        q = self.attention.write(layer, rows, p)
+        s.keep(p.kept(layer))
+        return self.attention.project(p.attend(layer, q, self.attention.sink))
+
+
+class MixerLayer:
+    """x + mixer(norm(x)), then x + mlp(norm(x)).
+
+    index: the layer's place in the pass, from 0.  scale: factor of both blocks' outputs.
+    """
+
+    __slots__ = ("index", "mixer_norm", "mixer", "mlp_norm", "mlp", "scale")
 
     def __init__(
-        self, index: int, mixer_norm: RMSNorm, mixer: Mixer, mlp_norm: RMSNorm, mlp: GatedMLP | MixtureMLP
+        self,
+        index: int,
+        mixer_norm: RMSNorm,
+        mixer: Mixer,
+        mlp_norm: RMSNorm,
+        mlp: GatedMLP | MixtureMLP,
+        scale: float = 1.0,
     ) -> None:
         self.index = index
         self.mixer_norm = mixer_norm
         self.mixer = mixer
         self.mlp_norm = mlp_norm
         self.mlp = mlp
+        self.scale = scale
 
     def __call__(self, s: Stream, p: Pass) -> None:
-        s.add(self.mixer(self.index, s.normed(self.mixer_norm, self.mixer), s, p))
-        s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live))
+        s.add(self._scaled(self.mixer(self.index, s.normed(self.mixer_norm, self.mixer), s, p)))
+        s.add(self._scaled(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live)))
+
+    def _scaled(self, delta: Tensor) -> Tensor:
+        return delta if self.scale == 1 else delta * self.scale
 
 
 def of_kept(values: Tensor, layer: int, p: Pass) -> Tensor:

@@ -1,0 +1,192 @@
+"""Granite 4 hybrids: most layers are Mamba-2, the others attention without RoPE; a shared MLP, with experts or without.
+
+Embeddings, each block's output, logits and q · k have factors of their own.
+"""
+
+import torch
+
+from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
+from espalier.errors import EspalierError, shown
+from espalier.kernels.ops.experts import Routing
+from espalier.kernels.ops.recurrence import ShortConv
+from espalier.model_files import MAX_NUMBER, MAX_SIZE
+from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
+from espalier.models.layer_loading import load_attention
+from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.mamba2 import Mamba2
+from espalier.models.layers.mixer import AttentionMixer, MixerLayer
+from espalier.models.layers.mlp import GatedMLP
+from espalier.models.rope import NO_ROPE, RopeTables
+from espalier.models.weights import Weights
+
+LINEAR, FULL = "linear_attention", "full_attention"
+KINDS = {"mamba": LINEAR, "attention": FULL}
+COUNTS = (
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+    "shared_intermediate_size",
+)
+# As transformers writes it, which JSON has no number for.
+INFINITY = {"__float__": "Infinity"}
+FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+
+
+def _text_fields(raw: Raw) -> Raw:
+    """The fields with the type of each layer as other families call it, and the size of a state's head."""
+    fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
+    if isinstance(types, list):
+        fields["layer_types"] = [KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    sizes = [raw.get(name) for name in ("hidden_size", "mamba_n_heads", "mamba_expand")]
+    if raw.get("mamba_d_head", "auto") == "auto" and all(type(size) is int and size > 0 for size in sizes):
+        hidden, heads, expand = sizes
+        fields["mamba_d_head"] = expand * hidden // heads
+    if isinstance(raw.get("time_step_limit"), list):
+        fields["time_step_limit"] = [float("inf") if each == INFINITY else each for each in raw["time_step_limit"]]
+    return fields
+
+
+def _check(full: Raw) -> Windows:
+    """No layer has a window.  Raises EspalierError for sizes and factors that no layer can have."""
+    for name in COUNTS:
+        if type(full.get(name)) is not int or not 1 <= full[name] <= MAX_SIZE:
+            raise EspalierError(f"{name} = {shown(full.get(name))}; a positive integer is needed; correct the config")
+    for name in FACTORS:
+        value = full[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
+    if full["mamba_n_heads"] % full["mamba_n_groups"]:
+        raise EspalierError(f"mamba_n_heads = {full['mamba_n_heads']} is no multiple of mamba_n_groups; correct it")
+    if full["position_embedding_type"] not in (None, "nope", "rope"):
+        value = shown(full["position_embedding_type"])
+        raise EspalierError(f"position_embedding_type = {value} is not supported, only 'rope', 'nope' or null")
+    if FULL not in (full["layer_types"] or ()):
+        raise EspalierError(f"layer_types names no {FULL!r}; a model with no layer of attention is not supported")
+    limits = full["time_step_limit"]
+    are_two = isinstance(limits, list | tuple) and len(limits) == 2
+    if not are_two or not all(isinstance(each, int | float) for each in limits):
+        raise EspalierError(f"time_step_limit = {shown(limits)}; a list of two numbers is needed; correct the config")
+    return full_attention(full)
+
+
+def _ropes(full: Raw) -> list[Raw]:
+    has_rope = full["position_embedding_type"] == "rope"
+    return [{} if has_rope else {"rope_parameters": {"rope_type": NO_ROPE}}] * full["num_hidden_layers"]
+
+
+def _experts(full: Raw) -> Experts | None:
+    if not full["num_local_experts"]:
+        return None
+    routing = Routing(full["num_local_experts"], full["num_experts_per_tok"], "topk_softmax")
+    layers = frozenset(range(full["num_hidden_layers"]))
+    return Experts(layers, routing, full["intermediate_size"], full["shared_intermediate_size"], "shared_mlp")
+
+
+def _state_of(config: ModelConfig) -> RecurrentState:
+    raw = config.raw
+    heads, groups, size = raw["mamba_n_heads"], raw["mamba_n_groups"], raw["mamba_d_state"]
+    return RecurrentState(raw["mamba_d_conv"], heads, groups, size, raw["mamba_d_head"], delta=False, units=False)
+
+
+def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    state, size = _state_of(config), config.head_size
+    of_kind = {
+        LINEAR: LayerSpec(state.heads, state),
+        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size), scale=config.softmax_scale),
+    }
+    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+
+
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> MixerLayer:
+    """As espalier/models/config.py:LoadLayer."""
+    norms = [
+        weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps)
+        for name in ("input", "post_attention")
+    ]
+    if config.raw["layer_types"][layer] == FULL:
+        mixer = AttentionMixer(load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope))
+    else:
+        mixer = _load_mamba(weights, config, f"{prefix}mamba.")
+    scale = float(config.raw["residual_multiplier"])
+    return MixerLayer(layer, norms[0], mixer, norms[1], _load_mlp(weights, config, prefix), scale)
+
+
+def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
+    keeps, hidden, raw = _state_of(config), config.hidden_size, config.raw
+    inner, bias = keeps.heads * keeps.v_size, bool(raw["mamba_proj_bias"])
+    shared = keeps.k_heads * keeps.k_size
+    stored = weights.take(f"{prefix}conv1d.weight", keeps.channels, 1, keeps.taps)[:, 0]
+    conv_bias = weights.take(f"{prefix}conv1d.bias", keeps.channels) if raw["mamba_conv_bias"] else None
+    # The stored order of the channels is x, B, C.
+    x, b, c = torch.arange(keeps.channels, device=stored.device).split((inner, shared, shared))
+    order = torch.cat((c, b, x))
+    low, high = raw["time_step_limit"]
+    return Mamba2(
+        keeps,
+        weights.linear(prefix, ("in_proj",), (inner + keeps.channels + keeps.heads,), hidden, bias),
+        ShortConv(stored[order].contiguous(), None if conv_bias is None else conv_bias[order]),
+        weights.take_exact(f"{prefix}A_log", keeps.heads),
+        weights.take_exact(f"{prefix}dt_bias", keeps.heads),
+        weights.take_exact(f"{prefix}D", keeps.heads),
+        (float(low), float(high)),
+        weights.norm(f"{prefix}norm", inner, config.rms_norm_eps),
+        weights.linear(prefix, ("out_proj",), (hidden,), inner, bias),
+    )
+
+
+def _load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP | MixtureMLP:
+    hidden, inner = config.hidden_size, config.raw["shared_intermediate_size"]
+    gate_up = weights.linear(f"{prefix}shared_mlp.", ("input_linear",), (2 * inner,), hidden, bias=False)
+    down = weights.linear(f"{prefix}shared_mlp.", ("output_linear",), (hidden,), inner, bias=False)
+    shared, experts, under = GatedMLP(gate_up, down, config.activation), config.experts, f"{prefix}block_sparse_moe."
+    if experts is None:
+        return shared
+    count, size = experts.routing.num_experts, experts.size
+    return MixtureMLP(
+        experts.routing,
+        weights.take(f"{under}router.layer.weight", count, hidden),
+        None,
+        weights.take(f"{under}input_linear.weight", count, 2 * size, hidden),
+        weights.take(f"{under}output_linear.weight", count, hidden, size),
+        shared,
+    )
+
+
+FAMILY = Family(
+    architecture="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
+    defaults={
+        "num_key_value_heads": None,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        **dict.fromkeys(FACTORS, 1.0),
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "position_embedding_type": None,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "time_step_limit": (0.0, float("inf")),
+        "layer_types": None,
+    },
+    qkv_bias=lambda full: bool(full["attention_bias"]),
+    out_bias=lambda full: bool(full["attention_bias"]),
+    windows=_check,
+    ropes=_ropes,
+    experts=_experts,
+    embedding_scale=lambda full: float(full["embedding_multiplier"]),
+    softmax_scale=lambda full: float(full["attention_multiplier"]),
+    logit_factor=lambda full: 1 / float(full["logits_scaling"]),
+    honours=(*FACTORS, "num_local_experts"),
+    text_fields=_text_fields,
+    layer_kinds=(LINEAR,),
+    layer_specs=_layer_specs,
+    load_layer=_load_layer,
+)
