@@ -30,6 +30,8 @@ MIXTURES = (
     "glm4_moe",
     "glm4_moe_lite",
     "dots1",
+    "qwen3_next",
+    "granite_hybrid",
 )
 # Both sides compute in float64, and report in float32.
 TOLERANCE = 1e-5
