@@ -14,6 +14,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.recurrence import ShortConv, StateRows, convolved, outputs, solve, state_after, unit
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents
 from espalier.kernels.state.kv_scales import KVScales
+from espalier.shards import Shards
 
 # (heads, size) of one row of a plane.
 RowShape = tuple[int, int]
@@ -248,6 +249,22 @@ def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[La
 def with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
     """Those of the layers that keep rows, to which an attention backend attends."""
     return [layer for layer in layers if not isinstance(specs[layer].keeps, RecurrentState)]
+
+
+def of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
+    """What one rank holds of the layers: a part of the heads; latent rows whole.  Raises EspalierError."""
+
+    def own(keeps: Keeps) -> Keeps:
+        if isinstance(keeps, KVHeads):
+            return replace(keeps, kv_heads=len(shards.kv_heads(keeps.kv_heads)))
+        if shards.count > 1 and not isinstance(keeps, LatentKV):
+            raise EspalierError(
+                f"tensor_parallel={shards.count} is not supported for layers that keep {keeps.kind}; use 1"
+            )
+        return keeps
+
+    heads = "number of attention heads"
+    return tuple(replace(spec, heads=len(shards.part(spec.heads, heads)), keeps=own(spec.keeps)) for spec in specs)
 
 
 def _values(planes: Mapping[str, RowShape]) -> int:

@@ -151,6 +151,8 @@ class CudaExecutor:
     replay_events: if it is a list, each replay appends its (start, end) events, for measurements.
     """
 
+    failure: Exception | None = None
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -228,13 +230,11 @@ class CudaExecutor:
 
     def _pack(self, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
         """As pack_launch.  A graph of layers that keep a state reads marks in every launch."""
-        if self.runner.cache.states is not None and not launch_input.marks:
-            launch_input = replace(launch_input, marks=((0, 0),) * len(launch_input.slots))
-        return pack_launch(self.runner.table, launch_input, entry, form)
+        has_marks = self.runner.cache.states is not None
+        return pack_launch(self.runner.table, launch_input, entry, form, has_marks)
 
     def _prepare(self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool) -> None:
-        """Announce the lengths of a launch to the attention backends, clear its pages and copy its states.  Called on
-        its stream."""
+        """Announce the lengths of a launch to the backends, clear its pages, copy its states.  Called on its stream."""
         self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         # A prefill pass announces a length for each piece.
         lengths = launch_input.committed.padded(form.pieces or form.batch)

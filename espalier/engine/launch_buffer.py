@@ -96,8 +96,12 @@ class LaunchBuffer:
         table.write({name: ScatterUpdate(self.parts[f"{name}.at"], self.parts[f"{name}.values"]) for name in fields})
 
 
-def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
+def pack_launch(
+    table: SlotTable, launch_input: LaunchInput, entry: int, form: LaunchForm, has_marks: bool = False
+) -> LaunchBuffer:
     """Pack a launch input.  entry: entry of the results ring; form: of the launch, padding included.
+
+    has_marks: whether marks are there even if the launch has none, as a graph of layers that keep a state reads them.
 
     Padding requests have slot 0 and no tokens.  Padding pieces have no tokens and belong to the last request.
     Raises EspalierError where the slot table or the vector is too small.
@@ -119,6 +123,7 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, form: L
     for name, (at, values) in updates.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
     sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
+    sizes |= dict.fromkeys(("mark_at", "mark_row"), form.batch if has_marks or launch_input.marks else 0)
     # Filled in place: a round has few numbers, and one more array would cost as much as writing them all.
     vector, begin = np.zeros(sum(map(_aligned, sizes.values())), dtype=np.int64), 0
     for name, size in sizes.items():
@@ -134,16 +139,15 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
 
     A zero in an update of the page table writes 0 to cell 0: the dummy request's first page stays page 0.
     """
-    marks = dict.fromkeys(("mark_at", "mark_row"), form.batch if launch_input.marks else 0)
     if launch_input.is_prefill:
-        return {"slots": form.batch, "lengths": form.batch, "piece_last": form.batch if form.pieces else 0, **marks}
+        return {"slots": form.batch, "lengths": form.batch, "piece_last": form.batch if form.pieces else 0}
     capacity, count = layout.max_appended_pages(form.batch), len(launch_input.appended_pages)
     if count > capacity:
         raise EspalierError(
             f"a round of {form.batch} requests appends {count} pages and its launch input holds {capacity}; both "
             f"follow from {layout}: reserve pages with layout.reserve"
         )
-    return {"slots": form.batch, "page_table.at": capacity, "page_table.values": capacity, **marks}
+    return {"slots": form.batch, "page_table.at": capacity, "page_table.values": capacity}
 
 
 def _pieces(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray]:

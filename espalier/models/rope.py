@@ -52,7 +52,7 @@ class RopeConfig:
     """The RoPE of one model.
 
     dim: rotated channels of a head: all of them, or, in latent attention, the rope part.
-    type: default, linear, dynamic, llama3, yarn or proportional.  A dynamic model has unscaled frequencies up to its trained length.
+    type: one of TYPES.  A dynamic model has unscaled frequencies up to its trained length.
     `ModelConfig.max_position` limits it to that length: beyond it, every new token would change the rotation of all
     cached keys.
     rotated: of a proportional RoPE, the share of the channels, low frequencies excluded, that turn at all.

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 
 from espalier.attention import choose_backends, grouped_backend
-from espalier.cache.kv import bytes_beside_pages, bytes_per_token
 from espalier.cache.layer_spec import LayerSpec
-from espalier.cache.states import bytes_per_state
 from espalier.config import DTYPES, FP8_KV, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
-from espalier.models.weights import WeightCount
+from espalier.models.weight_count import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
+from espalier.startup.cache_memory import pages_and_snapshots
 from espalier.startup.pause import busy_chunk_size
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
@@ -68,7 +67,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about machine and models, known before weights are loaded.
+    """Facts about machine and models, known before weights are loaded.  Of several ranks, those of each one.
 
     free_bytes: free memory of the device; weights: of target and draft together; stored_dtype: dtype of the target's
     checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;
@@ -101,7 +100,9 @@ def choose_device(config: EngineConfig) -> torch.device:
     """The device of a configuration.  Raises EspalierError for one that does not exist or is too old."""
     has_cuda = torch.cuda.is_available()
     if is_open(config.device):
-        return _auto_device()
+        device = _auto_device()
+        _require_cards(config, device)
+        return device
     try:
         device = torch.device(config.device)
     except RuntimeError:
@@ -119,7 +120,32 @@ def choose_device(config: EngineConfig) -> torch.device:
         )
     if device.type == "cuda" and (too_old := _too_old(device)):
         raise EspalierError(f"{too_old}; use device=cpu")
+    _require_cards(config, device)
     return device
+
+
+def _require_cards(config: EngineConfig, device: torch.device) -> None:
+    """Raises EspalierError if there are not as many GPUs as ranks, or if these are not alike."""
+    count = config.tensor_parallel
+    if count == 1 or device.type != "cuda":
+        return
+    if device.index is not None:
+        raise EspalierError(
+            f"device={config.device!r} with tensor_parallel={count} is not supported: ranks have the GPUs 0 to "
+            f"{count - 1}; use cuda, and CUDA_VISIBLE_DEVICES for others"
+        )
+    if count > torch.cuda.device_count():
+        raise EspalierError(
+            f"tensor_parallel={count} needs as many GPUs, and PyTorch finds {torch.cuda.device_count()}; lower it"
+        )
+    cards = [torch.cuda.get_device_properties(index) for index in range(count)]
+    kinds = {(card.name, card.total_memory >> 30) for card in cards}
+    if len(kinds) > 1:
+        named = " and ".join(f"{name} ({gib} GiB)" for name, gib in sorted(kinds))
+        raise EspalierError(
+            f"tensor_parallel={count} needs equal GPUs, but these are {named}; choose equal ones with "
+            "CUDA_VISIBLE_DEVICES"
+        )
 
 
 def _auto_device() -> torch.device:
@@ -221,7 +247,7 @@ def resolve(
         grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=left_bound, exact_lengths=exact)
     prefix_cache = _value_or(config.prefix_cache, True)
     in_dtype = getattr(torch, dtype)
-    num_pages, num_snapshots = _memory(config, layout, facts, in_dtype, defaults.memory_share, prefix_cache)
+    num_pages, num_snapshots = pages_and_snapshots(config, layout, facts, in_dtype, defaults.memory_share, prefix_cache)
     return ResolvedConfig(
         model=model,
         draft=draft,
@@ -231,7 +257,7 @@ def resolve(
         dtype=dtype,
         kv_dtype=kv_dtype,
         draft_kv_dtype=draft_kv_dtype,
-        threads=choose_threads(config.threads, device.type, facts.weights.nbytes(getattr(torch, dtype)), facts.threads),
+        threads=_threads(config, device, facts, getattr(torch, dtype)),
         attention=attention,
         draft_attention=draft_attention,
         num_pages=num_pages,
@@ -241,7 +267,14 @@ def resolve(
         graph_batch=_graph_batch(config, layout, device),
         model_overrides=dict(config.model_overrides),
         seed=_value_or(config.seed, secrets.randbits(63)),
+        tensor_parallel=config.tensor_parallel,
     )
+
+
+def _threads(config: EngineConfig, device: torch.device, facts: Facts, dtype: torch.dtype) -> int:
+    """Threads of each rank: on a CPU all ranks share the cores."""
+    threads = choose_threads(config.threads, device.type, facts.weights.nbytes(dtype), facts.threads)
+    return max(threads // config.tensor_parallel, 1) if is_open(config.threads) else threads
 
 
 def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: Facts) -> tuple[str, str]:
@@ -334,68 +367,6 @@ def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device
             f"graph_batch={config.graph_batch} is above max_batch={layout.max_batch}; lower it, or raise max_batch"
         )
     return int(config.graph_batch)
-
-
-def _memory(
-    config: EngineConfig,
-    layout: RoundLayout,
-    facts: Facts,
-    dtype: torch.dtype,
-    memory_share: float,
-    prefix_cache: bool,
-) -> tuple[int, int]:
-    """num_pages and num_snapshots: the user's, else those that fit into a share of the free memory.
-
-    num_pages includes the dummy page, and is at most the pages of a full batch of full contexts.  Raises EspalierError
-    if the weights or what the user wants do not fit, or if not even one full context fits.
-    """
-    page_bytes = layout.tokens_in(bytes_per_token(facts.layer_specs, dtype))
-    buffers = bytes_beside_pages(
-        layout, facts.layer_specs[: facts.num_layers], facts.layer_specs[facts.num_layers :], dtype
-    )
-    weights = facts.weights.nbytes(dtype)
-    available = facts.free_bytes - weights - buffers
-    if available < 0:
-        raise EspalierError(
-            f"the weights in {str(dtype).removeprefix('torch.')} ({weights / 2**30:.1f} GiB) and the buffers of "
-            f"max_batch={layout.max_batch} ({buffers / 2**30:.1f} GiB) do not fit into the free memory "
-            f"({facts.free_bytes / 2**30:.1f} GiB); use a smaller dtype, a smaller or quantised model, or a lower "
-            "max_batch"
-        )
-    free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
-    state_bytes = bytes_per_state(facts.layer_specs, dtype)
-    num_snapshots = _num_snapshots(config, layout, state_bytes, int(available * memory_share), prefix_cache)
-    available -= num_snapshots * state_bytes
-    if available < 0:
-        raise EspalierError(
-            f"num_snapshots={num_snapshots} need {num_snapshots * state_bytes / 2**30:.1f} GiB, which {free} does not "
-            "hold; lower it, or leave it to 'auto'"
-        )
-    if isinstance(config.num_pages, int):
-        if config.num_pages * page_bytes > available:
-            raise EspalierError(
-                f"num_pages={config.num_pages} of {layout.page_size} tokens needs "
-                f"{config.num_pages * page_bytes / 2**30:.1f} GiB and {free} holds {max(available // page_bytes, 0)} "
-                "pages; lower it, or leave it to 'auto'"
-            )
-        return config.num_pages, num_snapshots
-    affordable = int(available * memory_share) // page_bytes
-    if affordable < layout.least_pages:
-        raise EspalierError(
-            f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens and "
-            f"{free} holds {max(affordable, 0)}; lower max_context or max_batch, or set num_pages yourself"
-        )
-    return min(affordable, layout.most_pages), num_snapshots
-
-
-def _num_snapshots(config: EngineConfig, layout: RoundLayout, state_bytes: int, share: int, prefix_cache: bool) -> int:
-    """share: bytes for pages and snapshots.  Raises EspalierError for snapshots that nothing would use."""
-    if not state_bytes or not prefix_cache:
-        if not is_open(config.num_snapshots) and config.num_snapshots:
-            why = "the prefix cache is off" if state_bytes else "no layer of this model keeps a recurrent state"
-            raise EspalierError(f"num_snapshots={config.num_snapshots} is set, but {why}; leave it out")
-        return 0
-    return int(_value_or(config.num_snapshots, min(4 * layout.max_batch, share // 4 // state_bytes)))
 
 
 def free_memory(device: torch.device) -> int:

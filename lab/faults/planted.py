@@ -16,7 +16,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.kernels.ops.state import carried
-from lab.faults.fault import Fault
+from lab.faults.base import Fault
+from lab.faults.of_ranks import FAULTS_OF_RANKS
 from lab.faults.state_faults import STATE_FAULTS
 
 
@@ -366,7 +367,7 @@ FAULTS = {
         ),
         *STATE_FAULTS,
     )
-}
+} | FAULTS_OF_RANKS
 
 
 def find(name: str) -> Fault:

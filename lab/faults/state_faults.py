@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from espalier.cache.states import ZERO_ROW, tail_after
-from lab.faults.fault import Fault
+from lab.faults.base import Fault
 
 
 def _sibling_kept(right):

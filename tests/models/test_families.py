@@ -330,7 +330,7 @@ def test_gemma4_refuses_what_it_cannot_compute(fields: dict[str, Any], message: 
 @pytest.mark.parametrize("k_is_v", [False, True])
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
 def test_gemma4_as_published(family: str, k_is_v: bool, tmp_path: Path) -> None:
-    """Published files name the sizes of full attention; transformers writes those of each layer, and a type for each."""
+    """Published files name the sizes of full attention; transformers writes those of each layer."""
     path = make_target(tmp_path, family, layers=8, layer_types=None)
     raw = json.loads((path / "config.json").read_text())
     for name in ("layer_types", "rope_parameters", "per_layer_config", "sliding_window"):

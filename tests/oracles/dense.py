@@ -120,7 +120,7 @@ class DensePass(Pass):
 def states_of(
     keeps: RecurrentState, inputs: Tensor, gates: Tensor | None, weight: Tensor, bias: Tensor | None, silu: bool
 ) -> tuple[Tensor, Tensor | None, Planes]:
-    """The queries [B, Q, k_heads, k_size], v [B, Q, heads, v_size], and the planes: row by row, as papers write them."""
+    """The queries [B, Q, k_heads, k_size], v [B, Q, heads, v_size] and the planes: row by row, as papers write them."""
     batch, rows, channels = inputs.shape
     padded = torch.cat((inputs.new_zeros(batch, weight.shape[1] - 1, channels), inputs), 1)
     convolved = torch.stack(
