@@ -13,7 +13,7 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.loading import unread_prefixes
-from espalier.models.weights import stored_weights
+from espalier.models.weight_count import stored_weights
 from espalier.startup import load
 from tests.builders import make_target
 from tests.mtp import mtp_directories
