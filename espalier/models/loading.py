@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from espalier.cache.layer_spec import of_rank
+from espalier.cache.layer_spec import of_rank, with_rows
 from espalier.errors import EspalierError
 from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
@@ -88,8 +88,9 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in config.ropes}
     load = config.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
+    own_rows = [i for i in with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares is None]
     kv_scales = tuple(
-        None if spec.shares is not None else weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps)
+        weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
         for i, spec in enumerate(layer_specs)
     )
     norm = weights.norm(config.final_norm, config.hidden_size, config.rms_norm_eps, config.norm_offset)
