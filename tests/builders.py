@@ -27,6 +27,7 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     MistralConfig,
+    NemotronHConfig,
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -59,6 +60,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "dots1": Dots1Config,
     "granite_hybrid": GraniteMoeHybridConfig,
     "lfm2": Lfm2Config,
+    "nemotron_h": NemotronHConfig,
     "qwen3_next": Qwen3NextConfig,
     "qwen3_5": Qwen3_5TextConfig,
     "qwen3_5_moe": Qwen3_5MoeTextConfig,
@@ -147,6 +149,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.7,
         "attention_multiplier": 0.4,
         "logits_scaling": 3.0,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "moe_shared_expert_intermediate_size": 20,
+        "routed_scaling_factor": 1.5,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 6,
+        "n_groups": 2,
+        "ssm_state_size": 5,
     },
     "lfm2": {"full_attn_idxs": [1], "block_multiple_of": 10, "tie_word_embeddings": False},
     "qwen3_5": DELTA,
@@ -264,7 +278,8 @@ def make_eagle3(
     unless the vocabularies are one).
     """
     target = json.loads((Path(target_path) / "config.json").read_text())
-    vocab, hidden, layers = target["vocab_size"], target["hidden_size"], target["num_hidden_layers"]
+    vocab, hidden = target["vocab_size"], target["hidden_size"]
+    layers = target.get("num_hidden_layers") or len(target["layers_block_type"])
     own_embed, own_head = config.pop("own_embed", False), config.pop("own_head", draft_vocab is not None)
     fields = {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -185,6 +185,8 @@ class RecurrentState:
 
 
 Keeps = KVHeads | LatentKV | RecurrentState
+# Of a layer that mixes no rows.
+NOTHING = RecurrentState(taps=1)
 
 
 @dataclass(frozen=True)

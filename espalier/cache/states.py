@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import LayerSpec, RecurrentState
+from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState
 from espalier.kernels.ops.recurrence import Scanned, ShortConv, StateRows, causal, scan, tail_after
 from espalier.layout import RoundLayout
 
@@ -101,7 +101,7 @@ class StateTable:
         self.states = {
             layer: _allocated(spec.keeps, self.num_rows, layout.verify_rows, dtype, device)
             for layer, spec in enumerate(specs)
-            if isinstance(spec.keeps, RecurrentState)
+            if isinstance(spec.keeps, RecurrentState) and spec.keeps != NOTHING
         }
 
     @property

@@ -159,6 +159,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_groups": 1,
         },
     ),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h, experts last": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mlp", "full_attention", "linear_attention", "moe"],
+            "use_conv_bias": False,
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
     "lfm2": ("lfm2", {}),
     "lfm2, biases, tied, the MLP's size as it stands, attention last": (
         "lfm2",

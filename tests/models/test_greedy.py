@@ -32,6 +32,7 @@ MIXTURES = (
     "dots1",
     "qwen3_next",
     "granite_hybrid",
+    "nemotron_h",
 )
 # Both sides compute in float64, and report in float32.
 TOLERANCE = 1e-5

@@ -131,6 +131,12 @@ def test_the_mtp_layer_is_the_draft_without_being_asked(named, tmp_path):
         ("lfm2", {"layer_types": ["conv"] * 3}, "names no 'full_attention'"),
         ("lfm2", {"conv_L_cache": 0}, "conv_L_cache = 0; a positive integer"),
         ("lfm2", {"block_ffn_dim_multiplier": "2"}, "block_ffn_dim_multiplier = '2'; a positive number"),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = .silu. is not supported"),
+        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size = 8 is not supported"),
+        ("nemotron_h", {"n_groups": 3}, "mamba_num_heads = 4 is no multiple of n_groups = 3"),
+        ("granite_hybrid", {"position_embedding_type": "alibi"}, "position_embedding_type = .alibi. is not supported"),
+        ("granite_hybrid", {"time_step_limit": 3}, "time_step_limit = 3; a list of two numbers"),
+        ("granite_hybrid", {"residual_multiplier": 0}, "residual_multiplier = 0; a positive number"),
         ("llama", {"attn_output_gate": True}, "attn_output_gate = True is not supported"),
     ],
 )

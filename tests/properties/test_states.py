@@ -31,6 +31,7 @@ SETUPS: dict[str, Setup] = {
     "eagle3, qwen3_next": Setup(family="qwen3_next"),
     "eagle3, lfm2": Setup(family="lfm2"),
     "eagle3, granite_hybrid": Setup(family="granite_hybrid"),
+    "eagle3, nemotron_h": Setup(family="nemotron_h"),
 }
 PRODUCT: dict[str, Sequence[Any]] = {
     "setup": tuple(SETUPS),

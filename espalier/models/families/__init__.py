@@ -13,6 +13,7 @@ from espalier.models.families import (
     llama,
     mimo,
     mistral,
+    nemotron_h,
     qwen2,
     qwen2_moe,
     qwen3,
@@ -30,7 +31,7 @@ FAMILIES: dict[str, Family] = {
             for module in (llama, qwen2, qwen3, mistral, gemma2, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)
         ),
         *(qwen3_next.FAMILY, qwen3_5.DENSE, qwen3_5.MOE, qwen3_5.DENSE_WITH_VISION, qwen3_5.MOE_WITH_VISION),
-        *(granite_hybrid.FAMILY, lfm2.FAMILY, gemma4.FAMILY, gemma4.UNIFIED),
+        *(nemotron_h.FAMILY, granite_hybrid.FAMILY, lfm2.FAMILY, gemma4.FAMILY, gemma4.UNIFIED),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
     )
 }

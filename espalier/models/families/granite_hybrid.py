@@ -3,12 +3,11 @@
 Embeddings, each block's output, logits and q · k have factors of their own.
 """
 
-import torch
+from collections.abc import Sequence
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
-from espalier.kernels.ops.recurrence import ShortConv
 from espalier.model_files import MAX_NUMBER, MAX_SIZE
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
 from espalier.models.layer_loading import load_attention
@@ -16,6 +15,7 @@ from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.mamba2 import Mamba2
 from espalier.models.layers.mixer import AttentionMixer, MixerLayer
 from espalier.models.layers.mlp import GatedMLP
+from espalier.models.mamba2_loading import load_mamba2
 from espalier.models.rope import NO_ROPE, RopeTables
 from espalier.models.weights import Weights
 
@@ -39,31 +39,47 @@ def _text_fields(raw: Raw) -> Raw:
     if raw.get("mamba_d_head", "auto") == "auto" and all(type(size) is int and size > 0 for size in sizes):
         hidden, heads, expand = sizes
         fields["mamba_d_head"] = expand * hidden // heads
-    if isinstance(raw.get("time_step_limit"), list):
-        fields["time_step_limit"] = [float("inf") if each == INFINITY else each for each in raw["time_step_limit"]]
-    return fields
+    return with_limits(fields)
 
 
-def _check(full: Raw) -> Windows:
-    """No layer has a window.  Raises EspalierError for sizes and factors that no layer can have."""
-    for name in COUNTS:
+def with_limits(fields: Raw) -> Raw:
+    """The fields, in which time_step_limit has numbers alone."""
+    limits = fields.get("time_step_limit")
+    if not isinstance(limits, list):
+        return fields
+    return {**fields, "time_step_limit": [float("inf") if each == INFINITY else each for each in limits]}
+
+
+def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
+    """Check the fields of Mamba-2, and that a layer has attention.
+
+    counts: names of positive integers; heads_and_groups: of the numbers of heads, and of groups that share B and C.
+    Raises EspalierError.
+    """
+    for name in counts:
         if type(full.get(name)) is not int or not 1 <= full[name] <= MAX_SIZE:
             raise EspalierError(f"{name} = {shown(full.get(name))}; a positive integer is needed; correct the config")
-    for name in FACTORS:
-        value = full[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-            raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
-    if full["mamba_n_heads"] % full["mamba_n_groups"]:
-        raise EspalierError(f"mamba_n_heads = {full['mamba_n_heads']} is no multiple of mamba_n_groups; correct it")
-    if full["position_embedding_type"] not in (None, "nope", "rope"):
-        value = shown(full["position_embedding_type"])
-        raise EspalierError(f"position_embedding_type = {value} is not supported, only 'rope', 'nope' or null")
+    heads, groups = heads_and_groups
+    if full[heads] % full[groups]:
+        raise EspalierError(f"{heads} = {full[heads]} is no multiple of {groups} = {full[groups]}; correct the config")
     if FULL not in (full["layer_types"] or ()):
         raise EspalierError(f"layer_types names no {FULL!r}; a model with no layer of attention is not supported")
     limits = full["time_step_limit"]
     are_two = isinstance(limits, list | tuple) and len(limits) == 2
     if not are_two or not all(isinstance(each, int | float) for each in limits):
         raise EspalierError(f"time_step_limit = {shown(limits)}; a list of two numbers is needed; correct the config")
+
+
+def _check(full: Raw) -> Windows:
+    """No layer has a window.  Raises EspalierError for sizes and factors that no layer can have."""
+    check_sizes(full, COUNTS, ("mamba_n_heads", "mamba_n_groups"))
+    for name in FACTORS:
+        value = full[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
+            raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
+    if full["position_embedding_type"] not in (None, "nope", "rope"):
+        value = shown(full["position_embedding_type"])
+        raise EspalierError(f"position_embedding_type = {value} is not supported, only 'rope', 'nope' or null")
     return full_attention(full)
 
 
@@ -110,26 +126,10 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
-    keeps, hidden, raw = _state_of(config), config.hidden_size, config.raw
-    inner, bias = keeps.heads * keeps.v_size, bool(raw["mamba_proj_bias"])
-    shared = keeps.k_heads * keeps.k_size
-    stored = weights.take(f"{prefix}conv1d.weight", keeps.channels, 1, keeps.taps)[:, 0]
-    conv_bias = weights.take(f"{prefix}conv1d.bias", keeps.channels) if raw["mamba_conv_bias"] else None
-    # The stored order of the channels is x, B, C.
-    x, b, c = torch.arange(keeps.channels, device=stored.device).split((inner, shared, shared))
-    order = torch.cat((c, b, x))
-    low, high = raw["time_step_limit"]
-    return Mamba2(
-        keeps,
-        weights.linear(prefix, ("in_proj",), (inner + keeps.channels + keeps.heads,), hidden, bias),
-        ShortConv(stored[order].contiguous(), None if conv_bias is None else conv_bias[order]),
-        weights.take_exact(f"{prefix}A_log", keeps.heads),
-        weights.take_exact(f"{prefix}dt_bias", keeps.heads),
-        weights.take_exact(f"{prefix}D", keeps.heads),
-        (float(low), float(high)),
-        weights.norm(f"{prefix}norm", inner, config.rms_norm_eps),
-        weights.linear(prefix, ("out_proj",), (hidden,), inner, bias),
-    )
+    raw = config.raw
+    how = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
+    sizes = (_state_of(config), config.hidden_size, config.rms_norm_eps)
+    return load_mamba2(weights, prefix, *sizes, limits=raw["time_step_limit"], **how)
 
 
 def _load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP | MixtureMLP:

@@ -76,6 +76,44 @@ class MixerLayer:
         return delta if self.scale == 1 else delta * self.scale
 
 
+class Unread:
+    """Reads the norm of the stream as it is."""
+
+    @staticmethod
+    def read(norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+        return norm.after(delta, x)
+
+
+class BlockLayer:
+    """x + block(norm(x)), where the block is a mixer or an MLP, which keeps nothing.
+
+    index: the layer's place in the pass, from 0.
+    """
+
+    __slots__ = ("index", "norm", "mixer", "mlp")
+
+    def __init__(
+        self, index: int, norm: RMSNorm, mixer: Mixer | None = None, mlp: GatedMLP | MixtureMLP | None = None
+    ) -> None:
+        self.index = index
+        self.norm = norm
+        self.mixer = mixer
+        self.mlp = mlp
+
+    def __call__(self, s: Stream, p: Pass) -> None:
+        if self.mixer is not None:
+            s.add(self.mixer(self.index, s.normed(self.norm, self.mixer), s, p))
+            return
+        mlp, kept = self.mlp, p.kept(self.index)
+        assert mlp is not None
+        if kept is None:
+            s.add(mlp(s.normed(self.norm, mlp), s.live))
+            return
+        rows = s.normed(self.norm, Unread())[kept]
+        s.keep(kept)
+        s.add(mlp(mlp.routed(rows), s.live) if isinstance(mlp, MixtureMLP) else mlp(rows))
+
+
 def of_kept(values: Tensor, layer: int, p: Pass) -> Tensor:
     """Of values [N, ...], those of the rows that the layer computes after its write."""
     kept = p.kept(layer)
