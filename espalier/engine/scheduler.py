@@ -13,7 +13,9 @@ from dataclasses import replace
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
+from espalier.engine.draft_pause import Drafting
 from espalier.engine.launch_input import (
+    NOT_FINITE,
     Launch,
     LaunchInput,
     RequestResult,
@@ -23,10 +25,16 @@ from espalier.engine.launch_input import (
     slot_init,
 )
 from espalier.engine.masks import MaskBuilder, Maskers
-from espalier.engine.prefill_policy import NO_PREFILL, PASS_OVERHEAD_ROWS, PrefillPass, next_pass, pieces_of
+from espalier.engine.prefill_policy import (
+    NO_PREFILL,
+    PASS_OVERHEAD_ROWS,
+    PrefillPass,
+    enters_prompts,
+    next_pass,
+    pieces_of,
+)
 from espalier.engine.queue import WaitingQueue
 from espalier.engine.state_keeper import Pairs, Stateless
-from espalier.errors import NOT_FINITE
 from espalier.layout import LaunchForm, RoundLayout
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
@@ -38,7 +46,8 @@ class Scheduler:
     """num_rounds: rounds launched so far, by the number of requests in the batch.
 
     on_round: called with a RoundTrace for each request of each round; set it to trace trees.
-    captured_passes: as Executor has them.  states: of a model without states by default.
+    captured_passes: as Executor has them; pauses_draft: whether guesses may pause (draft_pause.py); states: of a model
+    without states by default.
     """
 
     def __init__(
@@ -49,9 +58,11 @@ class Scheduler:
         rounds_in_flight: int,
         vocab_size: int,
         captured_passes: tuple[LaunchForm, ...] = (),
+        pauses_draft: bool = False,
         states: Stateless | None = None,
     ):
         self.layout = layout
+        self.drafting = Drafting(layout.steps, pauses_draft)
         self.captured_passes = captured_passes
         self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
@@ -86,31 +97,17 @@ class Scheduler:
         return bool(self.waiting or self.running or self._in_flight or self._chunks)
 
     def next_launch(self) -> Launch | None:
-        """A prefill pass or a round (_enters_prompts).  None: read launches first, or nothing to do."""
+        """A prefill pass or a round (enters_prompts).  None: read launches first, or nothing to do."""
         self._drop_aborted()
         self._fill_slots()
         prefilling = [r for r in self.running if r.num_prefilled < r.prefill_len]
         prefilled = [r for r in self.running if r.num_prefilled >= r.prefill_len]
         decoding = [r for r in prefilled if not r.ends_in_flight(self.layout.max_context)]
         is_read = any(request.streamed for request in decoding)
-        if self._enters_prompts(prefilling, decoding, is_read):
+        if enters_prompts(self.layout, prefilling, decoding, is_read, self._last_was_prefill, self._idle_rows):
             return self._launch_prefill(prefilling, self.layout.max_pass_rows(is_read))
         batch = self._reserve(decoding)
         return self._launch_round(batch) if batch else None
-
-    def _enters_prompts(self, prefilling: list[Request], decoding: list[Request], is_read: bool) -> bool:
-        """Whether the next launch is a prefill pass.
-
-        Where somebody reads tokens as they come, passes and rounds alternate.  Else prompts come first, because a full
-        batch makes the most of a round; but a small pass waits for more prompts until the slots that it leaves idle
-        have cost as much as a pass of its own.
-        """
-        if not prefilling or not decoding:
-            return bool(prefilling)
-        if is_read:
-            return not self._last_was_prefill
-        left = sum(r.prefill_len - r.num_prefilled for r in prefilling)
-        return left >= self.layout.chunk_size or self._idle_rows >= PASS_OVERHEAD_ROWS
 
     def maskers_of(self, launch: Launch) -> Maskers:
         """The grammars of a staged round, once all launches before it are harvested.
@@ -131,6 +128,7 @@ class Scheduler:
                 self._read_prompt(request, row)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
+        self.drafting.read(launch.launch_input, rows)
 
     def stop(self, error: str) -> None:
         """Abort every request and forget the launches in flight."""
@@ -261,6 +259,7 @@ class Scheduler:
             request.num_prefilled += length
         self._last_was_prefill = True
         self._idle_rows = 0.0
+        self.drafting.restart()
         return self._launch(batch, committed, marks, made, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
@@ -274,7 +273,7 @@ class Scheduler:
         rows = PASS_OVERHEAD_ROWS + len(batch) * self.layout.at(len(batch)).num_draft_tokens
         self._idle_rows += rows * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, marks)
+        return self._launch(batch, committed, marks, drafts=self.drafting.next_drafts(batch))
 
     def _launch(
         self,
@@ -284,6 +283,7 @@ class Scheduler:
         prefill: PrefillPass = NO_PREFILL,
         pieces: Pairs = (),
         prompt_rows: PromptRows | None = None,
+        drafts: bool = True,
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
@@ -299,6 +299,7 @@ class Scheduler:
             cleared_pages=tuple(self._to_clear),
             traced=self.on_round is not None,
             prompt_rows=prompt_rows,
+            drafts=drafts,
             is_staged=not prefill.width and any(r.masker for r in batch),
             masks=self.masks.of_prompts(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
@@ -342,13 +343,11 @@ class Scheduler:
         if not row.finite and not request.done:
             self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
-        depth_limit = request.params.depth_limit(self.layout.steps)
-        depth = min(depth_limit, max(max_accept_depth, 0), row.tree_size.depth)
-        # A request without speculation has nodes too, for the shape of the batch.
-        drafted = row.tree_size.drafted if depth_limit else 0
+        depth = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0), row.tree_size.depth)
         if kept:
             for stats in (request.stats, self.totals):
-                stats.add(kept, min(kept, num_accepted), drafted, depth)
+                # The tree may have deeper nodes, for the shape of the batch.
+                stats.add(kept, min(kept, num_accepted), row.tree_size.drafted(depth), depth)
         if self.on_round is not None and row.tree is not None:
             trace = RoundTrace(request.id, row.tree, before, row.tokens, [*pages], self.layout.page_size)
             self.on_round(trace)

@@ -8,17 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from espalier.cache.layer_spec import LayerSpec
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
-from espalier.kernels.ops.experts import Routing
+from espalier.model_files import MAX_SIZE
 from espalier.models.config_values import cap_of, count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
+from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts, LayerNames, LayerNorms
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.overrides import INERT, with_overrides
-from espalier.models.rope import SPELLINGS, RopeConfig, read_rope
+from espalier.models.overrides import with_overrides
+from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, read_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
@@ -38,6 +39,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "final_logit_softcapping": (None, 0, 0.0),
     "partial_rotary_factor": (None, 1, 1.0),
     "rotary_pct": (None, 1, 1.0),
+    "llama_4_scaling_beta": (None, 0, 0.0),
     "embedding_multiplier": (None, 1, 1.0),
     "residual_multiplier": (None, 1, 1.0),
     "attention_multiplier": (None,),
@@ -54,6 +56,15 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "topk_method": (None, "greedy"),
     "routed_scaling_factor": (None, 1, 1.0),
     "no_rope_layers": (None, []),
+    "position_embedding_type": (None, "rope"),
+    "layer_rope_theta": (None,),
+    "num_attention_heads_per_layer": (None,),
+    "gating": (None, False),
+    "qk_scale_factor": (None, 1, 1.0),
+    "output_multiplier": (None, 1, 1.0),
+    "shared_intermediate_size": (None, 0),
+    "moe_router_logit_softcapping": (None, 0, 0.0),
+    "moe_apply_router_weight_on_input": (None, False),
     "attention_chunk_size": (None,),
     "use_mrope": (None, False),
     "use_bidirectional_attention": (None, False),
@@ -65,45 +76,21 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 # The activations of a family that honours hidden_act, or names another field (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
+# Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
+INERT = (
+    "architectures",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "attention_dropout",
+    "dtype",
+    "torch_dtype",
+    "initializer_range",
+    "pretraining_tp",
+    "transformers_version",
+    "use_cache",
+)
 RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The mixture-of-experts layers of a model.
-
-    layers: their indices; other layers have a dense MLP.  size: intermediate size of an expert.
-    shared_size: intermediate size of the shared expert; 0: there is none.
-    shared_name: name of the shared expert's weights.  shared_bias: whether its projections have a bias.
-    shared_gate: name of the weight [1, H] that gates the shared expert; None without a gate.
-    router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
-    scale_name: name of a factor of each expert's weight [E]; None without one.
-    stored: how the checkpoint stores the experts (espalier/models/expert_loading.py).
-    biases: whether gate, up and down have biases.
-    """
-
-    layers: frozenset[int]
-    routing: Routing
-    size: int
-    shared_size: int = 0
-    shared_name: str = ""
-    shared_gate: str | None = None
-    shared_bias: bool = False
-    router_name: str = "gate"
-    scale_name: str | None = None
-    stored: Literal["apart", "stacked", "joined"] = "apart"
-    biases: bool = False
-    activation: Activation = SILU
-
-
-@dataclass(frozen=True)
-class LayerNorms:
-    """Names of a layer's RMS norms: before each block, and behind it, of its output; None: there is none."""
-
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
-    behind_attention: str | None = None
-    behind_mlp: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,27 +102,35 @@ class Family:
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
     qk_norm: whether q and k are normed for each head, or the name of the field that says so.
-    layer_norms: where a layer has norms.  Drafts have layers of the default alone.
+    wide_qk_norm: whether these are norms of all of q and all of k, not of each head.
+    layer_norms: where a layer has norms.  names: of the other weights of a layer.
     norm_offset: what is added, in float32 at least, to the weight of every RMS norm.
     sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
     experts that the family cannot run yet.
     embedding_scale, softmax_scale: from the completed config; softmax_scale: None for head_size ** -0.5.
+    residual_scale: from the completed config, the factor of each block's output before it is added to the residual.
+    logit_scale: from the completed config, the factor of logits, before they are bounded.
     ropes: from the completed config, the RoPE fields of each layer, which replace those of the config for read_rope,
-    and its head_dim if heads differ by layer; None: all layers have those of the config.
+    and its head_dim if heads differ by layer, or None for a layer without RoPE; None: all layers have those of the
+    config.
     load_embedding: makes the token embedding; None: a table of vocab_size rows.
     load_layer: makes a layer of the family's own; None: the layer of norms, attention and MLP in layer_loading.py.
     layer_specs: what each layer keeps, from the config; None: as layer_loading.py:layer_specs_of says.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
     values of them.
+    multimodal: architectures of multimodal checkpoints whose text part may be of the family.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
+    mlp_size_field: the field that holds the intermediate size of dense MLPs.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
+    in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have the family's layers.  A draft
+    builds its first layer itself, so these are layers of norms before each block, attention and a gated MLP.
     text_fields: the fields of the text model, from config.json as it is stored.
     layer_kinds: further names that `layer_types` may hold.
     stored_prefix: what the names of a checkpoint may have for "model."; unread: beginnings of the names of weights that
     are not the text model's, and what they are.  final_norm: the name of the last norm.
-    logit_factor: of all logits, from the completed config.
+    variant: from config.json as it is stored, the family that a config is of in its place; None: this one.
     """
 
     architecture: str
@@ -145,26 +140,33 @@ class Family:
     out_bias: Callable[[Raw], bool]
     windows: Callable[[Raw], Windows]
     qk_norm: bool | str = False
-    layer_norms: LayerNorms = LayerNorms()
+    wide_qk_norm: bool = False
+    layer_norms: LayerNorms = PLAIN_NORMS
+    names: LayerNames = PLAIN_NAMES
     norm_offset: float = 0.0
     sinks: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
     embedding_scale: Callable[[Raw], float] = lambda full: 1.0
     softmax_scale: Callable[[Raw], float | None] = lambda full: None
-    ropes: Callable[[Raw], Sequence[Raw]] | None = None
+    residual_scale: Callable[[Raw], float] = lambda full: 1.0
+    logit_scale: Callable[[Raw], float] = lambda full: 1.0
+    ropes: Callable[[Raw], Sequence[Raw | None]] | None = None
     load_embedding: "LoadEmbedding | None" = None
     load_layer: "LoadLayer | None" = None
     layer_specs: "MakeSpecs | None" = None
     latent: bool = False
     honours: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
+    mlp_size_field: str = "intermediate_size"
     activation_field: str = "hidden_act"
+    in_drafts: bool = False
+    multimodal: tuple[str, ...] = ()
     text_fields: Callable[[Raw], Raw] = lambda raw: raw
     layer_kinds: tuple[str, ...] = ()
     stored_prefix: str = "model."
     unread: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
-    logit_factor: Callable[[Raw], float] = lambda full: 1.0
+    variant: "Callable[[Raw], Family | None]" = lambda raw: None
 
 
 @dataclass(frozen=True)
@@ -178,10 +180,11 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    layer_norms, norm_offset, embedding_scale, softmax_scale, load_embedding, load_layer, layer_specs, mtp,
-    stored_prefix, unread, final_norm, logit_factor: see Family.
+    wide_qk_norm, layer_norms, names, norm_offset, embedding_scale, softmax_scale, residual_scale, logit_scale,
+    load_embedding, load_layer, layer_specs, mtp, stored_prefix, unread, final_norm: see Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
+    text_part_of: the architecture of the multimodal checkpoint whose text part this is; None: it is a whole.
     """
 
     architecture: str
@@ -201,13 +204,17 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    wide_qk_norm: bool
     layer_norms: LayerNorms
+    names: LayerNames
     norm_offset: float
     sinks: bool
     windows: Windows
     experts: Experts | None
     embedding_scale: float
     softmax_scale: float | None
+    residual_scale: float
+    logit_scale: float
     softcap: float | None
     logit_cap: float | None
     activation: Activation
@@ -221,9 +228,9 @@ class ModelConfig:
     stored_prefix: str
     unread: Mapping[str, str]
     final_norm: str
-    logit_factor: float
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
+    text_part_of: str | None = None
 
     @property
     def declared_kv_dtype(self) -> str | None:
@@ -263,6 +270,7 @@ def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
+    family = family.variant(raw) or family
     raw = _declared(family.text_fields, raw, path)
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
     given = with_overrides(raw, overrides or {}, known)
@@ -270,7 +278,7 @@ def parse(
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in family.defaults.items() if name not in replaced}, **given}
     require_kinds(full, path)
-    full = _with_partial_rotation(full)
+    full = _lifted(full)
     refuse_unsupported(full, path, family.honours)
     count = partial(count_of, full, path)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
@@ -287,7 +295,7 @@ def parse(
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
-        intermediate_size=count("intermediate_size"),
+        intermediate_size=count(family.mlp_size_field),
         rms_norm_eps=float(full["rms_norm_eps"]),
         rope=ropes[0],
         ropes=ropes,
@@ -297,13 +305,17 @@ def parse(
         out_bias=family.out_bias(full),
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
+        wide_qk_norm=family.wide_qk_norm,
         layer_norms=family.layer_norms,
+        names=family.names,
         norm_offset=family.norm_offset,
         sinks=family.sinks,
         windows=windows,
         experts=_read_experts(full, family, path),
         embedding_scale=_declared(family.embedding_scale, full, path),
         softmax_scale=_declared(family.softmax_scale, full, path),
+        residual_scale=_declared(family.residual_scale, full, path),
+        logit_scale=_declared(family.logit_scale, full, path),
         softcap=cap_of(full, "attn_logit_softcapping", path),
         logit_cap=cap_of(full, "final_logit_softcapping", path),
         activation=_read_activation(full, family.activation_field, path),
@@ -318,7 +330,6 @@ def parse(
         stored_prefix=family.stored_prefix,
         unread=family.unread,
         final_norm=family.final_norm,
-        logit_factor=_declared(family.logit_factor, full, path),
         raw=full,
         path=path,
     )
@@ -333,7 +344,9 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
         if name in full and name not in honoured and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
-            raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+            raise EspalierError(
+                f"{path}: {name} = {shown(value)} is not supported, only {supported}; use another model"
+            )
 
 
 def _read_activation(full: Raw, field: str, path: Path) -> Activation:
@@ -345,13 +358,10 @@ def _read_activation(full: Raw, field: str, path: Path) -> Activation:
     return ACTIVATIONS[name]
 
 
-def _with_partial_rotation(full: Raw) -> Raw:
-    """The config with partial_rotary_factor at its top level.  Transformers 5 writes it into rope_parameters."""
-    name = "partial_rotary_factor"
-    nested = [
-        source[name] for field in ("rope_parameters", "rope_scaling") if name in (source := full.get(field) or {})
-    ]
-    return {**full, name: nested[0]} if nested else full
+def _lifted(full: Raw) -> Raw:
+    """The config with the attention's fields at its top level.  Transformers 5 writes them into rope_parameters."""
+    ropes = [full.get(field) or {} for field in reversed(SPELLINGS)]
+    return full | {name: rope[name] for rope in ropes for name in OF_ATTENTION if name in rope}
 
 
 def _read_ropes(
@@ -361,7 +371,10 @@ def _read_ropes(
     own = [{}] * full["num_hidden_layers"] if family.ropes is None else _declared(family.ropes, full, path)
     read = []
     for each in own:
-        fields = _with_partial_rotation({**full, **each})
+        if each is None:
+            read.append((RopeConfig(head_size, 1.0, "none"), longest))
+            continue
+        fields = _lifted({**full, **each})
         refuse_unsupported(fields, path, family.honours)
         size = each.get("head_dim", head_size)
         rotated = latent.rope_size if latent else rotated_size(fields, size, path)
@@ -394,7 +407,9 @@ def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
 def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:
     types = full.get("layer_types")
     if types is not None:
-        unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention", *family.layer_kinds})
+        # "attention" is what Granite 4 calls full attention.
+        known = {"full_attention", "sliding_attention", "attention", *family.layer_kinds}
+        unknown = sorted({str(t) for t in types} - known)
         if unknown:
             raise EspalierError(
                 f"{path}: layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
@@ -423,8 +438,9 @@ def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:
     experts = _declared(family.experts, full, path)
     if experts is not None:
         for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or not least <= value <= MAX_SIZE:
                 raise EspalierError(
-                    f"{path}: experts of {name} {value!r}; an integer of at least {least} is needed; correct the config"
+                    f"{path}: experts of {name} {shown(value)}; an integer, {least} to {MAX_SIZE}, is needed; correct "
+                    "the config"
                 )
     return experts

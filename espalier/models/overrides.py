@@ -1,4 +1,4 @@
-"""Replaces fields of a config.json by a user's model_overrides."""
+"""Replaces fields of a config.json by those of model_overrides."""
 
 import difflib
 from collections.abc import Mapping
@@ -8,20 +8,7 @@ from espalier.errors import EspalierError
 from espalier.models.rope import SPELLINGS, rope_overrides, with_rope_type
 
 Raw = dict[str, Any]
-# Fields without effect on the forward pass.  They are listed so that an override of one is not refused as misspelled.
-INERT = (
-    "architectures",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "attention_dropout",
-    "dtype",
-    "torch_dtype",
-    "initializer_range",
-    "pretraining_tp",
-    "transformers_version",
-    "use_cache",
-)
+
 # Fields that choose the family, before anything is overridden.
 OF_FAMILY = ("architectures", "model_type")
 

@@ -1,4 +1,4 @@
-"""Reads weights from disk, tensor by tensor, and writes files of them.
+"""Reads weights from disk, tensor by tensor.
 
 A weight that is read is checked, cast and copied to its place on the device.  One that is missing, unused, misshapen or
 truncated is an error that names the file and the weight.
@@ -13,19 +13,21 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.cache.layer_spec import Keeps, LatentKV
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.state.kv_scales import KVScales
-from espalier.model_files import MAX_BYTES, file_named, read_json, require_regular
+from espalier.model_files import require_regular
+from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.text_part import name_in_text, names_as_stored
+from espalier.models.weight_files import first_line, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.sharded import SummedWeight
 from espalier.shards import WHOLE, Shards, Size, part_of
@@ -44,8 +46,6 @@ KV_SCALES = (
     ("kv_scale", "kv_scale"),
     ("k_proj.output_scale", "v_proj.output_scale"),
 )
-INDEX = "model.safetensors.index.json"
-BIN = "pytorch_model.bin"
 # A slice for each dimension of a stored tensor.
 Cut = tuple[slice, ...]
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
@@ -59,6 +59,8 @@ class Weights:
     prefix: what stored names have for "model.", where they have it.
     shards: what this rank holds of the matrices that are declared in parts.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
+    is_text_part: whether this is a multimodal checkpoint, of which only the text part is read, under the names that it
+    has in a checkpoint of its own (espalier/models/text_part.py).  other_parts: what the others are called.
     """
 
     shards: Shards = WHOLE
@@ -71,6 +73,7 @@ class Weights:
         formats: FormatOf = all_dense,
         allow_bin: bool = False,
         prefix: str = "model.",
+        is_text_part: bool = False,
         shards: Shards = WHOLE,
     ) -> None:
         self.shards = shards
@@ -78,15 +81,18 @@ class Weights:
         self.prefix = prefix
         self.dtype = dtype
         self.device = device
-        self.formats = formats
+        self.is_text_part = is_text_part
+        self.other_parts: set[str] = set()
         self._loaded: Mapping[str, Tensor] = {}
-        self._files: dict[str, safe_open] = {}
-        self._stored_names: dict[str, str] = {}
+        # By name, the file and the name that it has there.
+        self._files: dict[str, tuple[safe_open, str]] = {}
         files = shards_of(path)
         for file in files:
             self._open(file)
         if not files:
             self._loaded = read_bin(path, allow_bin)
+        stored = [stored for _, stored in self._files.values()]
+        self.formats = names_as_stored(formats, stored) if is_text_part else formats
         self._names = frozenset((*self._files, *self._loaded))
         self._not_taken = set(self._names)
 
@@ -121,7 +127,8 @@ class Weights:
         """The shape of a stored weight.  Its data is not read."""
         if name in self._loaded:
             return tuple(self._loaded[name].shape)
-        return tuple(self._files[name].get_slice(self._stored_names[name]).get_shape())
+        file, stored = self._files[name]
+        return tuple(file.get_slice(stored).get_shape())
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
@@ -334,12 +341,19 @@ class Weights:
         return scale.reshape(size).expand(kv_heads).contiguous()
 
     def mlp(
-        self, prefix: str, hidden: int, inner: int, bias: bool, activation: Activation = SILU, summed: bool = True
+        self,
+        prefix: str,
+        hidden: int,
+        inner: int,
+        bias: bool,
+        activation: Activation = SILU,
+        summed: bool = True,
+        names: MLPNames = GATE_UP_DOWN,
     ) -> GatedMLP:
         """summed: as `linear` takes it."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (own, own), hidden, bias)
-        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), own, bias, summed), activation)
+        gate_up = self.linear(prefix, names.gate_up, one_each(names.gate_up, (own, own)), hidden, bias)
+        return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""
@@ -378,64 +392,27 @@ class Weights:
             raise EspalierError(f"shard {shard} is missing; download the checkpoint again") from None
         except (SafetensorError, OSError) as error:
             raise EspalierError(
-                f"{shard} is truncated or corrupt ({_first_line(error)}); download the file again"
+                f"{shard} is truncated or corrupt ({first_line(error)}); download the file again"
             ) from None
         for stored in names:
-            name = f"model.{stored.removeprefix(self.prefix)}" if stored.startswith(self.prefix) else stored
-            if name in self._files:
-                raise EspalierError(f"weight {name!r} is in two files of {self.path}; remove one of them")
-            self._files[name] = file
-            self._stored_names[name] = stored
+            name = name_in_text(stored) if self.is_text_part else re.sub(f"^{re.escape(self.prefix)}", "model.", stored)
+            if name is None:
+                self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
+            elif name in self._files:
+                raise EspalierError(f"weight {stored!r} is in two files of {self.path}; remove one of them")
+            else:
+                self._files[name] = file, stored
 
     def _read(self, name: str) -> Tensor:
+        file, stored = self._files[name]
         try:
-            return self._files[name].get_tensor(self._stored_names[name])
+            return file.get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise EspalierError(
-                f"weight {name!r} in {self.path} is truncated or corrupt ({_first_line(error)}); download it again"
+                f"weight {name!r} in {self.path} is truncated or corrupt ({first_line(error)}); download it again"
             ) from None
 
 
-def shards_of(path: Path) -> list[Path]:
-    """The model's safetensors files: those of the index, else model.safetensors, else all of the directory."""
-    index = path / INDEX
-    if index.exists():
-        files = read_json(index, MAX_BYTES).get("weight_map")
-        if not isinstance(files, dict):
-            raise EspalierError(f"{index} has no weight_map; download the file again")
-        return sorted({file_named(path, file, index) for file in files.values()})
-    whole = path / "model.safetensors"
-    return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
-
-
-def read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
-    """The tensors of pytorch_model.bin.  Raises EspalierError if it is missing, not `allowed`, or unreadable."""
-    file = path / BIN
-    if not file.exists():
-        kinds = f"*.safetensors or {BIN}" if allowed else "*.safetensors"
-        raise EspalierError(f"{path} holds no weights; {kinds} is needed: download the checkpoint again")
-    if not allowed:
-        raise EspalierError(f"{file}: a target is read from safetensors only; save it with safe_serialization=True")
-    require_regular(file)
-    try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many exception types for a bad archive
-        raise EspalierError(f"{file} is truncated or corrupt ({_first_line(error)}); download the file again") from None
-    return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-
-
-def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
-    try:
-        file.touch()  # with the user's usual permissions: safetensors' own file is for its owner alone
-        mode = file.stat().st_mode
-        save_file(dict(tensors), file, metadata={"format": "pt"})
-        file.chmod(mode)
-    except (OSError, SafetensorError) as error:
-        raise EspalierError(
-            f"{file} cannot be written ({one_line(error)}); free some space, or name another directory"
-        ) from None
+def one_each(names: Sequence[str], rows: tuple[Size, ...]) -> tuple[Size, ...]:
+    """The rows of each stored matrix, where `rows` are of parts that are stored apart, or all in one."""
+    return rows if len(names) == len(rows) else (sum(part_of(size).size for size in rows),)

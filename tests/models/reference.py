@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 DIVISIONS = (Tensor.__truediv__, Tensor.div, torch.div)
-# Their attention has sinks or a soft-cap, which transformers' call of SDPA lacks.
+# Their attention has sinks or soft-caps, which transformers' call of SDPA lacks.
 EAGER = ("gpt_oss", "gemma2")
 
 
@@ -36,10 +37,17 @@ def _wide(value: Any) -> Any:
 def load_reference(path: Path, dtype: torch.dtype) -> Any:
     """The model as transformers loads it.  In float64 all of it is computed in float64."""
     # Eager: transformers' grouped product does not take float64.
-    eager = json.loads((path / "config.json").read_text())["model_type"] in EAGER
+    config = json.loads((path / "config.json").read_text())
+    eager = config["model_type"] in EAGER
     how = {"attn_implementation": "eager" if eager else "sdpa", "experts_implementation": "eager"}
     # Transformers keeps some routers' weights in float32, whatever the dtype.
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **how).to(dtype).eval()
+    kind: Any = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
+    model = kind.from_pretrained(path, dtype=dtype, **how).to(dtype).eval()
+    for module in model.modules():
+        if getattr(module, "rope_type", None) == "longrope":
+            # Its own forward would compute them in float64.
+            length = module.config.rope_parameters["original_max_position_embeddings"] + 1
+            module.long_inv_freq = ROPE_INIT_FUNCTIONS["longrope"](module.config, "cpu", seq_len=length)[0]
     if dtype == torch.float64:
         model.forward = in_float64(model.forward)
     return model

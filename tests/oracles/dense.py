@@ -46,7 +46,7 @@ class DensePass(Pass):
         self.planes: dict[int, Planes] = {}
         self.k_up: dict[int, Tensor] = {}
         self.values: dict[int, Tensor | None] = {}
-        self._rotations = {}
+        self._looked_up = {}
 
     def write(self, layer: int, *values: Any) -> Tensor:
         spec = self.specs[layer]

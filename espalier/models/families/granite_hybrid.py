@@ -4,19 +4,21 @@ Embeddings, each block's output, logits and q · k have factors of their own.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
-from espalier.kernels.ops.experts import Routing
-from espalier.model_files import MAX_NUMBER, MAX_SIZE
-from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
+from espalier.model_files import MAX_SIZE
+from espalier.models.config import Family, ModelConfig, Raw, Windows, full_attention
+from espalier.models.expert_loading import load_experts
+from espalier.models.families.granite import MOE, SHARED
 from espalier.models.layer_loading import load_attention
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.mamba2 import Mamba2
 from espalier.models.layers.mixer import AttentionMixer, MixerLayer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.mamba2_loading import load_mamba2
-from espalier.models.rope import NO_ROPE, RopeTables
+from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
 
 LINEAR, FULL = "linear_attention", "full_attention"
@@ -27,7 +29,6 @@ COUNTS = (
 )
 # As transformers writes it, which JSON has no number for.
 INFINITY = {"__float__": "Infinity"}
-FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 
 
 def _text_fields(raw: Raw) -> Raw:
@@ -73,27 +74,10 @@ def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, s
 def _check(full: Raw) -> Windows:
     """No layer has a window.  Raises EspalierError for sizes and factors that no layer can have."""
     check_sizes(full, COUNTS, ("mamba_n_heads", "mamba_n_groups"))
-    for name in FACTORS:
-        value = full[name]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-            raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
     if full["position_embedding_type"] not in (None, "nope", "rope"):
         value = shown(full["position_embedding_type"])
         raise EspalierError(f"position_embedding_type = {value} is not supported, only 'rope', 'nope' or null")
     return full_attention(full)
-
-
-def _ropes(full: Raw) -> list[Raw]:
-    has_rope = full["position_embedding_type"] == "rope"
-    return [{} if has_rope else {"rope_parameters": {"rope_type": NO_ROPE}}] * full["num_hidden_layers"]
-
-
-def _experts(full: Raw) -> Experts | None:
-    if not full["num_local_experts"]:
-        return None
-    routing = Routing(full["num_local_experts"], full["num_experts_per_tok"], "topk_softmax")
-    layers = frozenset(range(full["num_hidden_layers"]))
-    return Experts(layers, routing, full["intermediate_size"], full["shared_intermediate_size"], "shared_mlp")
 
 
 def _state_of(config: ModelConfig) -> RecurrentState:
@@ -121,8 +105,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         mixer = AttentionMixer(load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope))
     else:
         mixer = _load_mamba(weights, config, f"{prefix}mamba.")
-    scale = float(config.raw["residual_multiplier"])
-    return MixerLayer(layer, norms[0], mixer, norms[1], _load_mlp(weights, config, prefix), scale)
+    return MixerLayer(layer, norms[0], mixer, norms[1], _load_mlp(weights, config, prefix), config.residual_scale)
 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
@@ -133,37 +116,27 @@ def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
 
 
 def _load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP | MixtureMLP:
-    hidden, inner = config.hidden_size, config.raw["shared_intermediate_size"]
-    gate_up = weights.linear(f"{prefix}shared_mlp.", ("input_linear",), (2 * inner,), hidden, bias=False)
-    down = weights.linear(f"{prefix}shared_mlp.", ("output_linear",), (hidden,), inner, bias=False)
-    shared, experts, under = GatedMLP(gate_up, down, config.activation), config.experts, f"{prefix}block_sparse_moe."
-    if experts is None:
-        return shared
-    count, size = experts.routing.num_experts, experts.size
-    return MixtureMLP(
-        experts.routing,
-        weights.take(f"{under}router.layer.weight", count, hidden),
-        None,
-        weights.take(f"{under}input_linear.weight", count, 2 * size, hidden),
-        weights.take(f"{under}output_linear.weight", count, hidden, size),
-        shared,
-    )
+    hidden, inner, under = config.hidden_size, config.raw["shared_intermediate_size"], f"{prefix}shared_mlp."
+    if config.experts is not None:
+        return load_experts(weights, config.experts, f"{prefix}{config.experts.under}", hidden, config.activation)
+    gate_up = weights.linear(under, ("input_linear",), (2 * inner,), hidden, bias=False)
+    return GatedMLP(gate_up, weights.linear(under, ("output_linear",), (hidden,), inner, bias=False), config.activation)
 
 
-FAMILY = Family(
+def with_states(raw: Raw) -> Family | None:
+    """Family.variant of Granite 4: this family for a config that names a layer with a state."""
+    types = raw.get("layer_types") or raw.get("layers_block_type")
+    has_states = isinstance(types, list) and ("mamba" in types or LINEAR in types)
+    return FAMILY if has_states else None
+
+
+FAMILY = replace(
+    SHARED,
     architecture="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     defaults={
-        "num_key_value_heads": None,
+        **MOE.defaults,
         "intermediate_size": 11008,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "hidden_act": "silu",
-        **dict.fromkeys(FACTORS, 1.0),
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
         "shared_intermediate_size": 1024,
         "position_embedding_type": None,
         "mamba_n_heads": 128,
@@ -176,15 +149,9 @@ FAMILY = Family(
         "time_step_limit": (0.0, float("inf")),
         "layer_types": None,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=_check,
-    ropes=_ropes,
-    experts=_experts,
-    embedding_scale=lambda full: float(full["embedding_multiplier"]),
-    softmax_scale=lambda full: float(full["attention_multiplier"]),
-    logit_factor=lambda full: 1 / float(full["logits_scaling"]),
-    honours=(*FACTORS, "num_local_experts"),
+    ropes=lambda full: [{} if full["position_embedding_type"] == "rope" else None] * full["num_hidden_layers"],
+    honours=(*SHARED.honours, "position_embedding_type"),
     text_fields=_text_fields,
     layer_kinds=(LINEAR,),
     layer_specs=_layer_specs,

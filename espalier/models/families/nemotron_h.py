@@ -20,7 +20,7 @@ from espalier.models.layers.mamba2 import Mamba2
 from espalier.models.layers.mixer import AttentionMixer, BlockLayer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.mamba2_loading import load_mamba2
-from espalier.models.rope import NO_ROPE, RopeTables
+from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
@@ -181,7 +181,7 @@ FAMILY = Family(
     qkv_bias=lambda full: False,
     out_bias=lambda full: False,
     windows=_check,
-    ropes=lambda full: [{"rope_parameters": {"rope_type": NO_ROPE}}] * full["num_hidden_layers"],
+    ropes=lambda full: [None] * full["num_hidden_layers"],
     experts=_experts,
     honours=(
         *("n_routed_experts", "n_shared_experts", "num_local_experts", "routed_scaling_factor"),

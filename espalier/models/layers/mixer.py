@@ -69,11 +69,8 @@ class MixerLayer:
         self.scale = scale
 
     def __call__(self, s: Stream, p: Pass) -> None:
-        s.add(self._scaled(self.mixer(self.index, s.normed(self.mixer_norm, self.mixer), s, p)))
-        s.add(self._scaled(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live)))
-
-    def _scaled(self, delta: Tensor) -> Tensor:
-        return delta if self.scale == 1 else delta * self.scale
+        s.add(self.mixer(self.index, s.normed(self.mixer_norm, self.mixer), s, p), None, self.scale)
+        s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), None, self.scale)
 
 
 class Unread:
