@@ -72,12 +72,32 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "dots1": Dots1Config,
-    MixtralConfig,
-    MuseGlimmerConfig,
-    NemotronHConfig,
-    Olmo2Config,
-    Olmo3Config,
-    Phi3Config,
+    "granite_hybrid": GraniteMoeHybridConfig,
+    "lfm2": Lfm2Config,
+    "nemotron_h": NemotronHConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5": Qwen3_5TextConfig,
+    "qwen3_5_moe": Qwen3_5MoeTextConfig,
+    "mixtral": MixtralConfig,
+    "phi3": Phi3Config,
+    "ministral": MinistralConfig,
+    "ministral3": Ministral3Config,
+    "granite": GraniteConfig,
+    "granitemoe": GraniteMoeConfig,
+    "granitemoeshared": GraniteMoeSharedConfig,
+    "granitemoehybrid": GraniteMoeHybridConfig,
+    "smollm3": SmolLM3Config,
+    "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
+    "laguna": LagunaConfig,
+    "muse_glimmer": MuseGlimmerConfig,
+}
+# Of Granite, no factor 1.
+FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 1.7,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.8,
 }
 # Fields of families with experts.
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
