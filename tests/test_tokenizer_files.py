@@ -13,7 +13,7 @@ from tokenizers import Regex, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from espalier.errors import EspalierError
-from espalier.models.loading import FAMILIES
+from espalier.models.families import FAMILIES
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.text import Tokenizer, load_tokenizer
 from espalier.tokenizer_files import endless_pattern, may_not_end

@@ -15,7 +15,7 @@ from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.block_config import EDGE_KINDS
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
-from espalier.models.loading import FAMILIES
+from espalier.models.families import FAMILIES
 from espalier.models.rope import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
 from espalier.models.weight_formats.kv_cache import STRATEGIES

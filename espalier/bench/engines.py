@@ -19,7 +19,7 @@ from espalier.inputs import InputProcessor, ModelFacts
 from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM, prepare
 from espalier.models.draft import DraftSpec
-from espalier.models.loading import layer_specs_of
+from espalier.models.layer_loading import layer_specs_of
 from espalier.models.weights import WeightCount
 from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.startup.load import find

@@ -13,7 +13,7 @@ from espalier.attention.matrix import matrix
 from espalier.bench import tune
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
-from espalier.models.loading import layer_specs_of
+from espalier.models.layer_loading import layer_specs_of
 from espalier.startup.build import cache_size, cache_specs
 from espalier.startup.load import find, resolve_config
 from espalier.terminal.console import QUIET, stdout

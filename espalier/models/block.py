@@ -17,12 +17,12 @@ from espalier.models.base import CausalLM
 from espalier.models.block_config import EDGE_PARTS, BlockConfig
 from espalier.models.draft import Edges
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
+from espalier.models.layer_loading import load_layer
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.loading import load_layer
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.dense import dense_weight
 from espalier.models.weights import Weights

@@ -20,10 +20,10 @@ from typing import Any, Literal, get_args
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
-from espalier.models import qwen3
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import DraftSpec, count_of, draft_vocab_of, ids_of, object_of, refuse_sizes, token_of
-from espalier.models.loading import layer_specs_of
+from espalier.models.families import qwen3
+from espalier.models.layer_loading import layer_specs_of
 from espalier.models.weight_formats import quantisation_of
 
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import Routing
@@ -25,6 +26,7 @@ Windows = tuple[int | None, ...]
 Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.
 LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
+MakeSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
 # Fields that change the computation of models that are not supported, and the values with which they have no effect.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
@@ -131,7 +133,8 @@ class Family:
     embedding_scale, softmax_scale: from the completed config; softmax_scale: None for head_size ** -0.5.
     ropes: from the completed config, the RoPE fields of each layer, which replace those of the config for read_rope;
     None: all layers have those of the config.
-    load_layer: makes a layer of the family's own; None: loading.py's layer of norms, attention and MLP.
+    load_layer: makes a layer of the family's own; None: the layer of norms, attention and MLP in layer_loading.py.
+    layer_specs: what each layer keeps, from the config; None: as layer_loading.py:layer_specs_of says.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
     values of them.
@@ -154,6 +157,7 @@ class Family:
     softmax_scale: Callable[[Raw], float | None] = lambda full: None
     ropes: Callable[[Raw], Sequence[Raw]] | None = None
     load_layer: "LoadLayer | None" = None
+    layer_specs: "MakeSpecs | None" = None
     latent: bool = False
     honours: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
@@ -171,7 +175,8 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    layer_norms, norm_offset, embedding_scale, softmax_scale, load_layer, mtp: see Family.  activation: of dense MLPs.
+    layer_norms, norm_offset, embedding_scale, softmax_scale, load_layer, layer_specs, mtp: see Family.
+    activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
 
@@ -205,6 +210,7 @@ class ModelConfig:
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
     load_layer: "LoadLayer | None" = field(repr=False)
+    layer_specs: "MakeSpecs | None" = field(repr=False)
     mtp: MTPFamily | None
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
@@ -314,6 +320,7 @@ def parse(
         latent=latent,
         formats=read_formats(full, path),
         load_layer=family.load_layer,
+        layer_specs=family.layer_specs,
         mtp=family.mtp,
         raw=full,
         path=path,

@@ -17,11 +17,11 @@ from espalier.models.base import CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, draft_head, draft_to_target
 from espalier.models.eagle3_config import Eagle3Config, looks_like_eagle3
+from espalier.models.layer_loading import load_attention, load_layer
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.loading import load_attention, load_layer
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
 

@@ -9,9 +9,10 @@ import torch
 
 from espalier.errors import EspalierError
 from espalier.models.config import Family, LayerNorms, ModelConfig, Raw, architecture_of, parse
-from espalier.models.deepseek import V2, V3
 from espalier.models.draft import DraftSpec, draft_vocab_of, ids_of, object_of, refuse_sizes
-from espalier.models.loading import FAMILIES, layer_specs_of
+from espalier.models.families import FAMILIES
+from espalier.models.families.deepseek import V2, V3
+from espalier.models.layer_loading import layer_specs_of
 from espalier.models.weight_formats import quantisation_of
 from espalier.models.weights import Weights
 

@@ -19,12 +19,12 @@ from espalier.kernels.ops.embedding import DraftHidden
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, is_borrowed
+from espalier.models.layer_loading import load_layer
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
-from espalier.models.loading import load_layer
 from espalier.models.mtp_config import MTPConfig
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.rope import RopeTables

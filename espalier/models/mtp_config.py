@@ -14,7 +14,8 @@ import torch
 from espalier.errors import EspalierError
 from espalier.models.config import Family, LayerNorms, ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import MAX_MODULES, DraftSpec, Form, count_of, object_of, refuse_sizes
-from espalier.models.loading import FAMILIES, layer_specs_of
+from espalier.models.families import FAMILIES
+from espalier.models.layer_loading import layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.weight_formats import QUANTISATION_FIELDS, quantisation_of
 from espalier.models.weights import Weights

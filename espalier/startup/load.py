@@ -17,7 +17,8 @@ from espalier.models import (
     load_target,
     read_config,
 )
-from espalier.models.loading import layer_specs_of, mtp_prefixes
+from espalier.models.layer_loading import layer_specs_of
+from espalier.models.loading import mtp_prefixes
 from espalier.models.weights import WeightCount, stored_weights
 from espalier.speculate.drafters.registry import (
     draft_algorithm,

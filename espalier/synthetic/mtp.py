@@ -18,7 +18,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.models.config import find_family, parse
-from espalier.models.loading import FAMILIES
+from espalier.models.families import FAMILIES
 from espalier.models.mtp_config import FORMS
 from espalier.synthetic.chain import BURY, FAVOUR, NUM_NUDGES, NUM_SUCCESSORS
 from espalier.synthetic.draft import DraftTensors

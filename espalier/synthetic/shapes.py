@@ -13,7 +13,7 @@ from typing import Any
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig, find_family, parse
 from espalier.models.draft import DraftConfig
-from espalier.models.loading import FAMILIES
+from espalier.models.families import FAMILIES
 from espalier.speculate.drafters.registry import format_of
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -14,10 +14,10 @@ from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS, ExpertBiases, Routing, route
 from espalier.models import ModelConfig, load_target, read_config
 from espalier.models.config import Experts
+from espalier.models.layer_loading import layer_specs_of
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.loading import layer_specs_of
 from espalier.models.weight_formats.dense import DenseWeight
 from tests.builders import make_target
 

@@ -20,9 +20,9 @@ from espalier.kernels.ops.experts import Routing, route
 from espalier.models import load_target, read_config
 from espalier.models.config import Experts
 from espalier.models.expert_loading import load_experts
+from espalier.models.families import FAMILIES
 from espalier.models.layers.experts import MixtureMLP, router_logits
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.loading import FAMILIES
 from espalier.models.weight_formats import WeightFormat, all_dense
 from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weights import Weights, stored_weights

@@ -12,7 +12,7 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.models import load_target
 from espalier.models.config import Family, full_attention
-from espalier.models.loading import FAMILIES
+from espalier.models.families import FAMILIES
 from espalier.startup import load
 from tests.builders import make_target
 from tests.oracles.dense import DensePass

@@ -21,9 +21,10 @@ from espalier.errors import EspalierError
 from espalier.layout import TreeShape
 from espalier.models import CausalLM, DraftModel, DraftOutput, DraftSpec, ModelConfig, load_target, read_config
 from espalier.models.config import Raw, parse
+from espalier.models.families import FAMILIES
+from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.stream import Stream
-from espalier.models.loading import FAMILIES, layer_specs_of, load_layer
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights

@@ -24,7 +24,8 @@ from espalier.models import (
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
-from espalier.models.loading import FAMILIES, read_raw
+from espalier.models.families import FAMILIES
+from espalier.models.loading import read_raw
 from espalier.models.weights import Weights, shards_of
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import Drafter, DrafterWithoutFiles, DraftFormat, NoDrafter

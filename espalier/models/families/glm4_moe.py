@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from espalier.errors import EspalierError
 from espalier.models.config import Experts, Family, Raw, full_attention, windows_by_layer_type
-from espalier.models.deepseek import V3, routed_experts
+from espalier.models.families.deepseek import V3, routed_experts
+from espalier.models.families.qwen3 import FAMILY as QWEN3
 from espalier.models.mtp_family import NEXTN
-from espalier.models.qwen3 import FAMILY as QWEN3
 
 # Experts are chosen from all experts, not from groups.
 UNGROUPED = {"n_group": 1, "topk_group": 1}

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from espalier.models.families.qwen2 import FAMILY as QWEN2
 from espalier.models.mtp_family import SPECULATORS
-from espalier.models.qwen2 import FAMILY as QWEN2
 
 FAMILY = replace(
     QWEN2,

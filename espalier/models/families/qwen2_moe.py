@@ -5,7 +5,7 @@ from dataclasses import replace
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Raw, Windows, windows_by_layer_type
-from espalier.models.qwen2 import FAMILY as QWEN2
+from espalier.models.families.qwen2 import FAMILY as QWEN2
 
 
 def expert_layers(full: Raw) -> frozenset[int]:

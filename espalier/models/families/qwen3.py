@@ -1,7 +1,7 @@
 """Qwen3 (dense): each head of q and k is normed before RoPE; head_dim is independent of hidden_size."""
 
 from espalier.models.config import Family
-from espalier.models.qwen2 import QWEN_WINDOW_DEFAULTS, qwen_windows
+from espalier.models.families.qwen2 import QWEN_WINDOW_DEFAULTS, qwen_windows
 
 FAMILY = Family(
     architecture="Qwen3ForCausalLM",

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from espalier.models.config import Experts, Raw, Windows, windows_by_layer_type
-from espalier.models.qwen2_moe import expert_layers, routing
-from espalier.models.qwen3 import FAMILY as QWEN3
+from espalier.models.families.qwen2_moe import expert_layers, routing
+from espalier.models.families.qwen3 import FAMILY as QWEN3
 
 
 def _experts(full: Raw) -> Experts | None:

@@ -1,0 +1,113 @@
+"""Builds a layer of a target or a draft from its weights.  A family that brings its own layer calls these."""
+
+import torch
+
+from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.kernels.ops.rope import HeadNorms, LatentForm
+from espalier.models.config import ModelConfig
+from espalier.models.expert_loading import load_experts
+from espalier.models.latent_config import LatentConfig
+from espalier.models.layers.attention import Attention
+from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.rope import RopeTables
+from espalier.models.weights import Weights
+
+
+def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """The spec of each layer."""
+    if config.layer_specs is not None:
+        return config.layer_specs(config)
+    size, latent = config.head_size, config.latent
+    if latent is None:
+        keeps = KVHeads(config.kv_heads, size, size)
+        return tuple(LayerSpec(config.heads, keeps, window, config.softmax_scale) for window in config.windows)
+    scale = config.rope.latent_mscale**2 * size**-0.5
+    row = LatentKV(latent.row_size, latent.kv_rank)
+    return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
+
+
+def load_attention(
+    weights: Weights, config: ModelConfig, prefix: str, columns: int, rope: RopeTables
+) -> Attention | LatentAttention:
+    """The attention block under `prefix`, with K and V heads or latent rows as the config says.
+
+    columns: input size of q, k and v: the hidden size, or twice that for a draft, whose input is embedding and hidden
+    state concatenated.
+    """
+    if config.latent is not None:
+        return _load_latent_attention(weights, config, config.latent, prefix, columns, rope)
+    size = config.head_size
+    q_rows, kv_rows = config.heads * size, config.kv_heads * size
+    rows = (q_rows, kv_rows, kv_rows)
+    qkv = weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, columns, config.attention_bias)
+    out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
+    norms = sink = None
+    if config.qk_norm:
+        q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
+        norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
+    if config.sinks:
+        sink = weights.take_exact(f"{prefix}sinks", config.heads)
+    return Attention(qkv, out, config.heads + 2 * config.kv_heads, rope, norms, sink)
+
+
+def _load_latent_attention(
+    weights: Weights, config: ModelConfig, latent: LatentConfig, prefix: str, columns: int, rope: RopeTables
+) -> LatentAttention:
+    """The latent attention block under `prefix`.  columns: as in load_attention."""
+    hidden, heads, rank = config.hidden_size, config.heads, latent.q_rank
+    q_rows, bias = heads * latent.head_size, config.attention_bias
+    name, rows = ("q_proj", q_rows) if rank is None else ("q_a_proj", rank)
+    names, row = (name, "kv_a_proj_with_mqa"), latent.row_size
+    down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
+    q_norm = q = None
+    if rank is not None:
+        q_norm = weights.norm(f"{prefix}q_a_layernorm", rank, NORM_EPS)
+        q = weights.linear(prefix, ("q_b_proj",), (q_rows,), rank, bias=False)
+    elif bias:
+        # Only the row to keep has one.
+        down.bias = torch.cat((weights.empty(rows).zero_(), weights.take(f"{prefix}{names[1]}.bias", row)))
+    kv_up = weights.take_matrix(f"{prefix}kv_b_proj", heads * (latent.nope_size + latent.v_size), latent.kv_rank)
+    k_up, v_up = kv_up.unflatten(0, (heads, -1)).split((latent.nope_size, latent.v_size), 1)
+    return LatentAttention(
+        down=down,
+        q_norm=q_norm,
+        q=q,
+        form=LatentForm(weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), NORM_EPS, latent.interleaved),
+        k_up=k_up,
+        v_up=v_up,
+        out=weights.linear(prefix, ("o_proj",), (hidden,), heads * latent.v_size, config.out_bias),
+        row_size=row,
+        rope=rope,
+    )
+
+
+def load_layer(
+    weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables, index: int | None = None
+) -> DecoderLayer:
+    """The layer under `prefix`.
+
+    layer: its number in the checkpoint, which says whether it has experts; index: its place in a pass, by default the
+    same.
+    """
+    experts = config.experts if config.experts is not None and layer in config.experts.layers else None
+    hidden, names = config.hidden_size, config.layer_norms
+
+    def norm(name: str) -> RMSNorm:
+        return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.norm_offset)
+
+    attention = f"{prefix}self_attn."
+    return DecoderLayer(
+        index=layer if index is None else index,
+        attention_norm=norm(names.before_attention),
+        attention=load_attention(weights, config, attention, hidden, rope),
+        mlp_norm=norm(names.before_mlp),
+        mlp=(
+            weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias, config.activation)
+            if experts is None
+            else load_experts(weights, experts, f"{prefix}mlp.", hidden, config.activation)
+        ),
+        post_attention_norm=norm(names.behind_attention) if names.behind_attention else None,
+        post_mlp_norm=norm(names.behind_mlp) if names.behind_mlp else None,
+    )
