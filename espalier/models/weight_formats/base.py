@@ -116,6 +116,11 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
 
+    @property
+    def note(self) -> str | None:
+        """What loading says of a checkpoint in this format: what it asks for and is not done."""
+        return None
+
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         """The tensors that store a matrix [rows, columns].  Raises EspalierError for a shape that it cannot store."""

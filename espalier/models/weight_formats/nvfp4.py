@@ -1,14 +1,12 @@
 """NVFP4: E2M1 in groups of 16 columns with a scale in E4M3, and one more factor in float32 for the whole matrix.
 
 compressed-tensors stores the number that the matrix's scales are divided by, ModelOpt the one that they are multiplied
-with.  Checkpoints may also ask for inputs in 4 bits.  Those are not rounded here: the inputs keep the model's dtype,
-which is logged once.
+with.  Most checkpoints ask for inputs in 4 bits too, for which only Blackwell has units.  As other engines do on Hopper,
+inputs keep the model's dtype, and loading says so.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 import torch
@@ -23,7 +21,11 @@ NVFP4_NAME = "nvfp4"
 GROUP = 16
 # Bytes of E4M3 from here on are NaN or negative.
 NO_SCALE = 0x7F
-log = logging.getLogger(__name__)
+# Said once of a checkpoint that asks for more.
+W4A4 = (
+    "asks for inputs in 4 bits too (W4A4), which Espalier does not compute: weights stay in NVFP4 and inputs keep the "
+    "model's dtype, so results differ from W4A4's; they are closer to the unquantised model's"
+)
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,20 @@ class Names:
 
 
 COMPRESSED_TENSORS = Names(".weight_packed", ".weight_scale", ".weight_global_scale", "divided", ".input_global_scale")
-MODELOPT = Names(".weight", ".weight_scale", ".weight_scale_2", "multiplied", ".input_scale")
+MODELOPT_NAMES = Names(".weight", ".weight_scale", ".weight_scale_2", "multiplied", ".input_scale")
 
 
 @dataclass(frozen=True)
 class Nvfp4Format(QuantisedFormat):
-    """names: of the tensors.  has_inputs: whether a scale of the inputs is stored, which is not used."""
+    """names: of the tensors.  has_inputs: whether a scale of inputs in 4 bits is stored, which is not used."""
 
     names: Names
     has_inputs: bool = False
     name = NVFP4_NAME
+
+    @property
+    def note(self) -> str | None:
+        return W4A4 if self.has_inputs else None
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         require_multiple(self.name, "columns", columns, GROUP)
@@ -84,13 +90,3 @@ class Nvfp4Format(QuantisedFormat):
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
         names = self.names
         return dtype.itemsize == 1 or name.endswith((names.scales, names.factor, names.inputs))
-
-
-@cache
-def log_inputs(what: str) -> None:
-    """Say once that inputs are not rounded.  what: the field that asks for it."""
-    log.warning(
-        "%s asks for inputs in 4 bits too (W4A4), which is not computed here: weights stay in NVFP4, and inputs keep "
-        "the model's dtype, so results differ from W4A4's and are closer to the unquantised model's",
-        what,
-    )
