@@ -20,7 +20,7 @@ from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM, prepare
 from espalier.models.draft import DraftSpec
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.weights import WeightCount
+from espalier.models.weight_count import WeightCount
 from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.startup.load import find
 from espalier.startup.measure_chip import measure_chip

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 
 from espalier.errors import EspalierError
+from espalier.gguf_file import is_gguf
 from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, find_family, parse
 from espalier.models.families import FAMILIES
+from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_layer
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
@@ -36,7 +38,12 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) ->
 
 
 def read_raw(path: Path) -> dict[str, Any]:
-    """config.json of a target or a draft, and the quantisation that ModelOpt describes in a file of its own."""
+    """config.json of a target or a draft, and the quantisation that ModelOpt describes in a file of its own.
+
+    Of a GGUF file, the config.json that says the same.
+    """
+    if is_gguf(path):
+        return gguf_config(path)
     raw = read_json(path / "config.json")
     if any(raw.get(name) is not None for name in QUANTISATION_FIELDS):
         return raw
@@ -71,7 +78,7 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     """Build the target from its weights.  Raises EspalierError for a weight that is missing, misshapen or not used."""
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
-    embed = Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size), scale)
+    embed = Embedding(weights.embedding("model.embed_tokens", config.vocab_size, config.hidden_size), scale)
     tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in config.ropes}
     load = config.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]

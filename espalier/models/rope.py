@@ -15,20 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.tree import gather_rows
 from espalier.model_files import MAX_NUMBER
 
 Raw = dict[str, Any]
 
-TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "divided")
 RAMP = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
 POSITIVE = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow"),
 )
-NOT_NUMBERS, BOOLS = ("rope_type", "truncate", "finetuned"), ("truncate", "finetuned")
+NOT_NUMBERS, BOOLS = ("rope_type", "truncate", "finetuned", "divisors"), ("truncate", "finetuned")
 FIELDS = (
     *RAMP,
     "rope_type",
@@ -39,6 +39,7 @@ FIELDS = (
     "mscale_all_dim",
     "partial_rotary_factor",
     "finetuned",
+    "divisors",
 )
 SPELLINGS = ("rope_parameters", "rope_scaling")
 
@@ -48,9 +49,10 @@ class RopeConfig:
     """The RoPE of one model.
 
     dim: rotated channels of a head: all of them, or, in latent attention, the rope part.
-    type: default, linear, dynamic, llama3 or yarn.  A dynamic model has unscaled frequencies up to its trained length.
+    type: default, linear, dynamic, llama3, yarn or divided.  A dynamic model has unscaled frequencies up to its trained length.
     `ModelConfig.max_position` limits it to that length: beyond it, every new token would change the rotation of all
     cached keys.
+    divisors: of each frequency, for the type "divided": GGUF files hold them for llama3.
     latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by its
     square; other attention ignores it.
     """
@@ -67,6 +69,7 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     latent_mscale: float = 1.0
+    divisors: tuple[float, ...] = ()
 
     def inverse_frequencies(self) -> Tensor:
         """[dim / 2] float32, radians per position."""
@@ -74,6 +77,8 @@ class RopeConfig:
         match self.type:
             case "linear":
                 return plain / self.factor
+            case "divided":
+                return plain / torch.tensor(self.divisors)
             case "llama3":
                 return self._llama3(plain)
             case "yarn":
@@ -210,7 +215,8 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
             f"{path}: rope parameter factor = {parameters['factor']!r} has no effect with rope_type 'default'; set the "
             "rope_type that the model was trained with, or remove factor"
         )
-    if scaled and not isinstance(parameters.get("factor"), int | float):
+    divisors = _divisors(parameters, rotated, path) if kind == "divided" else ()
+    if scaled and not divisors and not isinstance(parameters.get("factor"), int | float):
         raise EspalierError(f"{path}: rope type {kind!r} needs a number 'factor', not {parameters.get('factor')!r}")
     for name in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
         if not isinstance(parameters.get(name), int | float):
@@ -221,11 +227,21 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         type=kind,
         original_max_position=original,
         attention_factor=_yarn_attention_factor(parameters) if kind == "yarn" else 1.0,
-        latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
+        latent_mscale=_yarn_mscale(parameters.get("factor") or 1, parameters.get("mscale_all_dim") or 0),
+        divisors=divisors,
         **{name: parameters[name] for name in RAMP if parameters.get(name) is not None},
     )
     extended = int(original * rope.factor) if kind == "yarn" else longest
     return rope, max(longest, extended)
+
+
+def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[float, ...]:
+    """Of each frequency.  Raises EspalierError for anything but as many positive numbers."""
+    given = parameters.get("divisors")
+    numbers = [each for each in given if type(each) is float and 0 < each <= MAX_NUMBER] if isinstance(given, list) else []
+    if len(numbers) != rotated // 2 or given != numbers:
+        raise EspalierError(f"{path}: rope type 'divided' needs {rotated // 2} positive divisors, not {shown(given)}")
+    return tuple(numbers)
 
 
 def _yarn_attention_factor(parameters: Raw) -> float:

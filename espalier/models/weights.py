@@ -5,10 +5,11 @@ truncated is an error that names the file and the weight.
 """
 
 import functools
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 
@@ -19,15 +20,20 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import Keeps, LatentKV
 from espalier.errors import EspalierError, one_line
+from espalier.gguf_file import is_gguf
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import MAX_BYTES, file_named, read_json, require_regular
+from espalier.models.gguf_tensors import GGUFTensors
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
+from espalier.models.weight_formats.base import StackedWeights
+from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.models.weight_formats.gguf import BlockWeight
 
 # Buffers that old exporters stored with the weights, which the models here compute; and scales that are not used: of
 # queries, which stay as they are, and of K and V in drafts.
@@ -45,14 +51,19 @@ KV_SCALES = (
 )
 INDEX = "model.safetensors.index.json"
 BIN = "pytorch_model.bin"
+EMBEDDING = "model.embed_tokens.weight"
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# As safetensors files name them.
+PLAIN_NAMES = ("F64", "F32", "BF16", "F16")
+log = logging.getLogger(__name__)
 
 
 class Weights:
-    """The stored tensors of one directory, by name.  `finish` refuses tensors that nothing has taken.
+    """The stored tensors of one directory, or of a GGUF file, by name.  `finish` refuses those that nothing has taken.
 
-    formats: the storage format of each matrix; all other weights are plain tensors.
+    formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a plain
+    tensor is dense, whatever `formats` says: checkpoints leave layers out that their config.json does not name.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
     """
 
@@ -70,11 +81,11 @@ class Weights:
         self.formats = formats
         self._loaded: Mapping[str, Tensor] = {}
         self._files: dict[str, safe_open] = {}
-        shards = shards_of(path)
+        shards = [] if is_gguf(path) else shards_of(path)
         for shard in shards:
             self._open(shard)
         if not shards:
-            self._loaded = _read_bin(path, allow_bin)
+            self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
         self._names = frozenset((*self._files, *self._loaded))
         self._not_taken = set(self._names)
 
@@ -95,7 +106,7 @@ class Weights:
         as [] or as [1], and the tensors with rows settle both sizes.
         """
         try:
-            wanted = self.formats(name).tensors(rows, columns)
+            wanted = self.format_of(name).tensors(rows, columns)
         except EspalierError:  # the format stores no such shape
             return False
         stored = [(f"{name}{each.suffix}", None if each.row_dim is None else each.shape) for each in wanted]
@@ -158,13 +169,38 @@ class Weights:
         return Linear(weight, self._stack([f"{prefix}{name}.bias" for name in names], stored))
 
     def weight(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Weight:
-        """One weight of stacked matrices, [rows, columns] each, in their storage format."""
-        format = self._format_of_all(names)
-        tensors = self._stored(format, names, rows, columns)
-        with self._naming(names):
-            weight = format.build(tensors, rows, columns)
-            weight.require_kernels(self.dtype)
-        return weight
+        """One weight of stacked matrices, [rows, columns] each, in their storage formats."""
+        parts = []
+        for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
+            own_names, own_rows = zip(*alike, strict=True)
+            tensors = self._stored(format, own_names, own_rows, columns)
+            with self._naming(own_names):
+                parts.append(format.build(tensors, own_rows, columns))
+                parts[-1].require_kernels(self.dtype)
+        return parts[0] if len(parts) == 1 else StackedWeights(parts)
+
+    def embedding(self, name: str, rows: int, columns: int) -> Tensor:
+        """The table of an embedding, in the model's dtype."""
+        if not self.format_of(name).embeds:
+            return self.take(f"{name}.weight", rows, columns)
+        weight = self.weight([name], [rows], columns)
+        assert isinstance(weight, BlockWeight)
+        table = self.empty(rows, columns)
+        weight.write_to(table)
+        return table
+
+    def format_of(self, name: str) -> WeightFormat:
+        """The storage format of a matrix."""
+        declared = self.formats(name)
+        if declared == DENSE_FORMAT or not self._is_plain(f"{name}.weight"):
+            return declared
+        return DENSE_FORMAT
+
+    def _is_plain(self, name: str) -> bool:
+        """Whether a tensor is stored as floating-point numbers that need no scales.  Its data is not read."""
+        if name in self._loaded:
+            return self._loaded[name].dtype in PLAIN_DTYPES
+        return name in self._files and self._files[name].get_slice(name).get_dtype() in PLAIN_NAMES
 
     def matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
         """As `weight`, but the matrix itself, dense or quantised."""
@@ -194,12 +230,12 @@ class Weights:
         return matrix if isinstance(matrix, Tensor) else dequantise(matrix, self.dtype)
 
     def _format_of_all(self, names: Sequence[str]) -> WeightFormat:
-        """The format of matrices that are computed as one.  Raises EspalierError if they differ."""
-        format = self.formats(names[0])
-        if other := next((name for name in names if self.formats(name) != format), None):
+        """The format of the experts of a layer.  Raises EspalierError if they differ."""
+        format = self.format_of(names[0])
+        if other := next((name for name in names if self.format_of(name) != format), None):
             raise EspalierError(
                 f"{names[0]!r} and {other!r} in {self.path} are stored in different formats ({format.name} and "
-                f"{self.formats(other).name}) but computed as one; use a checkpoint that stores them alike"
+                f"{self.format_of(other).name}) but computed as one; use a checkpoint that stores them alike"
             )
         return format
 
@@ -314,6 +350,13 @@ class Weights:
                 f"weight {unused[0]!r}{more} in {self.path} belongs to no parameter of this architecture; config.json "
                 "is of another model, or needs a feature that is not supported: check its architectures field"
             )
+        self._say_notes()
+
+    def _say_notes(self) -> None:
+        """Log what the formats of the matrices ask for and is not done."""
+        matrices = {name.rpartition(".")[0] for name in self._names}
+        for note in sorted({format.note or "" for format in map(self.formats, matrices)} - {""}):
+            log.warning("%s %s", self.path, note)
 
     def _is_zero_bias(self, name: str) -> bool:
         """Old GPTQ exporters stored a bias of zeros for every layer."""
@@ -344,47 +387,6 @@ class Weights:
             ) from None
 
 
-@dataclass(frozen=True)
-class WeightCount:
-    """num_cast: values that are cast to the model's dtype; kept_bytes: bytes of tensors that keep their dtype."""
-
-    num_cast: int = 0
-    kept_bytes: int = 0
-
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the weights in a model of this dtype."""
-        return self.num_cast * dtype.itemsize + self.kept_bytes
-
-    def __add__(self, other: "WeightCount") -> "WeightCount":
-        return WeightCount(self.num_cast + other.num_cast, self.kept_bytes + other.kept_bytes)
-
-
-def stored_weights(path: Path, formats: FormatOf, unread: tuple[str, ...] = ()) -> WeightCount:
-    """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
-
-    An unreadable safetensors file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index
-    or pytorch_model.bin.
-    """
-    count, shards = WeightCount(), shards_of(path)
-    if not shards and (path / BIN).exists():
-        count = sum((_count(name, tensor, formats) for name, tensor in _read_bin(path, True).items()), count)
-    for file in shards:
-        try:
-            require_regular(file)
-            with safe_open(file, framework="pt") as tensors:
-                for name in (each for each in tensors.keys() if not each.startswith(unread)):  # noqa: SIM118
-                    # get_tensor maps the file into memory and reads no data.
-                    count += _count(name, tensors.get_tensor(name), formats)
-        except (OSError, SafetensorError):
-            continue
-    return count
-
-
-def _count(name: str, tensor: Tensor, formats: FormatOf) -> WeightCount:
-    keeps = formats(name.rpartition(".")[0]).keeps(name, tensor.dtype)
-    return WeightCount(0, tensor.nbytes) if keeps else WeightCount(tensor.numel(), 0)
-
-
 def shards_of(path: Path) -> list[Path]:
     """The model's safetensors files: those of the index, else model.safetensors, else all of the directory."""
     index = path / INDEX
@@ -397,7 +399,7 @@ def shards_of(path: Path) -> list[Path]:
     return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
 
 
-def _read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
+def read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
     file = path / BIN
     if not file.exists():
         kinds = f"*.safetensors or {BIN}" if allowed else "*.safetensors"

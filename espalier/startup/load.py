@@ -19,7 +19,7 @@ from espalier.models import (
 )
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.loading import mtp_prefixes
-from espalier.models.weights import WeightCount, stored_weights
+from espalier.models.weight_count import WeightCount, stored_weights
 from espalier.speculate.drafters.registry import (
     draft_algorithm,
     drafter_without_files,

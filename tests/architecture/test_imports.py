@@ -30,6 +30,7 @@ FLOORS = (
     ("counterparts",),
     ("errors", "cores", "stats", "logprobs", "turn", "stop_strings"),
     ("limits", "chat", "grammar", "model_files"),
+    ("gguf_file",),
     ("tokenizer_files", "layout"),
     ("config", "request", "text", "text_bound"),
     ("tools",),

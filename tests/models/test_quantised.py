@@ -19,7 +19,8 @@ from espalier.models.weight_formats import gptq, quantised
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.fp8 import Fp8Format
 from espalier.models.weight_formats.gptq import read_gptq
-from espalier.models.weights import Weights, stored_weights
+from espalier.models.weight_count import stored_weights
+from espalier.models.weights import Weights
 from tests.builders import make_target
 from tests.quantised import FP8, INPUT, KINDS, ROUNDS_INPUTS, Stored, quantise
 

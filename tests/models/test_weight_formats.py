@@ -19,7 +19,8 @@ from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config, weight_formats
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense
-from espalier.models.weights import WeightCount, Weights, stored_weights
+from espalier.models.weight_count import WeightCount, stored_weights
+from espalier.models.weights import Weights
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import Loaded, assemble, without_files
 from tests.builders import make_eagle3, make_target

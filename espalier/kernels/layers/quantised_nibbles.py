@@ -166,8 +166,10 @@ def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr):
     """What _e2m1 multiplies the left and the right 16 columns of each 32 by, in both halves of a uint32."""
     if CODE == 2:
         left = _factor(scales, DTYPE)
-        return left, left
-    return _factors_of_e4m3(scales, DTYPE)
+        right = left
+    else:
+        left, right = _factors_of_e4m3(scales, DTYPE)
+    return left, right
 
 
 @kernel
@@ -249,8 +251,10 @@ def _scaled(bits, factor, DTYPE: tl.constexpr):
     if INTERPRETED:
         low = (_low(bits, DTYPE) * _low(factor, DTYPE)).to(tl.uint16, bitcast=True)
         high = (_low(bits >> 16, DTYPE) * _low(factor >> 16, DTYPE)).to(tl.uint16, bitcast=True)
-        return low.to(tl.uint32) | high.to(tl.uint32) << 16
-    return _fma(bits, factor, bits & 0 | 0x80008000, DTYPE)
+        both = low.to(tl.uint32) | high.to(tl.uint32) << 16
+    else:
+        both = _fma(bits, factor, bits & 0 | 0x80008000, DTYPE)
+    return both
 
 
 @kernel

@@ -95,6 +95,23 @@ class LastRows(Weight):
         return rows.contiguous() if bias is None else rows + bias
 
 
+class StackedWeights(Weight):
+    """Weights of several formats, one over the other: they read the same inputs."""
+
+    __slots__ = ("parts_of_rows", "format")
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        shape = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        super().__init__(shape, sum(weight.nbytes for weight in weights))
+        self.parts_of_rows = tuple(weights)
+        self.format = " over ".join(weight.format for weight in weights)
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = [weight.shape[0] for weight in self.parts_of_rows]
+        biases = [None] * len(rows) if bias is None else bias.split(rows)
+        return torch.cat([weight.apply(x, own) for weight, own in zip(self.parts_of_rows, biases, strict=True)], 1)
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One of the tensors that a checkpoint stores for a matrix.
@@ -115,6 +132,8 @@ class WeightFormat(ABC):
     """A way to store matrices.  Matrices of formats that compare equal may be stacked."""
 
     name: ClassVar[str]
+    # Whether an embedding may be in the format too.  It becomes a table in the model's dtype.
+    embeds: ClassVar[bool] = False
 
     @property
     def note(self) -> str | None:

@@ -7,6 +7,7 @@ import torch
 
 from espalier.attention import ModelCache
 from espalier.errors import EspalierError, shown
+from espalier.gguf_file import is_gguf
 from espalier.layout import RoundLayout
 from espalier.model_files import naming_config, read_json
 from espalier.models import (
@@ -186,6 +187,8 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
     layer: they are a draft.
     is_expected: raise EspalierError, as format_of, for what is no target and no known draft.
     """
+    if is_gguf(path):
+        return False
     raw = read_json(path / "config.json")
     is_family = raw.get("speculators_model_type") is None and architecture_of(raw) in FAMILIES
     if is_family and _holds_first_layer(path):
