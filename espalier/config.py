@@ -89,8 +89,13 @@ class EngineConfig:
     max_batch: int | Literal["auto"] = option("requests that run at the same time", low=1)
     max_context: int | Literal["auto"] = option("tokens of one request, prompt and output", low=2)
     chunk_size: int | Literal["auto"] = option("tokens of one prefill pass", low=16)
+    max_pause_ms: float | Literal["auto"] = option(
+        "longest predicted time of a prefill pass that streams wait for, on a GPU; by default 20, or twice the time of "
+        "the smallest pass",
+        above=0,
+    )
     busy_chunk_size: int | Literal["auto"] = option(
-        "tokens of one prefill pass while streams wait for it; by default 640 on a GPU", low=16
+        "tokens of one prefill pass that streams wait for, in place of max_pause_ms", low=16
     )
     prefix_cache: bool | Literal["auto"] = option("share pages between requests with equal prompt prefixes")
     overlap: bool | Literal["auto"] = option("launch a round before the previous one's result is read")

@@ -16,6 +16,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
+    Gemma2Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
@@ -34,6 +35,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mistral": MistralConfig,
+    "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
@@ -61,6 +63,14 @@ ROUTED: dict[str, Any] = {
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "v_head_dim": 10}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    # Caps that bend many logits.
+    "gemma2": {
+        "sliding_window": 7,
+        "query_pre_attn_scalar": 5,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 4.0,
+        "tie_word_embeddings": True,
+    },
     # A scale that is not that of the heads' size.  Every second layer has full attention.
     "gemma3": {
         "sliding_window": 7,

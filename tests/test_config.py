@@ -129,8 +129,8 @@ def test_nothing_is_left_open():
     assert layout.max_context == 2048
     assert (config.algorithm, layout.tree) == ("eagle3", TreeShape(5, 4, 16))
     assert (config.device, config.dtype, config.overlap) == ("cpu", "float32", False)
-    # What is logged, sent and written names the sizes as EngineConfig does.
-    assert {f.name for f in fields(EngineConfig)} - {"speculation"} <= set(values)
+    # What is logged, sent and written names the sizes as EngineConfig does.  max_pause_ms becomes busy_chunk_size.
+    assert {f.name for f in fields(EngineConfig)} - {"speculation", "max_pause_ms"} <= set(values)
     assert {"algorithm", "by_batch", "reentry", "block_rows", *asdict(layout.tree)} <= set(values)
     assert [line.split()[0] for line in config.block().splitlines()] == list(values)
 

@@ -260,8 +260,10 @@ Also {codes(COMBINING)}. No other keyword may stand beside one of them, except `
 - `multipleOf` is for integers: with two bounds, or with none and at most {MAX_MULTIPLE}.
 - `minProperties` above 1 needs named properties.
 - Formats of strings: {codes(sorted(STRING_FORMATS))}. They are
-  exact. A time has a zone and no second 60. Host names have at most four labels of at most 23 characters. A `uri` with
-  `maxLength` has `//`, and a path and a query of bounded length.
+  exact. A time has a zone and no second 60. `email` and `hostname` bound no
+  length, because bounded parts take a second to compile. Beside `maxLength`, labels have at most 23 characters, host
+  names four labels, mail addresses two parts of 24 characters before `@`, two labels and a last one of 2 to 10 letters;
+  a `uri` has `//`, and a path and a query of bounded length.
 - Formats of integers: {codes(INTEGERS)}, as bounds.
 - Formats without effect: {annotating()}.
 - Without effect: {codes(sorted(ANNOTATIONS))}, and `uniqueItems` false.

@@ -148,7 +148,14 @@ class Attention:
         spec = self.specs[layer]
         staged = Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits)
         over_staged = staged_attention(
-            q, staged, self.nodes.positions, spec.softmax_scale, spec.window, self._no_prefix, self.scales(layer)
+            q,
+            staged,
+            self.nodes.positions,
+            spec.softmax_scale,
+            spec.window,
+            self._no_prefix,
+            self.scales(layer),
+            spec.softcap,
         )
         return merge(self.over_prefix(q, layer), over_staged, sink)
 

@@ -68,6 +68,7 @@ SUPPORT = library_support(
     limits={
         "dtype": "flash_attn_with_kvcache computes in two-byte types",
         "head_size": "flash_attn_with_kvcache needs a multiple of 8, at most 256",
+        "softcap": "the soft-cap of flash_attn_with_kvcache is not used",
         "latent": "qv needs a rotated part of at most 64 and a latent of 256 to 512 values",
         "capability": "the kernels are built for sm_90a",
     },

@@ -208,6 +208,7 @@ class FlashInferBackend:
         limits={
             "dtype": "its kernels compute in two-byte types",
             "head_size": "BatchPrefillWithPagedKVCacheWrapper has kernels for these, of K and V alike",
+            "softcap": "the logits_soft_cap of BatchPrefillWithPagedKVCacheWrapper is not used",
             "latent": "BatchMLAPagedAttentionWrapper is made for 512 values and 64 rotated ones",
             "lengths": "BatchMLAPagedAttentionWrapper.plan divides rows on the host, by exact lengths",
             "capability": "the library builds its kernels for these",

@@ -111,14 +111,18 @@ class Pass:
         self._plans: dict[tuple[int, int], Attention] = {}
 
     def write(self, layer: int, *values: Any) -> Tensor:
-        """Write what a layer keeps of the new rows to staging.
+        """Write what a layer keeps of the new rows to staging; a layer that shares rows writes nothing.
 
         layer: its place among those that run; values: as the layer's `keeps.write` takes them.
         Returns the queries of the rows that the layer computes: [B, Q, heads, k_size], or [B, 1, ...] of those needed.
         """
         index, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
-        q = self.cache.specs[index].keeps.write(self.rows, staging.layers[index], pages.scales.get(index), *values)
-        if self.by_layer and self.page_rows is not None:
+        spec, planes = self.cache.specs[index], staging.layers[index]
+        shares = spec.shares is not None
+        # A layer that shares rows writes no heads.
+        planes = tuple(plane[:, :0] for plane in planes) if shares else planes
+        q = spec.keeps.write(self.rows, planes, pages.scales.get(index), *values)
+        if self.by_layer and self.page_rows is not None and not shares:
             pages.commit_layer(staging, index, self.rows, self.page_rows)
         kept = self.kept(layer)
         return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]

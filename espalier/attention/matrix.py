@@ -37,6 +37,7 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
     "window on a tree": lambda s: s.window_on_tree,
     "sinks": lambda s: s.sinks,
     "K and V in FP8": lambda s: s.fp8,
+    "soft-cap of logits": lambda s: s.softcap,
     "draft's left bound": lambda s: s.left_bound,
     "overlap": _overlap,
     "CUDA graph": lambda s: By.ITSELF if "cuda" in s.devices else By.NOTHING,

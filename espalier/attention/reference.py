@@ -20,7 +20,7 @@ class ReferenceAttention(Attention):
         mask = exists[:, None, :].expand(-1, q.shape[1], -1)
         if spec.window is not None:
             mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < spec.window)
-        return masked_attention(q, k, v, mask, spec.softmax_scale, self.scales(layer))
+        return masked_attention(q, k, v, mask, spec.softmax_scale, self.scales(layer), spec.softcap)
 
 
 class ReferenceBackend:
@@ -32,6 +32,7 @@ class ReferenceBackend:
         window_on_chain=By.ITSELF,
         window_on_tree=By.ITSELF,
         fp8=By.ITSELF,
+        softcap=By.ITSELF,
         different_v_size=True,
         ran_on=("CPU", "H100", "H200"),
     )

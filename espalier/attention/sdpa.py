@@ -15,6 +15,7 @@ from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
+from espalier.kernels.ops.attention import soft_capped
 from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 
 
@@ -86,13 +87,11 @@ class SdpaAttention(Attention):
             column = sink.to(q.dtype).repeat_interleave(queries).view(1, kv_heads, -1, 1)
             bias = torch.cat((bias.expand(-1, kv_heads, -1, -1), column.expand(len(bias), -1, -1, -1)), 3)
         packed = q.view(batch, queries, kv_heads, groups, size).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        out = scaled_dot_product_attention(
-            packed,
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=bias,
-            scale=spec.softmax_scale,
-        )
+        if spec.softcap is None:
+            rows = k.transpose(1, 2), v.transpose(1, 2)
+            out = scaled_dot_product_attention(packed, *rows, attn_mask=bias, scale=spec.softmax_scale)
+        else:
+            out = _capped_attention(packed, k, v, bias, spec.softmax_scale, spec.softcap)
         out = out.view(batch, kv_heads, groups, queries, out.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return out if scales is None else times_v_scale(out, scales)
 
@@ -110,6 +109,16 @@ class SdpaAttention(Attention):
         return self.bias[key]
 
 
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
+    """As SDPA of q [B, kv_heads, N, size] over k, v [B, R, kv_heads, size], with logits that end at ±softcap.
+
+    PyTorch's function has no such bound.
+    """
+    exact = torch.promote_types(q.dtype, torch.float32)
+    logits = soft_capped(q.to(exact) @ k.to(exact).permute(0, 2, 3, 1) * scale, softcap)
+    return ((logits + bias).softmax(-1) @ v.to(exact).transpose(1, 2)).to(q.dtype)
+
+
 class SdpaBackend:
     support = Support(
         name="sdpa",
@@ -120,6 +129,7 @@ class SdpaBackend:
         window_on_tree=By.ITSELF,
         sinks=By.ITSELF,
         fp8=By.ITSELF,
+        softcap=By.ITSELF,
         different_v_size=True,
         ran_on=("CPU",),
     )

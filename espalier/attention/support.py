@@ -11,6 +11,7 @@ from espalier.cache.layer_spec import Keeps, KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError, install_command
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.layers.quantised_plans import FP8_CAPABILITY
+from espalier.kernels.ops.attention import MAX_LATENT_HEAD_SIZE
 from espalier.layout import MAX_PAGE_SIZE
 
 
@@ -43,7 +44,7 @@ class Support:
     latent_page_sizes: page sizes for layers that keep a latent row, None for page_sizes; largest_latent: the largest
     latent row, None if latent rows are limited by head_sizes too; latents: if any, the only supported latent rows.
     window_on_chain, window_on_tree: sliding windows in passes over chains and over trees; left_bound: prefixes whose
-    rows below `first` do not exist; sinks: see Attention.attend; fp8: rows in FP8 (kv_dtype).
+    rows below `first` do not exist; sinks: see Attention.attend; fp8: rows in FP8 (kv_dtype); softcap: of logits.
     needs_exact_lengths: kinds of layers for which `prepare` must announce exact lengths; prefill_graph: whether prefill
     passes are captured, as rounds are; majors: of the compute capabilities it runs on, None for any; ran_on: hardware
     that its tests have passed on; limits: by the name of a property, why the library has its limit.
@@ -59,6 +60,7 @@ class Support:
     left_bound: By = By.ITSELF
     sinks: By = By.OUR_KERNELS
     fp8: By = By.NOTHING
+    softcap: By = By.NOTHING
     page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
     latent_page_sizes: Sequence[int] | None = None
     head_sizes: Sequence[int] | None = None
@@ -154,8 +156,11 @@ class Support:
         where = "" if len(lacking) == 2 else f" on a {lacking[0]}" if lacking else ""
         yield bool(spec.window and lacking), f"a sliding window{where}", "layers without a window", "window"
         is_latent = isinstance(keeps, LatentKV)
-        wide = is_latent and self.head_sizes is not None and keeps.k_size > max(self.head_sizes)
+        wide = is_latent and self.head_sizes is not None and keeps.k_size > MAX_LATENT_HEAD_SIZE
         yield bool(wide and spec.window), "a sliding window over wide latent rows", "such layers without a window", ""
+        capped = spec.softcap is not None
+        yield capped and self.softcap is By.NOTHING, "a soft-cap of attention logits", "layers without one", "softcap"
+        yield bool(wide and capped), "a soft-cap over wide latent rows", "such layers without one", ""
         differ = isinstance(keeps, KVHeads) and keeps.k_size != keeps.v_size
         yield differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes", "head_size"
         wrong = self._unsupported_sizes(keeps)

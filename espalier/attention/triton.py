@@ -18,6 +18,7 @@ from espalier.kernels.attention.choose import uses_contiguous_blocks
 from espalier.kernels.ops.attention import (
     DTYPES,
     MAX_HEAD_SIZE,
+    MAX_LATENT_HEAD_SIZE,
     MAX_ROW_SIZE,
     MAX_V_SIZE,
     Committed,
@@ -36,7 +37,7 @@ class TritonAttention(Attention):
         super().__init__(pages, specs, prefix, nodes)
         self.queries = nodes.positions.shape[1]
         self.partials: dict[tuple[KVSplitPolicy, int, int], PartialResults] = {}
-        self.splits_of: dict[LayerSpec, KVSplits] = {}
+        self.splits_of: dict[tuple[KVSplitPolicy, int | None], KVSplits] = {}
         self.contiguous_of: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
@@ -52,6 +53,7 @@ class TritonAttention(Attention):
         committed = Committed(k, v, prefix.page_table, prefix.length, page_size, prefix.first, scales)
         splits = self.splits(spec)
         inputs = Inputs(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, spec.window, sink)
+        inputs = inputs._replace(softcap=spec.softcap)
         if _is_wide_latent(spec):
             if sink is not None:
                 raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
@@ -66,17 +68,20 @@ class TritonAttention(Attention):
 
         Splits without a window are kept in the prefix, for all passes over it with the same policy.
         """
-        if spec not in self.splits_of:
-            self.splits_of[spec] = self._splits(spec)
-        return self.splits_of[spec]
+        key = self._policy(spec), spec.window
+        if key not in self.splits_of:
+            self.splits_of[key] = self._splits(*key)
+        return self.splits_of[key]
 
-    def _splits(self, spec: LayerSpec) -> KVSplits:
-        (batch, queries), layout, window = self.nodes.positions.shape, self.pages.layout, spec.window
+    def _policy(self, spec: LayerSpec) -> KVSplitPolicy:
+        (batch, queries), layout = self.nodes.positions.shape, self.pages.layout
         kv_heads = spec.keeps.kv_heads
         max_rows = layout.tokens_in(layout.table_width)
-        policy = KVSplitPolicy.of(
+        return KVSplitPolicy.of(
             batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.keeps.v_size, _is_wide_latent(spec)
         )
+
+    def _splits(self, policy: KVSplitPolicy, window: int | None) -> KVSplits:
         if window is None:
             return self.prefix.shared(policy, partial(kv_splits.triton, self.prefix.length, self.prefix.first, policy))
         return kv_splits.triton(self.prefix.length, self.prefix.first, policy, self.nodes.positions, window)
@@ -103,7 +108,7 @@ class TritonAttention(Attention):
 
 def _is_wide_latent(spec: LayerSpec) -> bool:
     """Whether a layer keeps latent rows that are too wide for tree_attention."""
-    return isinstance(spec.keeps, LatentKV) and spec.keeps.size > MAX_HEAD_SIZE
+    return isinstance(spec.keeps, LatentKV) and spec.keeps.size > MAX_LATENT_HEAD_SIZE
 
 
 class TritonBackend:
@@ -116,6 +121,7 @@ class TritonBackend:
         window_on_tree=By.ITSELF,
         sinks=By.ITSELF,
         fp8=By.ITSELF,
+        softcap=By.ITSELF,
         different_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
         largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),

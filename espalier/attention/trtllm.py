@@ -110,6 +110,7 @@ class TrtllmBackend:
             "dtype": "trtllm_batch_context_with_kv_cache has these types, and FP8",
             "page_size": "kernels exist for these pages; those for latent rows have a block_size of 32 or 64",
             "head_size": "kernels exist for these heads",
+            "softcap": "trtllm_batch_context_with_kv_cache has none",
             "latent": "the library's MLA shapes are these",
             "capability": "kernels exist for sm_100 and sm_103",
         },

@@ -35,10 +35,10 @@ def stacks(
 ) -> list[LayerStack]:
     """One zeroed stack for each group of `layers` that keeps rows.  A commit is then one launch for each group.
 
-    dtype: the model's.
+    Layers that share rows have none.  dtype: the model's.
     """
     result = []
-    for keeps, members in groups_of(specs, layers).items():
+    for keeps, members in groups_of(specs, [layer for layer in layers if specs[layer].shares is None]).items():
         shapes = [(len(members), rows, *shape) for shape in keeps.planes.values()]
         if shapes:
             stacked = tuple(torch.zeros(shape, dtype=keeps.dtype or dtype, device=device) for shape in shapes)
@@ -46,9 +46,10 @@ def stacks(
     return result
 
 
-def by_layer(stacks: list[LayerStack]) -> dict[int, tuple[Tensor, ...]]:
-    """The planes [rows, heads, size] of each layer, as views."""
-    return {layer: tuple(each[i] for each in s.stacked) for s in stacks for i, layer in enumerate(s.layers)}
+def by_layer(stacks: list[LayerStack], specs: Sequence[LayerSpec]) -> dict[int, tuple[Tensor, ...]]:
+    """The planes [rows, heads, size] of each layer, as views; of one that shares rows, those of the other layer."""
+    own = {layer: tuple(each[i] for each in s.stacked) for s in stacks for i, layer in enumerate(s.layers)}
+    return own | {layer: own[spec.shares] for layer, spec in enumerate(specs) if spec.shares in own}
 
 
 class StagedKV:
@@ -59,7 +60,7 @@ class StagedKV:
 
     def __init__(self, specs: Sequence[LayerSpec], layers: range, rows: int, dtype: torch.dtype, device: torch.device):
         self.stacks = stacks(specs, layers, rows, dtype, device)
-        self.layers = by_layer(self.stacks)
+        self.layers = by_layer(self.stacks, specs)
         self.rows = rows
         self.row_indices = torch.arange(rows, device=device)
         # By layer, the last sizes and views of `rows_of`, and no others: prompts have many lengths.  On a CPU, making
@@ -123,12 +124,13 @@ class PagedKV:
         rows = layout.tokens_in(num_pages)
         self.target = stacks(specs, range(num_target_layers), rows, dtype, device)
         self.draft = stacks(specs, range(num_target_layers, len(specs)), rows, dtype, device)
-        self.layers = by_layer(self.target) | by_layer(self.draft)
-        self.scales = {
+        self.layers = by_layer([*self.target, *self.draft], specs)
+        own = {
             layer: (scales or {}).get(layer) or KVScales.ones(spec.keeps.kv_heads, dtype, device)
             for layer, spec in enumerate(specs)
-            if spec.keeps.dtype == FP8
+            if spec.keeps.dtype == FP8 and spec.shares is None
         }
+        self.scales = own | {layer: own[spec.shares] for layer, spec in enumerate(specs) if spec.shares in own}
 
     def rows(self, page_table: Tensor, positions: Tensor, keep: Tensor | None = None) -> Tensor:
         """[B, P]: the page rows of `positions` [B, P] in a page table [B, T]; row 0 where `keep` is False."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from espalier.errors import EspalierError
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents
 from espalier.kernels.state.kv_scales import KVScales
 
@@ -55,11 +56,11 @@ class KVHeads:
     ) -> Tensor:
         """Norm and rotate new heads, and write K and V to `rows` [N] of the planes.  Returns q [N, heads, k_size].
 
-        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or partial sums of it, as rotate_and_store takes
-        them; it may be overwritten.  scales: of FP8 planes.
+        qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or other forms of it that rotate_and_store takes; it
+        may be overwritten.  scales: of FP8 planes.
         """
         k, v = planes
-        return rotate_and_store(qkv, rotation, norms, rows, k, v, scales)[0]
+        return rotate_and_store(qkv, rotation, norms, rows, k, v, scales)
 
 
 @dataclass(frozen=True)
@@ -126,12 +127,20 @@ class LayerSpec:
     heads: query heads; keeps: the data that the layer keeps between passes.
     window: a query at position p attends to positions > p - window; None: to all positions.
     scale: factor of q·k; None means k_size ** -0.5.
+    softcap: a logit s of attention, scale included, becomes softcap · tanh(s / softcap); None: it stays.
+    shares: the earlier layer whose rows this layer reads; it writes none of its own.  Both have the same `keeps`.
     """
 
     heads: int
     keeps: Keeps
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
+    shares: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.shares is not None and not isinstance(self.keeps, KVHeads):
+            raise EspalierError(f"a layer that keeps {self.keeps.kind} cannot read the rows of layer {self.shares}")
 
     @property
     def softmax_scale(self) -> float:
@@ -140,7 +149,7 @@ class LayerSpec:
     @property
     def values_per_token(self) -> int:
         """Number of values that one token takes in pages."""
-        return self.keeps.values_per_token
+        return self.keeps.values_per_token if self.shares is None else 0
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token takes in pages.  dtype: the model's."""

@@ -1,7 +1,7 @@
 """The formats of JSON strings, each as the regular expression of what may come.
 
 They are exact: dates of the calendar, addresses without leading zeros.  Some allow less than their standard, so that
-every reader takes what comes: no leap second, host names and mail addresses of bounded length.
+every reader takes what comes: no leap second, no quoted mail address.  Lengths are those of the schema alone.
 """
 
 from collections.abc import Mapping
@@ -52,11 +52,11 @@ def _base64(signs: str) -> str:
     return f"(?:{char}{{4}})*(?:{char}[AQgw]==|{char}{{2}}[AEIMQUYcgkosw048]=)?"
 
 
-# A label of at most 23 characters.  Each character more is a state more, and so time to compile.
-_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,11}"
-_HOST = rf"{_LABEL}(?:\.{_LABEL}){{0,3}}"
-_MAIL_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]{1,24}"
-_MAIL = rf"{_MAIL_ATOM}(?:\.{_MAIL_ATOM})?@(?:{_LABEL}\.){{1,2}}[A-Za-z]{{2,10}}"
+# Parts without a bound: each character of a bounded part is a state more, and takes some 10 ms to compile.
+_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9])*"
+_HOST = rf"{_LABEL}(?:\.{_LABEL})*"
+_MAIL_CHAR = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~\-]"
+_MAIL = rf"{_MAIL_CHAR}(?:\.?{_MAIL_CHAR})*@(?:{_LABEL}\.)+[A-Za-z]{{2,}}"
 
 _HEX = "%[0-9A-Fa-f]{2}"
 _UNRESERVED = r"A-Za-z0-9._~\-"
@@ -75,11 +75,19 @@ _URI_REFERENCE = rf"(?:{_URI}|(?:{_ROOTED}|{_NO_COLON}+{_PATH})?{_ENDING})"
 _VARIABLE = rf"(?:[A-Za-z0-9_]|{_HEX})(?:\.?(?:[A-Za-z0-9_]|{_HEX}))*(?::[1-9][0-9]{{0,3}}|\*)?"
 _TEMPLATE_CHAR = f"(?:[{_UNRESERVED}{_DELIMITERS}:@/?#\\[\\]]|{_HEX})"
 _URI_TEMPLATE = rf"(?:{_TEMPLATE_CHAR}|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
-# For a URI that has a maxLength: parts of bounded length.
 _SHORT_URI = (
     rf"[A-Za-z][A-Za-z0-9+.\-]{{0,9}}://[{_UNRESERVED}]{{1,40}}(?::[0-9]{{1,5}})?"
     rf"(?:/(?:{_SEGMENT_CHAR}|/){{0,80}})?(?:\?(?:{_SEGMENT_CHAR}|[/?]){{0,40}})?"
 )
+_SHORT_LABEL = "[A-Za-z0-9](?:-?[A-Za-z0-9]){0,11}"
+_SHORT_ATOM = f"{_MAIL_CHAR}{{1,24}}"
+# What comes beside a maxLength: parts of bounded length.
+_SHORT: Mapping[str, str] = {
+    "uri": _SHORT_URI,
+    "uri-reference": _SHORT_URI,
+    "hostname": rf"{_SHORT_LABEL}(?:\.{_SHORT_LABEL}){{0,3}}",
+    "email": rf"{_SHORT_ATOM}(?:\.{_SHORT_ATOM})?@(?:{_SHORT_LABEL}\.){{1,2}}[A-Za-z]{{2,10}}",
+}
 _POINTER = "(?:/(?:[^/~]|~[01])*)*"
 
 FORMATS: Mapping[str, str] = {
@@ -121,4 +129,4 @@ INTEGERS: Mapping[str, tuple[int, int]] = {
 @lru_cache
 def node_of_format(name: str, is_short: bool = False) -> Node:
     """The texts of a format in FORMATS.  is_short: those that are likely to keep to a maxLength."""
-    return format_node(_SHORT_URI if is_short and name in ("uri", "uri-reference") else FORMATS[name])
+    return format_node(_SHORT.get(name, FORMATS[name]) if is_short else FORMATS[name])

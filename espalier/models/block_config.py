@@ -14,7 +14,7 @@ row of a block sees the W context rows before the root (not W rows before itself
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -79,7 +79,7 @@ def block_spec(
 
 def _from_root(spec: LayerSpec) -> LayerSpec:
     """The spec whose window, seen from the root's position, holds the W rows before the root, and the root."""
-    return spec if spec.window is None else LayerSpec(spec.heads, spec.keeps, spec.window + 1, spec.scale)
+    return spec if spec.window is None else replace(spec, window=spec.window + 1)
 
 
 def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:

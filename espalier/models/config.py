@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from espalier.cache.layer_spec import LayerSpec
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import Routing
+from espalier.model_files import MAX_NUMBER
 from espalier.models.config_values import count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
@@ -170,7 +171,7 @@ class ModelConfig:
 
     max_position: the longest context that the checkpoint was trained for (the limit of a dynamic rope, see RopeConfig).
     ropes: of each layer; rope: of the first.
-    logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.
+    logit_cap: logits are bounded to ±logit_cap by a tanh; None: they are not.  softcap: those of attention.
     eos_token_ids: all ids that config.json and generation_config.json name, or those of an override.
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
@@ -204,6 +205,7 @@ class ModelConfig:
     experts: Experts | None
     embedding_scale: float
     softmax_scale: float | None
+    softcap: float | None
     logit_cap: float | None
     activation: Activation
     eos_token_ids: tuple[int, ...]
@@ -313,7 +315,8 @@ def parse(
         experts=_read_experts(full, family, path),
         embedding_scale=_declared(family.embedding_scale, full, path),
         softmax_scale=_declared(family.softmax_scale, full, path),
-        logit_cap=full.get("final_logit_softcapping") or None,
+        softcap=_cap(full, "attn_logit_softcapping", path),
+        logit_cap=_cap(full, "final_logit_softcapping", path),
         activation=_read_activation(full, family.activation_field, path),
         # An override replaces what generation_config.json says, too.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
@@ -337,6 +340,14 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+
+
+def _cap(full: Raw, field: str, path: Path) -> float | None:
+    """The bound that a field sets; None and 0 set none.  Raises EspalierError for what is no bound."""
+    cap = full.get(field)
+    if cap is not None and not (isinstance(cap, int | float) and not isinstance(cap, bool) and 0 <= cap <= MAX_NUMBER):
+        raise EspalierError(f"{path}: {field} = {shown(cap)}; a positive number or null is needed; correct it")
+    return float(cap) if cap else None
 
 
 def _read_activation(full: Raw, field: str, path: Path) -> Activation:

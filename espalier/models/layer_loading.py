@@ -22,7 +22,8 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     size, latent = config.head_size, config.latent
     if latent is None:
         keeps = KVHeads(config.kv_heads, size, size)
-        return tuple(LayerSpec(config.heads, keeps, window, config.softmax_scale) for window in config.windows)
+        scale, cap = config.softmax_scale, config.softcap
+        return tuple(LayerSpec(config.heads, keeps, window, scale, cap) for window in config.windows)
     scale = config.rope.latent_mscale**2 * size**-0.5
     row = LatentKV(latent.row_size, latent.kv_rank)
     return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)

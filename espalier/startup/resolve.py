@@ -21,6 +21,7 @@ from espalier.models.draft import DraftSpec
 from espalier.models.weight_count import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
+from espalier.startup.pause import busy_chunk_size
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import Machine, choose_trees
@@ -206,7 +207,7 @@ def resolve(
         reentry=spec.reentry,
         block_rows=spec.block_rows,
         chunk_size=chunk_size,
-        busy_chunk_size=_value_or(config.busy_chunk_size, min(chunk_size, defaults.busy_chunk_size)),
+        busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
         trees=tuple(trees.items()),
     )
     if device.type == "cuda":

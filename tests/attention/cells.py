@@ -26,6 +26,8 @@ SPECS = (
     LayerSpec(4, KVHeads(2, 64, 64), window=20),
     LayerSpec(4, KVHeads(2, 84, 84)),
     LayerSpec(4, KVHeads(2, 64, 32)),
+    LayerSpec(4, KVHeads(2, 64, 64), softcap=8.0),
+    LayerSpec(4, KVHeads(1, 512, 512)),
     LATENT,
 )
 

@@ -21,6 +21,7 @@ GEOMETRY = (
     LayerSpec(4, KVHeads(4, 6, 3)),
     LayerSpec(3, KVHeads(1, 5, 7), window=4, scale=0.2),
     LayerSpec(4, LatentKV(6, 4)),
+    LayerSpec(4, KVHeads(2, 6, 6), window=9, scale=1.5, softcap=2.0, shares=0),
 )
 SINK = torch.tensor([1.5, -0.5, 3.0, -torch.inf], dtype=torch.float64)
 ON_CPU = [name for name, made in BACKENDS.items() if "cpu" in made.support.devices]
@@ -73,6 +74,8 @@ def in_loops(pages: PagedKV, layer: int, prefix: Prefix, nodes: Nodes, q, k, v, 
                     for held, new in zip(g.keeps.read(pages.layers[layer]), (k, v), strict=True)
                 )
                 scores = keys @ q[b, i, h] * g.softmax_scale
+                if g.softcap is not None:
+                    scores = g.softcap * torch.tanh(scores / g.softcap)
                 if sink is not None:
                     scores = torch.cat((scores, sink[h : h + 1]))
                 out[b, i, h] = torch.softmax(scores, 0)[: len(values)] @ values
@@ -203,8 +206,8 @@ def test_support_refuses_by_name(device, dtype, page_size, layer_specs, value):
 
 
 def test_heads_too_large_for_a_backend_are_refused():
-    wide = [LayerSpec(2, KVHeads(2, 64, 512))]
-    with pytest.raises(EspalierError, match="does not support heads of size 512; it supports sizes up to 256"):
+    wide = [LayerSpec(2, KVHeads(2, 64, 640))]
+    with pytest.raises(EspalierError, match="does not support heads of size 640; it supports sizes up to 512"):
         backend("triton").support.require("cuda", torch.bfloat16, 16, wide)
     for latent, size in ((LatentKV(640, 512), 640), (LatentKV(576, 544), 544)):
         with pytest.raises(EspalierError, match=f"heads of size {size}; .* latent rows up to 576, 512 of them V"):

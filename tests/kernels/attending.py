@@ -21,7 +21,8 @@ LSE_TOLERANCE = 2e-5
 @dataclass(frozen=True)
 class Case:
     """lengths: committed rows of each request; rows: staged rows, None for a chain of the queries; in_order: how many
-    pages of each request, from its first, are contiguous in the pool; fp8: committed and staged rows are FP8."""
+    pages of each request, from its first, are contiguous in the pool; fp8: committed and staged rows are FP8; scale: of
+    scores, None for k_size ** -0.5."""
 
     lengths: tuple[int, ...]
     queries: int = 1
@@ -39,6 +40,8 @@ class Case:
     seed: int = 0
     in_order: int = 0
     fp8: bool = False
+    softcap: float | None = None
+    scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class Inputs:
     window: int | None
     first: int
     sink: Tensor | None
+    softcap: float | None
 
     def splits(self, max_splits: int) -> KVSplits:
         return kv_splits.triton(
@@ -59,7 +63,7 @@ class Inputs:
 
     def of_kernel(self, max_splits: int, staged: Staged | None) -> KernelInputs:
         parts = (self.q, self.committed, staged, self.positions, self.splits(max_splits))
-        return KernelInputs(*parts, self.scale, self.window, self.sink)
+        return KernelInputs(*parts, self.scale, self.window, self.sink, self.softcap)
 
     def only(self, requests: list[int]) -> "Inputs":
         """The given requests, in the given order, over the same pages."""
@@ -123,10 +127,11 @@ def draw(case: Case, device: torch.device) -> Inputs:
             staged_k, staged_v, row_positions.to(device), None if ancestor_bits is None else ancestor_bits.to(device)
         ),
         positions.to(device),
-        case.k_size**-0.5,
+        case.k_size**-0.5 if case.scale is None else case.scale,
         case.window,
         case.first,
         torch.randn(case.heads, generator=generator).to(device) if case.sink else None,
+        case.softcap,
     )
 
 

@@ -64,11 +64,12 @@ def compiled(
     group_size: int = 4,
     sink: bool = False,
     fp8: bool = False,
+    softcap: float = 0.0,
 ) -> dict:
     config = choose_config(CHIP, queries * group_size, queries, size, size, torch.bfloat16)
     longest_first = nodes == 1 and queries * group_size >= 8 * config.block_m
     constants = problem_constants(nodes, page_size, window, group_size, longest_first, sink)
-    constants |= _constants(config, size, size, torch.bfloat16)
+    constants |= {"SOFTCAP": softcap} | _constants(config, size, size, torch.bfloat16)
     constants |= {} if fp8 else dict.fromkeys(("k_scale_ptr", "v_scale_ptr"))
     options = {"num_warps": constants.pop("num_warps")}
     kinds = {name: kind for name, kind in FP8_ROWS.items() if fp8 and name in BFLOAT16}
@@ -416,6 +417,7 @@ ONE, TWO = HopperConfig(1, 3, 2), HopperConfig(2, 6, 1)
 # and always contiguous.
 # GPT-OSS: 64 heads of 64 over 8 KV heads, a sink, and a window in every second layer.
 PLAIN = [(1, 1, 16, 0), (2048, 1, 256, 0), (8, 2, 16, 128, 64, 8, True)]
+PLAIN += [(8, 2, 16, 1024, 256, 2, False, False, 50.0)]
 HOPPER = [(TWO, 1, 16), (TWO, 2, 64), (ONE, 2, 16, 128, 64, 8, True)]
 # FP8 rows.
 PLAIN += [(64, 2, 1, 0, 128, 4, False, True)]
@@ -428,7 +430,7 @@ HOPPER_LATENT = [((4,), (128, 2, 64)), ((4,), (16, 1, 1)), ((2, 4), (128, 2, 64)
 HOPPER_LATENT_FEW = [(16, 2, 64), (12, 1, 1)]
 # Other products of the same values, for the marker `full`.
 MORE_PLAIN = [(8, 2, 16, 0), (8, 2, 256, 0), (2048, 1, 16, 0), (8, 2, 16, 0, 64, 8, True)]
-MORE_PLAIN += [(64, 2, 1, 0), (8, 2, 16, 4096), (64, 2, 16, 0, 128, 4, False, True)]
+MORE_PLAIN += [(8, 2, 16, 0, 512, 8), (1, 1, 1, 0, 512, 8), (64, 2, 1, 0), (8, 2, 16, 4096), (64, 2, 16, 0, 128, 4, False, True)]
 MORE_HOPPER = [(ONE, 2, 48), (TWO, 2, 256), (TWO, 2, 1), (ONE, 2, 16, 0, 64, 8, True), (TWO, 2, 16, 4096)]
 MORE_HOPPER += [(HopperConfig(1, 6, 1), 0, 64, 0, 64), (ONE_FP8, 2, 64, 128, 64, 8, True), (TWO_FP8, 2, 16)]
 MORE_LATENT = [(128, 64, 2, 256), (16, 1, 1, 64), (16, 16, 2, 16), (128, 1, 2, 64), (128, 512, 1, 64)]

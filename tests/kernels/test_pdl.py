@@ -60,7 +60,7 @@ class Chain:
         for out, down in ((SPLIT, SLOW), (SLOW, SPLIT)):
             # The first layer continues with the stored K and V rows, the second one with the rotated q.
             qkv = linear_parts.triton(normed, self.weight["qkv"], None, out).unflatten(-1, (-1, SIZE))
-            q, _, _ = rotate_and_store.triton(qkv, self.rotation, None, self.rows, *self.kv)
+            q = rotate_and_store.triton(qkv, self.rotation, None, self.rows, *self.kv)
             heads = self.kv.transpose(0, 1).flatten(1).repeat(1, 2) if out is SPLIT else q.flatten(1)
             attended = linear_parts.triton(heads, self.weight["out"], None, out)
             x, normed = add_rms_norm.triton(attended, x, self.norm, 1e-5)
@@ -110,7 +110,7 @@ class Attended:
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         qkv = linear_parts.triton(self.x, self.weight[layer], None, SLOW).unflatten(-1, (-1, SIZE))
-        return rotate_and_store.triton(qkv, self.rotation, None, rows, k, v)[0]
+        return rotate_and_store.triton(qkv, self.rotation, None, rows, k, v)
 
 
 class AttendedOnSmallPages(Attended):

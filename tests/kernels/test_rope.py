@@ -12,10 +12,11 @@ from tests.oracles.fp8_cache import nearest
 from tests.pairwise import pairwise_params, product_params
 
 # rows, heads, kv_heads, size
-SMALL = [(0, 4, 2, 8), (1, 1, 1, 2), (3, 4, 2, 8), (5, 6, 2, 10), (2, 3, 3, 64)]
+SMALL = [(0, 4, 2, 8), (1, 1, 1, 2), (3, 4, 2, 8), (5, 6, 2, 10), (2, 3, 3, 64), (3, 4, 0, 8)]
 LARGE = [(1, 32, 8, 128), (64, 32, 8, 128), (2048, 32, 8, 128), (300, 40, 8, 128), (33, 16, 1, 256), (9, 28, 4, 96)]
-# Whether heads are normed, and which share of them is rotated: 2 is a half.
-WAYS = [False, True], [1, 2]
+# How heads are normed: not at all, Q and K, V too, or V made from K; and which share of them is rotated: 2 is a half.
+NORMED = [None, (False, False), (True, False), (True, True)]
+WAYS = NORMED, [1, 2]
 each_way = pytest.mark.parametrize("make", [rotate_and_store.triton, rotate_and_store.reference])
 shapes = pytest.mark.parametrize(
     "shape", [*SMALL, *(pytest.param(shape, marks=pytest.mark.gpu) for shape in LARGE)], ids=str
@@ -28,20 +29,34 @@ def random_normal(*shape: int, seed: int) -> torch.Tensor:
 
 
 def random_turn(
-    rows: int, size: int, normed: bool, dtype: torch.dtype, device: torch.device, rotary: int | None = None
+    rows: int,
+    size: int,
+    normed: tuple[bool, bool] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    rotary: int | None = None,
 ) -> tuple[Rotation, HeadNorms | None]:
     exact = torch.promote_types(dtype, torch.float32)
     angle = 50 * random_normal(rows, (rotary or size) // 2, seed=1)
     cos, sin = angle.cos(), angle.sin()
     cos, sin = (torch.cat(pair, 1).to(exact).to(device) for pair in ((cos, cos), (-sin, sin)))
     norms = ((1 + 0.2 * random_normal(size, seed=seed)).to(dtype).to(device) for seed in (2, 3))
-    return Rotation(cos, sin), HeadNorms(*norms, 1e-6) if normed else None
+    return Rotation(cos, sin), None if normed is None else HeadNorms(*norms, 1e-6, *normed)
+
+
+def num_heads(heads: int, kv_heads: int, normed: tuple[bool, bool] | None) -> int:
+    """Of a qkv."""
+    return heads + kv_heads * (1 if normed and normed[1] else 2)
 
 
 def in_float64(qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, kv_heads: int) -> list[torch.Tensor]:
     """q, k, v in float64.  The norms' results are rounded to the dtype, as separate norm layers would round them."""
-    heads = qkv.shape[1] - 2 * kv_heads
-    heads_of = list(qkv.double().split((heads, kv_heads, kv_heads), 1))
+    v_is_k = norms is not None and norms.v_is_k
+    heads = qkv.shape[1] - (1 if v_is_k else 2) * kv_heads
+    x = qkv.double()
+    heads_of = [x[:, :heads], x[:, heads : heads + kv_heads], x[:, x.shape[1] - kv_heads :]]
+    if norms is not None and norms.norms_v:
+        heads_of[2] = heads_of[2] / (heads_of[2].pow(2).mean(-1, keepdim=True) + norms.eps).sqrt()
     rotary = rotation.cos.shape[1]
     for i in range(2):
         x = heads_of[i]
@@ -61,7 +76,7 @@ def in_float64(qkv: torch.Tensor, rotation: Rotation, norms: HeadNorms | None, k
 @each_way
 def test_heads_are_rotated_and_rows_stored(shape, dtype, normed, make, share, kernel_device):
     rows, heads, kv_heads, size = shape
-    qkv = random_normal(rows, heads + 2 * kv_heads, size, seed=4).to(dtype).to(kernel_device)
+    qkv = random_normal(rows, num_heads(heads, kv_heads, normed), size, seed=4).to(dtype).to(kernel_device)
     # partial: for example 6 of the 10 values of a head are rotated.
     rotary = size if share == 1 else -(-size // 4) * 2
     turn = random_turn(rows, size, normed, dtype, kernel_device, rotary)
@@ -70,14 +85,13 @@ def test_heads_are_rotated_and_rows_stored(shape, dtype, normed, make, share, ke
     k_buffer, v_buffer = (
         torch.full((2 * rows + 3, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device) for _ in range(2)
     )
-    out = make(qkv, *turn, stored_rows, k_buffer, v_buffer)
+    q = make(qkv, *turn, stored_rows, k_buffer, v_buffer)
     # One rounding.  With norms two, and the first may go the other way than in float64.
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": (32 if normed else 4) * torch.finfo(dtype).eps}
-    for value, exact in zip(out, expected, strict=True):
+    for value, exact in zip((q, k_buffer[stored_rows], v_buffer[stored_rows]), expected, strict=True):
         assert value.dtype == dtype
         torch.testing.assert_close(value.double(), exact, **tolerance)
-    for buffer, value in ((k_buffer, out[1]), (v_buffer, out[2])):
-        assert torch.equal(buffer[stored_rows], value)
+    for buffer in (k_buffer, v_buffer):
         others = torch.ones(len(buffer), dtype=torch.bool, device=kernel_device)
         others[stored_rows] = False
         assert buffer[others].isnan().all(), "other rows must not be written"
@@ -92,18 +106,17 @@ def test_partial_sums_are_added_in_order_and_rounded_first(shape, normed, parts,
     rows, heads, kv_heads, size = shape
     rotary = size if share == 1 else -(-size // 4) * 2
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
-    qkv = random_normal(parts, rows, heads + 2 * kv_heads, size, seed=4).float().to(kernel_device)
+    qkv = random_normal(parts, rows, num_heads(heads, kv_heads, normed), size, seed=4).float().to(kernel_device)
     qkv_before, turn = qkv.clone(), random_turn(rows, size, normed, dtype, kernel_device, rotary)
     total = qkv[0].clone()
     for part in qkv[1:]:
         total += part
     stored_rows = torch.arange(rows, device=kernel_device)
     buffers = torch.full((2, 2, rows, kv_heads, size), torch.nan, dtype=dtype, device=kernel_device)
-    out = make(qkv, *turn, stored_rows, *buffers[0])
+    q = make(qkv, *turn, stored_rows, *buffers[0])
     expected = make(total.to(dtype), *turn, stored_rows, *buffers[1])
     assert torch.equal(qkv, qkv_before) and torch.equal(*buffers)
-    for value, expected_value in zip(out, expected, strict=True):
-        assert value.dtype == dtype and torch.equal(value, expected_value)
+    assert q.dtype == dtype and torch.equal(q, expected)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +125,12 @@ def test_partial_sums_are_added_in_order_and_rounded_first(shape, normed, parts,
 )
 @each_way
 def test_fp8_rows_are_nearest_to_values_over_scales(shape, parts, normed, share, make, kernel_device):
-    """Of values in the model's dtype, which are returned as they are; with a scale for each head."""
+    """Of values in the model's dtype; with a scale for each head.  Queries stay as they are."""
     rows, heads, kv_heads, size = shape
     dtype = torch.bfloat16 if kernel_device.type == "cuda" else torch.float16
     rotary = size if share == 1 else -(-size // 4) * 2
-    qkv = random_normal(parts or 1, rows, heads + 2 * kv_heads, size, seed=4).to(torch.float32 if parts else dtype)
+    qkv = random_normal(parts or 1, rows, num_heads(heads, kv_heads, normed), size, seed=4)
+    qkv = qkv.to(torch.float32 if parts else dtype)
     turn = random_turn(rows, size, normed, dtype, kernel_device, rotary)
     k_scale, v_scale = (0.01 + 0.03 * torch.rand(kv_heads, generator=torch.Generator().manual_seed(s)) for s in (6, 7))
     scales = KVScales(k_scale.to(kernel_device), v_scale.to(kernel_device), dtype)
@@ -127,11 +141,10 @@ def test_fp8_rows_are_nearest_to_values_over_scales(shape, parts, normed, share,
             FP8 if of_fp8 else dtype
         )
         copy = qkv.to(kernel_device, copy=True)
-        out = make(copy if parts else copy[0], *turn, stored_rows, *buffers, *((scales,) if of_fp8 else ()))
-        results.append((*out, *(buffer.float() for buffer in buffers)))
-    for plain, value in zip(results[0][:3], results[1][:3], strict=True):
-        assert value.dtype == dtype and torch.equal(plain, value)
-    for plain, stored, scale in zip(results[0][3:], results[1][3:], (scales.k, scales.v), strict=True):
+        q = make(copy if parts else copy[0], *turn, stored_rows, *buffers, *((scales,) if of_fp8 else ()))
+        results.append((q, *(buffer.float() for buffer in buffers)))
+    assert results[1][0].dtype == dtype and torch.equal(results[0][0], results[1][0])
+    for plain, stored, scale in zip(results[0][1:], results[1][1:], (scales.k, scales.v), strict=True):
         quotient = plain[:rows] / scale[:, None]
         assert torch.equal(stored[:rows], nearest(quotient.cpu()).to(kernel_device)) and stored[rows].isnan().all()
 
@@ -150,7 +163,7 @@ def test_what_fp8_cannot_hold(make, kernel_device):
 
 
 @shapes
-@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("normed", NORMED[:3], ids=["plain", "normed", "normed v"])
 @pytest.mark.parametrize("parts", [None, 2])
 def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, normed, parts, kernel_device, monkeypatch):
     rows, heads, kv_heads, size = shape
@@ -165,29 +178,27 @@ def test_a_rows_bits_do_not_depend_on_how_many_heads_share_a_program(shape, norm
         buffers = torch.zeros(2, rows, kv_heads, size, dtype=dtype, device=kernel_device)
         copy = qkv.to(kernel_device, copy=True)
         out = rotate_and_store.triton(copy if parts else copy[0], *turn, stored_rows, *buffers)
-        results.append([*out, buffers])
+        results.append([out, buffers])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_strided_views_are_read_and_written_in_place(kernel_device):
     wide = random_normal(3, 2, 6, 8, seed=7).to(kernel_device)
-    qkv, turn = wide[:, 1], random_turn(3, 8, False, torch.float64, kernel_device)
+    qkv, turn = wide[:, 1], random_turn(3, 8, None, torch.float64, kernel_device)
     expected = in_float64(qkv, *turn, 1)
     buffers = torch.zeros(5, 2, 2, 8, dtype=torch.float64, device=kernel_device)
     stored_rows = torch.tensor([4, 1, 2], device=kernel_device)
     other = wide[:, 0].clone()
-    out = rotate_and_store.triton(qkv, *turn, stored_rows, buffers[:, 0, :1], buffers[:, 1, 1:])
-    for value, exact in zip(out, expected, strict=True):
+    q = rotate_and_store.triton(qkv, *turn, stored_rows, buffers[:, 0, :1], buffers[:, 1, 1:])
+    for value, exact in zip((q, buffers[stored_rows, 0, :1], buffers[stored_rows, 1, 1:]), expected, strict=True):
         torch.testing.assert_close(value, exact)
     assert torch.equal(wide[:, 0], other) and not buffers[:, 0, 1].any() and not buffers[:, 1, 0].any()
-    assert torch.equal(buffers[stored_rows, 0, 0], out[1][:, 0])
-    assert torch.equal(buffers[stored_rows, 1, 1], out[2][:, 0])
 
 
 def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
     qkv, turn = (
         torch.zeros(3, 4, 8, device=kernel_device),
-        random_turn(3, 8, False, torch.float32, kernel_device),
+        random_turn(3, 8, None, torch.float32, kernel_device),
     )
     buffer, rows = torch.zeros(5, 1, 8, device=kernel_device), torch.arange(3, device=kernel_device)
     for wrong in (
@@ -207,7 +218,7 @@ def test_wrong_shapes_and_dtypes_are_refused(kernel_device):
 def test_a_strided_last_dimension_is_refused(kernel_device):
     qkv, turn = (
         torch.zeros(3, 4, 8, device=kernel_device),
-        random_turn(3, 8, True, torch.float32, kernel_device),
+        random_turn(3, 8, (False, False), torch.float32, kernel_device),
     )
     buffer, rows = torch.zeros(5, 1, 8, device=kernel_device), torch.arange(3, device=kernel_device)
     strided = torch.zeros(5, 1, 16, device=kernel_device)[..., ::2]
@@ -226,7 +237,7 @@ def test_a_strided_last_dimension_is_refused(kernel_device):
 def test_wrong_numbers_of_heads_and_rotated_values_are_refused(kernel_device):
     rows = torch.arange(3, device=kernel_device)
     for heads, size in ((4, 7), (1, 8)):
-        rotation, _ = random_turn(3, size + size % 2, False, torch.float32, kernel_device)
+        rotation, _ = random_turn(3, size + size % 2, None, torch.float32, kernel_device)
         rotation = Rotation(rotation.cos[:, :size], rotation.sin[:, :size])
         buffer = torch.zeros(5, 1, size, device=kernel_device)
         qkv = torch.zeros(3, heads, size, device=kernel_device)

@@ -33,6 +33,13 @@ SMALL = [
     Case((130, 256), queries=5, page_size=16, dtype=torch.float16, fp8=True),
     Case((130, 0, 256), queries=5, rows=6, page_size=16, dtype=torch.bfloat16, fp8=True),
     Case((700, 40, 0, 6), queries=3, rows=6, heads=6, k_size=5, v_size=7, window=300, sink=True, fp8=True),
+    # Large scores: the tanh bends them.
+    Case((70, 0, 6), queries=3, rows=6, first=1, page_size=3, softcap=1.5, scale=1.0),
+    Case((300, 4), queries=3, page_size=16, dtype=torch.float16, softcap=2.0, scale=0.7, sink=True, window=40),
+    Case((140, 0), queries=2, rows=5, page_size=8, dtype=torch.bfloat16, fp8=True, softcap=3.0, scale=1.0, max_splits=2),
+    Case((40, 3), queries=2, rows=4, page_size=16, k_size=512, v_size=512),
+    Case((70, 0), queries=2, rows=4, k_size=320, v_size=512, dtype=torch.float16, softcap=5.0, scale=0.2, window=60),
+    Case((70, 0), queries=3, k_size=512, v_size=400, dtype=torch.bfloat16, fp8=True, max_splits=2),
 ]
 
 
@@ -41,7 +48,7 @@ def test_small_shapes(kernel_device, case):
     check(case, kernel_device)
 
 
-@pytest.mark.parametrize("case", [*SMALL[:8], replace(SMALL[3], sink=True), SMALL[-1]], ids=str)
+@pytest.mark.parametrize("case", [*SMALL[:8], replace(SMALL[3], sink=True), *SMALL[16:20]], ids=str)
 def test_committed_rows_alone(kernel_device, case):
     """Without staged rows; an empty request gives zeros and lse -inf."""
     check(case, kernel_device, staged=False)
@@ -92,7 +99,7 @@ def test_a_query_beyond_float16_fails_alone(kernel_device, value):
     assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("case", [SMALL[3], SMALL[4], SMALL[6], SMALL[-3]], ids=str)
+@pytest.mark.parametrize("case", [SMALL[3], SMALL[4], SMALL[6], SMALL[14], SMALL[19]], ids=str)
 def test_bits_do_not_depend_on_the_batch(kernel_device, case):
     """A request's bits are the same alone, in any batch, at any index, and on a second run."""
     inputs = draw(case, kernel_device)
@@ -129,7 +136,7 @@ def test_arguments_are_checked(kernel_device):
 @pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])
 def test_choices_fit_the_chip(shared_memory):
     on = Chip(shared_memory, 80, (9, 0) if shared_memory > 200 * 1024 else (8, 6))
-    for packed, size, dtype in product((1, 16, 32, 64, 8192), (8, 64, 96, 128, 256), (torch.bfloat16, torch.float32)):
+    for packed, size, dtype in product((1, 16, 32, 64, 8192), (8, 64, 96, 128, 256, 512), (torch.bfloat16, torch.float32)):
         config = choose_config(on, packed, 64, size, size, dtype)
         row = max(16, 1 << (size - 1).bit_length()) * dtype.itemsize
         assert (
@@ -159,12 +166,13 @@ GRID = [
 GRID += [
     Case((3, 700, 0, 2100), queries, rows, 16, heads, kv_heads, k, v, window, 1, dtype, 8)
     for (heads, kv_heads, k, v), window, (queries, rows), dtype in product(
-        [(8, 8, 64, 64), (14, 2, 64, 64), (71, 1, 64, 64), (16, 2, 256, 256), (16, 16, 192, 128), (6, 2, 96, 80)],
+        [(8, 8, 64, 64), (14, 2, 64, 64), (71, 1, 64, 64), (16, 2, 256, 256), (16, 2, 512, 512), (16, 16, 192, 128), (6, 2, 96, 80)],
         [None, 1, 100],
         [(1, None), (8, 24), (63, 64), (200, None)],
         [torch.float16],
     )
 ]
+GRID += [replace(case, softcap=20.0, scale=0.3) for case in GRID[::7]]
 GRID += [replace(case, fp8=True) for case in GRID[::5] if case.dtype != torch.float32]
 
 

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.gemma2 import modeling_gemma2
 
 
 def load_reference(path: Path, dtype: torch.dtype) -> Any:
     """The model as transformers loads it.  In float64 its norms and rotary tables are computed in float64 too."""
-    # Eager: transformers' grouped product does not take float64, and its call of SDPA no sinks.
-    sinks = json.loads((path / "config.json").read_text())["model_type"] == "gpt_oss"
-    how = {"attn_implementation": "eager" if sinks else "sdpa", "experts_implementation": "eager"}
+    # Eager: transformers' grouped product does not take float64, and its call of SDPA neither sinks nor soft-caps.
+    is_eager = json.loads((path / "config.json").read_text())["model_type"] in ("gpt_oss", "gemma2")
+    how = {"attn_implementation": "eager" if is_eager else "sdpa", "experts_implementation": "eager"}
     # Transformers keeps some routers' weights in float32, whatever the dtype.
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **how).to(dtype).eval()
     if dtype == torch.float64:
@@ -33,7 +34,7 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
 
 def _norm_float64(self: Any, x: Tensor) -> Tensor:
     eps = getattr(self, "variance_epsilon", None) or self.eps
-    weight = 1 + self.weight if type(self).__name__ == "Gemma3RMSNorm" else self.weight
+    weight = 1 + self.weight if type(self).__name__ in ("Gemma2RMSNorm", "Gemma3RMSNorm") else self.weight
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
@@ -78,6 +79,19 @@ def _rotate_in_own_type(q: Tensor, k: Tensor, angles: Tensor) -> tuple[Tensor, T
 
 
 modeling_deepseek_v2.apply_rotary_emb = _rotate_in_own_type
+
+
+def _capped_in_own_type(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None, **_: Any
+) -> tuple[Tensor, None]:
+    """Gemma 2's attention of q, k, v [B, heads, Q, size], without its cast to float32."""
+    k, v = (rows.repeat_interleave(module.num_key_value_groups, 1) for rows in (k, v))
+    logits = q @ k.transpose(2, 3) * scaling
+    logits = logits if softcap is None else torch.tanh(logits / softcap) * softcap
+    return ((logits + mask).softmax(-1) @ v).transpose(1, 2), None
+
+
+modeling_gemma2.eager_attention_forward = _capped_in_own_type
 
 
 def _router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -63,6 +63,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "mistral, window": ("mistral", {"sliding_window": 6}),
     "mistral, head size apart": ("mistral", {"head_dim": 10}),
+    "gemma2": ("gemma2", {}),
+    "gemma2, layer types, without caps": (
+        "gemma2",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+    ),
     "gemma3": ("gemma3", {}),
     "gemma3, not tied, biases, silu": (
         "gemma3",

@@ -62,6 +62,8 @@ class DensePass(Pass):
         k, v = self.rows_of(layer)
         k, v = (rows.repeat_interleave(spec.heads // rows.shape[2], 2) for rows in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * spec.softmax_scale
+        if spec.softcap is not None:
+            scores = spec.softcap * torch.tanh(scores / spec.softcap)
         seen = self.seen(layer, self.tokens.shape[1], k.shape[1])
         if self.kept(layer) is not None:
             seen = seen.expand(len(q), -1, -1)[torch.arange(len(q)), self.needed][:, None]

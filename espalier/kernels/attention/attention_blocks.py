@@ -19,11 +19,13 @@ from espalier.kernels.runtime.jit import kernel
 class Constants(NamedTuple):
     """Constants of a compiled kernel.  In a kernel, a variable for them is declared `tl.constexpr`.
 
+    SOFTCAP: of logits, 0 for none.
     FIRST_SIZE, SECOND_SIZE: values of a row in its two tiles (`Tiles`); FIRST_BLOCK, SECOND_BLOCK: the tiles' widths.
     """
 
     PAGE_SIZE: Any
     WINDOW: Any
+    SOFTCAP: Any
     STAGED: Any
     PRECISION: Any
     STAGES: Any
@@ -47,7 +49,7 @@ class Tiles(NamedTuple):
 @kernel
 def _attend_block(
     q, q_rope, first, second, seen, scale, max_score, sum_weights, acc,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CONSTANTS: tl.constexpr,
 ):  # fmt: skip
     """Add the rows of two tiles [N, d] to an online softmax in base 2 (Milakov and Gimelshein 2018).
 
@@ -56,6 +58,7 @@ def _attend_block(
     Every fused multiply-add is explicit.  If the compiler chose them, a change of another loop could change a rounding,
     and the bits would differ from those of kernels/hopper/attend.py.
     """
+    PRECISION: tl.constexpr = CONSTANTS.PRECISION
     values = from_fp8(first, q.dtype)
     if q_rope is None:
         scores = tl.dot(q, tl.trans(values), input_precision=PRECISION)
@@ -64,7 +67,20 @@ def _attend_block(
         rope = from_fp8(second, q.dtype)
         scores = tl.dot(q, tl.trans(values), input_precision=PRECISION)
         scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision=PRECISION)
+    if CONSTANTS.SOFTCAP > 0:
+        scores = _soft_capped(scores, scale, CONSTANTS.SOFTCAP)
+        scale = 1.0
     return _attend_scores(scores, values, seen, scale, max_score, sum_weights, acc, MASKED, PRECISION)
+
+
+@kernel
+def _soft_capped(scores, scale, SOFTCAP: tl.constexpr):
+    """Scores, in base 2 with their `scale`, bounded to ±SOFTCAP in base e: SOFTCAP · tanh(score / SOFTCAP) in base 2.
+
+    tanh(x) is 1 - 2 / (1 + e^2x).  It is wrong by 2^-24 at most, so a score by SOFTCAP · 2^-23.
+    """
+    grown = tl.exp2(scores * (scale * (2.0 / SOFTCAP)))
+    return (SOFTCAP * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + grown))
 
 
 @kernel
@@ -173,7 +189,7 @@ def _over_unmasked(q, table, tiles, low, high, scale, max_score, sum_weights, ac
         page = _page(table, at + BLOCK_N, high, PAGE_SIZE, BLOCK_N)
         k, v = _load_tiles(tiles, row, 0, False, CONSTANTS)
         max_score, sum_weights, acc = _attend_block(
-            q, None, k, v, 0, scale, max_score, sum_weights, acc, False, CONSTANTS.PRECISION
+            q, None, k, v, 0, scale, max_score, sum_weights, acc, False, CONSTANTS
         )
     return max_score, sum_weights, acc
 
@@ -202,7 +218,7 @@ def over_blocks(
         if CONSTANTS.WINDOW > 0:
             seen = seen & (position[:, None] - key_position[None, :] < CONSTANTS.WINDOW)
         max_score, sum_weights, acc = _attend_block(
-            q, q_rope, first_tile, second_tile, seen, scale, max_score, sum_weights, acc, MASKED, CONSTANTS.PRECISION
+            q, q_rope, first_tile, second_tile, seen, scale, max_score, sum_weights, acc, MASKED, CONSTANTS
         )
     return max_score, sum_weights, acc
 
@@ -233,7 +249,7 @@ def over_staged(
                 row_position = tl.load(row_position_ptr + row * row_position_r, mask=exists, other=0).to(tl.int32)
                 seen = seen & (position[:, None] - row_position[None, :] < WINDOW)
         max_score, sum_weights, acc = _attend_block(
-            q, q_rope, first_tile, second_tile, seen, scale, max_score, sum_weights, acc, True, CONSTANTS.PRECISION
+            q, q_rope, first_tile, second_tile, seen, scale, max_score, sum_weights, acc, True, CONSTANTS
         )
     return max_score, sum_weights, acc
 

@@ -47,7 +47,9 @@ def choose(inputs: Inputs) -> TritonConfig | HopperConfig:
 
 
 def fits_hopper(inputs: Inputs) -> bool:
-    """Whether the Hopper kernel takes these types, sizes and strides."""
+    """Whether the Hopper kernel takes these types, sizes and strides, and logits without a soft-cap."""
+    if inputs.softcap is not None:
+        return False
     q, committed, staged = inputs[:3]
     sizes = (q.shape[3], inputs.v_size)
     read = [q, committed.k, committed.v, *(() if staged is None else (staged.k, staged.v))]

@@ -66,7 +66,7 @@ def _latent_attention_kernel(
     BLOCK_V: tl.constexpr, BLOCK_ROPE: tl.constexpr,
 ):
     CONSTANTS: tl.constexpr = Constants(
-        PAGE_SIZE, 0, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
+        PAGE_SIZE, 0, 0, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, V_SIZE, ROPE_SIZE, BLOCK_V, BLOCK_ROPE
     )
     tiles = Tiles(row_ptr, row_stride, row_ptr + V_SIZE, row_stride)
     num_tiles = (queries * HEADS + BLOCK_M - 1) // BLOCK_M

@@ -79,12 +79,12 @@ def _tree_attention_kernel(
     q_b, q_q, q_h, k_row, k_h, v_row, v_h, staged_k_b, staged_k_r, staged_k_h, staged_v_b, staged_v_r, staged_v_h,
     table_b, position_b, position_q, row_position_b, row_position_r, bits_b, bits_q,
     KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, STAGED: tl.constexpr, SINK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGED: tl.constexpr, SINK: tl.constexpr,
     LONGEST_FIRST: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
     CONSTANTS: tl.constexpr = Constants(
-        PAGE_SIZE, WINDOW, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
+        PAGE_SIZE, WINDOW, SOFTCAP, STAGED, PRECISION, STAGES, BLOCK_N, BLOCK_R, K_SIZE, V_SIZE, BLOCK_K, BLOCK_V
     )
     num_tiles = (queries * GROUP_SIZE + BLOCK_M - 1) // BLOCK_M
     num_splits = wait_and_count_splits(start_ptr, batch, queries, DEPENDENT)
@@ -133,6 +133,9 @@ def _tree_attention_kernel(
                     row_position_ptr + request * row_position_b, row_position_r, bits_ptr + request * bits_b, bits_q,
                     low, high, rows, score_scale, max_score, sum_weights, out, CONSTANTS,
                 )
+            if SOFTCAP > 0:
+                # Capped scores include it.
+                score_scale = 1.0
             let_merge_start(base, num_work_items, DEPENDENT)
             write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr), split, request, count, queries, query,
@@ -166,7 +169,7 @@ def tree_attention(
     ):
         raise EspalierError(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
-            "16, staged rows if `staged` is given, and raw_stages for FP8 rows: use config=None"
+            "16, staged rows if `staged` is given, no soft-cap, and raw_stages for FP8 rows: use config=None"
         )
     _launch(inputs, partials, config, contiguous, out, lse)
     if splits.policy.max_splits > 1:
@@ -182,7 +185,7 @@ def _launch(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    q, committed, staged, positions, splits, _, _, sink = inputs
+    q, committed, staged, positions, splits, _, _, sink, softcap = inputs
     window = inputs.window or 0
     (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
     num_tiles = -(-queries * (heads // kv_heads) // config.block_m)
@@ -195,6 +198,7 @@ def _launch(
         constants |= tma_arguments(config, committed.k, committed.v, committed.page_size, window, contiguous)
     else:
         attention_kernel, constants = _tree_attention_kernel, _constants(config, k_size, v_size, q.dtype)
+        constants["SOFTCAP"] = softcap or 0.0
     grid = min(splits.table.shape[0] * num_tiles * kv_heads, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
         **shared_arguments(inputs, partials, out, lse, num_tiles),
@@ -258,9 +262,10 @@ def staged_attention(
     window: int | None,
     no_prefix: NoPrefix,
     scales: KVScales | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     # The kernel needs a pool to check shapes, but reads nothing from it: one staged row serves.
     pool = (staged.k[:1, 0], staged.v[:1, 0])
     committed = Committed(*pool, no_prefix.page_table, no_prefix.length, page_size=1, scales=scales)
-    inputs = Inputs(q, committed, staged, positions, no_prefix.splits, scale, window)
+    inputs = Inputs(q, committed, staged, positions, no_prefix.splits, scale, window, softcap=softcap)
     return (latent_attention.triton if is_wide_latent(staged) else tree_attention)(inputs)

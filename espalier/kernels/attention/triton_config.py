@@ -9,6 +9,10 @@ import torch
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
 
+# Shared memory, in bytes, that is left to the compiler where the estimate was not measured.
+SCRATCH = 8 * 1024
+
+
 @dataclass(frozen=True)
 class TritonConfig:
     """Launch configuration.  block_m: packed queries of a tile; block_n, block_r: committed and staged rows per step;
@@ -46,30 +50,38 @@ def choose_config(
 ) -> TritonConfig:
     """The configuration that was fastest on an H200 (docs/log.md); fewer stages, then fewer rows, on a smaller chip.
 
+    Heads of more than 256 values were not measured: they have as many queries as need few spilled registers.
+
     packed_queries: queries times heads of one KV head; rows: staged rows.  one_wave: all splits run at the same time
     (small batch), so the latency of one split counts more than how many fit on a multiprocessor.  fp8: whether the rows
     of K and V are FP8.
     """
     k_bytes, v_bytes = (max(16, power_of_two(size)) * dtype.itemsize for size in (k_size, v_size))
-    q_bytes, large = k_bytes, k_bytes + v_bytes > 512
+    q_bytes, large, wide = k_bytes, k_bytes + v_bytes > 512, max(k_size, v_size) > 256
     if dtype == torch.float32:
         # IEEE float32 runs without tensor cores: larger tiles would spill registers.
         n = 16 if k_bytes + v_bytes > 1024 else 32
+        if wide:
+            return TritonConfig(16, n, n, 8, 1, 1)
         return TritonConfig(16, n, n, 4, 1, 2) if packed_queries <= 16 else TritonConfig(32, n, n, 8, 1, 2)
     if packed_queries <= 16 and not large:
         config = TritonConfig(16, 64, 64, 4, 3 if fp8 else 2, 4) if one_wave else TritonConfig(16, 32, 32, 2, 4, 4)
         if fp8:
             k_bytes, v_bytes = k_bytes // dtype.itemsize, v_bytes // dtype.itemsize
+    elif wide:
+        takes_64 = packed_queries > 32 and on.capability[0] == 9 and not fp8
+        config = TritonConfig(16 if packed_queries <= 16 else 64 if takes_64 else 32, 32, 64, 8, 3, 1)
     elif packed_queries <= 64 or large:
         # From Hopper on, a product with 64 queries needs no exchange between warps: it is faster than one with 32.
         block_m = 64 if on.capability >= (9, 0) else min(64, max(16, power_of_two(packed_queries)))
         config = TritonConfig(block_m, 32 if large else 64, 64, 8 if large else 4, 3, 2)
     else:
         config = TritonConfig(128, 64, 64, 8, 4, 1)
+    available = on.shared_memory - (SCRATCH if wide else 0)
     for min_stages, min_rows in ((3, 32), (2, 16)):
-        while config.stages > min_stages and config.shared_bytes(on, k_bytes, v_bytes, q_bytes) > on.shared_memory:
+        while config.stages > min_stages and config.shared_bytes(on, k_bytes, v_bytes, q_bytes) > available:
             config = replace(config, stages=config.stages - 1)
-        while config.block_n > min_rows and config.shared_bytes(on, k_bytes, v_bytes, q_bytes) > on.shared_memory:
+        while config.block_n > min_rows and config.shared_bytes(on, k_bytes, v_bytes, q_bytes) > available:
             config = replace(config, block_n=config.block_n // 2)
     fitting = on.shared_memory // config.shared_bytes(on, k_bytes, v_bytes, q_bytes)
     programs = min(config.programs_per_processor, max(1, fitting))

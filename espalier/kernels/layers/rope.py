@@ -1,6 +1,6 @@
 """A layer's QKV before attention: norm the Q and K heads, apply RoPE, and store K and V rows in the cache.
 
-On a GPU this is one launch, which overwrites the Q and K heads in place.  Grid: (rows, blocks of heads).  A program
+On a GPU this is one launch, which overwrites the Q heads in place.  Grid: (rows, blocks of heads).  A program
 takes BLOCK_H heads of one row, so the heads of a single row spread over many SMs.
 """
 
@@ -54,11 +54,13 @@ def _rotate_kernel(
     qkv_ptr, out_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, row_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     qkv_split, qkv_n, qkv_h, out_n, out_h, cos_n, sin_n, row_n, k_row, k_h, v_row, v_h,
     EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-    ROTARY: tl.constexpr, SPLITS: tl.constexpr, IN_PLACE: tl.constexpr, NORMS: tl.constexpr,
-    EXACT: tl.constexpr, MOST: tl.constexpr,
+    ROTARY: tl.constexpr, SPLITS: tl.constexpr, NORMS: tl.constexpr,
+    NORMS_V: tl.constexpr, V_IS_K: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """left, right: the halves of a head's rotated values; rest: its unrotated end.  Strides are tensor_dimension.
+
+    V_IS_K: there are no V heads in qkv, and each K head is stored as V too, as it is loaded, or normed (NORMS_V).
 
     k_scale_ptr, v_scale_ptr: of FP8 rows, whose largest value is MOST; else None.
     """
@@ -69,25 +71,30 @@ def _rotate_kernel(
     column = tl.arange(0, BLOCK)
     half: tl.constexpr = ROTARY // 2
     in_half = column < half
-    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & in_half[None, :]
+    V_HEADS: tl.constexpr = 0 if V_IS_K else KV_HEADS
+    head_exists = (head < HEADS + KV_HEADS + V_HEADS)[:, None]
+    mask = head_exists & in_half[None, :]
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     left_ptrs = qkv_ptr + n * qkv_n + head[:, None] * qkv_h + column[None, :]
     left = load_sum(left_ptrs, qkv_split, mask, SPLITS, TYPE, EXACT)
     right = load_sum(left_ptrs + half, qkv_split, mask, SPLITS, TYPE, EXACT)
     is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
-    # V heads are stored as loaded.
+    # V heads are not rotated.
     v_left, v_right = left, right
     if ROTARY < SIZE:
         rest_column = ROTARY + tl.arange(0, BLOCK_REST)
-        rest_mask = (head < HEADS + 2 * KV_HEADS)[:, None] & (rest_column < SIZE)[None, :]
+        rest_mask = head_exists & (rest_column < SIZE)[None, :]
         rest_ptrs = qkv_ptr + n * qkv_n + head[:, None] * qkv_h + rest_column[None, :]
         rest = load_sum(rest_ptrs, qkv_split, rest_mask, SPLITS, TYPE, EXACT)
+        v_rest = rest
     if NORMS:
         squares = tl.sum(left * left, 1) + tl.sum(right * right, 1)
         if ROTARY < SIZE:
             squares += tl.sum(rest * rest, 1)
         scale, is_q_head = (1.0 / tl.sqrt(squares / SIZE + EPS))[:, None], is_q[:, None]
         q_left, k_left = _load(q_norm_ptr + column, in_half, EXACT), _load(k_norm_ptr + column, in_half, EXACT)
+        if NORMS_V:
+            v_left, v_right = left * scale, right * scale
         left_weight = tl.where(is_q_head, q_left, k_left)
         left = (left * scale * left_weight).to(TYPE).to(EXACT)
         q_right = _load(q_norm_ptr + half + column, in_half, EXACT)
@@ -96,27 +103,36 @@ def _rotate_kernel(
         if ROTARY < SIZE:
             q_rest = _load(q_norm_ptr + rest_column, rest_column < SIZE, EXACT)
             k_rest = _load(k_norm_ptr + rest_column, rest_column < SIZE, EXACT)
-            normed = rest * scale * tl.where(is_q_head, q_rest, k_rest)
-            rest = tl.where(is_v[:, None], rest, normed.to(TYPE).to(EXACT))
+            if NORMS_V:
+                v_rest = rest * scale
+            rest = rest * scale * tl.where(is_q_head, q_rest, k_rest)
     cos_ptrs, sin_ptrs = cos_ptr + n * cos_n + column, sin_ptr + n * sin_n + column
     rotated_left = left * _load(cos_ptrs, in_half, EXACT)[None, :] + right * _load(sin_ptrs, in_half, EXACT)[None, :]
     rotated_right = right * _load(cos_ptrs + half, in_half, EXACT)[None, :]
     rotated_right += left * _load(sin_ptrs + half, in_half, EXACT)[None, :]
     left = tl.where(is_v[:, None], v_left, rotated_left).to(TYPE)
     right = tl.where(is_v[:, None], v_right, rotated_right).to(TYPE)
-    # IN_PLACE (out is qkv itself): the V heads need no store.
-    out_mask = mask & (head < HEADS + KV_HEADS)[:, None] if IN_PLACE else mask
     out_ptrs = out_ptr + n * out_n + head[:, None] * out_h + column[None, :]
-    tl.store(out_ptrs, left, mask=out_mask)
-    tl.store(out_ptrs + half, right, mask=out_mask)
+    tl.store(out_ptrs, left, mask=mask & is_q[:, None])
+    tl.store(out_ptrs + half, right, mask=mask & is_q[:, None])
     if ROTARY < SIZE:
-        out_mask = rest_mask & (head < HEADS + KV_HEADS)[:, None] if IN_PLACE else rest_mask
-        tl.store(out_ptr + n * out_n + head[:, None] * out_h + rest_column[None, :], rest, mask=out_mask)
+        rest = tl.where(is_v[:, None], v_rest, rest).to(TYPE)
+        rest_ptrs = out_ptr + n * out_n + head[:, None] * out_h + rest_column[None, :]
+        tl.store(rest_ptrs, rest, mask=rest_mask & is_q[:, None])
     rows_of_kv = (k_ptr + row * k_row, v_ptr + row * v_row, k_h, v_h, k_scale_ptr, v_scale_ptr)
     _store_kv(rows_of_kv, left, head, column, mask, HEADS, KV_HEADS, EXACT, MOST)
     _store_kv(rows_of_kv, right, head, half + column, mask, HEADS, KV_HEADS, EXACT, MOST)
     if ROTARY < SIZE:
         _store_kv(rows_of_kv, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, EXACT, MOST)
+    if V_IS_K:
+        # The V head of each K head.
+        v_head, is_k = head + KV_HEADS, (head >= HEADS)[:, None]
+        v_left, v_right = v_left.to(TYPE), v_right.to(TYPE)
+        _store_kv(rows_of_kv, v_left, v_head, column, mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
+        _store_kv(rows_of_kv, v_right, v_head, half + column, mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
+        if ROTARY < SIZE:
+            v_rest = v_rest.to(TYPE)
+            _store_kv(rows_of_kv, v_rest, v_head, rest_column, rest_mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
 
 
 def rotate_and_store(
@@ -127,7 +143,7 @@ def rotate_and_store(
     k_buffer: Tensor,
     v_buffer: Tensor,
     scales: KVScales | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     """Tolerance: one ulp of the reference.  Both compute in float32 and round once, but the reference's addcmul may use
     fused multiply-adds.
 
@@ -136,14 +152,15 @@ def rotate_and_store(
     in_place = qkv.ndim == 3
     parts = qkv[None] if in_place else qkv
     dtype = k_buffer.dtype if scales is None else scales.dtype
-    out = qkv if in_place else torch.empty(qkv.shape[1:], dtype=dtype, device=qkv.device)
+    count, num_heads, size = parts.shape[-3:]
+    kv_heads = k_buffer.shape[1]
+    v_is_k = norms is not None and norms.v_is_k
+    heads, rotary = num_heads - kv_heads * (1 if v_is_k else 2), rotation.cos.shape[1]
+    out = qkv if in_place else torch.empty(count, max(heads, 0), size, dtype=dtype, device=qkv.device)
     require("rope: qkv's partial sums", parts, (-1, -1, -1, -1), qkv.dtype if in_place else torch.float32, k_buffer)
     _check(parts, out, rotation, norms, rows, k_buffer, v_buffer, scales)
-    count, num_heads, size = out.shape
-    kv_heads = k_buffer.shape[1]
-    heads, rotary = num_heads - 2 * kv_heads, rotation.cos.shape[1]
     # Without norms the kernel gets another pointer, which it does not read.
-    q_norm, k_norm, eps = HeadNorms(rotation.cos, rotation.cos, 0.0) if norms is None else norms
+    q_norm, k_norm, eps, norms_v, _ = HeadNorms(rotation.cos, rotation.cos, 0.0) if norms is None else norms
     blocks = BLOCKS_PER_PROGRAM if oversubscribed(count * -(-num_heads // HEADS_PER_BLOCK), chip(qkv)) else 1
     if count:
         _rotate_kernel[(count, -(-num_heads // (blocks * HEADS_PER_BLOCK)))](
@@ -158,8 +175,9 @@ def rotate_and_store(
             SIZE=size,
             ROTARY=rotary,
             SPLITS=len(parts),
-            IN_PLACE=in_place,
             NORMS=norms is not None,
+            NORMS_V=norms_v,
+            V_IS_K=v_is_k,
             EXACT=exact_type(out.dtype),
             MOST=FP8_MAX,
             BLOCK_H=blocks * HEADS_PER_BLOCK,
@@ -171,12 +189,12 @@ def rotate_and_store(
             enable_fp_fusion=False,
             **pdl_arguments(chip(qkv)),
         )
-    return out[:, :heads], out[:, heads : heads + kv_heads], out[:, heads + kv_heads :]
+    return out[:, :heads]
 
 
 def _check(
     parts: Tensor,
-    qkv: Tensor,
+    out: Tensor,
     rotation: Rotation,
     norms: HeadNorms | None,
     rows: Tensor,
@@ -184,23 +202,23 @@ def _check(
     v_buffer: Tensor,
     scales: KVScales | None,
 ) -> None:
-    count, _, size = qkv.shape
+    count, num_heads, size = parts.shape[1:]
     kv_heads, rotary = k_buffer.shape[1], rotation.cos.shape[1]
-    exact = torch.promote_types(qkv.dtype, torch.float32)
+    exact = torch.promote_types(out.dtype, torch.float32)
     for name in ("cos", "sin"):
-        require(f"rope: {name}", getattr(rotation, name), (count, rotary), exact, qkv)
-    require("rope: rows", rows, (count,), torch.int64, qkv)
-    require_rows("rope: k_buffer", k_buffer, (-1, kv_heads, size), scales, qkv)
-    require_rows("rope: v_buffer", v_buffer, (-1, kv_heads, size), scales, qkv)
+        require(f"rope: {name}", getattr(rotation, name), (count, rotary), exact, out)
+    require("rope: rows", rows, (count,), torch.int64, out)
+    require_rows("rope: k_buffer", k_buffer, (-1, kv_heads, size), scales, out)
+    require_rows("rope: v_buffer", v_buffer, (-1, kv_heads, size), scales, out)
     of_heads = () if norms is None else norms[:2]
     for name, norm in zip(("q_norm", "k_norm"), of_heads, strict=False):
-        require(f"rope: {name}", norm, (size,), None, qkv)
-    if rotary % 2 or rotary > size or qkv.shape[1] < 2 * kv_heads:
+        require(f"rope: {name}", norm, (size,), None, out)
+    if rotary % 2 or rotary > size or num_heads < kv_heads * (1 if norms is not None and norms.v_is_k else 2):
         raise EspalierError(
-            f"rope: got qkv {list(qkv.shape)}, {kv_heads} KV heads and {rotary} values per head to rotate: it needs "
+            f"rope: got qkv {list(parts.shape[1:])}, {kv_heads} KV heads and {rotary} values per head to rotate: it needs "
             "K and V of each KV head, and an even number of rotated values within the head"
         )
-    for tensor in (parts, qkv, *rotation, k_buffer, v_buffer, *of_heads):
+    for tensor in (parts, out, *rotation, k_buffer, v_buffer, *of_heads):
         if tensor.stride(-1) != 1:
             raise EspalierError(
                 f"rope: a tensor {list(tensor.shape)} with strides {tensor.stride()} is not contiguous in its last "

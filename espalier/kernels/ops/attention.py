@@ -17,12 +17,23 @@ from espalier.kernels.runtime.op import op
 from espalier.kernels.state.kv_scales import KVScales, times_k_scale, times_v_scale
 
 
+def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap · tanh(logits / softcap); None: the logits."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, scales: KVScales | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    scales: KVScales | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Q, heads, k_size] over k, v [B, R, kv_heads, size] where mask [B, Q, R] is true.
 
-    scales: of k and v in FP8.
+    scales: of k and v in FP8.  softcap: see LayerSpec.
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log, in float32 (float64 for float64).
     A query that sees no rows gets zeros and lse -inf.
     """
@@ -31,6 +42,7 @@ def masked_attention(
     queries = q.to(exact) if scales is None else times_k_scale(q.to(exact), scales)
     grouped = queries.unflatten(2, (kv_heads, heads // kv_heads))
     scores = torch.einsum("bqhgd,brhd->bqhgr", grouped, k.to(exact)) * scale
+    scores = soft_capped(scores, softcap)
     scores = scores.masked_fill(~mask[:, :, None, None, :], -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
@@ -49,9 +61,10 @@ def with_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
 
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_HEAD_SIZE = 256
+# Latent rows above this size have a kernel of their own.
+MAX_LATENT_HEAD_SIZE = 256
 # The output of a tile stays in registers: 64 queries x 512 float32 values take half of a multiprocessor's registers.
-MAX_V_SIZE = 512
+MAX_HEAD_SIZE = MAX_V_SIZE = 512
 MAX_ROW_SIZE = 576
 Part = tuple[Tensor, Tensor]
 
@@ -86,6 +99,7 @@ class Inputs(NamedTuple):
 
     q: [B, Q, heads, k_size]; positions: [B, Q] int64; splits: of committed.length and this window; scale: of scores.
     staged: None for committed rows alone.  sink: [heads], one extra logit per head, without a value.
+    softcap: see LayerSpec.
     """
 
     q: Tensor
@@ -96,6 +110,7 @@ class Inputs(NamedTuple):
     scale: float
     window: int | None = None
     sink: Tensor | None = None
+    softcap: float | None = None
 
     @property
     def v_size(self) -> int:
@@ -150,12 +165,13 @@ def is_wide_latent(staged: Staged) -> bool:
     """Whether K and V are views of one latent row, too wide for tree_attention."""
     (heads, size), v_size = staged.k.shape[2:], staged.v.shape[3]
     is_latent = heads == 1 and staged.k.data_ptr() == staged.v.data_ptr()
-    return is_latent and MAX_HEAD_SIZE < size <= MAX_ROW_SIZE and v_size <= MAX_V_SIZE
+    return is_latent and MAX_LATENT_HEAD_SIZE < size <= MAX_ROW_SIZE and v_size <= MAX_V_SIZE
 
 
-def has_kernel(q: Tensor, staged: Staged, window: int | None) -> bool:
+def has_kernel(q: Tensor, staged: Staged, window: int | None, softcap: float | None) -> bool:
     """Whether a kernel of ours attends to these staged rows."""
-    fits = max(staged.k.shape[3], staged.v.shape[3]) <= MAX_HEAD_SIZE or (is_wide_latent(staged) and window is None)
+    is_plain = window is None and softcap is None
+    fits = is_plain if is_wide_latent(staged) else max(staged.k.shape[3], staged.v.shape[3]) <= MAX_HEAD_SIZE
     return q.is_cuda and q.dtype in DTYPES and fits
 
 
@@ -235,7 +251,7 @@ def tree_attention(
     is the same, but slower.
     """
     # In plain torch: one masked attention over all rows. Rows that do not exist are read as zeros.
-    q, committed, staged, positions, _, scale, window, sink = inputs
+    q, committed, staged, positions, _, scale, window, sink, softcap = inputs
     batch, queries = positions.shape
     row_positions = torch.arange(committed.page_table.shape[1] * committed.page_size, device=q.device).expand(batch, -1)
     exists = (row_positions >= committed.first) & (row_positions < committed.length[:, None])
@@ -249,7 +265,7 @@ def tree_attention(
         row_positions = torch.cat((row_positions, staged.row_positions), 1)
     if window is not None:
         seen = seen & (positions[:, :, None] - row_positions[:, None, :] < window)
-    out, lse = masked_attention(q, k, v, seen, scale, committed.scales)
+    out, lse = masked_attention(q, k, v, seen, scale, committed.scales, softcap)
     return out if sink is None else with_sink(out, lse, sink), lse
 
 
@@ -261,7 +277,7 @@ def latent_attention(
 ) -> tuple[Tensor, Tensor]:
     """As tree_attention, for one KV head whose V is the first part of K.
 
-    committed.v and staged.v are views of committed.k and staged.k.  Windows and sinks are not supported.
+    committed.v and staged.v are views of committed.k and staged.k.  Windows, sinks and soft-caps are not supported.
     """
     return tree_attention.reference(inputs)
 
@@ -275,12 +291,13 @@ def staged_attention(
     window: int | None,
     no_prefix: NoPrefix,
     scales: KVScales | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q [B, Q, heads, k_size] at positions [B, Q] over the staged rows that each query sees.
 
-    scales: of staged rows in FP8.
+    scales: of staged rows in FP8.  softcap: see LayerSpec.
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  A query that sees no rows gets
     zeros and lse -inf.
     """
     seen = seen_rows(staged.ancestor_bits, positions, staged.row_positions, window)
-    return masked_attention(q, staged.k, staged.v, seen, scale, scales)
+    return masked_attention(q, staged.k, staged.v, seen, scale, scales, softcap)

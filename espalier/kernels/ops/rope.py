@@ -31,11 +31,17 @@ class Rotation(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """q, k: [size], weights of the RMS norm that some families apply to each head before RoPE; eps: of both."""
+    """q, k: [size], weights of the RMS norm that some families apply to each head before RoPE; eps: of all.
+
+    norms_v: V heads are normed too, without a weight.  v_is_k: V heads are made from the projections of the K heads, as
+    they are before norm and RoPE; there are no projections of V.
+    """
 
     q: Tensor
     k: Tensor
     eps: float
+    norms_v: bool = False
+    v_is_k: bool = False
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -118,24 +124,27 @@ def rotate_and_store(
     k_buffer: Tensor,
     v_buffer: Tensor,
     scales: KVScales | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Tensor:
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
-    qkv may also be partial sums [splits, N, heads + 2 · kv_heads, size] float32 (kernels/layers/linear.py).  They are
+    With HeadNorms.v_is_k, qkv ends with the K heads.  Buffers may have no heads: then qkv has Q heads alone.  qkv may also be partial sums [splits, N, heads + 2 · kv_heads, size] float32 (kernels/layers/linear.py).  They are
     added in order and rounded to the model's dtype first.
     rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
     scales: of FP8 buffers.
-    Returns q [N, heads, size], k and v [N, kv_heads, size].  On a GPU, a qkv without splits is overwritten.
+    Returns q [N, heads, size].  On a GPU, a qkv without splits is overwritten.
     """
     # Does not overwrite qkv.
     if qkv.ndim == 4:
         qkv = sum_parts.reference(qkv, k_buffer.dtype if scales is None else scales.dtype)
-    qk_heads = qkv.shape[1] - k_buffer.shape[1]
-    heads = qk_heads - k_buffer.shape[1]
-    rotated = rotate(_normed(qkv[:, :qk_heads], heads, norms), *rotation)
-    q, k, v = rotated[:, :heads], rotated[:, heads:], qkv[:, qk_heads:]
-    write_rows((k_buffer, v_buffer), rows, (k, v), scales)
-    return q, k, v
+    kv_heads = k_buffer.shape[1]
+    v_is_k = norms is not None and norms.v_is_k
+    heads = qkv.shape[1] - kv_heads * (1 if v_is_k else 2)
+    rotated = rotate(_normed(qkv[:, : heads + kv_heads], heads, norms), *rotation)
+    v = qkv[:, qkv.shape[1] - kv_heads :]
+    if norms is not None and norms.norms_v:
+        v = rms_norm.reference(v, v.new_ones(v.shape[2]), norms.eps)
+    write_rows((k_buffer, v_buffer), rows, (rotated[:, heads:], v), scales)
+    return rotated[:, :heads]
 
 
 @op("espalier.kernels.layers.latent", when=takes_head_product)

@@ -3,6 +3,7 @@
 from espalier.models.config import Family
 from espalier.models.families import (
     deepseek,
+    gemma2,
     gemma3,
     glm4_moe,
     gpt_oss,
@@ -19,7 +20,7 @@ from espalier.models.families import (
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
+        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, gemma2, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
     )
 }
