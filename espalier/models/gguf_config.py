@@ -104,35 +104,38 @@ def _llama(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
     return {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors}
 
 
-def _gemma3(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
-    layers, heads, hidden = field("block_count"), field("attention.head_count"), field("embedding_length")
-    # The file does not say it: the largest Gemma 3 scales queries by another size than that of their heads.
-    is_largest = layers == 62 and isinstance(heads, int) and heads > 0 and isinstance(hidden, int)
-    found = {
-        "query_pre_attn_scalar": hidden // heads if is_largest else field("attention.key_length"),
-        "sliding_window": field("attention.sliding_window"),
-        "sliding_window_pattern": field("attention.sliding_window_pattern"),
-        "rope_local_base_freq": field("rope.freq_base_swa"),
-        "final_logit_softcapping": field("final_logit_softcapping"),
-    }
-    return {name: value for name, value in found.items() if value is not None}
+# Fields of Gemma 2 and 3, and those of config.json.
+GEMMA = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+GEMMA3 = {"attention.sliding_window_pattern": "sliding_window_pattern", "rope.freq_base_swa": "rope_local_base_freq"}
+# The layers of the largest model of each, which scales queries by another size than that of their heads.
+LARGEST = {"gemma2": 46, "gemma3": 62}
 
 
-GEMMA3_FIELDS = (
-    *("attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa"),
-    "final_logit_softcapping",
-)
+def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
+    heads, hidden = field("attention.head_count"), field("embedding_length")
+    # The file does not say it.
+    is_largest = field("block_count") == LARGEST[gguf.metadata["general.architecture"]]
+    is_known = type(heads) is int and type(hidden) is int and heads > 0
+    scalar = hidden // heads if is_largest and is_known else field("attention.key_length")
+    found = {theirs: field(ours) for ours, theirs in (GEMMA | GEMMA3).items()}
+    return {name: value for name, value in {**found, "query_pre_attn_scalar": scalar}.items() if value is not None}
+
+
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
     {
         # Mistral's models too.
         "llama": Architecture("LlamaForCausalLM", "llama", TWO_NORMS, permuted=True, more=_llama),
         "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", TWO_NORMS),
         "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", TWO_NORMS),
+        "gemma2": Architecture(
+            *("Gemma2ForCausalLM", "gemma2", FOUR_NORMS), norm_offset=1.0, more=_gemma, fields=tuple(GEMMA)
+        ),
         "gemma3": Architecture(
-            *("Gemma3ForCausalLM", "gemma3_text", FOUR_NORMS),
-            norm_offset=1.0,
-            more=_gemma3,
-            fields=GEMMA3_FIELDS,
+            *("Gemma3ForCausalLM", "gemma3_text", FOUR_NORMS), norm_offset=1.0, more=_gemma, fields=(*GEMMA, *GEMMA3)
         ),
     }
 )
