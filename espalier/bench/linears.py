@@ -15,7 +15,7 @@ from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.mtp_config import MTPConfig
-from espalier.models.quantisers import GROUP, MX_BLOCK, QUANTISERS
+from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
 from espalier.synthetic.checkpoint import Recipe
 from espalier.synthetic.shapes import find_shape
 
@@ -60,11 +60,9 @@ class Run:
 
 
 def value_bytes(weights: str) -> float:
-    """Bytes of a number of a matrix, its share of a group's scale included.
-
-    Scales of whole rows and of blocks count as nothing.
-    """
-    return {DENSE: 2, "int4": 0.5 + 2 / GROUP, "mxfp4": 0.5 + 1 / MX_BLOCK}.get(weights, 1)
+    """Bytes of a number of a matrix, with its share of a group's scale.  Scales of rows and of blocks count as nothing."""
+    scales = {"int4": 2 / GROUP, "nvfp4": 1 / NV_GROUP, "mxfp4": 1 / MX_BLOCK}
+    return 0.5 + scales[weights] if weights in scales else 2 if weights == DENSE else 1
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ FIELDS = {
     "attention.key_length": "head_dim",
     "rope.freq_base": "rope_theta",
 }
+# Those that a file may leave out, which then have GGUF's defaults, whatever the family's are.
+OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
 # Fields that are read otherwise, or whose value here changes nothing.
 READ_APART = ("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type", "rope.scaling.factor")
 READ_APART += ("rope.scaling.original_context_length", "rope.scaling.finetuned")
@@ -161,6 +163,7 @@ def gguf_config(path: Path) -> Raw:
     config: Raw = {
         "architectures": [architecture.family],
         "model_type": architecture.model_type,
+        **_defaults(own),
         **{theirs: own[ours] for ours, theirs in FIELDS.items() if ours in own},
         **_sizes(gguf, own),
         **_rope(gguf, own),
@@ -174,7 +177,15 @@ def gguf_config(path: Path) -> Raw:
     return config
 
 
+def _defaults(own: Raw) -> Raw:
+    heads, hidden = own["attention.head_count"], own["embedding_length"]
+    size = hidden // heads if type(heads) is type(hidden) is int and heads > 0 else None
+    return {"num_key_value_heads": heads, "head_dim": size, "rope_theta": 10000.0}
+
+
 def _refuse_unknown(own: Raw, architecture: Architecture, path: Path, name: str) -> None:
+    if missing := next((field for field in FIELDS if field not in own and field not in OPTIONAL), None):
+        raise EspalierError(f"{path} has no field {f'{name}.{missing}'!r}; download the file again")
     known = (*FIELDS, *READ_APART, *architecture.fields)
     for field, value in own.items():
         if field not in known and value not in NEUTRAL.get(field, ()):

@@ -192,9 +192,15 @@ class Weights:
     def format_of(self, name: str) -> WeightFormat:
         """The storage format of a matrix."""
         declared = self.formats(name)
-        if declared == DENSE_FORMAT or not self._is_plain(f"{name}.weight"):
+        if declared == DENSE_FORMAT or name in self._with_scales or not self._is_plain(f"{name}.weight"):
             return declared
         return DENSE_FORMAT
+
+    @functools.cached_property
+    def _with_scales(self) -> frozenset[str]:
+        """The modules that have more tensors than a weight and a bias."""
+        parts = (name.rpartition(".") for name in self._names)
+        return frozenset(module for module, _, kind in parts if kind not in ("weight", "bias"))
 
     def _is_plain(self, name: str) -> bool:
         """Whether a tensor is stored as floating-point numbers that need no scales.  Its data is not read."""

@@ -28,8 +28,8 @@ SHAPE_NAMES = (
     "llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3-1gpu", "gpt-oss-20b",
 )  # fmt: skip
 # Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
-SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "mxfp4")
-DRAFT_WEIGHTS = SHAPE_WEIGHTS[:3]
+SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
+DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:

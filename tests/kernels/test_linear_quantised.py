@@ -381,6 +381,7 @@ def test_names_of_tuning_tables():
         "int4-1x64",
         "int4-1x32",
         "int4",
+        "nvfp4-1x16",
         "mxfp4-1x32",
     }
 

@@ -144,7 +144,7 @@ def test_a_model_in_several_files(tmp_path: Path) -> None:
 
 def changed(path: Path, metadata: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
     """A small model with other fields (None: without one) and tensors."""
-    target = make_target(path / "target", layers=1, vocab=4, hidden=32)
+    target = make_target(path / "target", layers=1)
     convert(target, path / "whole.gguf")
     header = read_gguf(path / "whole.gguf")
     content = (path / "whole.gguf").read_bytes()
@@ -165,7 +165,8 @@ def changed(path: Path, metadata: dict[str, Any] | None = None, tensors: dict[st
         ({"llama.expert_count": 8}, {}, "field 'llama.expert_count' = 8 is not supported"),
         ({"llama.rope.scaling.type": "longrope"}, {}, "rope.scaling.type = 'longrope' is not supported"),
         ({"llama.attention.key_length": 16, "llama.attention.value_length": 8}, {}, "keys of 16 values and values of 8"),
-        ({"llama.block_count": None}, {}, "num_hidden_layers = None; a positive integer"),
+        ({"llama.block_count": None}, {}, "has no field 'llama.block_count'"),
+        ({"llama.block_count": 0}, {}, "num_hidden_layers = 0; a positive integer"),
         ({"llama.attention.head_count_kv": [1, 2]}, {}, r"num_key_value_heads = \[1, 2\]; a positive integer"),
         ({"general.alignment": 24}, {}, "general.alignment = 24; a power of two"),
         ({}, {"token_embd.weight": None}, "has no tensor 'token_embd.weight'"),
@@ -204,6 +205,21 @@ def test_a_file_that_is_none_or_cut_short_is_named(tmp_path: Path, change: Any, 
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(EspalierError, match=re.compile(says)):
         load_target(path, **LOADING)
+
+
+def test_each_field_and_tensor_that_is_missing_is_named_or_has_gguf_s_default(tmp_path: Path) -> None:
+    expected, header = logits(changed(tmp_path)), read_gguf(tmp_path / "model.gguf")
+    # Without a head the embedding is it.
+    defaults, is_model = {"general.alignment", "llama.rope.freq_base", "llama.rope.dimension_count"}, {"output.weight"}
+    for name in {*header.metadata, *header.tensors} - is_model:
+        without = {name: None}
+        path = changed(tmp_path / name, *((without, {}) if name in header.metadata else ({}, without)))
+        if name in defaults:
+            assert torch.equal(logits(path), expected), name
+        else:
+            with pytest.raises(EspalierError):
+                logits(path)
+                pytest.fail(name)
 
 
 @cache

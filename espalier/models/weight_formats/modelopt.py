@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from espalier.errors import EspalierError
 from espalier.model_files import read_json
 from espalier.models.weight_formats.base import FormatOf, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
@@ -30,6 +31,8 @@ def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
     """Raises EspalierError naming an algorithm that is not supported: W4A8_AWQ, NVFP4_AWQ and others."""
     if quantisation.get("quant_algo") == MIXED:
         layers = read_object(quantisation, "quantized_layers")
+        if not layers:
+            raise EspalierError(f"quantization_config: quant_algo = {MIXED!r} needs quantized_layers; download it again")
         formats = {name: _format(read_object(layers, name)) for name in layers}
         return lambda name: formats.get(name, DENSE_FORMAT)
     names = module_names(quantisation, "ignore") + module_names(quantisation, "exclude_modules")

@@ -72,10 +72,11 @@ class Nvfp4Format(QuantisedFormat):
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         scales, factor = tensors[self.names.scales], tensors[self.names.factor].flatten().double()
-        if not bool(((factor > 0) & factor.isfinite()).all()):
+        wrong = factor[~((factor > 0) & factor.isfinite())]
+        if wrong.numel():
             raise EspalierError(
-                f"{self.names.factor.lstrip('.')} has the value {float(factor.min())}; a positive number is needed: "
-                "the file is corrupt, download it again"
+                f"{self.names.factor.lstrip('.')} has the value {float(wrong[0])}; a positive number is needed: the "
+                "file is corrupt, download it again"
             )
         if bool((scales.view(torch.uint8) >= NO_SCALE).any()):
             raise EspalierError(
