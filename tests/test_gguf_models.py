@@ -3,26 +3,24 @@
 import hashlib
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from espalier import LLM, SamplingParams
-from espalier.cli import main
+from espalier.cli.main import main
 from espalier.errors import EspalierError
-from espalier.gguf_file import read_gguf
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.models import read_config
 from espalier.models.gguf_tensors import GGUFTensors
 from espalier.models.loading import read_raw
 from espalier.startup.checkpoints import find_draft, find_target
 from espalier.text import load_tokenizer
+from espalier.train.configs import read_target
 from tests.builders import make_eagle3, make_target
-from tests.gguf import convert, write_gguf
+from tests.gguf import convert
 
 FIXTURE = Path(__file__).parent / "fixtures" / "gguf" / "model.gguf"
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_context": 128, "max_batch": 2}
@@ -74,7 +72,7 @@ def test_splits_that_transformers_does_not_know_are_named(tmp_path: Path, caplog
 
 def test_a_file_is_served_with_and_without_speculation() -> None:
     found = []
-    for speculation in ("ngram", None):
+    for speculation in ("auto", None):
         llm = LLM(FIXTURE, speculation=speculation, **SETTINGS)
         found.append([out.token_ids for out in llm.generate(["hello world hello world", "a b a b a b a"], GREEDY)])
         llm.close()
@@ -100,15 +98,14 @@ def test_a_draft_reads_a_target_in_blocks(tmp_path: Path, is_directory: bool) ->
 
 
 def test_what_takes_no_gguf_names_it(tmp_path: Path) -> None:
-    for what, call in {
+    (tmp_path / "folder.gguf").mkdir()
+    for says, call in {
         "in which drafts are not read": lambda: find_draft(FIXTURE),
         "does not exist; give the path of a GGUF file": lambda: find_target("owner/model.gguf"),
-        "not a regular file": lambda: find_target(shutil.copytree(FIXTURE.parent, tmp_path / "dir.gguf") / "no.gguf"),
+        "is a directory, not a regular file": lambda: find_target(tmp_path / "folder.gguf"),
+        "from which nothing is trained": lambda: read_target(FIXTURE),
     }.items():
-        if what == "not a regular file":
-            (tmp_path / "no.gguf").mkdir()
-            call = lambda: find_target(tmp_path / "no.gguf")  # noqa: E731
-        with pytest.raises(EspalierError, match=what):
+        with pytest.raises(EspalierError, match=says):
             call()
 
 
@@ -119,7 +116,6 @@ def test_commands_take_a_file_or_name_it(capsys: pytest.CaptureFixture[str], tmp
     assert "is quantised already" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_a_header_without_tokenizer_has_none(tmp_path: Path) -> None:
+def test_a_file_without_a_tokenizer_takes_token_ids(tmp_path: Path) -> None:
     convert(make_target(tmp_path / "target"), tmp_path / "model.gguf")
     assert load_tokenizer(tmp_path / "model.gguf", 16) is None
-    assert torch.equal(torch.tensor(read_gguf(write_gguf(tmp_path / "x.gguf", {"a": [1, 2]}, {})).metadata["a"]), torch.tensor([1, 2]))

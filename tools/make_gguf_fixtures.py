@@ -21,7 +21,7 @@ OUT = Path(__file__).parents[1] / "tests" / "fixtures" / "gguf"
 HIDDEN, INNER, HEADS, SIZE = 256, 32, 2, 32
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{% endfor %}<|assistant|>"
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwor ld"]
-SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>"]
+SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>"]
 TYPES = {
     "token_embd": "Q4_K",
     **{"blk.0.attn_q": "Q4_K", "blk.0.attn_k": "Q5_K", "blk.0.attn_v": "Q6_K", "blk.0.attn_output": "Q5_0"},
