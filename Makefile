@@ -61,7 +61,7 @@ format: $(VENV)/.installed-test ## rewrite the code in the house's format
 
 clean: ## remove the virtual environment and every cache
 	@rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
-	@find espalier tests -name __pycache__ -prune -exec rm -rf {} +
+	@find espalier lab tests -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml
 	$(require_python)

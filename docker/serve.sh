@@ -6,7 +6,7 @@ host="--host=0.0.0.0"
 shift
 for argument; do
     case $argument in
-        --device | --device=* | --shape | --shape=*) device= ;;
+        --device | --device=*) device= ;;
         --host | --host=*) host= ;;
     esac
 done

@@ -41,7 +41,7 @@ class SpeculationConfig:
     by_batch: Mapping[Any, Any] | str | PathLike[str] = field(
         default="auto",
         metadata={
-            "help": "smaller trees for larger batches: a file that `bench round --choose` wrote, or JSON like "
+            "help": "smaller trees for larger batches: a file that `bench choose` wrote, or JSON like "
             '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}, where each tree applies from '
             "that batch size on; by default plain decoding from the batch size where it was measured to be as fast"
         },

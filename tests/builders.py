@@ -18,6 +18,8 @@ from transformers import (
     Dots1Config,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
@@ -37,6 +39,10 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "mistral": MistralConfig,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
+    "gemma4": Gemma4TextConfig,
+    "gemma4_moe": Gemma4TextConfig,
+    "gemma4_e": Gemma4TextConfig,
+    "gemma4_unified": Gemma4UnifiedTextConfig,
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "deepseek_v2": DeepseekV2Config,
@@ -61,6 +67,16 @@ ROUTED: dict[str, Any] = {
 }
 # Fields of families with latent attention: sizes that are all different.
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "v_head_dim": 10}
+# Fields of Gemma 4: larger heads, and fewer of them, where attention is full.
+GEMMA4: dict[str, Any] = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 4.0,
+    "tie_word_embeddings": True,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     # Caps that bend many logits.
@@ -77,6 +93,27 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "query_pre_attn_scalar": 5,
         "tie_word_embeddings": True,
+    },
+    "gemma4": {**GEMMA4, "hidden_size_per_layer_input": 0},
+    "gemma4_unified": GEMMA4,
+    "gemma4_moe": {
+        **GEMMA4,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+    },
+    # The last two of four layers read the K and V of the first two.
+    "gemma4_e": {
+        **GEMMA4,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 6,
+        "vocab_size_per_layer_input": 16,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
     },
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
@@ -100,11 +137,12 @@ WITHOUT_ROUTING: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok"
 def add_kv_scales(target: Path) -> None:
     """Add scales of K and V to a target: no two equal, for each head in every layer but the first."""
     config = json.loads((target / "config.json").read_text())
-    heads = 1 if config.get("kv_lora_rank") else config["num_key_value_heads"]
+    by_layer = config.get("per_layer_config", {})
     weights = load_file(target / "model.safetensors")
     for layer in range(config["num_hidden_layers"]):
+        heads = by_layer.get(str(layer), {}).get("num_key_value_heads", config["num_key_value_heads"])
         for i, name in enumerate("kv"):
-            count = heads if layer else 1
+            count = 1 if config.get("kv_lora_rank") or not layer else heads
             scale = 0.02 * (1 + 0.37 * layer + 0.11 * i + 2.5 * torch.arange(count))
             weights[f"model.layers.{layer}.self_attn.{name}_scale"] = scale.view(-1, 1, 1) if layer else scale
     save_file(weights, target / "model.safetensors")
@@ -149,7 +187,7 @@ def make_target(
         fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
         # Transformers takes it for the size of the rotated part.
         fields["head_dim"] = fields["qk_rope_head_dim"]
-    if family == "gemma3" and "rope_type" in fields.get("rope_parameters", {}):
+    if family.startswith(("gemma3", "gemma4")) and "rope_type" in fields.get("rope_parameters", {}):
         fields["rope_parameters"] = {
             kind: dict(fields["rope_parameters"]) for kind in ("full_attention", "sliding_attention")
         }
@@ -172,7 +210,7 @@ def _files_of_target(family: str, fields: dict[str, Any], seed: int) -> dict[str
             for name, parameter in model.named_parameters():
                 parameter.copy_(_draw(name, tuple(parameter.shape), generator))
             for name, buffer in model.named_buffers():
-                if name.endswith("e_score_correction_bias"):
+                if name.endswith(("e_score_correction_bias", "layer_scalar")):
                     buffer.copy_(_draw(name, tuple(buffer.shape), generator))
         model.tie_weights()
         with TemporaryDirectory() as made:
@@ -291,6 +329,8 @@ def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
         return 1 + 0.2 * drawn
     if name.endswith("bias"):
         return 0.3 * drawn
+    if name.endswith(("scale", "layer_scalar")):
+        return 1 + 0.2 * drawn
     if "embed_tokens" in name:
         return drawn
     gain = 1.5 if "lm_head" in name else 1.2

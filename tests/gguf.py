@@ -173,7 +173,10 @@ def convert(
         if kind in PLAIN:
             tensor = tensor.to(PLAIN[kind][1])
             rows = tensor + 1 if is_gemma and stored.endswith("norm.weight") else tensor
-            tensors[stored], meant[name] = plain(rows if pairs is None else in_pairs(rows, pairs), kind), tensor.double()
+            tensors[stored], meant[name] = (
+                plain(rows if pairs is None else in_pairs(rows, pairs), kind),
+                tensor.double(),
+            )
             continue
         blocks = blocks_of(kind, *tensor.shape, seed=number, size=float(tensor.std()))
         tensors[stored] = Stored(tuple(tensor.shape), BLOCK_TYPES[kind].number, blocks.numpy().tobytes())

@@ -12,9 +12,10 @@ import pytest
 
 from espalier.attention import BACKENDS
 from espalier.cli.main import parse
-from espalier.guard.__main__ import COMMANDS
-from espalier.guard.faults import FAULTS, find
 from espalier.train.command import make_parser
+from lab.__main__ import make_parser as make_lab
+from lab.faults.command import COMMANDS
+from lab.faults.planted import FAULTS, find
 from tests.architecture.test_imports import FLOORS, MAX_FILE_LINES, MAX_FUNCTION_LINES
 from tools.make_support import PAGE, render
 
@@ -23,10 +24,10 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PATH = r"(?:espalier|tests|tools|docs|\.ci)/[\w./-]*"
+PATH = r"(?:espalier|lab|tests|tools|docs|\.ci)/[\w./-]*"
 REFERENCE = re.compile(rf"({PATH}?)(?:::?([A-Za-z_][\w.:]*))?")
 ESPALIER = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?espalier (.+)$", re.M)
-GUARD = re.compile(r"^(?:\.venv/bin/)?python -m espalier\.guard (\S+) (.+)$", re.M)
+LAB = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?python -m lab (.+)$", re.M)
 TRAIN = re.compile(r"^(?:\.venv/bin/)?python -m espalier\.train (.+)$", re.M)
 EXTRAS = re.compile(r"""['"]\.\[([\w,]+)\]['"]""")
 MAKE = re.compile(r"^make (?:[A-Z_]+=\S+ )*([a-z][a-z-]*)", re.M)
@@ -113,7 +114,7 @@ def test_extras_that_are_named_exist_and_the_package_is_installed_from_a_clone()
     """In pages, messages and images: the package is on no index."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     images = [path for folder in ("docker", "deploy") for path in (ROOT / folder).iterdir()]
-    sources = [path for folder in ("espalier", "tools") for path in (ROOT / folder).rglob("*.py")]
+    sources = [path for folder in ("espalier", "lab", "tools") for path in (ROOT / folder).rglob("*.py")]
     named = set()
     for path in [*PAGES, *images, *sources]:
         text = path.read_text(encoding="utf-8")
@@ -124,12 +125,15 @@ def test_extras_that_are_named_exist_and_the_package_is_installed_from_a_clone()
     assert {"ray", "bench", "fa3"} <= named <= {*known["optional-dependencies"], ""}
 
 
-@pages
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "log.md"], ids=lambda page: page.name)
 def test_commands_parse(page: Path):
+    """Those of the log are of their day."""
     for command in ESPALIER.findall(commands(page)):
         assert parse(shlex.split(command, comments=True)).run, command
-    for fault, command in GUARD.findall(commands(page)):
-        assert find(fault) and parse(shlex.split(command)).command in COMMANDS, command
+    for command in LAB.findall(commands(page)):
+        asked = make_lab().parse(shlex.split(command, comments=True))
+        if asked.command == "fault":
+            assert find(asked.fault) and parse(asked.planted).command in COMMANDS, command
     for command in TRAIN.findall(commands(page)):
         assert make_parser().parse_args(shlex.split(command)), command
 

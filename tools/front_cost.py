@@ -22,7 +22,6 @@ from typing import Any
 
 import zmq
 
-from espalier.bench.server import free_port, wait_until_served
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.llm import prepare
@@ -35,6 +34,7 @@ from espalier.server.protocol import Harvest, Part, Ready, Shutdown, Submit, Sub
 from espalier.server.run import ServeOptions, serve
 from espalier.server.worker import BROKEN, DONE, wait_for_start
 from espalier.stats import SpeculationStats
+from lab.bench.server import free_port, wait_until_served
 
 STEP_S = 0.003
 TOKENS = 4

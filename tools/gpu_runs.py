@@ -43,8 +43,8 @@ class Run:
 
 
 SHAPE = "--shape llama-3.1-8b --page-size 64"
-GENERATE = f"espalier bench generate {SHAPE} --max-context 33792"
-ROUND = "espalier bench round --rounds 20 --page-size 64"
+GENERATE = f"python -m lab generate {SHAPE} --max-context 33792"
+ROUND = "python -m lab round --rounds 20 --page-size 64"
 CELLS = "1x1024:3,4,16 8x1024:3,4,16 32x1024:3,2,8 1x32768:3,4,16"
 # Of "The table" in docs/log.md.
 TABLE = (
@@ -60,10 +60,10 @@ RUNS = {
     "tests": Run(300, f"{TESTS} tests/gpu"),
     "tests-alone": Run(200, f"python -m pytest -v -m gpu {' '.join(ALONE)}"),
     "kernel-tests": Run(300, f"{TESTS} tests/kernels tests/attention"),
-    "table": Run(180, f"espalier bench round {SHAPE} --rounds 20 --own-size --cells {TABLE}"),
-    "trees": Run(120, f"espalier bench round {SHAPE} --rounds 20 --max-context 33792 --cells {TREES}"),
-    "trees-own-size": Run(120, f"espalier bench round {SHAPE} --rounds 20 --own-size --cells {TREES}"),
-    "bundled": Run(90, "espalier bench round --device cuda --batch 1,8"),
+    "table": Run(180, f"python -m lab round {SHAPE} --rounds 20 --own-size --cells {TABLE}"),
+    "trees": Run(120, f"python -m lab round {SHAPE} --rounds 20 --max-context 33792 --cells {TREES}"),
+    "trees-own-size": Run(120, f"python -m lab round {SHAPE} --rounds 20 --own-size --cells {TREES}"),
+    "bundled": Run(90, "python -m lab round --device cuda --batch 1,8"),
     # The default engine, as LLM.generate users have it.
     "generate": Run(240, f"{GENERATE} --tree 5,8,64 5,4,16 --prompts 1x1024 8x1024 1x32768"),
     "generate-batch": Run(150, f"{GENERATE} --tree 3,2,8 --prompts 32x1024 64x1024"),
@@ -74,20 +74,20 @@ RUNS = {
         )
         for most in (1, 8)
     },
-    "prefill": Run(100, f"espalier bench prefill {SHAPE} --prompts 1x8192 32x1024"),
-    "latency": Run(120, f"espalier bench latency {SHAPE} --rate 8 --requests 64"),
-    "serve": Run(150, f"espalier bench serve {SHAPE} --concurrency 1,8,64"),
-    "serve-bundled": Run(90, "espalier bench serve --device cuda --concurrency 16"),
+    "prefill": Run(100, f"python -m lab prefill {SHAPE} --prompts 1x8192 32x1024"),
+    "latency": Run(120, f"python -m lab latency {SHAPE} --rate 8 --requests 64"),
+    "serve": Run(150, f"python -m lab serve {SHAPE} --concurrency 1,8,64"),
+    "serve-bundled": Run(90, "python -m lab serve --device cuda --concurrency 16"),
     "serve-timeline": Run(120, "python -m tools.serve_timeline --shape llama-3.1-8b --concurrency 8"),
-    "grammar": Run(120, f"espalier bench grammar {SHAPE} --steps 5 --topk 4 --num-draft-tokens 16 --tokens 160"),
-    "transformers": Run(120, "espalier bench round --device cuda --compare transformers --batch 1,8"),
+    "grammar": Run(120, f"python -m lab grammar {SHAPE} --steps 5 --topk 4 --num-draft-tokens 16 --tokens 160"),
+    "transformers": Run(120, "python -m lab round --device cuda --compare transformers --batch 1,8"),
     # Latent attention and experts.
     **{
         f"rounds-{shape}": Run(200, f"{ROUND} --shape {shape} --max-context 33280 --cells {CELLS}")
         for shape in ("deepseek-v2-lite", "qwen3-30b-a3b", "gpt-oss-20b")
     },
     **{
-        f"prefill-{shape}": Run(120, f"espalier bench prefill --shape {shape} --page-size 64 --prompts 1x8192")
+        f"prefill-{shape}": Run(120, f"python -m lab prefill --shape {shape} --page-size 64 --prompts 1x8192")
         for shape in ("deepseek-v2-lite", "qwen3-30b-a3b")
     },
     "shared-experts": Run(90, "python -m tools.shared_experts"),
@@ -112,7 +112,7 @@ RUNS = {
             ("flashinfer", "--attention flashinfer --no-overlap"),
         )
     },
-    "attention": Run(240, "espalier bench attention"),
+    "attention": Run(240, "python -m lab attention"),
     # Block drafts.
     **{
         f"planted-block-{size}": Run(
@@ -140,12 +140,12 @@ RUNS = {
         for weights in ("dense", "fp8", "fp8-block", "int4")
         for rows, tree in ((1, ""), (64, "--tree 5,8,64"), (128, "--tree 5,4,16 --batch 8"))
     },
-    "linears": Run(120, "espalier bench linears --rows 1,4,16,64,2048"),
+    "linears": Run(120, "python -m lab linears --rows 1,4,16,64,2048"),
     **{
         f"{command}-{weights}": Run(seconds, f"{line} --weights {weights}")
         for weights in ("fp8", "fp8-block", "int4", "mxfp4")
         for command, seconds, line in (
-            ("prefill", 100, f"espalier bench prefill {SHAPE} --prompts 1x8192"),
+            ("prefill", 100, f"python -m lab prefill {SHAPE} --prompts 1x8192"),
             ("d64", 120, f"{GENERATE} --tree 5,8,64 --prompts 1x1024 1x32768"),
             ("d16", 100, f"{GENERATE} --tree 5,4,16 --prompts 8x1024"),
             ("d8", 100, f"{GENERATE} --tree 3,2,8 --prompts 32x1024"),

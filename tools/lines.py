@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("espalier", "lab", "tests", "tools")
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.DEDENT,
@@ -59,7 +60,9 @@ def package(path: Path) -> str:
 def main() -> None:
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
     longest_file, longest_function = (0, ""), (0, "")
-    for file in sorted(file for folder in ("espalier", "tests", "tools") for file in (ROOT / folder).rglob("*.py")):
+    for file in sorted(
+        file for folder in ("espalier", "lab", "tests", "tools") for file in (ROOT / folder).rglob("*.py")
+    ):
         source = file.read_text(encoding="utf-8")
         path = file.relative_to(ROOT)
         num_lines = len(source.splitlines())

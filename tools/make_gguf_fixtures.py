@@ -24,10 +24,20 @@ MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "o r", "Ġw or", "l d", "Ġwo
 SPECIAL = ["<|endoftext|>", "<|user|>", "<|assistant|>"]
 TYPES = {
     "token_embd": "Q4_K",
-    **{"blk.0.attn_q": "Q4_K", "blk.0.attn_k": "Q5_K", "blk.0.attn_v": "Q6_K", "blk.0.attn_output": "Q5_0"},
-    **{"blk.0.ffn_gate": "Q4_K", "blk.0.ffn_up": "Q4_K", "blk.0.ffn_down": "Q8_0"},
-    **{"blk.1.attn_q": "Q5_K", "blk.1.attn_k": "Q4_0", "blk.1.attn_v": "Q4_1", "blk.1.attn_output": "Q5_1"},
-    **{"blk.1.ffn_gate": "F16", "blk.1.ffn_up": "BF16", "blk.1.ffn_down": "F32"},
+    "blk.0.attn_q": "Q4_K",
+    "blk.0.attn_k": "Q5_K",
+    "blk.0.attn_v": "Q6_K",
+    "blk.0.attn_output": "Q5_0",
+    "blk.0.ffn_gate": "Q4_K",
+    "blk.0.ffn_up": "Q4_K",
+    "blk.0.ffn_down": "Q8_0",
+    "blk.1.attn_q": "Q5_K",
+    "blk.1.attn_k": "Q4_0",
+    "blk.1.attn_v": "Q4_1",
+    "blk.1.attn_output": "Q5_1",
+    "blk.1.ffn_gate": "F16",
+    "blk.1.ffn_up": "BF16",
+    "blk.1.ffn_down": "F32",
 }
 # The library does not quantise these: their blocks are random bytes, but for the float16 numbers at these places.
 HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}

@@ -109,7 +109,9 @@ def compressed_nvfp4(has_inputs: bool) -> tuple[dict[str, Tensor], Tensor, dict[
     stored = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").compress(state, scheme)
     # As decompress does it, but in float32, where it takes bfloat16.
     codes = unpack_fp4_from_uint8(stored["weight_packed"], ROWS, COLUMNS, dtype=torch.float32)
-    meant = dequantize(codes, stored["weight_scale"].float(), args=scheme.weights, dtype=torch.float32, global_scale=factor)
+    meant = dequantize(
+        codes, stored["weight_scale"].float(), args=scheme.weights, dtype=torch.float32, global_scale=factor
+    )
     group = scheme.model_dump(mode="json") | {"format": "nvfp4-pack-quantized"}
     config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": []}
     return stored, meant, {**config, "config_groups": {"0": group}}

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 from front_cost import CHAT, LENGTHS, cpu_seconds, post
 
-from espalier.bench.server import free_port, wait_until_served
 from espalier.serve_ray.build import application
 from espalier.serve_ray.settings import Replicas, Service, service_of
 from espalier.server.client import ClientOptions
+from lab.bench.server import free_port, wait_until_served
 
 APP = "espalier"
 SERVE = "serve"

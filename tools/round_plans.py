@@ -21,9 +21,8 @@ from unittest.mock import patch
 import torch
 
 from espalier.bench.chains import Matrix
-from espalier.bench.engines import OfShape, way_with
-from espalier.bench.flags.trees import tree_shape
-from espalier.bench.synthetic_models import recipe_of
+from espalier.bench.engines import way_with
+from espalier.bench.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS, tree_shape
 from espalier.engine.cuda import CudaExecutor, Graph
 from espalier.engine.launch_input import of_dummies
 from espalier.errors import EspalierError
@@ -37,8 +36,9 @@ from espalier.kernels.runtime.precompile import precompile
 from espalier.layout import PLAIN, LaunchForm
 from espalier.models.weight_formats import dense
 from espalier.terminal.console import print_header
-from espalier.terminal.flags import DRAFT_WEIGHTS, SHAPE_WEIGHTS
 from espalier.terminal.machine import require_gpu
+from lab.bench.engines import OfShape
+from lab.bench.synthetic_models import recipe_of
 
 # The variant that changes nothing.
 ENGINES = "the engine's plans"

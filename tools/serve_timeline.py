@@ -3,7 +3,7 @@
 It gives the same prompts to LLM.generate and, all at once, to the server's real processes.  Each process notes when a
 request passes.  A table has the ms after the start at which the first, the median and the last request passed, of the
 repeat that took the least time.  By default the engine's device is a stand-in that sleeps (--paced).  With --shape or
---device it is a GPU, as for `espalier bench serve`.
+--device it is a GPU, as for `python -m lab serve`.
 """
 
 import asyncio
@@ -23,11 +23,7 @@ from statistics import median
 from typing import Any
 
 from espalier.bench.clients import exchange_all, request_of
-from espalier.bench.engines import BenchEngine, OfShape, engines_of, load_sizes
-from espalier.bench.flags.engines import add_flags
-from espalier.bench.serve import sharing_the_gpu
-from espalier.bench.server import free_port, stop, wait_until_served
-from espalier.cli import shape_worker
+from espalier.bench.engines import BenchEngine, load_sizes
 from espalier.cli.serve import sendable
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle, StagedHandle
@@ -43,7 +39,12 @@ from espalier.server.front import FrontOptions
 from espalier.server.run import ServeOptions, serve
 from espalier.speculate.round import ModelRunner
 from espalier.terminal.console import print_table
-from espalier.terminal.flags import shape_settings
+from lab import shape_worker
+from lab.bench.engines import OfShape, engines_of
+from lab.bench.flags import engines as add_flags
+from lab.bench.serve import sharing_the_gpu
+from lab.bench.server import free_port, stop, wait_until_served
+from lab.shape_flags import shape_settings
 
 # Tokens that the stand-in's rounds accept, and the chunk sizes of a GPU.
 ACCEPT_LENGTH = 4
@@ -361,7 +362,7 @@ def run(args: Namespace) -> None:
         sent = json.dumps({"notes": folder, "pace": pace, "loaded": loaded})
         process = subprocess.Popen([sys.executable, "-m", "tools.serve_timeline", "--front", str(port), "--sent", sent])
         try:
-            # The server loads first, as in `espalier bench serve`: "auto" takes a share of the memory that is free.
+            # The server loads first, as in `python -m lab serve`: "auto" takes a share of the memory that is free.
             wait_until_served(process, port)
             opened = stack.enter_context(made.open())
             timeline = Timeline(opened, opened.llm if pace is None else paced_llm(opened.llm, pace), port, args)

@@ -1,21 +1,19 @@
-"""`espalier bench round --choose`: the fastest tree at each batch, as a table for --by-batch.
+"""`espalier bench choose`: the fastest tree at each batch, as a table for --by-batch.
 
-Every bucket runs with every candidate tree, by the engine's own launches.  The accept length of a round is measured
-too, or predicted from one accept length.  If the target has experts, rounds that are not timed count those that a pass
-touches.
+Every bucket runs with every candidate tree, by the engine's own launches.  Accept lengths are measured too.
 """
 
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from rich.text import Text
 
 from espalier.bench.drive import drive, full_steps
-from espalier.bench.engines import BenchEngine, engines_with, require_positions
-from espalier.bench.experts_touched import experts_touched
+from espalier.bench.engines import BenchEngine, BenchEngines, OfModel, require_positions
 from espalier.config import SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
@@ -24,31 +22,26 @@ from espalier.request import SamplingParams
 from espalier.startup import tree_policy
 from espalier.startup.build import engine_of
 from espalier.stats import SpeculationStats
-from espalier.synthetic.chain import predicted_accept_length
-from espalier.synthetic.checkpoint import Recipe
-from espalier.synthetic.shapes import find_shape
-from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import with_minimum, written
+from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
+from espalier.terminal.flags import engine_settings, flag_of, require_at_least_one, with_minimum, written
 
 CANDIDATES = (TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8))
 # Of a block draft, whose one pass costs the same at any depth: only nodes cost, so its trees keep the configured depth.
 BLOCK_NODES = (64, 32, 16, 8)
-# Accept lengths are predicted on the synthetic chain with the vocabulary of this shape.
-PREDICTED_WITH = "llama-3.1-8b"
+DEFAULTS = MappingProxyType({"context": 128, "tokens": 96, "repeats": 5})
+
+# (the configured tree, candidates, whether the draft is a block draft) -> accept lengths
+Predict = Callable[[TreeShape, Sequence[TreeShape], bool], Mapping[TreeShape, float]]
 
 
 @dataclass(frozen=True)
 class TreeTime:
-    """The round time of one candidate tree at one batch.
-
-    experts_touched: experts of a layer that a verify pass touches, the mean; None for a dense target.
-    """
+    """The round time of one candidate tree at one batch."""
 
     batch: int
     shape: TreeShape
     round_ms: float
     accept_length: float
-    experts_touched: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -56,32 +49,53 @@ class TreeTime:
 
     def as_dict(self) -> dict[str, Any]:
         measured = {"round_ms": self.round_ms, "accept_length": self.accept_length}
-        rates = {"tokens_per_second": self.tokens_per_second, "experts_touched": self.experts_touched}
-        return {"batch": self.batch, **asdict(self.shape), **measured, **rates}
+        return {"batch": self.batch, **asdict(self.shape), **measured, "tokens_per_second": self.tokens_per_second}
 
 
-def run(args: Namespace, settings: dict[str, Any]) -> None:
-    """Measure, print and write the table.  Raises EspalierError."""
-    if len(args.context) > 1:
-        raise EspalierError(f"--context={written(args.context)} is not supported with --choose; use one")
+def run(args: Namespace) -> int:
+    """`espalier bench choose`."""
+    fill_in(args)
+    print_header()
+    choose(args, engine_settings(args), OfModel)
+    return 0
+
+
+def fill_in(args: Namespace) -> None:
+    """Set the defaults of the flags that were not given, and check all of them.  Raises EspalierError."""
+    for name, value in DEFAULTS.items():
+        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
+    require_at_least_one(args, "batch", *DEFAULTS)
+    if args.tokens < 2:
+        raise EspalierError(f"--tokens={args.tokens} is not supported: the first comes of no round; use 2 or more")
+    for name in ("json", "out"):
+        require_writable(flag_of(name), getattr(args, name))
+
+
+def choose(
+    args: Namespace,
+    settings: dict[str, Any],
+    engines_with: Callable[[Mapping[str, Any]], BenchEngines],
+    predict: Predict | None = None,
+) -> None:
+    """Measure, print and write the table.  predict: where accept lengths are not measured.  Raises EspalierError."""
     _refuse_unused(settings)
-    context, longest = args.context[0], args.context[0] + args.tokens
+    context, longest = args.context, args.context + args.tokens
     largest = {"max_batch": max(args.batch)} if args.batch else {}
     settings = without_table(
         with_minimum(settings, {"max_context": longest + 1, **largest}, max_context=longest, **largest)
     )
-    made = engines_with(args, settings)
+    made = engines_with(settings)
     require_positions(made.positions, longest, f"--context {context}", f"--tokens {args.tokens}")
     with made.open() as bench:
         config, configured = bench.config, bench.engine.layout.tree
         if not configured.steps:
-            raise EspalierError("--choose measures trees up to the configured one, which is plain decoding; set a tree")
+            raise EspalierError(
+                "bench choose measures trees up to the configured one, which is plain decoding; set a tree"
+            )
         is_block = bench.engine.layout.block_rows > 0
         shapes = candidates_of(configured, args.candidates, is_block)
-        lengths = None
-        if args.accept_length is not None and args.shape is None:
-            lengths = predicted_accept_lengths(args.accept_length, configured, shapes, is_block)
-        source = "measured" if lengths is None else f"predicted from {args.accept_length} of {configured}"
+        lengths = None if predict is None else predict(configured, shapes, is_block)
+        source = "measured" if lengths is None else f"predicted from {lengths[configured]:g} of {configured}"
         stdout().print(Text(f"{config.algorithm}, {config.dtype}, context {context}; accept lengths {source}", QUIET))
         runs = Runs.of(bench, args.batch or (), context, args.tokens, args.repeats)
         with progress("measuring", len(shapes) * len(runs.prompts)) as advance:
@@ -101,9 +115,11 @@ def _refuse_unused(settings: Mapping[str, Any]) -> None:
     """Refuse engine settings that would have no effect here.  Raises EspalierError."""
     tree = settings.get("speculation")
     if tree is not None and tree.by_batch not in ("auto", {}):
-        raise EspalierError("--by-batch is not for --choose, which measures such a table; leave one out")
+        raise EspalierError("--by-batch is not for bench choose, which measures such a table; leave one out")
     if "prefix_cache" in settings:
-        raise EspalierError("--prefix-cache is not for --choose, which needs it to enter its prompts; leave one out")
+        raise EspalierError(
+            "--prefix-cache is not for bench choose, which needs it to enter its prompts; leave one out"
+        )
 
 
 def without_table(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,23 +153,6 @@ def _fits(configured: TreeShape, shape: TreeShape) -> bool:
     return True
 
 
-def predicted_accept_lengths(
-    accept_length: float, configured: TreeShape, shapes: Sequence[TreeShape], is_block: bool = False
-) -> dict[TreeShape, float]:
-    """The accept length of each tree, predicted on the synthetic chain with a draft that reaches `accept_length` with
-    the configured tree.  is_block: a block draft, equally good at every depth.
-
-    Raises EspalierError if no draft reaches it.
-    """
-    block_size = configured.steps if is_block else 0
-    recipe = Recipe(find_shape(PREDICTED_WITH), block_size=block_size).with_accept_length(
-        accept_length, **asdict(configured)
-    )
-    chain = recipe.chain()
-    known = {configured: accept_length}
-    return {shape: known.get(shape) or predicted_accept_length(chain, **asdict(shape)) for shape in shapes}
-
-
 @dataclass(frozen=True)
 class Runs:
     """Prompts by batch.  Each is continued by num_tokens greedy tokens, once to warm up and `repeats` times timed."""
@@ -171,7 +170,7 @@ class Runs:
         buckets = bench.engine.layout.batch_buckets(bench.config.graph_batch or bench.config.layout.max_batch)
         if other := [batch for batch in batches if batch not in buckets]:
             raise EspalierError(
-                f"--batch={other[0]} is not measured by --choose, as rounds are padded; use some of {written(buckets)}"
+                f"--batch={other[0]} is not measured, as rounds are padded; use some of {written(buckets)}"
             )
         chosen = sorted(set(batches)) or buckets
         return cls({batch: bench.prompts([context] * batch) for batch in chosen}, num_tokens, repeats)
@@ -202,11 +201,11 @@ def measure(
         stats, cells = SpeculationStats(), []
         for batch in runs.prompts:
             round_ms = _round_ms(engine_of_shape, batch, runs, stats)
-            cells.append((batch, round_ms, _experts_touched(engine_of_shape, batch, shape, runs)))
+            cells.append((batch, round_ms))
             advance()
         engine_of_shape.close()
         length = stats.accept_length if accept_lengths is None else accept_lengths[shape]
-        timed += [TreeTime(batch, shape, ms, length, touched) for batch, ms, touched in cells]
+        timed += [TreeTime(batch, shape, ms, length) for batch, ms in cells]
     return timed
 
 
@@ -217,16 +216,6 @@ def _round_ms(engine: Engine, batch: int, runs: Runs, stats: SpeculationStats) -
     for each in driven:
         stats.merge(each.stats)
     return 1000 * median(full_steps(driven))
-
-
-def _experts_touched(engine: Engine, batch: int, shape: TreeShape, runs: Runs) -> float | None:
-    """Experts of a layer that a verify pass of the whole batch touches, the mean; None for a dense target.
-
-    The batch is a bucket, so the counted eager rounds have as many rows as captured ones.
-    """
-    params = SamplingParams(temperature=0.0, max_tokens=runs.num_tokens)
-    rows = batch * shape.num_draft_tokens
-    return experts_touched(engine, lambda: drive(engine, runs.prompts[batch], params), rows)
 
 
 def best(timed: Sequence[TreeTime]) -> dict[int, TreeTime]:
@@ -260,5 +249,4 @@ def _rows(timed: Sequence[TreeTime]) -> list[list[str]]:
 
 
 def _cell(one: TreeTime) -> str:
-    touched = "" if one.experts_touched is None else f", {one.experts_touched:.0f} experts"
-    return f"{one.round_ms:.2f} ms, {one.tokens_per_second:.0f} tokens/s{touched}"
+    return f"{one.round_ms:.2f} ms, {one.tokens_per_second:.0f} tokens/s"

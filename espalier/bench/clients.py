@@ -13,9 +13,10 @@ from time import perf_counter
 from typing import Any
 
 from espalier.batch.sender import split_url
-from espalier.bench.server import START_S
 from espalier.errors import EspalierError
 
+# Long enough for a server to load its model.
+START_S = 600.0
 HEAD_END, LAST_CHUNK = b"\r\n\r\n", b"\r\n0\r\n\r\n"
 LENGTH, CHUNKED = b"content-length:", b"transfer-encoding: chunked"
 FIRST_REQUEST = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"

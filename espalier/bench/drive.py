@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,13 +14,18 @@ from espalier.errors import EspalierError
 from espalier.layout import ROUNDS_IN_FLIGHT
 from espalier.llm import LLM
 from espalier.request import Output, Request, SamplingParams
-from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.startup.build import engine_of
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.stats import SpeculationStats
 
 # For a model without a tokenizer.  Longer prompts repeat these texts.
 RANDOM_TEXTS = 64
+
+
+class Timer(Protocol):
+    """Sums the time of what it times."""
+
+    seconds: float
 
 
 @dataclass
@@ -53,29 +58,6 @@ class Driven:
         return total
 
 
-class ForwardTimer:
-    """A model that sums the time of its calls.  It forwards everything to `model`; calls: the methods that are
-    timed, besides calls of the model itself."""
-
-    def __init__(self, model: Any, calls: Sequence[str] = ()):
-        self.model = model
-        self.calls = frozenset(calls)
-        self.seconds = 0.0
-
-    def __call__(self, *args: Any) -> Any:
-        return self._timed(self.model, *args)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.model, name)
-        return (lambda *args: self._timed(value, *args)) if name in self.calls else value
-
-    def _timed(self, call: Callable[..., Any], *args: Any) -> Any:
-        begun = perf_counter()
-        result = call(*args)
-        self.seconds += perf_counter() - begun
-        return result
-
-
 def rebuilt(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
     """A new engine on the models and buffers of this one, which is closed.  changes: fields of ModelRunner."""
     runner, overlap, has_cache = engine.executor.runner, engine.in_flight.overlap, engine.prefixes is not None
@@ -83,24 +65,11 @@ def rebuilt(engine: Engine, graph_batch: int, **changes: Any) -> Engine:
     return engine_of(replace(runner, **changes), overlap, has_cache, graph_batch)
 
 
-def timed_engine(engine: Engine) -> tuple[Engine, list[ForwardTimer]]:
-    """A new engine for a CPU, on the models and buffers of this one, with a timer in front of target and draft."""
-    runner = engine.executor.runner
-    target: Any = ForwardTimer(runner.target, ("logits",))
-    drafter = runner.drafter
-    if not isinstance(drafter, AutoregressiveDrafter):
-        return rebuilt(engine, 0, target=target), [target]
-    draft: Any = ForwardTimer(drafter.draft, ("fuse",))
-    draft.modules = [ForwardTimer(module, ("logits", "output_of")) for module in drafter.draft.modules]
-    timed = type(drafter)(draft, drafter.layout, drafter.cache)
-    return rebuilt(engine, 0, target=target, drafter=timed), [target, draft, *draft.modules]
-
-
 def drive(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     params: SamplingParams,
-    timers: Sequence[ForwardTimer] = (),
+    timers: Sequence[Timer] = (),
     roots: Sequence[int] = (),
     after_step: Callable[[], None] | None = None,
 ) -> Driven:

@@ -1,21 +1,12 @@
-"""Random experts, chains of calls that go to them, and the time of such a chain on a GPU.
+"""Random experts, and chains of calls that go to them.
 
 Each call of a chain goes to other experts, so that no weights are in the L2 cache.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from espalier.bench.linears import RoutedExperts
-from espalier.bench.timing import Stopwatch
 from espalier.kernels.layers.experts_plan import ExpertsShape
-from espalier.kernels.layers.tuning_table import DENSE
-from espalier.kernels.ops.activation import SILU, Activation
-from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, grouped_experts
-from espalier.models.quantisers import QUANTISERS
 
 # Limits of the number of calls in a chain.
 MAX_CALLS = 16
@@ -30,36 +21,6 @@ def random_experts(shape: ExpertsShape, dtype: torch.dtype, device: torch.device
     gate_up = torch.empty(shape.num_experts, 2 * shape.inner, shape.hidden, dtype=dtype, device=device)
     down = torch.empty(shape.num_experts, shape.hidden, shape.inner, dtype=dtype, device=device)
     return gate_up.normal_(std=shape.hidden**-0.5), down.normal_(std=shape.inner**-0.5)
-
-
-def stored_experts(
-    shape: ExpertsShape, weights: str, dtype: torch.dtype, device: torch.device
-) -> tuple[ExpertMatrix, ExpertMatrix]:
-    """random_experts as the engine holds them.  weights: "dense", or a name of QUANTISERS."""
-    gate_up, down = random_experts(shape, dtype, device)
-    if weights == DENSE:
-        return gate_up, down
-    return QUANTISERS[weights].of_experts(gate_up), QUANTISERS[weights].of_experts(down)
-
-
-@dataclass(frozen=True)
-class LayerExperts:
-    """The routed experts of one layer, as grouped_experts takes them.  dtype: of the rows."""
-
-    gate_up: ExpertMatrix
-    down: ExpertMatrix
-    dtype: torch.dtype
-    biases: ExpertBiases | None = None
-    activation: Activation = SILU
-
-    @classmethod
-    def drawn(cls, experts: RoutedExperts, dtype: torch.dtype, device: torch.device) -> "LayerExperts":
-        sizes, biases = experts.sizes, None
-        gate_up, down = stored_experts(sizes.shape, experts.weights, dtype, device)
-        if sizes.biases:
-            of_each = [torch.randn(*matrix.shape[:2], dtype=dtype, device=device) for matrix in (gate_up, down)]
-            biases = ExpertBiases(*of_each)
-        return cls(gate_up, down, dtype, biases, sizes.activation)
 
 
 class ChainInputs:
@@ -127,28 +88,3 @@ def _spread(experts: Tensor, rows: int, top_k: int, generator: torch.Generator) 
     in_turn = torch.arange(-(-len(experts) // top_k) * top_k) % len(experts)
     choices[: len(in_turn) // top_k] = in_turn.view(-1, top_k)
     return experts[choices].sort(-1).values
-
-
-class ExpertProduct:
-    """Times the expert product of one layer, with the engine's kernels.
-
-    gate_up, down: as in grouped_experts, dense or quantised.  dtype: of the rows.
-    """
-
-    def __init__(
-        self, shape: ExpertsShape, gate_up: ExpertMatrix, down: ExpertMatrix, dtype: torch.dtype, stopwatch: Stopwatch
-    ) -> None:
-        self.shape, self.gate_up, self.down, self.dtype, self.stopwatch = shape, gate_up, down, dtype, stopwatch
-
-    def us(self, rows: int, turns: int) -> tuple[float, float]:
-        """(us of a call, experts that a call touches), means over a chain.  turns: how often the chain is timed."""
-        calls = ChainInputs(self.shape, rows, self.dtype, self.down.device)
-        [ms] = self.stopwatch.ms([self._chain(calls)], turns)
-        return 1e3 * ms / calls.num, calls.touched
-
-    def _chain(self, calls: ChainInputs) -> Callable[[], None]:
-        def body() -> None:
-            for ids in calls.ids:
-                grouped_experts.triton(calls.x, self.gate_up, self.down, ids, calls.weights)
-
-        return body

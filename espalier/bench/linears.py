@@ -6,6 +6,7 @@ chains.py runs them on a GPU.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from espalier.bench.shapes import find_shape
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
@@ -16,8 +17,6 @@ from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.mtp_config import MTPConfig
 from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
-from espalier.synthetic.checkpoint import Recipe
-from espalier.synthetic.shapes import find_shape
 
 Shape = tuple[int, int]
 # The ends of the names of a layer's products up to attention.
@@ -431,18 +430,10 @@ def with_draft(target: ModelShape, draft: DraftConfig, weights: str = DENSE) -> 
     return replace(target, draft_vocab=spec.vocab_size, captured=len(spec.capture), draft=layer)
 
 
-def recipe_sizes(recipe: Recipe) -> ModelShape:
-    target = replace(model_sizes(recipe.shape.target), weights=recipe.weights)
-    return with_draft(target, recipe.draft_config, recipe.draft_weights)
-
-
-def shape_named(
-    name: str, mtp_layers: int = 0, block_size: int = 0, weights: str = DENSE, draft_weights: str = DENSE
-) -> ModelShape:
-    """mtp_layers: of an MTP head, in either form; block_size: of a block draft; both 0: an EAGLE-3 head.
-    weights, draft_weights: of target and draft.
+def shape_named(name: str, weights: str = DENSE, draft_weights: str = DENSE) -> ModelShape:
+    """The sizes of a named shape and of an EAGLE-3 head.  weights, draft_weights: of target and draft.
 
     Raises EspalierError for an unknown name.
     """
-    recipe = Recipe(find_shape(name), mtp_layers=mtp_layers, block_size=block_size)
-    return recipe_sizes(replace(recipe, weights=weights, draft_weights=draft_weights))
+    shape = find_shape(name)
+    return with_draft(replace(model_sizes(shape.target), weights=weights), shape.draft_config, draft_weights)

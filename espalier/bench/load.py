@@ -5,7 +5,7 @@ Requests arrive all at once, at a rate, or each as another finishes.  `bench thr
 
 from argparse import Namespace
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter, sleep
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from espalier.bench import engines
 from espalier.bench.drive import empty_prefix_cache, greedy_request
-from espalier.bench.flags.load import INPUTS, OUTPUTS, REQUESTS
+from espalier.bench.engines import BenchEngines, compared_ways, load_sizes, require_positions
+from espalier.bench.flags import INPUTS, OUTPUTS, REQUESTS
 from espalier.config import ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.request import Request
@@ -180,18 +180,22 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals
     return Served(load, perf_counter() - timelines[0].due, requests, timelines)
 
 
-def tree_and_plain(args: Namespace, arrivals: Arrivals) -> tuple[dict[str, Served], ResolvedConfig]:
-    """The load of the flags, served in each of compared_ways, after a warm-up.  The config is that of the first way."""
+def tree_and_plain(
+    args: Namespace, arrivals: Arrivals, engines_of: Callable[..., BenchEngines]
+) -> tuple[dict[str, Served], ResolvedConfig]:
+    """The load of the flags, served in each of compared_ways, after a warm-up.  The config is that of the first way.
+
+    engines_of: as espalier/bench/engines.py:engines_of.
+    """
     require_at_least_one(args, "requests")
-    named = args.shape is not None
-    inputs, outputs = args.input or INPUTS[named], args.output or OUTPUTS[named]
-    load = mixed(args.requests or REQUESTS[named], inputs, outputs)
+    inputs, outputs = args.input or INPUTS, args.output or OUTPUTS
+    load = mixed(args.requests or REQUESTS, inputs, outputs)
     batch = min(len(load.inputs), arrivals.concurrency or 64)
-    made = engines.engines_of(args, engines.load_sizes(batch, load.longest + 2), max_context=load.longest)
+    made = engines_of(args, load_sizes(batch, load.longest + 2), max_context=load.longest)
     asked = ("--input {},{}".format(*inputs), "--output {},{}".format(*outputs))
-    engines.require_positions(made.positions, load.longest, *asked)
+    require_positions(made.positions, load.longest, *asked)
     served, configs = {}, []
-    for name, way in engines.compared_ways(made).items():
+    for name, way in compared_ways(made).items():
         with made.open(way) as bench:
             prompts = bench.prompts(load.inputs)
             warm_up = Load(load.inputs[:batch], (8,) * batch)

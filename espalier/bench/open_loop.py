@@ -17,13 +17,13 @@ from typing import Any
 
 from espalier.bench.asking import Asked, Target, first_model, require_reachable
 from espalier.bench.clients import address_of
-from espalier.bench.flags.open_loop import BURSTS, CHAT, FIXED, POISSON
+from espalier.bench.flags import BURSTS, CHAT, FIXED, POISSON
 from espalier.bench.load import TIMES, Arrivals, Timeline, latency_of, title_of
 from espalier.bench.plot import LoadPoint, plot_load, require_plot
 from espalier.bench.traffic import Conversation, Traffic
 from espalier.errors import EspalierError, require_number
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
-from espalier.terminal.flags import api_key, flag_of, given_flags, require_at_least_one
+from espalier.terminal.flags import api_key, flag_of, require_at_least_one
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -41,14 +41,6 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "timeout": 600.0,
     }
 )
-OPTIONAL = ("ttft_limit", "itl_limit", "extra_body", "api_key", "plot")
-
-
-def refuse_flags(args: Namespace) -> None:
-    """Raises EspalierError for a flag that needs --url."""
-    for name in (*DEFAULTS, *OPTIONAL):
-        if getattr(args, name) is not None:
-            raise EspalierError(f"{flag_of(name)} is for running servers; give --url, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -127,11 +119,11 @@ def run(args: Namespace) -> int:
 
 def _check(args: Namespace) -> None:
     """Fill the defaults.  Raises EspalierError."""
+    if not args.url:
+        raise EspalierError("--url is missing; give that of a running server, such as http://127.0.0.1:8000")
     for name, value in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if given := [name for name in given_flags(args) if name != "model"]:
-        raise EspalierError(f"{flag_of(given[0])} is not for --url, where the server has its engine; leave one out")
     require_at_least_one(args, "burst", "requests", "turns", "prefix_words")
     for rate in args.rate:
         require_number("--rate", rate, lambda rate: rate > 0, "more than 0")
@@ -147,7 +139,7 @@ async def _target(args: Namespace, url: str) -> Target:
     address = address_of(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
     await require_reachable(address)
-    model = getattr(args, "EngineConfig.model") or await first_model(address, headers)
+    model = args.model or await first_model(address, headers)
     same = {"model": model, **(args.extra_body or {})}
     target = Target(address, headers, same, args.endpoint, args.timeout, args.think)
     [first] = Traffic((2, 2), (4, 4)).conversations(1, seed=1)

@@ -1,4 +1,4 @@
-"""Plots: bars of rounds beside the floor and plain decoding, and lines of servers under load."""
+"""Plots lines of servers under load."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,6 @@ FORMATS = (".png", ".svg", ".pdf")
 COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
-@dataclass(frozen=True)
-class Bars:
-    """One cell.  floor_ms: None if it was not measured; plain: tokens/s of plain decoding."""
-
-    name: str
-    round_ms: float
-    floor_ms: float | None
-    tokens_per_second: float
-    plain: float | None
-
-
 def require_plot(path: Path | None) -> None:
     """Check, before anything is measured, that the plot can be drawn.  Raises EspalierError."""
     if path is None:
@@ -34,32 +23,6 @@ def require_plot(path: Path | None) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise EspalierError(f"--plot needs matplotlib; in the clone, run {install_command('bench')}") from None
-
-
-def plot(bars: Sequence[Bars], title: str, path: Path | None) -> None:
-    """Write the plot if a path is given.  Raises EspalierError."""
-    if path is None:
-        return
-    # pyplot would look for a display and keep the figure.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(max(6.0, 1.2 + 0.9 * len(bars)), 8.0), layout="constrained")
-    times, rates = figure.subplots(2, 1, sharex=True)
-    _pairs(times, [(each.round_ms, each.floor_ms) for each in bars], "ms a round", ("measured", "floor"))
-    _pairs(rates, [(each.tokens_per_second, each.plain) for each in bars], "tokens/s", ("this layout", "plain"))
-    rates.set_xticks(range(len(bars)), [each.name for each in bars], rotation=60, ha="right")
-    figure.suptitle(title)
-    _save(figure, path)
-
-
-def _pairs(axes: Any, pairs: Sequence[tuple[float, float | None]], unit: str, labels: tuple[str, str]) -> None:
-    """Two bars for each pair; None is left out."""
-    for side, (label, colour) in enumerate(zip(labels, ("tab:blue", "tab:gray"), strict=True)):
-        values = [(i, pair[side]) for i, pair in enumerate(pairs) if pair[side] is not None]
-        if values:
-            axes.bar([i + 0.4 * side - 0.2 for i, _ in values], [v for _, v in values], 0.4, label=label, color=colour)
-    axes.set_ylabel(unit)
-    axes.legend()
 
 
 @dataclass(frozen=True)
@@ -100,7 +63,7 @@ def plot_load(points: Sequence[LoadPoint], limits: Mapping[str, float | None], p
     for axis in (*times, requests):
         axis.set_xlabel("arrivals a second")
         axis.set_ylim(bottom=0)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests: Any) -> None:
@@ -114,7 +77,8 @@ def _lines(own: Sequence[LoadPoint], colour: str, times: Sequence[Any], requests
     requests.plot(rates, [point.answered for point in own], "^--", color=colour)
 
 
-def _save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> None:
+    """Raises EspalierError."""
     try:
         figure.savefig(path)
     except OSError as error:

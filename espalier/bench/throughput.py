@@ -1,8 +1,9 @@
 """`espalier bench throughput`: tokens a second of a mixed load that arrives at once, with the tree and plain."""
 
 from argparse import Namespace
+from collections.abc import Callable
 
-from espalier.bench.engines import about
+from espalier.bench.engines import BenchEngines, engines_of
 from espalier.bench.load import Arrivals, tree_and_plain
 from espalier.terminal.console import print_table, write_json
 
@@ -14,10 +15,10 @@ FORMATS = (
 )
 
 
-def run(args: Namespace) -> int:
-    served, config = tree_and_plain(args, Arrivals())
+def run(args: Namespace, engines_of: Callable[..., BenchEngines] = engines_of) -> int:
+    served, config = tree_and_plain(args, Arrivals(), engines_of)
     figures = {name: each.throughput() for name, each in served.items()}
-    write_json(args.json, {**about(args, config), **figures})
+    write_json(args.json, {"config": config.as_dict(), **figures})
     lines = [
         [name.replace("_", " "), *(form.format(each[name]) for each in figures.values())] for name, form in FORMATS
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from espalier.bench.drive import heldout
-from espalier.bench.flags.open_loop import CHAT, COMPLETIONS
+from espalier.bench.flags import CHAT, COMPLETIONS
 
 PATHS = {CHAT: "/v1/chat/completions", COMPLETIONS: "/v1/completions"}
 

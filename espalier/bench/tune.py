@@ -22,9 +22,8 @@ from rich.text import Text
 from torch import Tensor
 
 from espalier.bench import tune_experts
-from espalier.bench.chains import Matrix, Multiply, Weights
-from espalier.bench.flags.tune import EXPERTS
-from espalier.bench.floor import as_engine
+from espalier.bench.chains import Matrix, Multiply, Weights, as_engine
+from espalier.bench.flags import EXPERTS
 from espalier.bench.linears import ModelShape, Run, Shape, model_sizes, shape_named, with_draft
 from espalier.bench.timing import Stopwatch
 from espalier.bench.tune_experts import versions
@@ -192,7 +191,7 @@ def _weights_of(args: Namespace) -> str:
 
 
 def _shapes(model: ModelShape, weights: str) -> tuple[Shape, ...]:
-    """Of a format for stacked experts: those of dense layers, as `espalier bench linears` multiplies them."""
+    """Of a format for stacked experts: those of dense layers, as `python -m lab linears` multiplies them."""
     if weights == DENSE or not QUANTISERS[weights].experts:
         return model.shapes(weights)
     columns = QUANTISERS[weights].groups[0]

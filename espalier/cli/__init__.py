@@ -3,21 +3,28 @@
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from espalier.cli.parser import Parser
 
 INTERRUPTED = 130
 
 
-def start(arguments: Sequence[str] | None = None) -> int:
-    """The entry point of `espalier`.  Ctrl-C during the imports, which take seconds, also gives one line."""
+def start(arguments: Sequence[str] | None = None, make_parser: "Callable[[], Parser] | None" = None) -> int:
+    """The entry point of `espalier`.  Ctrl-C during the imports, which take seconds, also gives one line.
+
+    make_parser: of another command line; None: that of `espalier`.
+    """
     with _terminating_as_interrupting():
         try:
             from espalier.cli.main import main
         except KeyboardInterrupt:
             return interrupted()
-        return main(arguments)
+        return main(arguments) if make_parser is None else main(arguments, make_parser)
 
 
 def interrupted() -> int:

@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from types import MappingProxyType
 
@@ -18,7 +18,7 @@ COMMANDS = MappingProxyType(
     {
         "demo": Command(
             "complete held-out prompts, plain and by tree, and draw a round",
-            flags="espalier.cli.flags.demo",
+            flags="espalier.cli.flags:demo",
             work="espalier.cli.demo",
         ),
         "generate": Command(
@@ -33,33 +33,37 @@ COMMANDS = MappingProxyType(
             work="espalier.cli.batch",
         ),
         "quantize": Command(
-            "write an FP8 or 4-bit copy of a model", flags="espalier.cli.flags.quantize", work="espalier.cli.quantize"
+            "write an FP8 or 4-bit copy of a model", flags="espalier.cli.flags:quantize", work="espalier.cli.quantize"
         ),
-        "bench": Command("measure rounds, kernels, a server", flags="espalier.cli.bench", work=None),
+        "bench": Command("measure loads and servers, choose trees", flags="espalier.cli.bench", work=None),
         "doctor": Command(
             "show the machine, the versions and the resolved configuration",
-            flags="espalier.cli.flags.doctor",
+            flags="espalier.cli.flags:doctor",
             work="espalier.cli.doctor",
         ),
     }
 )
 
 
-def parse(arguments: Sequence[str] | None) -> Namespace:
+def make_parser() -> Parser:
     parser = Parser(prog="espalier", description="Lossless tree speculation.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"espalier {__version__}")
     parser.add_commands("command", "command", COMMANDS)
-    return parser.parse(arguments)
+    return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def parse(arguments: Sequence[str] | None) -> Namespace:
+    return make_parser().parse(arguments)
+
+
+def main(arguments: Sequence[str] | None = None, make_parser: Callable[[], Parser] = make_parser) -> int:
     """Run one command.  Returns the exit status.
 
     0: success; 1: a check or the system failed; 2: bad input, with one line on stderr; 130: interrupted, by Ctrl-C or
     SIGTERM.
     """
     try:
-        status = _run(parse(arguments))  # parse imports the module of the flags
+        status = _run(make_parser().parse(arguments))  # parse imports the module of the flags
         if sys.stdout is not None:
             sys.stdout.flush()
         return status

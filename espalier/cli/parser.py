@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 from espalier import counterparts
+from espalier.cli.moved import moved_to
 from espalier.startup.checkpoints import require_names
 from espalier.terminal.flags import named_models
 from espalier.terminal.help import HelpText
@@ -50,9 +51,10 @@ COMMANDS = MappingProxyType(
 class Command(NamedTuple):
     """Where a command is.
 
-    about: its help; flags: the module of add_flags(parser); work: the module of run(args) -> status, which is imported
-    only to run, or None if the command only adds further ones.  Most work imports PyTorch.  The flags and the look at
-    the models' directories do not, so that help and what is mistyped are answered at once.
+    about: its help; flags: the module of add_flags(parser), or "module:function"; work: the module of
+    run(args) -> status, which is imported only to run, or None if the command only adds further ones.  Most work
+    imports PyTorch.  The flags and the look at the models' directories do not, so that help and what is mistyped are
+    answered at once.
     """
 
     about: str
@@ -118,7 +120,7 @@ class Parser(ArgumentParser):
         flag = given.partition("=")[0]
         flags = parser.all_flags()
         arguments = [action.dest for action in parser._actions if not action.option_strings]
-        advice = counterparts.flag(flag.lstrip("-").replace("-", "_"), flags, arguments)
+        advice = moved_to(parser.prog, flag) or counterparts.flag(flag.lstrip("-").replace("-", "_"), flags, arguments)
         near = difflib.get_close_matches(flag, flags, n=1)
         if advice is None and (others := [each.prog for each in _all(self) if flag in each.all_flags()]):
             advice = f"it is a flag of {' and '.join(others[:2])}"
@@ -161,7 +163,9 @@ class Parser(ArgumentParser):
         if not isinstance(action, _SubParsersAction) or value in action.choices:
             super()._check_value(action, value)
             return
-        raise ArgumentError(None, f"unknown command {value!r}; {_suggestion(value, action.choices)}")
+        raise ArgumentError(
+            None, f"unknown command {value!r}; {moved_to(self.prog, value) or _suggestion(value, action.choices)}"
+        )
 
 
 class LazyParser(Parser):
@@ -189,7 +193,8 @@ class LazyParser(Parser):
             about = "log the resolved configuration and what is loaded"
             self.add_argument("-v", "--verbose", action="store_true", help=about)
             self.set_defaults(run=command.run, parser=self)
-        import_module(command.flags).add_flags(self)
+        module, _, function = command.flags.partition(":")
+        getattr(import_module(module), function or "add_flags")(self)
 
 
 def _suggestion(command: str, commands: Collection[str]) -> str:

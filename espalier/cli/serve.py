@@ -13,23 +13,12 @@ from espalier.errors import EspalierError
 from espalier.server import logs
 from espalier.server.logs import LEVELS
 from espalier.terminal.console import read_text
-from espalier.terminal.flags import (
-    add_engine_flags,
-    add_key_flag,
-    add_shape_flags,
-    api_keys,
-    engine_settings,
-    flag_of,
-    refuse_shape_flags,
-    seed_of,
-    shape_settings,
-)
+from espalier.terminal.flags import add_engine_flags, add_key_flag, api_keys, engine_settings, flag_of
 
 if TYPE_CHECKING:
     from espalier.server.front import FrontOptions
     from espalier.server.run import ServeOptions
 
-SHAPE_WORKER = "espalier.cli.shape_worker"
 SEND_TIMEOUT_S = 60.0
 
 
@@ -153,7 +142,6 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument("--log-json", action="store_true", help="log a JSON object per line")
     _add_replica_flags(parser)
     add_engine_flags(parser, leave_out=("model",))
-    _add_measuring_flags(parser)
 
 
 def _add_replica_flags(parser: ArgumentParser) -> None:
@@ -173,18 +161,14 @@ def _add_replica_flags(parser: ArgumentParser) -> None:
     ray.add_argument("--fronts", type=int, metavar="N", help="replicas of the front (1)")
 
 
-def _add_measuring_flags(parser: ArgumentParser) -> None:
-    measuring = parser.add_argument_group("for measurements")
-    measuring.add_argument(
-        "--shape",
-        metavar="NAME",
-        help="instead of MODEL, on a GPU: a synthetic model of this shape, without a tokenizer (espalier bench serve)",
-    )
-    measuring.add_argument("--accept-length", type=float, metavar="X", help="accept length of the draft of --shape (4)")
-    add_shape_flags(measuring)
-
-
 def run(args: Namespace) -> int:
+    return serve_worker(args, *_model(args))
+
+
+def serve_worker(args: Namespace, settings: dict[str, Any], name: str, worker: str | None = None) -> int:
+    """Serve what an engine process makes of `settings`.  name: the model's; worker: the module of that process, None:
+    the one that loads a model.  Raises EspalierError.
+    """
     # Imported here, so that other commands start without the server's modules.
     from espalier.server.api import ApiOptions
     from espalier.server.client import MODEL_WORKER, ClientOptions
@@ -197,7 +181,6 @@ def run(args: Namespace) -> int:
     if args.batch_dir is None:
         _refuse_beside(args, ("max_file_bytes",), "is for --batch-dir; give that too, or leave it out")
     keys = api_keys(args)
-    settings, name = _shape(args) if args.shape is not None else _model(args)
     # With "auto" and a draft, the name is that of the target's directory.
     names = args.served_model_name or [name for name in [name] if name != "auto"]
     options = ServeOptions(
@@ -212,7 +195,7 @@ def run(args: Namespace) -> int:
             load_timeout_s=args.load_timeout or None,
             log_level=args.log_level,
             log_json=args.log_json,
-            worker=MODEL_WORKER if args.shape is None else SHAPE_WORKER,
+            worker=worker or MODEL_WORKER,
         ),
         front=front_options(args, names, args.max_queue, args.request_timeout or None, args.strict_fields),
         api=ApiOptions(
@@ -266,7 +249,7 @@ def _serve_replicas(args: Namespace, settings: dict[str, Any], options: "ServeOp
 
     _refuse_beside(args, ("restart_engine",), "has no effect with --replicas: Ray Serve replaces engines; leave it out")
     _refuse_beside(args, ("send_timeout",), "is not supported with --replicas: Ray's proxy sends; leave it out")
-    _refuse_beside(args, ("shape", "batch_dir"), "is for one engine; leave out --replicas")
+    _refuse_beside(args, ("batch_dir",), "is for one engine; leave out --replicas")
     checked_settings(settings)
     replicas = replicas_of(args.replicas, tokens_per_replica=args.tokens_per_replica or TOKENS_PER_REPLICA)
     service = Service(
@@ -289,24 +272,10 @@ def _refuse_beside(args: Namespace, names: Sequence[str], why: str) -> None:
 
 def _model(args: Namespace) -> tuple[dict[str, Any], str]:
     """(settings for the engine process, the model's name).  Raises EspalierError."""
-    refuse_shape_flags(args)
     settings = engine_settings(args) | {"model": args.model}
     if args.model == "auto" and "draft" not in settings:
         settings["model"] = "bundled"
     return sendable(settings), settings["model"]
-
-
-def _shape(args: Namespace) -> tuple[dict[str, Any], str]:
-    """The same for --shape.  Raises EspalierError for flags that do not go with it."""
-    # Imported here: the front of a usual server does without PyTorch.
-    from espalier.bench.engines import refuse_decided
-    from espalier.bench.synthetic_models import recipe_of
-
-    settings = engine_settings(args)
-    refuse_decided(settings if args.model == "auto" else {"model": args.model})
-    recipe = shape_settings(args, seed_of(settings))
-    recipe_of(**recipe)
-    return {"recipe": recipe, "settings": sendable(settings)}, args.shape
 
 
 def sendable(settings: dict[str, Any]) -> dict[str, Any]:

@@ -59,6 +59,7 @@ def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
     """
     import xgrammar
 
+    num_bytes = np.where(np.arange(len(num_bytes)) == END, 0, num_bytes)
     begun = time.thread_time()
     for seed in range(NUM_SAMPLES):
         if time.thread_time() - begun < TRIAL_S:
@@ -67,27 +68,32 @@ def try_masks(form: "xgrammar.CompiledGrammar", num_bytes: np.ndarray) -> None:
 
 
 def _try_one(matcher: Any, num_bytes: np.ndarray, rng: random.Random, repeats: bool, prefers_long: bool) -> None:
-    """repeats: a token comes again while it may, since a repeated text can often be read in the most ways."""
+    """num_bytes: of each token, 0 for one that is not tried.
+
+    repeats: a token comes again while it may, since a repeated text can often be read in the most ways.
+    """
     mask = np.zeros((1, mask_words(len(num_bytes))), dtype=np.int32)
+    sizes = np.minimum(num_bytes, MAX_TOKEN_BYTES).astype(np.uint8)
     length, token = 0, END
     for _ in range(NUM_TOKENS):
         took_s = _time_of(matcher.fill_next_token_bitmask, mask)
         # Once more, because the first time may be the system's.
         _require(took_s <= MASK_S or _time_of(matcher.fill_next_token_bitmask, mask) <= MASK_S, length)
-        allowed = np.flatnonzero(np.unpackbits(mask[0].view(np.uint8), count=len(num_bytes), bitorder="little"))
-        allowed = allowed[(num_bytes[allowed] > 0) & (allowed != END)]
-        if not allowed.size:
-            return
-        if not (repeats and token in allowed):
-            token = int(rng.choice(_longest(allowed, num_bytes) if prefers_long else allowed))
+        allowed = np.unpackbits(mask[0].view(np.uint8), count=len(sizes), bitorder="little")
+        if not (repeats and allowed[token] and sizes[token]):
+            allowed *= sizes
+            if not (longest := allowed.max()):
+                return
+            token = _first(allowed == longest if prefers_long else allowed > 0, rng.randrange(len(sizes)))
         took_s = _time_of(matcher.accept_token, token)
         length += int(num_bytes[token])
         _require(took_s <= BYTE_S * num_bytes[token], length)
 
 
-def _longest(tokens: np.ndarray, num_bytes: np.ndarray) -> np.ndarray:
-    sizes = np.minimum(num_bytes[tokens], MAX_TOKEN_BYTES)
-    return tokens[sizes == sizes.max()]
+def _first(is_liked: np.ndarray, start: int) -> int:
+    """The first liked token from `start` on, then from 0 on: to list them all would take longer than their mask."""
+    behind = start + int(is_liked[start:].argmax())
+    return behind if is_liked[behind] else int(is_liked.argmax())
 
 
 def _time_of(call: Callable[..., Any], *arguments: Any) -> float:

@@ -19,7 +19,15 @@ from espalier.model_files import MAX_NUMBER
 from espalier.models.config_values import count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
+from espalier.models.rope import (
+    SPELLINGS,
+    RopeConfig,
+    RopeTables,
+    read_rope,
+    rope_overrides,
+    type_of_rope,
+    with_rope_type,
+)
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
@@ -27,6 +35,8 @@ Windows = tuple[int | None, ...]
 Read = TypeVar("Read")
 # (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.
 LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
+# (weights, config, the factor of its values) -> a models/layers/embedding.py:Embedding.
+LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
 MakeSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
 
 # Fields that change the computation of models that are not supported, and the values with which they have no effect.
@@ -90,6 +100,7 @@ class Experts:
     shared_name: name of the shared expert's weights.  shared_bias: whether its projections have a bias.
     shared_gate: name of the weight [1, H] that gates the shared expert; None without a gate.
     router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
+    scale_name: name of a factor of each expert's weight [E]; None without one.
     stored: how the checkpoint stores the experts (espalier/models/expert_loading.py).
     biases: whether gate, up and down have biases.
     """
@@ -102,7 +113,8 @@ class Experts:
     shared_gate: str | None = None
     shared_bias: bool = False
     router_name: str = "gate"
-    stored: Literal["apart", "stacked"] = "apart"
+    scale_name: str | None = None
+    stored: Literal["apart", "stacked", "joined"] = "apart"
     biases: bool = False
     activation: Activation = SILU
 
@@ -132,8 +144,9 @@ class Family:
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
     experts that the family cannot run yet.
     embedding_scale, softmax_scale: from the completed config; softmax_scale: None for head_size ** -0.5.
-    ropes: from the completed config, the RoPE fields of each layer, which replace those of the config for read_rope;
-    None: all layers have those of the config.
+    ropes: from the completed config, the RoPE fields of each layer, which replace those of the config for read_rope,
+    and its head_dim if heads differ by layer; None: all layers have those of the config.
+    load_embedding: makes the token embedding; None: a table of vocab_size rows.
     load_layer: makes a layer of the family's own; None: the layer of norms, attention and MLP in layer_loading.py.
     layer_specs: what each layer keeps, from the config; None: as layer_loading.py:layer_specs_of says.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
@@ -157,6 +170,7 @@ class Family:
     embedding_scale: Callable[[Raw], float] = lambda full: 1.0
     softmax_scale: Callable[[Raw], float | None] = lambda full: None
     ropes: Callable[[Raw], Sequence[Raw]] | None = None
+    load_embedding: "LoadEmbedding | None" = None
     load_layer: "LoadLayer | None" = None
     layer_specs: "MakeSpecs | None" = None
     latent: bool = False
@@ -176,7 +190,7 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    layer_norms, norm_offset, embedding_scale, softmax_scale, load_layer, layer_specs, mtp: see Family.
+    layer_norms, norm_offset, embedding_scale, softmax_scale, load_embedding, load_layer, layer_specs, mtp: see Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     """
@@ -211,6 +225,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
+    load_embedding: "LoadEmbedding | None" = field(repr=False)
     load_layer: "LoadLayer | None" = field(repr=False)
     layer_specs: "MakeSpecs | None" = field(repr=False)
     mtp: MTPFamily | None
@@ -322,6 +337,7 @@ def parse(
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
         formats=read_formats(full, path),
+        load_embedding=family.load_embedding,
         load_layer=family.load_layer,
         layer_specs=family.layer_specs,
         mtp=family.mtp,
@@ -374,9 +390,12 @@ def _read_ropes(
     """The RoPE of each layer, and the longest context that all of them were made for."""
     own = [{}] * full["num_hidden_layers"] if family.ropes is None else _declared(family.ropes, full, path)
     read = []
-    for fields in (_with_partial_rotation({**full, **each}) for each in own):
+    for each in own:
+        fields = _with_partial_rotation({**full, **each})
         refuse_unsupported(fields, path, family.honours)
-        rotated = latent.rope_size if latent else rotated_size(fields, head_size, path)
+        size = each.get("head_dim", head_size)
+        is_whole = type_of_rope(fields) == "proportional"
+        rotated = latent.rope_size if latent else size if is_whole else rotated_size(fields, size, path)
         read.append(read_rope(fields, rotated, longest, path))
     return tuple(rope for rope, _ in read), min(context for _, context in read)
 

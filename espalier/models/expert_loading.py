@@ -1,13 +1,15 @@
 """Loads the mixture-of-experts block of a layer.
 
-A checkpoint stores the experts in one of two ways (`Experts.stored`).
+A checkpoint stores the experts in one of three ways (`Experts.stored`).
 
 apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H, I], for each expert.
 stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, up, ..., and `experts.down_proj`
 [E, I, H]; with biases `experts.gate_up_proj_bias` [E, 2·I], in the same order, and `experts.down_proj_bias` [E, H].
 Quantised experts that are stacked keep rows of gate, up, gate, up, ... (weight_formats/mxfp4.py).
+joined: `experts.gate_up_proj` [E, 2·I, H], gate over up, and `experts.down_proj` [E, H, I].  Where these are missing,
+the experts are apart, as those who quantise a model store them.
 
-Both become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
+All become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
 """
 
 import torch
@@ -33,11 +35,14 @@ def load_experts(
     routing = experts.routing
     # First: it refuses a wrong number of experts before they are read.
     router = weights.take(f"{prefix}{experts.router_name}.weight", routing.num_experts, hidden)
-    gate_up, down, biases = (_stacked if experts.stored == "stacked" else _apart)(weights, experts, prefix, hidden)
-    bias = shared = shared_gate = None
+    read = {"apart": _apart, "stacked": _stacked, "joined": _joined}[experts.stored]
+    gate_up, down, biases = read(weights, experts, prefix, hidden)
+    scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
         name = f"{experts.router_name}.bias" if routing.logit_bias else "gate.e_score_correction_bias"
         bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
+    if experts.scale_name is not None:
+        scale = weights.take_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
     if experts.shared_size:
         name = f"{prefix}{experts.shared_name}."
         shared = weights.mlp(name, hidden, experts.shared_size, experts.shared_bias, of_shared)
@@ -53,7 +58,16 @@ def load_experts(
         shared_gate,
         biases,
         experts.activation,
+        scale,
     )
+
+
+def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
+    name, count, size = f"{prefix}experts.", experts.routing.num_experts, experts.size
+    if f"{name}gate_up_proj" not in weights:
+        return _apart(weights, experts, prefix, hidden)
+    gate_up = weights.take(f"{name}gate_up_proj", count, 2 * size, hidden)
+    return gate_up, weights.take(f"{name}down_proj", count, hidden, size), None
 
 
 def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:

@@ -53,7 +53,13 @@ FIELDS = {
 # Those that a file may leave out, which then have GGUF's defaults, whatever the family's are.
 OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
 # Fields that are read otherwise, or whose value here changes nothing.
-READ_APART = ("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type", "rope.scaling.factor")
+READ_APART = (
+    "attention.value_length",
+    "rope.dimension_count",
+    "vocab_size",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+)
 READ_APART += ("rope.scaling.original_context_length", "rope.scaling.finetuned")
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -200,7 +206,9 @@ def _sizes(gguf: GGUF, own: Raw) -> Raw:
     if EMBEDDING not in gguf.tensors:
         raise EspalierError(f"{gguf.path} has no tensor {EMBEDDING!r}; download the file again")
     sizes: Raw = {"vocab_size": gguf.tensors[EMBEDDING].shape[0]}
-    key, value, rotated = (own.get(f) for f in ("attention.key_length", "attention.value_length", "rope.dimension_count"))
+    key, value, rotated = (
+        own.get(f) for f in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    )
     if value not in (None, key):
         raise EspalierError(
             f"{gguf.path}: keys of {shown(key)} values and values of {shown(value)} are not supported, only of one size"

@@ -15,7 +15,15 @@ from torch import Tensor
 
 from espalier.errors import EspalierError, shown
 from espalier.gguf_file import Place, read_gguf
-from espalier.models.gguf_config import BY_NUMBER, EMBEDDING, FREQUENCIES, HEAD, PLAIN, architecture_of_gguf, gguf_config
+from espalier.models.gguf_config import (
+    BY_NUMBER,
+    EMBEDDING,
+    FREQUENCIES,
+    HEAD,
+    PLAIN,
+    architecture_of_gguf,
+    gguf_config,
+)
 
 DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 

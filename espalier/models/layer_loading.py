@@ -9,6 +9,7 @@ from espalier.models.expert_loading import load_experts
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
@@ -27,6 +28,11 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     scale = config.rope.latent_mscale**2 * size**-0.5
     row = LatentKV(latent.row_size, latent.kv_rank)
     return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
+
+
+def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
+    """The token embedding.  scale: of its values."""
+    return Embedding(weights.embedding("model.embed_tokens", config.vocab_size, config.hidden_size), scale)
 
 
 def load_attention(

@@ -13,7 +13,7 @@ from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, find_family, parse
 from espalier.models.families import FAMILIES
 from espalier.models.gguf_config import gguf_config
-from espalier.models.layer_loading import layer_specs_of, load_layer
+from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
@@ -78,12 +78,13 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     """Build the target from its weights.  Raises EspalierError for a weight that is missing, misshapen or not used."""
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
-    embed = Embedding(weights.embedding("model.embed_tokens", config.vocab_size, config.hidden_size), scale)
+    embed = (config.load_embedding or load_embedding)(weights, config, scale)
     tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in config.ropes}
     load = config.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
     kv_scales = tuple(
-        weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) for i, spec in enumerate(layer_specs)
+        None if spec.shares is not None else weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps)
+        for i, spec in enumerate(layer_specs)
     )
     norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps, config.norm_offset)
     head = _head(weights, config, embed)

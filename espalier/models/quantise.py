@@ -99,7 +99,7 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) ->
         if config.get(name) is not None:
             raise EspalierError(f"{path} is quantised already ({name}); give the unquantised model (bfloat16)")
     experts = None if is_draft else read_config(path).experts
-    is_stacked = experts is not None and experts.stored == "stacked"
+    is_stacked = experts is not None and experts.stored != "apart"
     if is_stacked or (is_draft and _stacks_experts(path)):
         raise EspalierError(f"{path} stores its experts stacked, which quantize does not support; use another model")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

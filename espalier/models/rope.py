@@ -22,7 +22,9 @@ from espalier.model_files import MAX_NUMBER
 
 Raw = dict[str, Any]
 
-TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "divided")
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "proportional", "divided")
+# Types that need a factor.
+SCALED = ("linear", "dynamic", "llama3", "yarn")
 RAMP = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
 POSITIVE = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -49,9 +51,10 @@ class RopeConfig:
     """The RoPE of one model.
 
     dim: rotated channels of a head: all of them, or, in latent attention, the rope part.
-    type: default, linear, dynamic, llama3, yarn or divided.  A dynamic model has unscaled frequencies up to its trained length.
-    `ModelConfig.max_position` limits it to that length: beyond it, every new token would change the rotation of all
-    cached keys.
+    type: default, linear, dynamic, llama3, yarn, proportional or divided.  A dynamic model has unscaled frequencies up
+    to its trained length.  `ModelConfig.max_position` limits it to that length: beyond it, every new token would change
+    the rotation of all cached keys.
+    rotated: of a proportional RoPE, the share of the channels, low frequencies excluded, that turn at all.
     divisors: of each frequency, for the type "divided": GGUF files hold them for llama3.
     latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by its
     square; other attention ignores it.
@@ -68,6 +71,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    rotated: float = 1.0
     latent_mscale: float = 1.0
     divisors: tuple[float, ...] = ()
 
@@ -79,6 +83,9 @@ class RopeConfig:
                 return plain / self.factor
             case "divided":
                 return plain / torch.tensor(self.divisors)
+            case "proportional":
+                turning = torch.arange(self.dim // 2) < int(self.rotated * self.dim // 2)
+                return torch.where(turning, plain / self.factor, 0.0)
             case "llama3":
                 return self._llama3(plain)
             case "yarn":
@@ -168,6 +175,12 @@ def rope_overrides(raw: Raw, overrides: Mapping[str, Any]) -> Raw:
     return moved
 
 
+def type_of_rope(fields: Mapping[str, Any]) -> str:
+    """The type of RoPE that a config's fields name."""
+    new, old = (with_rope_type(fields).get(field) or {} for field in SPELLINGS)
+    return {**new, **old}.get("rope_type") or "default"
+
+
 def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeConfig, int]:
     """The RoPE configuration, and the longest context that it was made for.
 
@@ -209,14 +222,13 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
     if theta <= 1:
         raise EspalierError(f"{path}: rope_theta = {theta!r}; a number above 1 is needed; correct it")
     original = int(parameters.get("original_max_position_embeddings") or longest)
-    scaled = kind != "default"
-    if not scaled and parameters.get("factor") not in (None, 1):
+    scaled = kind in SCALED
+    if kind == "default" and parameters.get("factor") not in (None, 1):
         raise EspalierError(
             f"{path}: rope parameter factor = {parameters['factor']!r} has no effect with rope_type 'default'; set the "
             "rope_type that the model was trained with, or remove factor"
         )
-    divisors = _divisors(parameters, rotated, path) if kind == "divided" else ()
-    if scaled and not divisors and not isinstance(parameters.get("factor"), int | float):
+    if scaled and not isinstance(parameters.get("factor"), int | float):
         raise EspalierError(f"{path}: rope type {kind!r} needs a number 'factor', not {parameters.get('factor')!r}")
     for name in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
         if not isinstance(parameters.get(name), int | float):
@@ -227,8 +239,9 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         type=kind,
         original_max_position=original,
         attention_factor=_yarn_attention_factor(parameters) if kind == "yarn" else 1.0,
-        latent_mscale=_yarn_mscale(parameters.get("factor") or 1, parameters.get("mscale_all_dim") or 0),
-        divisors=divisors,
+        latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
+        rotated=_rotated_share(parameters, path) if kind == "proportional" else 1.0,
+        divisors=_divisors(parameters, rotated, path) if kind == "divided" else (),
         **{name: parameters[name] for name in RAMP if parameters.get(name) is not None},
     )
     extended = int(original * rope.factor) if kind == "yarn" else longest
@@ -238,10 +251,19 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
 def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[float, ...]:
     """Of each frequency.  Raises EspalierError for anything but as many positive numbers."""
     given = parameters.get("divisors")
-    numbers = [each for each in given if type(each) is float and 0 < each <= MAX_NUMBER] if isinstance(given, list) else []
-    if len(numbers) != rotated // 2 or given != numbers:
+    are_numbers = isinstance(given, list) and all(type(each) is float and 0 < each <= MAX_NUMBER for each in given)
+    if not are_numbers or len(given or ()) != rotated // 2:
         raise EspalierError(f"{path}: rope type 'divided' needs {rotated // 2} positive divisors, not {shown(given)}")
-    return tuple(numbers)
+    return tuple(given or ())
+
+
+def _rotated_share(parameters: Raw, path: Path) -> float:
+    share = parameters.get("partial_rotary_factor")
+    if share is not None and not 0 < share <= 1:
+        raise EspalierError(
+            f"{path}: partial_rotary_factor = {share!r}; a share above 0, 1 at most, is needed; correct it"
+        )
+    return 1.0 if share is None else float(share)
 
 
 def _yarn_attention_factor(parameters: Raw) -> float:

@@ -90,7 +90,7 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     """
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"
-    missing = [layer for layer in range(len(target.layer_specs)) if layer not in stored]
+    missing = [i for i, spec in enumerate(target.layer_specs) if i not in stored and spec.shares is None]
     if (target.config.declared_kv_dtype or stored) and missing:
         raise EspalierError(
             f"weight 'model.layers.{missing[0]}.self_attn.k_scale' is missing, and kv_dtype={FP8_KV} needs it in each "

@@ -6,7 +6,7 @@ ones and chains at more, plain decoding at very many.  With experts, more rows t
 decoding reads 8 of 128 experts, and a tree of 64 nodes reads 126.
 
 The prediction assumes uniform routing, independent rows and CONTEXT tokens a request.  If neighbouring tokens share
-experts, trees are faster than predicted; `espalier bench round --choose` measures.
+experts, trees are faster than predicted; `espalier bench choose` measures.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Chooses the tree for each batch size: the user's table, a table in a file, or the trees that are predicted.
 
-A table says "from n requests on, use this tree".  `espalier bench round --choose` measures and writes one.  Without a
+A table says "from n requests on, use this tree".  `espalier bench choose` measures and writes one.  Without a
 table, the trees are predicted (tree_cost.py) from what the GPU was measured to do at the start (measure_chip.py).
 """
 
@@ -67,7 +67,7 @@ def _predicted(configured: TreeShape, machine: Machine, max_batch: int) -> tuple
     chip, routing = machine.chip, "for uniform routing " if machine.weights.expert else ""
     why = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
-        f"{chip.gpu}, and from the accept lengths of {ACCEPTED_BY}; `espalier bench round --choose` measures; "
+        f"{chip.gpu}, and from the accept lengths of {ACCEPTED_BY}; `espalier bench choose` measures; "
         "by_batch={} keeps the tree"
     )
     return trees_by_cost(configured, machine.weights, max_batch, chip), why
@@ -126,7 +126,7 @@ def _shape(value: Any, where: str) -> TreeShape:
 
 def read(path: Path) -> Trees:
     """Read a table that `write` wrote.  Raises EspalierError naming the file."""
-    return parse(_read_object(path, "table of trees; `espalier bench round --choose` writes one"), str(path))
+    return parse(_read_object(path, "table of trees; `espalier bench choose` writes one"), str(path))
 
 
 def write(path: Path, trees: Mapping[int, TreeShape]) -> None:

@@ -18,18 +18,6 @@ from espalier.request import SPELLED_ALIKE, ResolvedParams, SamplingParams
 NOT_GIVEN = None
 # The alternative to --api-key, whose value every user of the machine can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
-# The flags of a synthetic model besides --shape.
-SHAPE_FLAGS = (
-    *("accept_length", "routing_correlation", "mtp_layers", "mtp_form", "block_size", "block_fade"),
-    *("weights", "draft_weights"),
-)
-# Names of synthetic models: those of espalier/synthetic/shapes.py, which imports PyTorch, as the help does not.
-SHAPE_NAMES = (
-    "llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3-1gpu", "gpt-oss-20b",
-)  # fmt: skip
-# Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
-SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
-DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
@@ -121,68 +109,6 @@ def named_models(args: Namespace) -> dict[str, str]:
         for name in ("model", "draft")
     }
     return {name: value for name, value in given.items() if value and not is_open(value)}
-
-
-def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
-    """Flags of a synthetic model besides --shape and --accept-length."""
-    parser.add_argument(
-        "--routing-correlation",
-        type=float,
-        metavar="X",
-        help="for experts: from 0 (each token's experts are random) to 1 (neighbouring tokens share theirs) (0)",
-    )
-    parser.add_argument(
-        "--mtp-layers",
-        type=int,
-        metavar="N",
-        help="of --shape: make the draft an MTP head of N layers, not an EAGLE-3 head",
-    )
-    parser.add_argument(
-        "--mtp-form",
-        choices=("chain", "target"),
-        help="what each MTP layer reads: chain, the layer before it; target, the target (chain)",
-    )
-    parser.add_argument(
-        "--block-size",
-        type=int,
-        metavar="N",
-        help="of --shape: make the draft a block draft with edges (DSpark) that proposes N tokens a pass",
-    )
-    parser.add_argument(
-        "--block-fade",
-        type=float,
-        metavar="X",
-        help="of the block draft: how good it is at each depth, as a share of the depth before (1)",
-    )
-    parser.add_argument(
-        "--weights",
-        choices=SHAPE_WEIGHTS,
-        help="of --shape: format of the target's matrices; mxfp4 is for stacked experts, as in gpt-oss-20b",
-    )
-    parser.add_argument(
-        "--draft-weights",
-        choices=DRAFT_WEIGHTS,
-        help="of --shape: format of the draft's matrices, its own head included; int4 leaves a matrix dense if 128 "
-        "does not divide its number of columns",
-    )
-
-
-def seed_of(settings: Mapping[str, Any]) -> int:
-    """The seed of what a command makes: --seed, or the same each time.  settings: of the engine."""
-    seed: Any = settings.get("seed")
-    return 0 if is_open(seed) else seed
-
-
-def shape_settings(args: Namespace, seed: int) -> dict[str, Any]:
-    """The keywords of recipe_of (espalier/bench/synthetic_models.py) from the flags of a synthetic model."""
-    return {"shape": args.shape, "seed": seed, **{name: getattr(args, name) for name in SHAPE_FLAGS}}
-
-
-def refuse_shape_flags(args: Namespace) -> None:
-    """Raises EspalierError for a flag of a synthetic model where no --shape is given."""
-    for name in SHAPE_FLAGS:
-        if getattr(args, name) is not None:
-            raise EspalierError(f"{flag_of(name)} is for a named shape; give --shape, or leave it out")
 
 
 def with_minimum(settings: Mapping[str, Any], defaults: Mapping[str, Any], **minimum: int) -> dict[str, Any]:

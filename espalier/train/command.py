@@ -1,4 +1,4 @@
-"""Train a draft for your target, measure a draft, or make the bundled model again."""
+"""Train a draft for your target, or measure a draft."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ FAILED = 1
 TARGET_HELP = "a Llama, Qwen or Mistral model: a directory, a Hugging Face id, or 'bundled'"
 DATA_HELP = 'JSON lines with "text" or "token_ids", or a .npy file with one row of token ids'
 OUT_HELP = "where the draft goes; a finished draft of the same kind there is replaced, another model refused"
-# Those of espalier/train/bundle.py, which imports PyTorch, as the help does not.
-STAGES = ("corpus", "tokenizer", "pack", "base", "ngram", "draft", "measure", "card")
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ TRAINERS = MappingProxyType(
 )
 
 
-COMMANDS = (*TRAINERS, "own-text", "evaluate", "bundled")
+COMMANDS = (*TRAINERS, "own-text", "evaluate")
 
 
 def function(path: str) -> Callable[..., Any]:
@@ -115,6 +113,8 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            if value == "bundled":
+                raise argparse.ArgumentError(None, "'bundled' is now `python -m lab bundled`, in a clone")
             raise argparse.ArgumentError(None, f"unknown command {value!r}; use one of {', '.join(action.choices)}")
         super()._check_value(action, value)
 
@@ -162,20 +162,6 @@ def make_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--max-tokens", type=int, default=200, metavar="N", help="tokens to generate after each prompt (200)"
     )
-    about = "make the bundled model again"
-    bundled = commands.add_parser("bundled", help=about, description=about)
-    bundled.add_argument("--out", type=given_path, required=True, help="where target, draft, prompts and card go")
-    bundled.add_argument(
-        "--work", type=given_path, help="a folder for corpus, packed tokens and unfinished runs (OUT/work)"
-    )
-    bundled.add_argument(
-        "--site-packages",
-        type=given_path,
-        action="append",
-        metavar="DIR",
-        help="site-packages of the environment with the corpus; may be repeated",
-    )
-    bundled.add_argument("--only", choices=STAGES, metavar="STAGE", help=f"run one stage: {', '.join(STAGES)}")
     return parser
 
 
@@ -185,9 +171,7 @@ def config_of(kind: type[Any], arguments: argparse.Namespace) -> Any:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    if arguments.command == "bundled":
-        _make_bundle(arguments)
-    elif arguments.command == "evaluate":
+    if arguments.command == "evaluate":
         _evaluate(arguments)
     elif arguments.command == "own-text":
         _write_own_text(arguments)
@@ -240,17 +224,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         )
     function("espalier.train.evaluate:require_fitting")(draft, target)
     function(TRAINERS[kind].evaluate)(draft, target, prompts, arguments.max_tokens)
-
-
-def _make_bundle(arguments: argparse.Namespace) -> None:
-    sites, work = arguments.site_packages or [], arguments.work or arguments.out / "work"
-    for site in sites:
-        if not site.is_dir():
-            raise EspalierError(f"--site-packages {site} is not a directory; give that of the corpus environment")
-    require_folder("--out", arguments.out)
-    require_folder("--work", work)
-    bundle: Any = import_module("espalier.train.bundle")
-    bundle.make_bundle(bundle.BundleFolders(arguments.out, work, sites), arguments.only)
 
 
 def require_data(path: Path) -> None:

@@ -37,7 +37,9 @@ MIN_CAPTURED_LAYERS = 6
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a model.  Raises EspalierError, naming the file."""
     if is_gguf(directory):
-        raise EspalierError(f"{directory} is a GGUF file, from which nothing is trained; give the Hugging Face directory")
+        raise EspalierError(
+            f"{directory} is a GGUF file, from which nothing is trained; give the Hugging Face directory"
+        )
     return read_json(directory / "config.json")
 
 

@@ -21,10 +21,10 @@ from espalier.errors import EspalierError
 from espalier.train.configs import read_target
 from espalier.train.optim import make_optimizers, schedule, set_rate
 from espalier.train.own_text import print_work, require_prompts, require_unfinished, saved_texts
-from espalier.train.packing import Windows, require_windows
 from espalier.train.settings import TrainConfig, fixed_settings
 from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget
+from espalier.train.windows import Windows, require_windows
 from espalier.train.work import origin_of, whole_file
 
 # (embeddings [B, R, H], or what DraftRun.rows_of has in their place, what the draft reads of the target [B, R, F],

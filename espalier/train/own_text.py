@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 from espalier.errors import EspalierError, one_line
-from espalier.train.packing import Windows, require_windows
 from espalier.train.settings import OwnTextConfig, TrainConfig, fixed_settings
 from espalier.train.target import FrozenTarget, training_device
 from espalier.train.unfinished_text import Batch, UnfinishedText
+from espalier.train.windows import Windows, require_windows
 from espalier.train.work import origin_of, require_same, whole_file
 
 # Windows of two seeds differ.

@@ -1,7 +1,7 @@
 """The settings of the trainer's commands, each with its limits.  The command line has a flag for each field.
 
 A class refuses what no target and no data could make right.  What depends on them is checked by `require_target` and
-`espalier/train/packing.py`, before the target is loaded.  Nothing here imports PyTorch.
+`espalier/train/windows.py`, before the target is loaded.  Nothing here imports PyTorch.
 """
 
 from collections.abc import Mapping

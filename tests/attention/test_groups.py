@@ -12,9 +12,9 @@ from espalier.attention import BACKENDS, choose_backends, grouped_backend
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.engine.cuda import CudaExecutor
 from espalier.errors import EspalierError
-from espalier.guard.faults import plant
 from espalier.request import Request, SamplingParams
 from espalier.startup.dummies import fullest_pass, smaller_passes
+from lab.faults.planted import plant
 from tests.attention.fake_libraries import NAMES, installed
 from tests.engine.fake_cuda import fake_cuda
 from tests.harness import Setup, prompts, request

@@ -3,18 +3,15 @@
 import json
 
 import pytest
-import torch
 
 from espalier import LLM, SpeculationConfig
-from espalier.bench import choose, engines, synthetic_models
-from espalier.bench.choose import TreeTime, best, candidates_of, predicted_accept_lengths, table
+from espalier.bench import choose
+from espalier.bench.choose import TreeTime, best, candidates_of, table
 from espalier.cli.main import parse
 from espalier.errors import EspalierError
 from espalier.layout import PLAIN, TreeShape
 from espalier.startup import tree_policy as trees
 from tests.cli.test_cli import instead, run, tiny, tiny_heldout  # noqa: F401  (fixtures)
-from tests.synthetic.mixtures import mixture
-from tests.synthetic.test_checkpoint import tiny as dense
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 WIDE, MIDDLE, NARROW = choose.CANDIDATES
@@ -46,25 +43,12 @@ def test_a_block_drafts_candidates_keep_its_depth():
     assert candidates_of(deep, [], is_block=True) == [*trees, PLAIN]
     assert candidates_of(TreeShape(7, 4, 16), [], is_block=True) == [TreeShape(7, 4, 16), TreeShape(7, 4, 8), PLAIN]
     assert candidates_of(deep, [WIDE], is_block=True) == [WIDE]
-    large, small, shallow = TreeShape(7, 4, 16), TreeShape(7, 4, 8), TreeShape(3, 4, 16)
-    lengths = predicted_accept_lengths(3.0, large, [large, small, shallow, PLAIN], is_block=True)
-    assert lengths[large] == 3.0 > lengths[small] > lengths[PLAIN] == 1.0
-    # A shallower tree of as many nodes accepts less and costs as much.
-    assert lengths[shallow] < 3.0
-
-
-def test_a_larger_tree_is_foretold_to_accept_more():
-    lengths = predicted_accept_lengths(4.0, WIDE, [WIDE, MIDDLE, NARROW, PLAIN])
-    assert lengths[WIDE] == 4.0 > lengths[MIDDLE] > lengths[NARROW] > lengths[PLAIN] == 1.0
-    assert lengths[NARROW] > 2
-    with pytest.raises(EspalierError, match="out of reach"):
-        predicted_accept_lengths(9.0, WIDE, [WIDE])
 
 
 def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths, capsys, tmp_path):  # noqa: F811
     out, figures = tmp_path / "table.json", tmp_path / "figures.json"
-    flags = ["--choose", "--tokens", "12", "--context", "8", "--repeats", "1", "--max-batch", "3", "--by-batch", "{}"]
-    assert run("bench", "round", *flags, "--out", out, "--json", figures, *tiny) == 0
+    flags = ["--tokens", "12", "--context", "8", "--repeats", "1", "--max-batch", "3", "--by-batch", "{}"]
+    assert run("bench", "choose", *flags, "--out", out, "--json", figures, *tiny) == 0
     said = capsys.readouterr().out
     assert said.count("*") == 3 and "plain decoding" in said and "accept lengths measured" in said
     found = json.loads(figures.read_text())
@@ -84,7 +68,6 @@ def test_every_bucket_is_measured_with_every_candidate(tiny, tiny_heldout, paths
 def test_only_the_named_batches_are_measured(tiny, tiny_heldout, capsys, tmp_path):  # noqa: F811
     out, figures = tmp_path / "table.json", tmp_path / "figures.json"
     flags = [
-        "--choose",
         "--tokens",
         "12",
         "--context",
@@ -96,52 +79,16 @@ def test_only_the_named_batches_are_measured(tiny, tiny_heldout, capsys, tmp_pat
         "--by-batch",
         "{}",
     ]
-    assert run("bench", "round", *flags, "--batch", "2,1", "--out", out, "--json", figures, *tiny) == 0
+    assert run("bench", "choose", *flags, "--batch", "2,1", "--out", out, "--json", figures, *tiny) == 0
     assert [cell["batch"] for cell in json.loads(figures.read_text())["cells"]] == [1, 2]
     assert trees.read(out)
-    assert run("bench", "round", *flags, "--batch", "16,13", *tiny) == 2
-    assert "--batch=13 is not measured by --choose, as rounds are padded; use some of" in capsys.readouterr().err
-
-
-def test_a_named_shape_is_measured_with_the_experts_of_its_passes(monkeypatch, capsys, tmp_path):
-    """Four requests whose trees are small enough to leave experts out."""
-    monkeypatch.setattr(engines, "require_gpu", lambda what: torch.device("cpu"))
-    monkeypatch.setattr(synthetic_models, "find_shape", lambda name: mixture("qwen3-moe", hot=1024))
-    figures = tmp_path / "figures.json"
-    flags = ["--choose", "--shape", "tiny", "--routing-correlation", "1", "--tokens", "8", "--context", "8"]
-    tree = ["--steps", "3", "--topk", "2", "--num-draft-tokens", "8", "--candidates", "3,2,8", "0,1,1"]
-    sizes = ["--repeats", "1", "--max-batch", "2", "--max-context", "256"]
-    assert run("bench", "round", *flags, *tree, *sizes, "--json", figures) == 0
-    assert capsys.readouterr().out.count(" experts") == 4
-    cells = json.loads(figures.read_text())["cells"]
-    assert [(cell["batch"], cell["num_draft_tokens"]) for cell in cells] == [(1, 8), (2, 8), (1, 1), (2, 1)]
-    assert cells[2]["experts_touched"] == 4.0 and 4.0 <= cells[3]["experts_touched"] <= 8.0
-    assert 4.0 <= cells[0]["experts_touched"] <= 9.0
-
-
-def test_a_block_draft_of_a_named_shape_is_measured_at_its_own_depth(monkeypatch, tmp_path):
-    """No tree is named: the depth is what one pass proposes."""
-    monkeypatch.setattr(engines, "require_gpu", lambda what: torch.device("cpu"))
-    monkeypatch.setattr(synthetic_models, "find_shape", lambda name: dense(hot=1024))
-    figures = tmp_path / "figures.json"
-    flags = ["--choose", "--shape", "tiny", "--block-size", "6", "--accept-length", "4", "--tokens", "8"]
-    sizes = ["--context", "8", "--repeats", "1", "--max-batch", "1", "--max-context", "256"]
-    assert run("bench", "round", *flags, *sizes, "--json", figures) == 0
-    cells = json.loads(figures.read_text())["cells"]
-    assert [(cell["steps"], cell["num_draft_tokens"]) for cell in cells] == [(6, 16), (6, 8), (0, 1)]
-
-
-def test_one_accept_length_gives_those_of_all(tiny, tiny_heldout, capsys):  # noqa: F811
-    flags = ["--choose", "--tokens", "6", "--context", "8", "--repeats", "1", "--max-batch", "1"]
-    assert run("bench", "round", *flags, "--accept-length", "2.5", "--candidates", "3,2,8", "2,1,3", *tiny) == 0
-    said = capsys.readouterr().out
-    assert "predicted from 2.5 of steps 3, topk 2, num_draft_tokens 8" in said
-    assert "2.50" in said and "plain decoding" not in said
+    assert run("bench", "choose", *flags, "--batch", "16,13", *tiny) == 2
+    assert "--batch=13 is not measured, as rounds are padded; use some of" in capsys.readouterr().err
 
 
 def test_a_batch_runs_whole_however_long_its_prompts_take_to_enter(tiny, tiny_heldout, capsys):  # noqa: F811
-    flags = ["--choose", "--tokens", "4", "--context", "80", "--chunk-size", "16", "--repeats", "1", "--max-batch", "2"]
-    assert run("bench", "round", *flags, "--candidates", "3,2,8", *tiny) == 0
+    flags = ["--tokens", "4", "--context", "80", "--chunk-size", "16", "--repeats", "1", "--max-batch", "2"]
+    assert run("bench", "choose", *flags, "--candidates", "3,2,8", *tiny) == 0
     assert capsys.readouterr().out.count("*") == 2
 
 
@@ -149,20 +96,19 @@ BAD = [
     (["--candidates", "5,4"], "'5,4' is no tree"),
     (["--candidates", "2,1,9"], "'2,1,9' is no tree: num_draft_tokens=9"),
     (["--candidates", "4,2,8"], "a batch's tree with steps=4 is above the configured steps=3"),
-    (["--context", "8,9"], "--context=8,9"),
+    (["--context", "8,9"], "'8,9' is not supported; use a whole number"),
     (
         ["--num-pages", "14", "--context", "60", "--max-batch", "3", "--tokens", "30", "--candidates", "2,1,3"],
         "no round held 3 requests of 60",
     ),
-    (["--accept-length", "8"], "out of reach"),
-    (["--memory"], "not allowed with argument"),
+    (["--accept-length", "8"], "run `python -m lab choose`"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "said"), BAD, ids=[said for _, said in BAD])
 def test_bad_flags_are_one_line_and_status_2(tiny, tiny_heldout, flags, said, capsys):  # noqa: F811
     sizes = ["--context", "8", "--tokens", "12", "--repeats", "1"]
-    assert run("bench", "round", "--choose", *instead(sizes, *flags), *tiny) == 2
+    assert run("bench", "choose", *instead(sizes, *flags), *tiny) == 2
     err = capsys.readouterr().err
     assert said in err and err.count("\n") == 1
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from espalier.bench import tune
-from espalier.bench.linears import ModelShape, recipe_sizes
+from espalier.bench.linears import ModelShape
 from espalier.bench.tune import Measured, Tuner, plans_by_shape
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
@@ -15,8 +15,9 @@ from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan
 from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS, LinearPlans
 from espalier.kernels.layers.quantised_plans import max_block_in
 from espalier.kernels.layers.tuning_table import TuningTable
-from espalier.synthetic.checkpoint import Recipe
-from tests.synthetic.mixtures import mixture
+from lab.bench.recipe_sizes import recipe_sizes
+from lab.synthetic.checkpoint import Recipe
+from tests.lab.synthetic.mixtures import mixture
 
 TINY = ModelShape(hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96, vocab=72, draft_vocab=40)
 LATENT = recipe_sizes(Recipe(mixture("v3-dense")))

@@ -2,11 +2,14 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from espalier.cache.kv import PagedKV, StagedKV, bytes_beside_pages, bytes_per_token
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, groups_of, stored_as
+from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
+from espalier.kernels.state.kv_scales import KVScales
 from tests.harness import Setup
 
 CPU = torch.device("cpu")
@@ -63,3 +66,26 @@ def test_rows_in_fp8_take_a_byte_a_value_and_are_copied_as_bytes():
     for source, plane in zip(staged.layers[0], pages.layers[0], strict=True):
         source, plane = source.view(torch.uint8), plane.view(torch.uint8)
         assert torch.equal(plane[[7, 5]], source[[2, 0]]) and not plane[[0, 1, 2, 3, 4, 6]].any()
+
+
+@pytest.mark.parametrize("dtype", [None, FP8])
+def test_a_layer_that_shares_rows_has_those_of_the_other_layer(dtype):
+    """In pages, in staging, with their scales, and also where one model's layer reads another's; it takes no bytes."""
+    own = stored_as((HEADS, HEADS), dtype)
+    specs = (
+        *own,
+        *(replace(spec, window=3, shares=layer) for layer, spec in enumerate(own)),
+        replace(own[0], shares=1),
+    )
+    given = KVScales.ones(2, torch.float32, CPU)
+    pages = PagedKV(LAYOUT, 5, specs, 4, torch.float32, CPU, {1: given})
+    staged = StagedKV(specs, range(4), LAYOUT.target_rows, torch.float32, CPU)
+    assert [stack.layers for stack in (*pages.target, *pages.draft)] == [(0, 1)] == [s.layers for s in staged.stacks]
+    for made, count in ((pages.layers, 5), (staged.layers, 4)):
+        for layer, other in ((2, 0), (3, 1), (4, 1))[: count - 2]:
+            assert all(a.data_ptr() == b.data_ptr() for a, b in zip(made[layer], made[other], strict=True))
+    assert bytes_per_token(specs, torch.float32) == bytes_per_token(own, torch.float32)
+    if dtype == FP8:
+        assert pages.scales[1] is pages.scales[3] is pages.scales[4] is given and pages.scales[2] is pages.scales[0]
+    with pytest.raises(EspalierError, match="keeps a latent row cannot read the rows of layer 0"):
+        replace(LATENT, shares=0)

@@ -25,6 +25,7 @@ from espalier.llm import LLM
 from espalier.request import SPELLED_ALIKE, Output, SamplingParams
 from espalier.terminal.console import ASCII, aligned, has_colour, stdout, waiting
 from espalier.terminal.flags import api_keys, engine_settings, sampling_params
+from lab import __main__ as lab
 from tests.test_llm import paths  # noqa: F401  (a fixture)
 
 
@@ -43,9 +44,10 @@ def instead(flags, *given):
 
 
 def run(*arguments):
-    """Exit status of a command; argparse leaves by SystemExit."""
+    """Exit status of a command of `espalier`, or of `lab ...`; argparse leaves by SystemExit."""
+    words = [str(argument) for argument in arguments]
     try:
-        return cli.start([str(argument) for argument in arguments])
+        return lab.main(words[1:]) if words[:1] == ["lab"] else cli.start(words)
     except SystemExit as left:
         return left.code
 
@@ -69,14 +71,14 @@ BAD = [
     (["generate", "--file", "/no/such/file"], "/no/such/file cannot be read"),
     (["demo", "--prompts", "0"], "--prompts=0"),
     (["demo", "--max-tokens", "0"], "--max-tokens=0 is not supported; use 1 or more"),
-    (["bench", "round", "--batch", "4,0"], "--batch=4,0 is not supported; use 1 or more"),
-    (["bench", "round", "--page-size", "1,16"], "--page-size=1,16: a model is measured at one"),
-    (["bench", "kernels", "--page-size", "0,16"], "--page-size=0,16 is not supported"),
-    (["bench", "attention", "--page-size", "0,16"], "--page-size=0,16 is not supported"),
-    (["bench", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
-    (["bench", "grammar", "--suite", "/no/such"], "--suite=/no/such has no *.json files"),
-    (["bench", "grammar", "--tokens", "1"], "--tokens=1 is not supported: the first comes of no round"),
-    (["bench", "round", "--batch", "a"], "use a list of whole numbers, such as 1,8"),
+    (["lab", "round", "--batch", "4,0"], "--batch=4,0 is not supported; use 1 or more"),
+    (["lab", "round", "--page-size", "1,16"], "--page-size=1,16: a model is measured at one"),
+    (["lab", "kernels", "--page-size", "0,16"], "--page-size=0,16 is not supported"),
+    (["lab", "attention", "--page-size", "0,16"], "--page-size=0,16 is not supported"),
+    (["lab", "floor", "--rows", "1,³"], "--rows=1,³ is not supported"),
+    (["lab", "grammar", "--suite", "/no/such"], "--suite=/no/such has no *.json files"),
+    (["lab", "grammar", "--tokens", "1"], "--tokens=1 is not supported: the first comes of no round"),
+    (["lab", "round", "--batch", "a"], "use a list of whole numbers, such as 1,8"),
     (["nonsense"], "unknown command 'nonsense'; use one of demo, generate"),
     ([], "a command is missing; use one of demo, generate"),
 ]
@@ -118,7 +120,7 @@ def test_version_and_the_package_runs_as_a_module(capsys, monkeypatch):
     assert (left.value.code, capsys.readouterr().out) == (0, said)
 
 
-@pytest.mark.parametrize("command", [["generate"], ["demo"], ["doctor"], ["bench", "round"]])
+@pytest.mark.parametrize("command", [["generate"], ["demo"], ["doctor"], ["lab", "round"]])
 def test_every_config_field_is_a_flag(command, capsys):
     assert run(*command, "--help") == 0
     helped = capsys.readouterr().out
@@ -341,7 +343,7 @@ def tiny_heldout(monkeypatch):
     monkeypatch.setattr(demo, "heldout", lambda: entries)
 
 
-CHOOSE = ["bench", "round", "--choose", "--context", "8", "--tokens", "12", "--repeats", "1"]
+CHOOSE = ["bench", "choose", "--context", "8", "--tokens", "12", "--repeats", "1"]
 
 
 @pytest.mark.parametrize("command", [["demo", "--prompts", "1"], CHOOSE])
@@ -431,7 +433,7 @@ def test_bench_round_measures_both_in_one_run(tiny, tiny_heldout, capsys, tmp_pa
     file = tmp_path / "figures.json"
     assert (
         run(
-            "bench",
+            "lab",
             "round",
             "--tokens",
             "8",
@@ -460,7 +462,7 @@ def test_bench_round_measures_both_in_one_run(tiny, tiny_heldout, capsys, tmp_pa
 
 def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_path):
     file = tmp_path / "figures.json"
-    assert run("bench", "round", "--acceptance", "--prompts", "2", "--tokens", "24", "--json", file, *tiny) == 0
+    assert run("lab", "round", "--acceptance", "--prompts", "2", "--tokens", "24", "--json", file, *tiny) == 0
     rows = {row["name"]: row for row in json.loads(file.read_text())["acceptance"]}
     assert len(rows) == 7
     for name, row in rows.items():
@@ -468,15 +470,6 @@ def test_bench_acceptance_runs_every_variant(tiny, tiny_heldout, capsys, tmp_pat
         # Whatever drafts, tokens are the target's own.
         assert row["same_tokens"] in (row["requests"], None), name
     assert rows["eagle3 tree, teacher-forced"]["requests"] == 4
-
-
-def test_bench_memory_finds_no_excess(tiny, capsys, monkeypatch):
-    monkeypatch.setattr("espalier.bench.memory.NUM_REQUESTS", 16)
-    tree = ["--steps", "5", "--topk", "8", "--num-draft-tokens", "64"]
-    assert run("bench", "round", "--memory", *instead(tiny, *tree)) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"largest excess +0\n", out)
-    assert re.search(r"per branch tokens +8192\n", out)
 
 
 TREE = DraftTree(
@@ -505,7 +498,7 @@ def test_columns_are_as_wide_as_what_stands_in_them():
     assert aligned([["a", "1"], ["long", "234"]]) == "  a       1\n  long  234"
 
 
-@pytest.mark.parametrize("module", ["espalier.cli.main", "espalier.cli.demo", "espalier.bench.round"])
+@pytest.mark.parametrize("module", ["espalier.cli.main", "espalier.cli.demo", "lab.bench.round"])
 def test_an_interrupt_while_modules_load_ends_in_a_line(module, monkeypatch, capsys):
     class Interrupting:
         def find_spec(self, name, *_):
@@ -514,7 +507,7 @@ def test_an_interrupt_while_modules_load_ends_in_a_line(module, monkeypatch, cap
 
     monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
-    assert cli.start(["demo"] if module == "espalier.cli.demo" else ["bench", "round"]) == 130
+    assert run(*(["demo"] if module == "espalier.cli.demo" else ["lab", "round"])) == 130
     assert capsys.readouterr().err == "espalier: interrupted\n"
 
 

@@ -9,18 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from espalier.bench.cells import parse_cells
-from espalier.cli.main import parse
+from espalier.cli.main import make_parser
+from lab.__main__ import make_parser as make_lab
+from lab.bench.cells import parse_cells
 from tools import gpu_runs
 from tools.gpu_runs import RUNS, Run, main
 
 ROOT = Path(__file__).parents[2]
-OWN = sorted(name for name, run in RUNS.items() if run.command.startswith("espalier"))
+PARSERS = {"espalier": make_parser, "lab": make_lab}
+OWN = sorted(name for name, run in RUNS.items() if run.words[2] in PARSERS)
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_a_command_is_one_of_ours(name):
-    asked = parse(RUNS[name].words[3:])
+    _, _, program, *words = RUNS[name].words
+    asked = PARSERS[program]().parse(words)
     if "cells" in asked and asked.cells:
         assert parse_cells(asked.cells, (64,))
 

@@ -6,9 +6,11 @@ from espalier import counterparts
 from espalier.cli import parser
 from espalier.cli.bench import COMMANDS as BENCH
 from espalier.cli.main import COMMANDS, parse
+from espalier.cli.moved import MOVED
 from espalier.config import EngineConfig, SpeculationConfig
 from espalier.request import SamplingParams
 from espalier.terminal.flags import flag_of
+from lab.__main__ import COMMANDS as LAB
 from tests.cli.test_cli import run
 
 FIELDS = {cls.__name__: set(cls.__dataclass_fields__) for cls in (EngineConfig, SpeculationConfig, SamplingParams)}
@@ -16,7 +18,7 @@ SAID = [
     ("genrate x", "espalier: unknown command 'genrate'; did you mean generate?"),
     ("chat x", "espalier: unknown command 'chat'; use generate --chat"),
     ("bench throughputs", "espalier bench: unknown command 'throughputs'; did you mean throughput?"),
-    ("bench", "espalier bench: a command is missing; use one of round, generate, kernels"),
+    ("bench", "espalier bench: a command is missing; use one of throughput, latency, serve"),
     ("serve --prot 3", "espalier serve: unknown flag --prot; did you mean --port?"),
     ("generate x --temperture=1", "unknown flag --temperture; did you mean --temperature?"),
     ("--port 3 serve", "espalier: unknown flag --port; it is a flag of espalier serve"),
@@ -29,7 +31,7 @@ SAID = [
     ("generate --no-overlap --overlap", "espalier generate: --no-overlap and --overlap are both given; leave one out"),
     ("generate --no-overlap x --no-overlap", "espalier generate: --no-overlap is given twice; leave one out"),
     ("generate --overlap --overlap", "espalier generate: --overlap is given twice; leave one out"),
-    ("bench round --cells 1x8:plain --shape x --cells 2x8:plain", "espalier bench round: --cells is given twice"),
+    ("bench choose --out a --candidates 1,1,2 --out b", "espalier bench choose: --out is given twice"),
     ("serve --max-model-len 4096", "unknown flag --max-model-len; use --max-context"),
     ("serve --max-model-len=4096", "unknown flag --max-model-len; use --max-context"),
     ("serve --context-length 4096", "use --max-context"),
@@ -51,7 +53,13 @@ SAID = [
     ("serve --tool-call-parser hermes", "use --tool-format"),
     ("serve --reasoning-parser qwen3", "use --reasoning-format"),
     ("serve --enable-auto-tool-choice", "tool calls and reasoning need no switch; leave it out"),
-    ("bench kernels --max-model-len 3", "unknown flag --max-model-len; see espalier bench kernels --help"),
+    ("bench serve --dtype x", "unknown flag --dtype; it is a flag of espalier demo and espalier generate"),
+    *(
+        (f"{prog.removeprefix('espalier ')} {name}", f"it is now in the clone's laboratory: run `python -m lab {to}`")
+        for prog, names in MOVED.items()
+        for name, to in names.items()
+    ),
+    ("bench round --choose", "; to choose trees, `espalier bench choose`"),
 ]
 
 
@@ -62,7 +70,9 @@ def test_the_right_name_is_said(line, said, capsys):
     assert said in err and err.count("\n") == 1 and out == ""
 
 
-@pytest.mark.parametrize("line", ["", *COMMANDS, *(f"bench {name}" for name in BENCH)])
+@pytest.mark.parametrize(
+    "line", ["", *COMMANDS, *(f"bench {name}" for name in BENCH), "lab", *(f"lab {name}" for name in LAB)]
+)
 def test_help_fits_eighty_columns(line, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert run(*line.split(), "--help") == 0

@@ -21,9 +21,9 @@ from espalier.models import read_config
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.request import SamplingParams
 from espalier.startup.checkpoints import BUNDLED_DRAFTS, BUNDLED_FILES
-from espalier.synthetic.checkpoint import Recipe, write
+from lab.synthetic.checkpoint import Recipe, write
+from tests.lab.synthetic.test_checkpoint import tiny
 from tests.mtp import mtp_directories, without_target
-from tests.synthetic.test_checkpoint import tiny
 
 
 def test_divergence():
@@ -117,6 +117,7 @@ def test_a_machine_too_small_for_the_comparison_is_told_before_the_copy(tmp_path
     assert main(["quantize", "bundled", *flags, "--texts", "0"]) == 0
 
 
+@pytest.mark.full
 def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsys, monkeypatch):
     """A synthetic chain, which FP8 keeps: both agree everywhere, and accept as many tokens."""
     monkeypatch.setattr("espalier.bench.quantised.OWN_TOKENS", 96)
@@ -134,6 +135,7 @@ def test_a_model_without_a_tokenizer_is_compared_on_its_own_text(tmp_path, capsy
     assert 1 < before < 5 and after < 1.2 * before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["bundled", pytest.param(EAGLE3, marks=pytest.mark.full)], ids=["target", "draft"])
 def test_accept_lengths_are_those_of_the_tree_where_plain_decoding_is_as_fast(tmp_path, monkeypatch, model):
     """With plain decoding both would be 1, whatever the copy lost."""
@@ -145,6 +147,7 @@ def test_accept_lengths_are_those_of_the_tree_where_plain_decoding_is_as_fast(tm
     assert min(json.loads(report.read_text())["accuracy"]["accept_length"]) > 2
 
 
+@pytest.mark.full
 def test_a_copy_of_the_bundled_draft(tmp_path, capsys):
     report, out = tmp_path / "report.json", tmp_path / "out"
     flags = ["--to", "int4", "--out", str(out), "--texts", "1", "--target", "bundled", "--json", str(report)]

@@ -34,20 +34,20 @@ def nothing_loads(monkeypatch):
         raise AssertionError("a model is loaded")
 
     monkeypatch.setattr("espalier.llm.build_engine", load)
-    monkeypatch.setattr("espalier.bench.server.subprocess", None)
+    monkeypatch.setattr("lab.bench.server.subprocess", None)
 
 
 WRITES = [
-    ["bench", "round", "--json"],
-    ["bench", "round", "--acceptance", "--json"],
-    ["bench", "round", "--choose", "--out"],
-    ["bench", "generate", "--json"],
-    ["bench", "prefill", "--json"],
+    ["lab", "round", "--json"],
+    ["lab", "round", "--acceptance", "--json"],
+    ["bench", "choose", "--out"],
+    ["lab", "generate", "--json"],
+    ["lab", "prefill", "--json"],
     ["bench", "throughput", "--json"],
     ["bench", "latency", "--json"],
-    ["bench", "serve", "--json"],
-    ["bench", "kernels", "--json"],
-    ["bench", "floor", "--json"],
+    ["lab", "serve", "--json"],
+    ["lab", "kernels", "--json"],
+    ["lab", "floor", "--json"],
 ]
 
 
@@ -91,11 +91,11 @@ EARLY = [
     (["serve", "--engine-timeout", "0"], "--engine-timeout=0.0 is not supported; use seconds, 1 or more"),
     (["serve", "--max-file-bytes", "9"], "--max-file-bytes is for --batch-dir"),
     (["serve", "--max-context", "1"], "max_context=1 is not supported"),
-    (["bench", "generate", "--prompts", "99x9"], "99 prompts at once are above max_batch=8; give --max-batch 99"),
-    (["bench", "generate", "--tokens", "900", "--max-context", "900"], "max_context=900; give --max-context 1028"),
+    (["lab", "generate", "--prompts", "99x9"], "99 prompts at once are above max_batch=8; give --max-batch 99"),
+    (["lab", "generate", "--tokens", "900", "--max-context", "900"], "max_context=900; give --max-context 1028"),
     (["bench", "throughput", "--requests", "0"], "--requests=0 is not supported"),
     (["bench", "latency", "--rate", "0"], "--rate=0.0 is not supported"),
-    (["bench", "serve", "--concurrency", "x"], "--concurrency=x is not supported"),
+    (["lab", "serve", "--concurrency", "x"], "--concurrency=x is not supported"),
     (["doctor", "--page-size", "0"], "page_size=0 is not supported"),
 ]
 
@@ -110,15 +110,15 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(
     Path("TOKENS").write_text('{"prompt": [1, 2]}')
     own = model if command[0] in ("generate", "demo") else []
     assert said in refused(
-        capsys, *command[: 1 + (command[0] == "bench")], *own, *command[1 + (command[0] == "bench") :]
+        capsys, *command[: 1 + (command[0] in ("bench", "lab"))], *own, *command[1 + (command[0] in ("bench", "lab")) :]
     )
 
 
 MEASURED = [
-    (["bench", "round"], "--json"),
-    (["bench", "round", "--acceptance"], "--json"),
-    (["bench", "round", "--choose", "--max-batch", "1"], "--json"),
-    (["bench", "round", "--choose", "--max-batch", "1"], "--out"),
+    (["lab", "round"], "--json"),
+    (["lab", "round", "--acceptance"], "--json"),
+    (["bench", "choose", "--max-batch", "1"], "--json"),
+    (["bench", "choose", "--max-batch", "1"], "--out"),
 ]
 
 
@@ -141,9 +141,11 @@ def test_figures_are_kept_where_whoever_reads_the_table_has_left(command, flag, 
 
 def _run_through(*arguments):
     """A command, without what main makes of a reader who has left: it would close this process's stdout."""
-    from espalier.cli.main import parse
+    from espalier.cli.main import make_parser
+    from lab.__main__ import make_parser as make_lab
 
-    asked = parse([str(argument) for argument in arguments])
+    words = [str(argument) for argument in arguments]
+    asked = make_lab().parse(words[1:]) if words[0] == "lab" else make_parser().parse(words)
     return asked.run(asked)
 
 
@@ -162,7 +164,7 @@ TOO_LONG = [
     (["generate", "--tokens", "9000"], "--prompts 1x128 and --tokens 9000 need 9128"),
     (["generate", "--prompts", "8x9", "1x999999"], "--prompts 1x999999 and --tokens 256 need 1000255"),
     (["round", "--context", "9,99999"], "--context 99999 and --tokens 96 need 100095"),
-    (["round", "--context", "99999", "--choose"], "--context 99999 and --tokens 96 need 100095"),
+    (["choose", "--context", "99999"], "--context 99999 and --tokens 96 need 100095"),
     (["serve", "--context", "9999", "--tokens", "1"], "--context 9999 and --tokens 1 need 10000"),
     (["latency", "--output", "9000,9000", "--input", "9,9"], "--input 9,9 and --output 9000,9000 need 9009"),
     (["throughput", "--output", "9000,9000", "--input", "9,9"], "--input 9,9 and --output 9000,9000 need 9009"),
@@ -174,7 +176,7 @@ TOO_LONG = [
 def test_a_request_of_more_tokens_than_the_model_has_positions_is_told_in_the_flags_own_numbers(
     command, said, nothing_loads, capsys
 ):
-    line = refused(capsys, "bench", *command)
+    line = refused(capsys, "lab", *command)
     assert line == f"espalier: {said} tokens a request, and the model takes at most 2048; ask for less\n"
 
 
@@ -185,7 +187,7 @@ ROOM = [
         "--max-context=16 is too small for this measurement; use 17",
     ),
     (
-        ["round", "--choose", "--context", "8", "--tokens", "9", "--max-context", "16"],
+        ["choose", "--context", "8", "--tokens", "9", "--max-context", "16"],
         "--max-context=16 is too small for this measurement; use 17",
     ),
     (
@@ -212,13 +214,13 @@ ROOM = [
 
 @pytest.mark.parametrize(("command", "said"), ROOM, ids=[" ".join(command) for command, _ in ROOM])
 def test_a_size_below_what_is_measured_is_refused(command, said, nothing_loads, capsys):
-    assert said in refused(capsys, "bench", *command)
+    assert said in refused(capsys, "lab", *command)
 
 
 def test_room_is_just_enough_or_left_open(model, capsys):
     sizes = ["--context", "8", "--tokens", "9", "--repeats", "1", "--batch", "3"]
     for room in (["--max-context", "17"], ["--max-context", "auto"]):
-        assert run("bench", "round", *sizes, *instead(model, "--max-batch", "auto", *room)) == 0
+        assert run("lab", "round", *sizes, *instead(model, "--max-batch", "auto", *room)) == 0
         assert "3/3" in capsys.readouterr().out
 
 
@@ -227,7 +229,6 @@ LOADED = [
         ["round", "--context", "60", "--tokens", "30", "--batch", "2", "--num-pages", "9", "--repeats", "1"],
         "no round held 2 requests of 60",
     ),
-    (["round", "--memory", "--max-context", "50"], "max_context=50 is too small for --memory; use 51"),
     (["round", "--acceptance", "--prompts", "3", "--tokens", "8"], "there are 2 held-out texts"),
     (["round", "--acceptance", "--prompts", "2", "--tokens", "96"], "--tokens=96 after prompts of up to 6"),
     (["round", "--acceptance", "--steps", "0", "--topk", "1", "--num-draft-tokens", "1"], "steps=0 drafts nothing"),
@@ -237,7 +238,7 @@ LOADED = [
 
 @pytest.mark.parametrize(("command", "said"), LOADED, ids=[said for _, said in LOADED])
 def test_what_a_model_has_no_room_for_is_refused_in_one_line(command, said, model, capsys):
-    assert said in refused(capsys, "bench", command[0], *instead(model, *command[1:]))
+    assert said in refused(capsys, "lab", command[0], *instead(model, *command[1:]))
 
 
 def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(monkeypatch):
@@ -251,29 +252,25 @@ def test_a_model_without_a_tokenizer_is_given_as_many_random_tokens_as_it_takes(
 
 
 OTHERS = [
-    (["bench", "round", "--prompts", "2"], "--prompts is for --acceptance; add that, or leave --prompts out"),
-    (["bench", "round", "--out", "x"], "--out is for --choose; add that, or leave --out out"),
-    (["bench", "round", "--candidates", "3,2,8"], "--candidates is for --choose"),
-    (["bench", "round", "--accept-length", "3"], "--accept-length is for --choose or --shape"),
-    (["bench", "round", "--all-buckets"], "--all-buckets is for --shape"),
-    (["bench", "round", "--own-size"], "--own-size is for --shape"),
-    (["bench", "round", "--acceptance", "--batch", "2"], "--batch is not for --acceptance; leave one out"),
-    (["bench", "round", "--acceptance", "--repeats", "2"], "--repeats is not for --acceptance"),
-    (["bench", "round", "--acceptance", "--compare", "transformers"], "--compare is not for --acceptance"),
-    (["bench", "round", "--memory", "--tokens", "2"], "--tokens is not for --memory"),
-    (["bench", "round", "--choose", "--plot", "x.svg"], "--plot is not for --choose"),
-    (["bench", "round", "--choose", "--no-prefix-cache"], "--prefix-cache is not for --choose"),
-    (["bench", "round", "--choose", "--by-batch", '{"8": {"steps": 0}}'], "--by-batch is not for --choose"),
-    (["bench", "round", "--figures", "x", "--shape", "llama-3.1-8b"], "--shape is not for --figures"),
-    (["bench", "round", "--figures", "x", "--json", "y"], "--json is not for --figures"),
-    (["bench", "round", "--shape", "llama-3.1-8b", "--repeats", "2"], "--repeats is not for --shape"),
-    (["bench", "generate", "--tree", "3,2,8", "--steps", "3"], "--steps is not for --tree"),
-    (["bench", "generate", "--tree", "plain", "--algorithm", "none"], "--algorithm is not for --tree"),
-    (["bench", "generate", "--accept-length", "3"], "--accept-length is for a named shape"),
-    (["bench", "serve", "--soak", "9", "--tokens", "2"], "--tokens is not for --soak"),
-    (["bench", "serve", "--soak", "9", "--concurrency", "2"], "--concurrency is not for --soak"),
-    (["bench", "serve", "--bad-host", "--tokens", "2"], "--tokens is not for --bad-host"),
-    (["bench", "serve", "--bad-host", "--soak", "9"], "--soak is not for --bad-host"),
+    (["lab", "round", "--prompts", "2"], "--prompts is for --acceptance; add that, or leave --prompts out"),
+    (["lab", "round", "--accept-length", "3"], "--accept-length is for --shape"),
+    (["lab", "round", "--all-buckets"], "--all-buckets is for --shape"),
+    (["lab", "round", "--own-size"], "--own-size is for --shape"),
+    (["lab", "round", "--acceptance", "--batch", "2"], "--batch is not for --acceptance; leave one out"),
+    (["lab", "round", "--acceptance", "--repeats", "2"], "--repeats is not for --acceptance"),
+    (["lab", "round", "--acceptance", "--compare", "transformers"], "--compare is not for --acceptance"),
+    (["bench", "choose", "--no-prefix-cache"], "--prefix-cache is not for bench choose"),
+    (["bench", "choose", "--by-batch", '{"8": {"steps": 0}}'], "--by-batch is not for bench choose"),
+    (["lab", "round", "--figures", "x", "--shape", "llama-3.1-8b"], "--shape is not for --figures"),
+    (["lab", "round", "--figures", "x", "--json", "y"], "--json is not for --figures"),
+    (["lab", "round", "--shape", "llama-3.1-8b", "--repeats", "2"], "--repeats is not for --shape"),
+    (["lab", "generate", "--tree", "3,2,8", "--steps", "3"], "--steps is not for --tree"),
+    (["lab", "generate", "--tree", "plain", "--algorithm", "none"], "--algorithm is not for --tree"),
+    (["lab", "generate", "--accept-length", "3"], "--accept-length is for a named shape"),
+    (["lab", "serve", "--soak", "9", "--tokens", "2"], "--tokens is not for --soak"),
+    (["lab", "serve", "--soak", "9", "--concurrency", "2"], "--concurrency is not for --soak"),
+    (["lab", "serve", "--bad-host", "--tokens", "2"], "--tokens is not for --bad-host"),
+    (["lab", "serve", "--bad-host", "--soak", "9"], "--soak is not for --bad-host"),
     (["bench", "latency", "--rate", "inf"], "--rate=inf is not supported"),
     (["doctor", "--shapes", "llama-3.1-8b"], "--shapes is for --tune"),
     (["doctor", "--choices", "x"], "--choices is for --tune"),
@@ -295,13 +292,13 @@ def test_a_flag_that_would_have_no_effect_is_refused_by_name(command, said, noth
 @pytest.mark.parametrize("command", [["round"], ["throughput"], ["prefill"]], ids=str)
 def test_of_a_named_shape_an_accept_length_of_nothing_is_refused(command, monkeypatch, capsys):
     for module in ("shaped", "engines"):
-        monkeypatch.setattr(f"espalier.bench.{module}.require_gpu", lambda what: torch.device("cpu"))
-    monkeypatch.setattr("espalier.bench.shaped.SyntheticModels", None)
-    monkeypatch.setattr("espalier.bench.engines.OfShape", None)
-    assert run("bench", *command, "--shape", "llama-3.1-8b", "--accept-length", "0") == 2
+        monkeypatch.setattr(f"lab.bench.{module}.require_gpu", lambda what: torch.device("cpu"))
+    monkeypatch.setattr("lab.bench.shaped.SyntheticModels", None)
+    monkeypatch.setattr("lab.bench.engines.OfShape", None)
+    assert run("lab", *command, "--shape", "llama-3.1-8b", "--accept-length", "0") == 2
     assert "accept length 0.0 is out of reach" in capsys.readouterr().err
     if command == ["round"]:
-        assert "--steps is not for --shape" in refused(capsys, "bench", *command, "--shape", "x", "--steps", "3")
+        assert "--steps is not for --shape" in refused(capsys, "lab", *command, "--shape", "x", "--steps", "3")
 
 
 def test_a_batch_without_an_answer_is_not_told_to_run_again(tmp_path, capsys):

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.guard.faults import plant
 from espalier.request import Request, SamplingParams
+from lab.faults.planted import plant
 from tests.gpu.conftest import EQUALITIES
 from tests.gpu.engines import DeviceSetup, dense_of
 from tests.gpu.watching import DeviceWatch, attention_kernels

@@ -5,12 +5,15 @@ import threading
 import time
 from itertools import islice
 
+import numpy as np
 import pytest
+import xgrammar
 
 from espalier import LLM, EspalierError, Grammar, SamplingParams
 from espalier.masking import compile as of_compile
-from espalier.masking.compile import CompilerBusy, GrammarCompiler, token_bytes
+from espalier.masking.compile import CompilerBusy, GrammarCompiler, compile_form, token_bytes
 from espalier.masking.masker import allowed_tokens
+from espalier.masking.trial import TRIAL_S, try_masks
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.text import TokenBytes, load_tokenizer
 from tests.tools.families import FAMILIES
@@ -263,3 +266,13 @@ def test_only_structural_tags_spell_special_tokens():
     ):
         mask = compiler.compile(grammar).masker((tokenizer.size - 1,)).root_mask()
         assert (token in allowed_tokens(mask)) == allowed
+
+
+def test_a_trial_with_a_large_vocabulary_takes_a_small_part_of_its_time():
+    """Where nearly every token may come, the trial must not list them all."""
+    vocabulary = [b"", *(f"{number:x}".encode() for number in range(150_000))]
+    info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, stop_token_ids=[])
+    form = compile_form(xgrammar.GrammarCompiler(info, max_threads=1), Grammar("regex", "[0-9a-f]*"))
+    begun = time.thread_time()
+    try_masks(form, np.array([len(each) for each in vocabulary]))
+    assert time.thread_time() - begun < TRIAL_S / 2

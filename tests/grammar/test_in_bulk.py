@@ -3,8 +3,8 @@
 import pytest
 
 from espalier import LLM
-from espalier.bench.grammar import TOLD, run_schemas
-from espalier.bench.schemas import random_schema
+from lab.bench.grammar import TOLD, run_schemas
+from lab.bench.schemas import random_schema
 
 
 @pytest.fixture(scope="module")

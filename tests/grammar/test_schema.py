@@ -8,11 +8,11 @@ import jsonschema
 import pytest
 import xgrammar
 
-from espalier.bench.schemas import random_schema
 from espalier.errors import EspalierError
 from espalier.grammar import Grammar, check
 from espalier.grammar.check import check_grammar
 from espalier.grammar.schema import ANNOTATIONS, KEYWORDS, enforceable
+from lab.bench.schemas import random_schema
 from tests.grammar.vocabulary import TooLong, compiled, random_text
 
 INTEGER = {"type": "integer"}

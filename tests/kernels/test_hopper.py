@@ -6,6 +6,8 @@ from itertools import product
 import pytest
 import torch
 
+from espalier.errors import EspalierError
+from espalier.kernels.attention.choose import choose
 from espalier.kernels.attention.triton_config import choose_config
 from espalier.kernels.attention.work_items import ALL, COUNTED, NONE
 from espalier.kernels.hopper.attention import tma_arguments
@@ -48,6 +50,22 @@ def test_no_configuration_for_an_unsupported_chip_or_shape():
     assert choose_hopper_config(HOPPER, 256, 5000, 80, 64) is None
     assert choose_hopper_config(Chip(99 * 1024, 132, (9, 0)), 256, 5000, 128, 64) is None
     assert choose_hopper_config(Chip(227 * 1024, 132, (10, 0)), 256, 5000, 128, 64) is None
+
+
+def test_what_the_kernel_lacks_is_not_its(monkeypatch, kernel_device):
+    """Soft-caps, and heads of 256 and 512 values."""
+    monkeypatch.setattr("espalier.kernels.attention.choose.chip", lambda tensor: HOPPER)
+    plain = Case((300,), queries=64, page_size=64, k_size=128, v_size=128, dtype=torch.float16)
+    for case, is_hopper in (
+        (plain, True),
+        (replace(plain, softcap=20.0), False),
+        (replace(plain, k_size=256, v_size=256), False),
+        (replace(plain, k_size=512, v_size=512), False),
+    ):
+        inputs = draw(case, kernel_device)
+        assert isinstance(choose(inputs.of_kernel(4, inputs.staged)), HopperConfig) == is_hopper, case
+    with pytest.raises(EspalierError, match="no soft-cap"):
+        run(draw(replace(plain, softcap=20.0), kernel_device), 4, config=HopperConfig(1, 3, 1))
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
                 module.forward = ROTARY.get(type(module).__name__, _rotary_float64).__get__(module)
             elif type(module).__name__.endswith("MoeTopKRouter"):
                 module.forward = _router_float64.__get__(module)
+            elif type(module).__name__ == "Gemma4TextRouter":
+                module.forward = _gemma4_router_float64.__get__(module)
             elif type(module).__name__.endswith("TopkRouter"):
                 module.forward = _topk_router_float64.__get__(module)
     return model
@@ -34,6 +36,8 @@ def load_reference(path: Path, dtype: torch.dtype) -> Any:
 
 def _norm_float64(self: Any, x: Tensor) -> Tensor:
     eps = getattr(self, "variance_epsilon", None) or self.eps
+    if not getattr(self, "with_scale", True):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
     weight = 1 + self.weight if type(self).__name__ in ("Gemma2RMSNorm", "Gemma3RMSNorm") else self.weight
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
@@ -64,6 +68,8 @@ def _rotary_by_type_float64(self: Any, x: Tensor, position_ids: Tensor, layer_ty
 ROTARY = {
     "DeepseekV2RotaryEmbedding": _rotary_complex128,
     "Gemma3RotaryEmbedding": _rotary_by_type_float64,
+    "Gemma4TextRotaryEmbedding": _rotary_by_type_float64,
+    "Gemma4UnifiedTextRotaryEmbedding": _rotary_by_type_float64,
     "GptOssRotaryEmbedding": _rotary_half_float64,
 }
 
@@ -117,6 +123,12 @@ def _topk_router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not is_v2 and self.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
     return logits, weights * self.routed_scaling_factor, ids
+
+
+def _gemma4_router_float64(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    probabilities = self.proj(self.norm(x) * self.scale * self.scalar_root_size).softmax(-1)
+    weights, ids = probabilities.topk(self.config.top_k_experts)
+    return probabilities, weights / weights.sum(-1, keepdim=True) * self.per_expert_scale[ids], ids
 
 
 def reference_logits(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:

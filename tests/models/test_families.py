@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Dots1Config, Gemma3TextConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config
 
+from espalier.cache.layer_spec import KVHeads
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
+from espalier.models.layer_loading import layer_specs_of
 from espalier.speculate.drafters.registry import read_draft
-from tests.builders import make_eagle3, make_target
+from tests.builders import CONFIGS, make_eagle3, make_target
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
 
@@ -87,6 +90,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": ("gemma4", {}),
+    "gemma4, K and V apart, biases, not tied": (
+        "gemma4",
+        {"attention_k_eq_v": False, "attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma4, full attention alone, another RoPE": (
+        "gemma4",
+        {
+            "layer_types": ["full_attention"] * 3,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 700.0,
+                    "factor": 2.0,
+                }
+            },
+        },
+    ),
+    "gemma4_unified": ("gemma4_unified", {}),
+    "gemma4_moe": ("gemma4_moe", {}),
+    "gemma4_moe, inputs of layers": (
+        "gemma4_moe",
+        {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 20},
+    ),
+    "gemma4_e": ("gemma4_e", {}),
+    "gemma4_e, K as V, no wide MLP": ("gemma4_e", {"attention_k_eq_v": True, "use_double_wide_mlp": False}),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v2, queries without a latent, greedy": ("deepseek_v2", {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek_v2, attention and mlp biases": ("deepseek_v2", {"attention_bias": True, "mlp_bias": True}),
@@ -222,6 +252,69 @@ def test_gemma3_in_the_old_spelling(tmp_path: Path) -> None:
 def test_gemma3_refuses_what_it_cannot_compute(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(EspalierError, match=f"^{tmp_path}.*{message}"):
         read_config(make_target(tmp_path, "gemma3"), fields)
+
+
+NOT_ROTATED = {"rope_type": "proportional", "partial_rotary_factor": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
+        ({"final_logit_softcapping": "30"}, "final_logit_softcapping = '30'; a positive number"),
+        ({"sliding_window": None}, "sliding_window = None; sliding layers need"),
+        ({"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "layer_types ends with 'sliding"),
+        ({"rope_theta": 7.0}, "rope_theta = 7.0 has no effect in Gemma 4"),
+        ({"rope_parameters": {"sliding_attention": None}}, "rope_parameters has None for 'sliding_attention'"),
+        ({"rope_parameters": {"full_attention": NOT_ROTATED}}, "partial_rotary_factor = 0; a share"),
+        ({"per_layer_config": {"2": {"sliding_window": 3}}}, "per_layer_config has 'sliding_window'; supported are"),
+        ({"per_layer_config": {"2": 3}}, "per_layer_config = {'2': 3.*}; an object for each layer"),
+        ({"per_layer_config": {"0": {"num_key_value_heads": 3}}}, "4 heads over 3 key-value heads"),
+        ({"per_layer_config": {"2": {"head_dim": "8"}}}, "head_dim = '8'; a positive integer"),
+        ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 of 3 layers; fewer"),
+        ({"num_kv_shared_layers": 1}, "layer 2 has no earlier layer of its type and sizes"),
+        (
+            {"num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 3},
+            "layer 2 has no earlier layer of its type",
+        ),
+        ({"num_kv_shared_layers": "1"}, "num_kv_shared_layers = '1' of 3 layers"),
+    ],
+    ids=str,
+)
+def test_gemma4_refuses_what_it_cannot_compute(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Before a weight is read."""
+    with pytest.raises(EspalierError, match=f"^{tmp_path}.*{message}"):
+        layer_specs_of(read_config(make_target(tmp_path, "gemma4"), fields))
+
+
+@pytest.mark.parametrize("k_is_v", [False, True])
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
+def test_gemma4_as_published(family: str, k_is_v: bool, tmp_path: Path) -> None:
+    """Published files name the sizes of full attention; transformers writes those of each layer, and a type for each."""
+    path = make_target(tmp_path, family, layers=8, layer_types=None)
+    raw = json.loads((path / "config.json").read_text())
+    for name in ("layer_types", "rope_parameters", "per_layer_config", "sliding_window"):
+        raw.pop(name, None)
+    raw |= {"global_head_dim": 20, "num_global_key_value_heads": 1, "attention_k_eq_v": k_is_v}
+    (path / "config.json").write_text(json.dumps(raw))
+    theirs, ours = CONFIGS[family](**raw), read_config(path)
+    for layer, (spec, rope) in enumerate(zip(layer_specs_of(ours), ours.ropes, strict=True)):
+        of_layer, kind = theirs.per_layer_config[layer], theirs.layer_types[layer]
+        assert spec.window == (theirs.sliding_window if kind == "sliding_attention" else None)
+        assert spec.keeps == KVHeads(of_layer.num_key_value_heads, of_layer.head_dim, of_layer.head_dim)
+        assert (rope.dim, rope.theta) == (of_layer.head_dim, theirs.rope_parameters[kind]["rope_theta"])
+    assert [spec.window is None for spec in layer_specs_of(ours)] == [False] * 5 + [True, False, True]
+
+
+def test_gemma4_ignores_what_layers_that_share_rows_still_store(tmp_path: Path) -> None:
+    path = make_target(tmp_path, "gemma4_e")
+    weights = load_file(path / "model.safetensors")
+    for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+        weights[f"model.layers.3.self_attn.{name}"] = weights[f"model.layers.1.self_attn.{name}"].clone()
+    save_file(weights, path / "model.safetensors")
+    loaded = load_target(path, dtype=torch.float64, device="cpu", position_rows=8)
+    assert [spec.shares for spec in loaded.layer_specs] == [None, None, 0, 1]
 
 
 def test_a_draft_whose_layers_are_gemma3s_is_refused(tmp_path: Path) -> None:

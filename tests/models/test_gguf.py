@@ -111,10 +111,14 @@ def test_scaled_positions(tmp_path: Path) -> None:
     convert(path, tmp_path / "plain.gguf")
     header = read_gguf(tmp_path / "plain.gguf")
     tensors = {
-        name: Stored(place.shape, place.type, place.file.read_bytes()[place.begin :][: 4 * torch.Size(place.shape).numel()])
+        name: Stored(
+            place.shape, place.type, place.file.read_bytes()[place.begin :][: 4 * torch.Size(place.shape).numel()]
+        )
         for name, place in header.tensors.items()
     }
-    found = write_gguf(tmp_path / "model.gguf", header.metadata, {**tensors, "rope_freqs.weight": plain(unscaled / scaled)})
+    found = write_gguf(
+        tmp_path / "model.gguf", header.metadata, {**tensors, "rope_freqs.weight": plain(unscaled / scaled)}
+    )
     torch.testing.assert_close(read_config(found).rope.inverse_frequencies(), scaled, rtol=1e-6, atol=0)
     torch.testing.assert_close(logits(found), logits(path), rtol=1e-4, atol=1e-4)
     for kind, more in (("linear", {}), ("yarn", {"llama.rope.scaling.original_context_length": 64})):
@@ -160,11 +164,19 @@ def changed(path: Path, metadata: dict[str, Any] | None = None, tensors: dict[st
 @pytest.mark.parametrize(
     ("metadata", "tensors", "says"),
     [
-        ({"general.architecture": "mamba"}, {}, "architecture 'mamba' is not supported in GGUF files, only llama, qwen2"),
+        (
+            {"general.architecture": "mamba"},
+            {},
+            "architecture 'mamba' is not supported in GGUF files, only llama, qwen2",
+        ),
         ({"general.architecture": None}, {}, "architecture None is not supported"),
         ({"llama.expert_count": 8}, {}, "field 'llama.expert_count' = 8 is not supported"),
         ({"llama.rope.scaling.type": "longrope"}, {}, "rope.scaling.type = 'longrope' is not supported"),
-        ({"llama.attention.key_length": 16, "llama.attention.value_length": 8}, {}, "keys of 16 values and values of 8"),
+        (
+            {"llama.attention.key_length": 16, "llama.attention.value_length": 8},
+            {},
+            "keys of 16 values and values of 8",
+        ),
         ({"llama.block_count": None}, {}, "has no field 'llama.block_count'"),
         ({"llama.block_count": 0}, {}, "num_hidden_layers = 0; a positive integer"),
         ({"llama.attention.head_count_kv": [1, 2]}, {}, r"num_key_value_heads = \[1, 2\]; a positive integer"),
@@ -173,12 +185,20 @@ def changed(path: Path, metadata: dict[str, Any] | None = None, tensors: dict[st
         ({}, {"output_norm.weight": None}, r"weight 'model.norm.weight' \[32\] is missing"),
         ({}, {"blk.0.attn_qkv.weight": plain(torch.ones(2, 2))}, "'blk.0.attn_qkv.weight' .*belongs to no parameter"),
         ({}, {"blk.0.ffn_up.weight": plain(torch.ones(8, 32))}, r"up_proj.weight' .*shape \[8, 32\], but"),
-        ({}, {"blk.0.ffn_up.weight": Stored((64, 32), 16, b"")}, "'blk.0.ffn_up.weight' is of block type 16, which is not"),
+        (
+            {},
+            {"blk.0.ffn_up.weight": Stored((64, 32), 16, b"")},
+            "'blk.0.ffn_up.weight' is of block type 16, which is not",
+        ),
         ({}, {"blk.0.ffn_up.weight": Stored((64, 48), 2, b"")}, r"rows of 48 values, which blocks of 32 \(Q4_0\)"),
         ({}, {"z.weight": Stored((4096, 4096), 0, b"")}, "is cut short in tensor 'z.weight'"),
         ({}, {"z.weight": Stored((2**40, 2**40), 0, b"")}, "tensor 'z.weight' has the shape"),
         ({}, {"rope_freqs.weight": plain(torch.tensor([1.0, 2.0]))}, "rope type 'divided' needs 4 positive divisors"),
-        ({}, {"rope_freqs.weight": plain(torch.tensor([1.0, 0, 1, 1]))}, "rope type 'divided' needs 4 positive divisors"),
+        (
+            {},
+            {"rope_freqs.weight": plain(torch.tensor([1.0, 0, 1, 1]))},
+            "rope type 'divided' needs 4 positive divisors",
+        ),
     ],
 )
 def test_what_is_not_understood_is_named(tmp_path: Path, metadata: Any, tensors: Any, says: str) -> None:

@@ -26,7 +26,7 @@ from espalier.models import load_target, read_config
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 from tests.folders import new_folder
-from tests.gguf import PLAIN, convert
+from tests.gguf import convert
 from tests.harness import CPU, DTYPE
 from tests.mtp import mtp_directories
 from tests.oracles.dense import DensePass
@@ -115,6 +115,7 @@ def quantisation_of(config: Mapping[str, Any], skipped: list[str], has_head: boo
 
 def store_gguf(path: Path, part: Part) -> Path:
     """As `store`, a GGUF file in the directory's place, with a block format for each matrix."""
+
     def type_of(name: str) -> str:
         named = "lm_head.weight" if name == "output.weight" else name
         if part.is_left_out(named):

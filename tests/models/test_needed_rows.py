@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from espalier.models import load_target
+from espalier.models import load_target, read_config
 from espalier.speculate.drafters.registry import load_draft
 from tests.harness import directories, models
 from tests.mtp import mtp_directories
@@ -16,7 +16,7 @@ BATCH, WIDTH = 3, 7
 # Of each request.
 NEEDED = torch.tensor([6, 0, 3])
 LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": WIDTH}
-FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "gemma4_moe", "gemma4_e")
 
 
 def rows_of_input() -> tuple[Tensor, Tensor]:
@@ -32,7 +32,8 @@ def require_same(some: Tensor, whole: Tensor) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target(family: str, captures_last: bool) -> None:
     path, _ = directories(family)
-    target = load_target(path, capture=(1, 3) if captures_last else (1, 2), **LOADING)
+    capture = 1, read_config(path).num_layers if captures_last else 2
+    target = load_target(path, capture=capture, **LOADING)
     tokens, positions = rows_of_input()
     whole_pass = DensePass(tokens, target.layer_specs, positions)
     pass_of_some = DensePass(tokens, target.layer_specs, positions, needed=NEEDED)

@@ -15,11 +15,11 @@ from espalier.kernels.layers import quantised as kernels
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.models import load_target, read_config
 from espalier.models.layers.experts import MixtureMLP
+from espalier.models.weight_count import stored_weights
 from espalier.models.weight_formats import gptq, quantised, read_formats
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.fp8 import Fp8Format
 from espalier.models.weight_formats.gptq import read_gptq
-from espalier.models.weight_count import stored_weights
 from espalier.models.weights import Weights
 from tests.builders import make_target
 from tests.quantised import FLOAT4, FP8, INPUT, KINDS, ROUNDS_INPUTS, Stored, quantise
@@ -369,12 +369,22 @@ def test_scales_of_a_quantised_cache_may_be_in_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "name", "tensor", "says"),
     [
-        ("nvfp4", "weight_global_scale", torch.tensor([0.0]), "weight_global_scale has the value 0.0; a positive number"),
+        (
+            "nvfp4",
+            "weight_global_scale",
+            torch.tensor([0.0]),
+            "weight_global_scale has the value 0.0; a positive number",
+        ),
         ("nvfp4-modelopt", "weight_scale_2", torch.tensor(torch.inf), "weight_scale_2 has the value inf"),
         ("nvfp4", "weight_global_scale", None, r"up_proj.weight_global_scale' \[1\] is missing"),
         ("nvfp4-inputs", "input_global_scale", None, r"up_proj.input_global_scale' \[1\] is missing"),
         ("nvfp4", "input_global_scale", torch.ones(1), "up_proj.input_global_scale' .*belongs to no parameter"),
-        ("nvfp4", "weight_scale", torch.full((64, 2), -1.0).to(FP8), "weight_scale has a value that is negative or no n"),
+        (
+            "nvfp4",
+            "weight_scale",
+            torch.full((64, 2), -1.0).to(FP8),
+            "weight_scale has a value that is negative or no n",
+        ),
         ("nvfp4", "weight_scale", torch.full((64, 2), torch.nan).to(FP8), "weight_scale has a value that is negative"),
     ],
 )

@@ -18,8 +18,8 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config, weight_formats
-from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_count import WeightCount, stored_weights
+from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weights import Weights
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import Loaded, assemble, without_files
@@ -181,7 +181,6 @@ def test_tensors_that_the_format_does_not_ask_for_are_refused(both, suffix, tens
     edit(path, **{f"model.layers.2.mlp.up_proj.{suffix}": tensor})
     with pytest.raises(EspalierError, match=says):
         load_target(path, dtype=DTYPE, device="cpu", position_rows=8)
-
 
 
 def test_numbers_in_fewer_bits_are_no_dense_weights(both):

@@ -48,6 +48,10 @@ class DensePass(Pass):
 
     def write(self, layer: int, *values: Any) -> Tensor:
         spec = self.specs[layer]
+        if spec.shares is not None:
+            q = queries_of(self._by_request(values[0]), *values[1:])
+            self.planes[layer] = self.planes[spec.shares]
+            return q if self.kept(layer) is None else q[torch.arange(len(q)), self.needed][:, None]
         if isinstance(spec.keeps, KVHeads):
             q, *made = heads_of(self._by_request(values[0]), spec, *values[1:])
         else:
@@ -123,21 +127,31 @@ def heads_of(
     qkv: Tensor, g: LayerSpec, rotation: Rotation, norms: HeadNorms | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v [B, Q, heads, size] of a layer's projections, in their dtype, q and k normed, and their first part
-    rotated."""
+    rotated; v normed, or made from the projection of k, as `norms` says."""
     assert isinstance(g.keeps, KVHeads)
     kv_heads = g.keeps.kv_heads
+    v_is_k = norms is not None and norms.v_is_k
     # Context rows have no queries.
-    q, k, v = qkv.split((qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads), 2)
-    rotary = rotation.cos.shape[1]
-    cos, sin = (table.view(*qkv.shape[:2], 1, rotary) for table in rotation)
+    heads = qkv.shape[2] - (1 if v_is_k else 2) * kv_heads
+    q, k, v = qkv[:, :, :heads], qkv[:, :, heads : heads + kv_heads], qkv[:, :, qkv.shape[2] - kv_heads :]
+    if norms is not None and norms.norms_v:
+        v = (v / (v.pow(2).mean(-1, keepdim=True) + norms.eps).sqrt()).to(qkv.dtype)
+    return turned(q, rotation, norms and norms.q, norms), turned(k, rotation, norms and norms.k, norms), v
 
-    def turned(x: Tensor, weight: Tensor | None) -> Tensor:
-        if norms is not None:
-            x = x / (x.pow(2).mean(-1, keepdim=True) + norms.eps).sqrt() * weight
-        first, rest = x[..., :rotary], x[..., rotary:]
-        return torch.cat((first * cos + first.roll(rotary // 2, -1) * sin, rest), 3).to(qkv.dtype)
 
-    return turned(q, norms and norms.q), turned(k, norms and norms.k), v
+def queries_of(qkv: Tensor, rotation: Rotation, norms: HeadNorms | None = None) -> Tensor:
+    """q [B, Q, heads, size] of a layer that projects queries alone."""
+    return turned(qkv, rotation, norms and norms.q, norms)
+
+
+def turned(x: Tensor, rotation: Rotation, weight: Tensor | None, norms: HeadNorms | None) -> Tensor:
+    """Heads x [B, Q, heads, size], normed, and their first part rotated."""
+    dtype, rotary = x.dtype, rotation.cos.shape[1]
+    cos, sin = (table.view(*x.shape[:2], 1, rotary) for table in rotation)
+    if norms is not None:
+        x = x / (x.pow(2).mean(-1, keepdim=True) + norms.eps).sqrt() * weight
+    first, rest = x[..., :rotary], x[..., rotary:]
+    return torch.cat((first * cos + first.roll(rotary // 2, -1) * sin, rest), 3).to(dtype)
 
 
 def softmax_of(scores: Tensor, sink: Tensor | None) -> Tensor:

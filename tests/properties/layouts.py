@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 from espalier.config import FP8_KV
@@ -30,6 +31,8 @@ ARRAY_LAYOUTS = {**LAYOUTS, "page_size": (1, 3, 16, 256), "steps": (0, 1, 3, 15)
 # Families whose own layers keep a latent row, all with experts.  The draft of the first is Llama-shaped, that of the
 # second latent.
 OWN_LATENT = ("deepseek_v2", "deepseek_v3")
+# Soft-caps; heads of different sizes and K as V; the same with experts; rows of earlier layers.  All have windows.
+GEMMAS = ("gemma2", "gemma4", "gemma4_moe", "gemma4_e")
 # What it is crossed with: pairwise by choice, in the whole product in turn.
 AROUND: dict[str, Sequence[Any]] = {
     "algorithm": ("eagle3", "ngram"),
@@ -82,7 +85,7 @@ STYLES = (
 class Cell:
     """One cell of the product.  nodes: "2", "middle" or "bound", the bound being MOST_NODES at most.
 
-    keeps: "kv" or "latent", as in tests/harness.py:models, or the family of a target whose own layers keep a latent.
+    keeps: "kv" or "latent", as in tests/harness.py:models, or the family of a target, one of OWN_LATENT or GEMMAS.
     sinks: of GPT-OSS, which has experts, and a window in every second layer.  kv: a key of CACHES.
     """
 
@@ -124,12 +127,12 @@ class Cell:
         return 13 if self.page_size < 256 else 9
 
     @property
-    def is_own_latent(self) -> bool:
-        return self.keeps in OWN_LATENT
+    def names_family(self) -> bool:
+        return self.keeps in (*OWN_LATENT, *GEMMAS)
 
     @property
     def family(self) -> str:
-        if self.is_own_latent:
+        if self.names_family:
             return self.keeps
         if self.sinks:
             return "gpt_oss"
@@ -151,7 +154,7 @@ class Cell:
             family=self.family,
             window=self.window,
             draft_vocab=self.draft_vocab if self.algorithm == "eagle3" else None,
-            keeps="kv" if self.is_own_latent else self.keeps,
+            keeps="kv" if self.names_family else self.keeps,
             **CACHES[self.kv],
         )
 
@@ -212,6 +215,26 @@ def latent_cells() -> list[Cell]:
     return [Cell(**row, **fixed, overlap=i % 3 == 0) for i, row in enumerate(rows_of(factors))]
 
 
+def gemma_cells() -> list[Cell]:
+    """Every page size and topk of each Gemma; the first few have every family, and most of what is around it."""
+    pages, fixed = (1, 3, 16, 256, 2, 64), {"steps": 3, "nodes": "middle", "batch": 3}
+    kinds = list(CACHES)
+    return [
+        Cell(
+            page_size,
+            topk,
+            **fixed,
+            keeps=family,
+            kv=kinds[(turn + i) % len(kinds)],
+            attention=("reference", "sdpa")[(turn + i) % 2],
+            overlap=(turn + i) % 4 < 2,
+            algorithm="ngram" if (turn + i) % 5 == 4 else "eagle3",
+        )
+        for turn, (topk, page_size) in enumerate(product((2, 4, 1, 8), pages))
+        for i, family in enumerate(GEMMAS[turn % 4 :] + GEMMAS[: turn % 4])
+    ]
+
+
 def refused_cells() -> list[Cell]:
     return [Cell(**row) for row in rows_of(LAYOUTS) if refused(row)]
 
@@ -257,7 +280,9 @@ def reference(
             scales_in(stored, layer, rows.kv_heads, len(rows.planes))
             if kv_scales
             else ones(rows.kv_heads, len(rows.planes))
-            for layer, rows in enumerate(spec.keeps for spec in target.layer_specs)
+            for layer, rows in (
+                (i if spec.shares is None else spec.shares, spec.keeps) for i, spec in enumerate(target.layer_specs)
+            )
         ]
     if draft_kv_dtype == FP8_KV and draft is not None:
         draft_scales = [ones(spec.keeps.kv_heads, len(spec.keeps.planes)) for spec in draft.layer_specs]

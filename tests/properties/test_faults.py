@@ -9,10 +9,11 @@ import pytest
 from espalier.cache.pages import PageDefect
 from espalier.config import FP8_KV
 from espalier.errors import EspalierError
-from espalier.guard import __main__ as guard
-from espalier.guard.faults import FAULTS, find, plant
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters import autoregressive
+from lab import __main__ as lab
+from lab.faults import command as guard
+from lab.faults.planted import FAULTS, find, plant
 from tests.harness import Setup, prompts, request, run
 from tests.oracles.reference_round import Reference
 from tests.properties import watch as held
@@ -225,7 +226,7 @@ def test_an_unknown_fault_is_refused_by_name():
 def test_a_command_runs_with_a_fault_and_says_so_once(monkeypatch, capsys):
     right, ran = autoregressive.select_beams, []
     monkeypatch.setattr(guard, "start", lambda command: ran.append((command, caught(held.PROPOSAL))) or 7)
-    assert guard.main(["wrong-ancestor", "generate", "a", "--topk", "3"]) == 7
+    assert lab.main(["fault", "wrong-ancestor", "generate", "a", "--topk", "3"]) == 7
     assert ran == [(["generate", "a", "--topk", "3"], True)] and autoregressive.select_beams is right
     said = capsys.readouterr().err
     assert said.count("planted fault wrong-ancestor: ") == said.count("WRONG BY INTENT") == 1
@@ -241,6 +242,6 @@ def test_a_command_runs_with_a_fault_and_says_so_once(monkeypatch, capsys):
 )
 def test_a_fault_or_a_command_that_is_not_for_it_is_refused_before_it_runs(arguments, says, monkeypatch, capsys):
     monkeypatch.setattr(guard, "start", None)
-    assert guard.main(arguments) == 2
+    assert lab.main(["fault", *arguments]) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"espalier: {says}") and said.count("\n") == 1

@@ -261,6 +261,8 @@ class Watch:
         target = runner.target
         layers = () if target.config.experts is None else target.config.experts.layers
         own = {id(layer.mlp.gate_up) for layer in target.layers if hasattr(layer.mlp, "gate_up")}  # type: ignore[attr-defined]
+        beside = (getattr(layer, "beside", None) for layer in target.layers)  # type: ignore[attr-defined]
+        own |= {id(block.mixture.gate_up) for block in beside if block is not None}
         if launch_input.is_prefill:
             count = extended = sum(launch_input.lengths)
         else:

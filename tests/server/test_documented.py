@@ -47,9 +47,9 @@ class Why(Enum):
 
 # The first pattern that a command begins with decides.
 NOT_RUN = {
-    r"espalier \w+.* --device cuda": Why.GPU,
-    r"espalier bench \w+.* --shape": Why.GPU,
-    r"espalier bench (kernels|attention|linears|loading|floor)": Why.GPU,
+    r"(espalier|python -m lab) \w+.* --device cuda": Why.GPU,
+    r"python -m lab (?!foundry)\w+.* --shape": Why.GPU,
+    r"python -m lab (kernels|attention|linears|loading|floor)": Why.GPU,
     r"espalier doctor --tune": Why.GPU,
     r"(python tools/(gpu_runs|round_plans)|compute-sanitizer|make test-gpu)": Why.GPU,
     r"(python -m )?pytest": Why.TESTS,
@@ -58,7 +58,7 @@ NOT_RUN = {
     r"(ruff|mypy) ": Why.TESTS,
     r"(serve|ray) |python tools/ray_shows|espalier serve .*--replicas": Why.RAY,
     r"(sudo|systemctl|journalctl) ": Why.SYSTEM,
-    r"espalier bench ": Why.MINUTES,
+    r"espalier bench |python -m lab (?!fault)": Why.MINUTES,
     r"python -m espalier\.train ": Why.MINUTES,
     r"python tools/(step_cost|front_cost|serve_timeline|make_demo_picture)\.py": Why.MINUTES,
     r"espalier demo": Why.ELSEWHERE,
@@ -66,7 +66,7 @@ NOT_RUN = {
     r"python tools/make_(support|server_fields)\.py": Why.CHECKOUT,
 }
 # Seconds each, by a process of its own or a comparison: `make test-full` runs them.
-SLOW = re.compile(r"espalier (quantize|batch (?!.*--url))|python tools/lines")
+SLOW = re.compile(r"espalier (quantize|batch (?!.*--url))|python -m lab fault|python tools/lines")
 TARGET, DRAFT = "model", str(worded()[1])
 STANDS_FOR = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": TARGET,

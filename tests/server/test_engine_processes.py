@@ -21,7 +21,7 @@ def modules():
     """The worker of the default, of `serve --shape`, and of the tools."""
     found = {name for path in (ROOT / "tools").glob("*.py") for name in NAMED.findall(path.read_text())}
     assert len(found) >= 2
-    return sorted(found | {warm.WORKER, "espalier.cli.shape_worker"})
+    return sorted(found | {warm.WORKER, "lab.shape_worker"})
 
 
 def test_it_takes_what_the_front_gives_and_ends_without_a_front(tmp_path):

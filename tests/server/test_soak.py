@@ -10,14 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from espalier import SpeculationConfig
-from espalier.bench import bad_host as bad_host_module
-from espalier.bench.bad_host import ATTACKS, SHORT, Attack, bad_host
-from espalier.bench.server import Server, flags_of, stop
-from espalier.bench.soak import Client, Tally, soak
 from espalier.cli.main import parse
 from espalier.errors import EspalierError
 from espalier.server.api import ApiOptions
 from espalier.terminal.flags import engine_settings
+from lab.bench import bad_host as bad_host_module
+from lab.bench.bad_host import ATTACKS, SHORT, Attack, bad_host
+from lab.bench.server import Server, flags_of, stop
+from lab.bench.soak import Client, Tally, soak
 from tests import warm
 from tests.server.serving import TREE
 
@@ -34,7 +34,7 @@ def copies(monkeypatch):
         return server.start("espalier", command[3:], server.environment, stdout, stderr)
 
     instead = SimpleNamespace(Popen=started, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("espalier.bench.server.subprocess", instead)
+    monkeypatch.setattr("lab.bench.server.subprocess", instead)
 
 
 def test_a_soak_leaves_nobody_unanswered_and_nothing_behind(copies):

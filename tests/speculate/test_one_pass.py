@@ -8,7 +8,6 @@ import torch
 from espalier.attention import CommittedLengths, ModelCache, grouped_backend
 from espalier.cache import kv, layer_spec
 from espalier.cache.kv import PagedKV, StagedKV
-from espalier.guard.faults import plant
 from espalier.kernels.ops.block_conv import block_conv, block_conv_norm
 from espalier.kernels.ops.drafts import select_paths
 from espalier.kernels.ops.embedding import embed_rows
@@ -22,6 +21,7 @@ from espalier.speculate.drafters.one_pass import OnePassDrafter
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.speculate.sampler import kernel_sampler, make_sampler
 from espalier.speculate.tree import Tree
+from lab.faults.planted import plant
 from tests.block import FORMS, block_directories
 from tests.kernels.sampled import ALL_SAMPLING, ASKED, slots_of, table_of
 

@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from espalier.attention.support import Support
+from espalier.bench.shapes import find_shape
 from espalier.engine.cuda_stages import EagerStages, StageMemory
 from espalier.engine.executor import execute
 from espalier.engine.launch_buffer import pack_launch
@@ -45,7 +46,6 @@ from espalier.speculate.drafters.registry import DRAFT_FORMATS
 from espalier.speculate.round import ModelRunner
 from espalier.startup.build import Loaded, make_runner, without_files
 from espalier.startup.dummies import dummy_pass, fullest_pass, smaller_passes
-from espalier.synthetic.shapes import find_shape
 
 META = torch.device("meta")
 CHIPS = {"hopper": Chip(227 * 1024, 132, (9, 0)), "ampere": Chip(163 * 1024, 108, (8, 0))}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from espalier.cli.main import COMMANDS
 from espalier.cli.parser import Parser
+from lab import __main__ as lab
 
 # What a command needs besides the model.  The path follows the last word.
 LINES = {
@@ -16,22 +17,30 @@ LINES = {
     "batch": "batch in out --model",
     "quantize": "quantize --to fp8 --out out",
     "doctor": "doctor --model",
-    "bench round": "bench round --model",
-    "bench generate": "bench generate --model",
-    "bench prefill": "bench prefill --model",
+    "lab round": "lab round --model",
+    "lab generate": "lab generate --model",
+    "lab prefill": "lab prefill --model",
     "bench throughput": "bench throughput --model",
     "bench latency": "bench latency --model",
-    "bench loading": "bench loading",
-    "bench grammar": "bench grammar --model",
+    "lab loading": "lab loading",
+    "lab grammar": "lab grammar --model",
     "bench serve": "bench serve --model",
+    "bench choose": "bench choose --model",
+    "lab throughput": "lab throughput --model",
+    "lab latency": "lab latency --model",
+    "lab choose": "lab choose --model",
+    "lab serve": "lab serve --model",
+    "lab server": "lab server --shape llama-3.1-8b",
 }
 # An import of PyTorch fails in this process.
 PROCESS = """
 import sys
 sys.modules["torch"] = None
 from espalier.cli import start
+from lab.__main__ import main
 for line in sys.argv[1:]:
-    print(start([*line.split(), "/no/such"]), file=sys.stderr)
+    first, *others = words = [*line.split(), "/no/such"]
+    print(main(others) if first == "lab" else start(words), file=sys.stderr)
 """
 
 
@@ -45,8 +54,13 @@ def commands_with_a_model(parser: Parser, name: str = "") -> Iterator[str]:
 def test_a_mistyped_path_is_refused_before_pytorch_is_imported():
     parser = Parser()
     parser.add_commands("command", "command", COMMANDS)
-    assert sorted(commands_with_a_model(parser)) == sorted(LINES)
-    drafts = [line.replace("--model", "--draft") for line in LINES.values() if "--model" in line]
+    found = [*commands_with_a_model(parser), *(f"lab {name}" for name in commands_with_a_model(lab.make_parser()))]
+    assert sorted(found) == sorted(LINES)
+    drafts = [
+        line.replace("--model", "--draft")
+        for line in LINES.values()
+        if "--model" in line and line != "bench serve --model"
+    ]
     ran = subprocess.run([sys.executable, "-c", PROCESS, *LINES.values(), *drafts], capture_output=True, text=True)
     said = ran.stderr.splitlines()
     assert ran.stdout == "" and said[1::2] == ["2"] * (len(LINES) + len(drafts))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from espalier.bench.shapes import find_shape
 from espalier.layout import PLAIN, TreeShape
 from espalier.models import read_config
 from espalier.speculate.drafters.registry import read_draft
@@ -18,12 +19,11 @@ from espalier.startup.tree_cost import (
     trees_by_cost,
 )
 from espalier.startup.tree_policy import Machine, choose_trees
-from espalier.synthetic.checkpoint import Recipe
-from espalier.synthetic.shapes import find_shape
+from lab.synthetic.checkpoint import Recipe
 from tests.block import block_directories
+from tests.lab.synthetic.mixtures import WITH_EXPERTS, mixture
 from tests.peagle import peagle_directories
 from tests.startup.test_tree_policy import BIG, H100
-from tests.synthetic.mixtures import WITH_EXPERTS, mixture
 
 H200 = ChipFigures("NVIDIA H200", 4.4e12, 6.9e14)
 WIDE, MIDDLE, NARROW, CHAIN = TreeShape(5, 8, 64), TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4)

@@ -7,7 +7,6 @@ import jsonschema
 import pytest
 import xgrammar
 
-from espalier.bench.schemas import random_schema
 from espalier.errors import EspalierError
 from espalier.grammar.check import check_grammar
 from espalier.grammar.spec import Grammar
@@ -16,6 +15,7 @@ from espalier.tools.definitions import checked_tools
 from espalier.tools.forced import output_grammar
 from espalier.tools.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
 from espalier.tools.parser import OutputParser, message_of
+from lab.bench.schemas import random_schema
 from tests.grammar.vocabulary import PIECES, compiler_of, random_text
 
 BOUNDED = {

@@ -25,10 +25,11 @@ from espalier.train.block import (
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
 from espalier.train.command import make_parser
 from espalier.train.draft_run import backward
-from espalier.train.llama import Llama, LlamaShape, save_llama
+from espalier.train.llama import LlamaShape
 from espalier.train.optim import make_optimizers
 from espalier.train.settings import EDGE_KINDS, BlockConfig
 from espalier.train.target import Eagle3Target, FrozenTarget
+from lab.bundle.llama import Llama, save_llama
 from tests.models.test_block_format import OverContext, context_planes
 
 CPU = torch.device("cpu")
@@ -189,7 +190,8 @@ def test_edges_learn_what_the_token_before_decides(edge_rank, kind, tmp_path):
     assert lengths.float().mean() > 2.9 if edge_rank else lengths.float().mean() < 2.5
 
 
-@pytest.mark.parametrize("kind", [pytest.param("vanilla", **FULL), pytest.param("gated", **FULL), "rnn"])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 def test_recurrent_edges_learn_what_the_token_two_before_decides(kind, tmp_path):
     """Behind the end of a triple, depth 1 is one of 4 tokens, depth 2 is token 8, and depth 3 follows from depth 1."""
     target_dir = make_target(tmp_path / "target", triples(6000), steps=200)

@@ -12,11 +12,12 @@ import torch
 from transformers import AutoTokenizer
 
 import espalier
-from espalier.train import corpus, packing
 from espalier.train.checkpoint import rope_theta
-from espalier.train.corpus import SourceFile
-from espalier.train.ngram import ngram_probabilities
 from espalier.train.target import repeated
+from espalier.train.windows import Windows
+from lab.bundle import corpus, packing
+from lab.bundle.corpus import SourceFile
+from lab.bundle.ngram import ngram_probabilities
 
 BUNDLED = Path(espalier.__file__).parent / "bundled"
 PLAIN = "import os\n\n\ndef current_folder():\n    return os.getcwd()\n" * 5
@@ -76,7 +77,7 @@ def test_no_training_file_shares_much_with_a_heldout_one() -> None:
 
 
 def test_windows_cover_an_epoch_once_and_resume_where_they_stood() -> None:
-    windows = packing.Windows(np.arange(203, dtype=np.uint16), 10, torch.device("cpu"), seed=3)
+    windows = Windows(np.arange(203, dtype=np.uint16), 10, torch.device("cpu"), seed=3)
     batches = windows.batches(4)
     first = [next(batches) for _ in range(7)]
     starts = torch.cat([b[:, 0] for b in first[:4]])

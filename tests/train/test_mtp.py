@@ -18,12 +18,13 @@ from torch import Tensor
 
 from espalier.train.command import make_parser
 from espalier.train.configs import kind_in
-from espalier.train.llama import Llama, LlamaShape, rope_tables, rotate, save_llama
+from espalier.train.llama import LlamaShape, rope_tables, rotate
 from espalier.train.mtp import matches, measure_mtp, train_mtp
 from espalier.train.mtp_checkpoint import load_mtp, save_mtp
 from espalier.train.mtp_head import MtpHead, MtpLayer, mtp_loss
 from espalier.train.settings import MtpConfig
 from espalier.train.target import FrozenTarget
+from lab.bundle.llama import Llama, save_llama
 
 SHAPE = LlamaShape(
     vocab_size=24,

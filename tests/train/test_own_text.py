@@ -21,7 +21,7 @@ from espalier.errors import EspalierError
 from espalier.train import own_text
 from espalier.train.command import make_parser, run
 from espalier.train.draft_run import StepClock, prepare_run
-from espalier.train.llama import Llama, LlamaShape, save_llama
+from espalier.train.llama import LlamaShape
 from espalier.train.mtp import train_mtp
 from espalier.train.own_text import (
     load_own_text,
@@ -33,6 +33,7 @@ from espalier.train.own_text import (
 from espalier.train.settings import MtpConfig, OwnTextConfig
 from espalier.train.target import FrozenTarget
 from espalier.train.work import origin_of
+from lab.bundle.llama import Llama, save_llama
 from tests import warm
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import pytest
 
 from espalier.errors import EspalierError
 from espalier.startup.checkpoints import find_target
-from espalier.train import bundle, command
+from espalier.train import command
 from espalier.train.command import main
 from espalier.train.data import read_stream
 
@@ -76,7 +76,7 @@ WRONG = [
     ("mtp --data /no/such", "--data /no/such is not a file; give JSON lines"),
     (f"mtp --out {HERE}", "cannot be written (File exists); use another folder"),
     ("mtp --work /proc/work", "--work /proc/work cannot be written (No such file or directory); use another folder"),
-    ("bundled --site-packages /no/such --out OUT", "--site-packages /no/such is not a directory"),
+    ("bundled --out OUT", "'bundled' is now `python -m lab bundled`, in a clone"),
 ]
 FLAGS_OF = {"own-text": ("--target", "--data"), "evaluate": ("--target", "--data"), "bundled": ()}
 
@@ -182,13 +182,3 @@ def test_a_model_that_cannot_be_a_target_is_refused_before_pytorch_is_imported(
     assert main(["eagle3", "--target", str(tmp_path), "--data", HERE, "--out", str(tmp_path / "out")]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1) and said in err
-
-
-def test_a_stage_without_the_one_before_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bundled", "--out", str(tmp_path), "--only", "pack"]) == 2
-    missing = tmp_path / "target" / "tokenizer.json"
-    assert f"the stage pack needs {missing}, which a stage before it makes" in capsys.readouterr().err
-
-
-def test_the_stages_of_the_bundled_model_are_those_of_the_flag() -> None:
-    assert tuple(bundle.STAGES) == command.STAGES

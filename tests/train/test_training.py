@@ -11,13 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from espalier.train.base import bits_per_byte
 from espalier.train.checkpoint import load_draft
 from espalier.train.eagle3 import choose_vocabulary, train_eagle3
-from espalier.train.llama import Llama, LlamaShape, save_llama
+from espalier.train.llama import LlamaShape
 from espalier.train.settings import Eagle3Config
 from espalier.train.state import SavedState
 from espalier.train.target import Eagle3Target, FrozenTarget
+from lab.bundle.base import bits_per_byte
+from lab.bundle.llama import Llama, save_llama
 
 SHAPE = LlamaShape(
     vocab_size=40,

@@ -17,13 +17,14 @@ from torch import nn
 from espalier.errors import EspalierError
 from espalier.train import checkpoint, command, draft_run, mtp
 from espalier.train.draft_run import RunFiles, backward, prepare_run, require_own_rows
-from espalier.train.llama import Llama, LlamaShape, save_llama
+from espalier.train.llama import LlamaShape
 from espalier.train.mtp import train_mtp
 from espalier.train.own_text import load_own_text, saved_texts
 from espalier.train.settings import BlockConfig, Eagle3Config, MtpConfig, TrainConfig
 from espalier.train.state import SavedState
 from espalier.train.target import FrozenTarget
 from espalier.train.work import origin_of, whole_file
+from lab.bundle.llama import Llama, save_llama
 
 SHAPE = LlamaShape(
     vocab_size=32,

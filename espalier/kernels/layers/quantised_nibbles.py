@@ -259,9 +259,7 @@ def _scaled(bits, factor, DTYPE: tl.constexpr):
 
 @kernel
 def _fma(bits, factor, offset, DTYPE: tl.constexpr):
-    ASSEMBLY: tl.constexpr = (
-        "fma.rn.bf16x2 $0, $1, $2, $3;" if tl.bfloat16 == DTYPE else "fma.rn.f16x2 $0, $1, $2, $3;"
-    )
+    ASSEMBLY: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;" if tl.bfloat16 == DTYPE else "fma.rn.f16x2 $0, $1, $2, $3;"
     return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [bits, factor, offset], tl.uint32, is_pure=True, pack=1)
 
 

@@ -47,14 +47,14 @@ class MixtureMLP:
     router: [E, H].  bias: [E], added as `routing` says, or None.  gate_up: [E, 2·I, H].  down: [E, H, I].
     Both are dense or quantised.
     shared: an MLP that every row goes through.  shared_gate: [1, H]; the sigmoid of its product scales `shared`.
-    biases, activation: of the routed experts.
+    biases, activation: of the routed experts.  scale: [E], a factor of each expert's weight, or None.
     shared_tiles: `shared` in the form in which few rows take it in the launches of the routed experts; None: it runs
     apart for any number of rows.  It has the memory of `shared`.
     """
 
     __slots__ = (
         *("routing", "router", "bias", "gate_up", "down", "shared", "shared_gate", "biases", "activation"),
-        "shared_tiles",
+        *("scale", "shared_tiles"),
     )
 
     def __init__(
@@ -68,6 +68,7 @@ class MixtureMLP:
         shared_gate: Linear | None = None,
         biases: ExpertBiases | None = None,
         activation: Activation = SILU,
+        scale: Tensor | None = None,
     ) -> None:
         self.routing = routing
         self.router = router
@@ -78,6 +79,7 @@ class MixtureMLP:
         self.shared_gate = shared_gate
         self.biases = biases
         self.activation = activation
+        self.scale = scale
         self.shared_tiles = None
         are_silu = activation.is_silu and (shared is None or shared.activation.is_silu)
         if shared is not None and shared_gate is None and biases is None and are_silu:
@@ -109,6 +111,8 @@ class MixtureMLP:
 
     def _mixed(self, x: Tensor, of_experts: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
         ids, weights = route(logits, self.bias, self.routing)
+        if self.scale is not None:
+            weights = weights * self.scale[ids]
         if self.shared_tiles is not None and len(x) <= MAX_SHARED_ROWS:
             return grouped_experts(
                 of_experts, self.gate_up, self.down, ids, weights, live=live, shared=self.shared_tiles

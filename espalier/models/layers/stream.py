@@ -32,16 +32,18 @@ class Stream:
 
     live: [N] bool, whether a row's token exists.  Void nodes and padding go to no expert.
     given: what the first block reads, if the embedding made it; then that block has no norm.
+    beside: [N, layers, P], what an embedding gives each layer beside the stream; None where there is none.
     inputs: by layer, the sums that were captured.
     """
 
-    __slots__ = ("x", "delta", "live", "given", "inputs", "_capturing")
+    __slots__ = ("x", "delta", "live", "given", "beside", "inputs", "_capturing")
 
     def __init__(self, x: Tensor, live: Tensor | None = None, given: Tensor | None = None) -> None:
         self.x = x
         self.delta: Tensor | Pending | None = None
         self.live = live
         self.given = given
+        self.beside: Tensor | None = None
         self.inputs: dict[int, Tensor] = {}
         self._capturing: int | None = None
 
@@ -75,6 +77,7 @@ class Stream:
         if rows is not None:
             self.x = self.x[rows]
             self.live = None if self.live is None else self.live[rows]
+            self.beside = None if self.beside is None else self.beside[rows]
 
     def capture(self, layer: int) -> None:
         """Keep the input of a layer: the next sum."""

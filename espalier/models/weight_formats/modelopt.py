@@ -32,7 +32,9 @@ def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
     if quantisation.get("quant_algo") == MIXED:
         layers = read_object(quantisation, "quantized_layers")
         if not layers:
-            raise EspalierError(f"quantization_config: quant_algo = {MIXED!r} needs quantized_layers; download it again")
+            raise EspalierError(
+                f"quantization_config: quant_algo = {MIXED!r} needs quantized_layers; download it again"
+            )
         formats = {name: _format(read_object(layers, name)) for name in layers}
         return lambda name: formats.get(name, DENSE_FORMAT)
     names = module_names(quantisation, "ignore") + module_names(quantisation, "exclude_modules")

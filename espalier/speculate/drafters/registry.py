@@ -152,7 +152,7 @@ def what_to_check(algorithm: str) -> str:
     return (
         "the draft may be for another target, or for another revision of it: compare its README with this target, "
         f"{f'check {checks} in its config.json, ' if checks else ''}"
-        "and measure it with `espalier bench round --acceptance`"
+        "and measure it with `python -m lab round --acceptance`"
     )
 
 

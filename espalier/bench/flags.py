@@ -1,0 +1,176 @@
+"""The flags of `espalier bench` and of `espalier doctor --tune`: a function for each command.  None imports PyTorch."""
+
+import json
+from argparse import ArgumentParser, ArgumentTypeError
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError
+from espalier.layout import TreeShape
+from espalier.terminal.flags import add_engine_flags, add_json_flag, add_key_flag, whole_numbers
+
+# Tokens of the shortest and longest prompt and output.
+INPUTS, OUTPUTS = (16, 128), (16, 64)
+REQUESTS = 8
+POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
+CHAT, COMPLETIONS = "chat", "completions"
+# Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
+SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
+DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
+LINEARS, EXPERTS = "linears", "experts"
+
+
+def throughput(parser: ArgumentParser) -> None:
+    add_json_flag(parser)
+    add_engine_flags(parser)
+    add_load_flags(parser, "8", "16,128", "16,64")
+
+
+def add_load_flags(parser: ArgumentParser, requests: str, inputs: str, outputs: str) -> None:
+    """The flags of a load.  The other arguments: its defaults, for the help."""
+    parser.add_argument("--requests", type=int, metavar="N", help=f"requests to serve ({requests})")
+    parser.add_argument(
+        "--input", type=bounds, metavar="N,N", help=f"tokens of the shortest and longest prompt ({inputs})"
+    )
+    parser.add_argument(
+        "--output", type=bounds, metavar="N,N", help=f"tokens of the shortest and longest output ({outputs})"
+    )
+
+
+def latency(parser: ArgumentParser) -> None:
+    throughput(parser)
+    add_arrival_flags(parser)
+
+
+def add_arrival_flags(parser: ArgumentParser) -> None:
+    arrivals = parser.add_mutually_exclusive_group()
+    arrivals.add_argument("--concurrency", type=int, metavar="N", help="requests at once, constantly (4)")
+    arrivals.add_argument("--rate", type=float, metavar="X", help="requests a second, as a Poisson process")
+
+
+def serve(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
+    add("--model", metavar="X", help="the model's name there (the server's first)")
+    add("--rate", type=_rates, metavar="X,X", help="arrivals a second; several are measured one after another (2)")
+    add("--arrivals", choices=(POISSON, FIXED, BURSTS), help="random, evenly spaced, or many at once (poisson)")
+    add("--burst", type=int, metavar="N", help="arrivals at once, with --arrivals bursts (8)")
+    add("--requests", type=int, metavar="N", help="arrivals at each rate: requests, or conversations (64)")
+    add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat)")
+    add("--input", type=bounds, metavar="N,N", help="fewest and most words of a prompt (16,64)")
+    add("--output", type=bounds, metavar="N,N", help="least and largest max_tokens (16,64)")
+    add("--prefixes", type=int, metavar="N", help="prompts begin with one of N shared texts (0)")
+    add("--prefix-words", type=int, metavar="N", help="length of a shared text (64)")
+    add("--turns", type=int, metavar="N", help="turns of a conversation; each sends all that was said before (1)")
+    add("--think", type=float, metavar="S", help="seconds from an answer to the next turn (1)")
+    add("--ttft-limit", type=float, metavar="MS", help="for goodput: the first token comes within MS")
+    add(
+        "--itl-limit",
+        type=float,
+        metavar="MS",
+        help="for goodput: each later token takes at most MS, on a request's average",
+    )
+    add(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="seconds after which a request without a whole answer has failed (600)",
+    )
+    add(
+        "--extra-body",
+        type=_object,
+        metavar="JSON",
+        help='further fields of every request, such as {"ignore_eos": true}',
+    )
+    add_key_flag(parser, "bearer token")
+    add("--plot", type=Path, metavar="FILE", help="draw the times and the goodput by rate: .png, .svg or .pdf")
+    add_json_flag(parser)
+
+
+def choose(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table of trees there")
+    parser.add_argument(
+        "--candidates",
+        type=tree_shape,
+        nargs="+",
+        default=[],
+        metavar="S,K,D",
+        help="steps, topk and num_draft_tokens of the trees to compare (the configured tree and smaller ones)",
+    )
+    parser.add_argument("--batch", type=whole_numbers, metavar="N,N", help="batch sizes (all)")
+    parser.add_argument("--context", type=int, metavar="N", help="prompt length (128)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="tokens to generate for each prompt (96)")
+    parser.add_argument("--repeats", type=int, metavar="N", help="repetitions; medians are shown (5)")
+    add_json_flag(parser)
+    add_engine_flags(parser)
+
+
+def tune(parser: ArgumentParser) -> None:
+    tuning = parser.add_argument_group("linear layers and experts")
+    tuning.add_argument(
+        "--tune",
+        nargs="?",
+        choices=(LINEARS, EXPERTS),
+        const=LINEARS,
+        help="measure which kernels are fastest on this GPU, for those of the model or of --shapes (linears)",
+    )
+    tuning.add_argument("--shapes", metavar="X,X", help="named shapes instead of a model, such as llama-3.1-8b")
+    tuning.add_argument(
+        "--weights", choices=SHAPE_WEIGHTS, help="of --tune --shapes: format of the target's matrices (dense)"
+    )
+    tuning.add_argument(
+        "--draft-weights",
+        choices=DRAFT_WEIGHTS,
+        help="of --tune --shapes: format of the draft's matrices; without --weights only the draft is measured (dense)",
+    )
+    tuning.add_argument(
+        "--seconds",
+        type=float,
+        metavar="N",
+        help="of --tune linears: measure for about N seconds, the likely best first (until all are measured)",
+    )
+    tuning.add_argument(
+        "--choices",
+        type=Path,
+        metavar="FILE",
+        help="write the fastest ones there ($ESPALIER_CHOICES, or ~/.config/espalier/choices.json)",
+    )
+
+
+def tree_shape(text: str) -> TreeShape:
+    """The type of a flag that takes S,K,D."""
+    try:
+        steps, topk, num_draft_tokens = map(int, text.split(","))
+        return TreeShape(steps, topk, num_draft_tokens)
+    except EspalierError as error:
+        raise ArgumentTypeError(f"{text!r} is no tree: {error}") from None
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is no tree; use steps,topk,num_draft_tokens, such as 5,4,16") from None
+
+
+def bounds(text: str) -> tuple[int, int]:
+    """The type of a flag that takes the shortest and the longest length."""
+    low, high = (int(part) for part in text.split(","))
+    if not 1 <= low <= high:
+        raise ValueError
+    return low, high
+
+
+bounds.__name__ = "pair of whole numbers, the smaller first, such as 16,64"
+
+
+def _rates(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+_rates.__name__ = "list of numbers, such as 1,2,4"
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"ignore_eos\": true}}'")
+    return value

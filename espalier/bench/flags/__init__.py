@@ -1,1 +1,0 @@
-"""The flags of `espalier bench`, a module for each command, and what they share.  None imports PyTorch."""

@@ -1,0 +1,273 @@
+"""Sizes of published models, by name, as their config.json files give them: for tuning without a checkpoint.
+
+One difference: an lm_head that is tied to the embedding cannot hold the chain, so every head is stored apart.  A pass
+costs the same, since a tied head reads the whole embedding too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from espalier.errors import EspalierError
+from espalier.models.config import ModelConfig, find_family, parse
+from espalier.models.draft import DraftConfig
+from espalier.models.families import FAMILIES
+from espalier.speculate.drafters.registry import format_of
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False}
+DEEPSEEK_V2 = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False}
+DEEPSEEK_V3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
+# Of a draft whose target has latent attention.
+DRAFT_HEAD_SIZE = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """A production model's sizes.
+
+    source: the model whose config.json this is; fields: of that config.json; num_plain: ids from here on are special
+    and never emitted, as are ids below first_plain; draft_vocab: number of tokens that the draft knows; the target
+    emits only these.
+    """
+
+    name: str
+    source: str
+    num_plain: int
+    draft_vocab: int
+    fields: Mapping[str, Any]
+    first_plain: int = 0
+
+    @property
+    def plain(self) -> range:
+        """The ids that may be emitted."""
+        return range(self.first_plain, self.num_plain)
+
+    @property
+    def config_json(self) -> dict[str, Any]:
+        common = {"hidden_act": "silu", "initializer_range": 0.02, "tie_word_embeddings": False, "use_cache": True}
+        return {**common, **self.fields}
+
+    @property
+    def target(self) -> ModelConfig:
+        return parse(self.config_json, find_family(self.config_json, FAMILIES, Path(self.name)), Path(self.name))
+
+    @property
+    def draft_layer(self) -> dict[str, Any]:
+        """The config of a draft's layer: a Llama layer of the target's shape.
+
+        The heads of latent attention keep no K and V.  A draft of such a target has heads of 128 values instead, and at
+        most a quarter as many key-value heads.
+        """
+        config = self.target
+        heads, kv_heads, head_size = config.heads, config.kv_heads, config.head_size
+        if config.latent is not None:
+            head_size = min(DRAFT_HEAD_SIZE, config.hidden_size // 8)
+            heads = config.hidden_size // head_size
+            kv_heads = max(count for count in (1, 2, 4, 8) if heads % count == 0 and 4 * count <= heads)
+        return {
+            "model_type": "llama",
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": head_size,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "rms_norm_eps": config.rms_norm_eps,
+            "rope_theta": self.fields["rope_theta"],
+            "rope_scaling": None,
+            "max_position_embeddings": self.fields["max_position_embeddings"],
+            "tie_word_embeddings": False,
+        }
+
+    @property
+    def draft_json(self) -> dict[str, Any]:
+        """An EAGLE-3 head in SafeAILab's form."""
+        return {
+            **self.draft_layer,
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": self.draft_vocab,
+            "target_hidden_size": self.target.hidden_size,
+        }
+
+    @property
+    def draft_config(self) -> DraftConfig:
+        """Of the EAGLE-3 head."""
+        path = Path(f"{self.name} draft")
+        return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
+
+
+def _llama(hidden: int, inner: int, layers: int, head: int, factor: float) -> dict[str, Any]:
+    return {
+        **LLAMA,
+        "vocab_size": 128256,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": head,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3},
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    }
+
+
+QWEN3_8B = {
+    **QWEN3,
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+QWEN3_30B_A3B = {
+    **QWEN3_8B,
+    **QWEN3_MOE,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+}
+YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+DEEPSEEK_V2_LITE = {
+    **DEEPSEEK_V2,
+    **LATENT,
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1408,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "bos_token_id": 100000,
+    "eos_token_id": 100001,
+}
+# Five layers, one of them dense, of 61 and three: in bfloat16 they take 97 GB.  The layer for several tokens is left
+# out.
+DEEPSEEK_V3_1GPU = {
+    **DEEPSEEK_V3,
+    **LATENT,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+# Of the checkpoint in bfloat16: the published experts are in MXFP4.
+GPT_OSS_20B = {
+    **GPT_OSS,
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "eos_token_id": 200002,
+    "pad_token_id": 199999,
+}
+SHAPES: Mapping[str, Shape] = MappingProxyType(
+    {
+        shape.name: shape
+        for shape in (
+            Shape("llama-3.1-8b", "meta-llama/Llama-3.1-8B", 128000, 32000, _llama(4096, 14336, 32, 128, 8.0)),
+            Shape("llama-3.2-1b", "meta-llama/Llama-3.2-1B", 128000, 32000, _llama(2048, 8192, 16, 64, 32.0)),
+            Shape("qwen3-8b", "Qwen/Qwen3-8B", 151643, 32000, QWEN3_8B),
+            Shape("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 151643, 32000, QWEN3_30B_A3B),
+            Shape("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 100000, 32000, DEEPSEEK_V2_LITE),
+            Shape("deepseek-v3-1gpu", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_1GPU, first_plain=3),
+            Shape("gpt-oss-20b", "openai/gpt-oss-20b", 199998, 32000, GPT_OSS_20B),
+        )
+    }
+)
+
+
+def find_shape(name: str) -> Shape:
+    """A shape of SHAPES.  Raises EspalierError for an unknown name."""
+    if name not in SHAPES:
+        raise EspalierError(f"shape {name!r} is not known; use one of {', '.join(SHAPES)}")
+    return SHAPES[name]

@@ -1,0 +1,260 @@
+"""Gemma 4 (text): heads, K/V heads and RoPE by layer type; K as V; K and V of earlier layers; experts beside an MLP.
+
+Full attention may have one projection for K and V.  V heads are normed without a weight and not rotated, so K and V
+still differ, and both are kept.  The last layers of the E sizes read the K and V of the last layer of their type before
+them, and each layer of those sizes has an input of its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from espalier.cache.layer_spec import KVHeads, LayerSpec
+from espalier.errors import EspalierError, shown
+from espalier.kernels.ops.activation import GELU_TANH
+from espalier.kernels.ops.experts import Routing
+from espalier.kernels.ops.rope import HeadNorms
+from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
+from espalier.models.config_values import heads_and_size
+from espalier.models.expert_loading import load_experts
+from espalier.models.families.gemma3 import FAMILY as GEMMA3
+from espalier.models.families.gemma3 import FULL, SLIDING
+from espalier.models.layers.attention import Attention
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.gemma4 import BesideMLP, Gemma4Layer, LayerInput, PerLayerEmbedding
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.rope import RopeTables
+from espalier.models.weights import Weights
+
+# The RoPE of each layer type, if config.json has none.
+ROPES: Mapping[str, Raw] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+# What may differ by layer in per_layer_config.
+BY_LAYER = ("head_dim", "num_key_value_heads")
+
+
+def _kinds(full: Raw) -> list[str]:
+    """The type of each layer: of `layer_types`; without it, every sixth and the last have full attention."""
+    if full.get("layer_types") is not None:
+        return list(full["layer_types"])
+    count = full["num_hidden_layers"]
+    return [SLIDING if layer % 6 and layer != count else FULL for layer in range(1, count + 1)]
+
+
+def _windows(full: Raw) -> Windows:
+    if full["use_bidirectional_attention"] not in (None, False, "vision"):
+        value = shown(full["use_bidirectional_attention"])
+        raise EspalierError(f"use_bidirectional_attention = {value} is not supported, only null or 'vision'")
+    window = full["sliding_window"]
+    if not isinstance(window, int) or window < 1:
+        raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
+    kinds = _kinds(full)
+    if kinds and kinds[-1] != FULL:
+        raise EspalierError(f"layer_types ends with {shown(kinds[-1])}; Gemma 4 ends with {FULL!r}; correct it")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def _sizes(full: Raw) -> list[Raw]:
+    """The fields of BY_LAYER of each layer, where they differ from the config's.
+
+    `per_layer_config` says so, in what transformers writes; in published files, global_head_dim and
+    num_global_key_value_heads.
+    """
+    by_layer, kinds = full.get("per_layer_config"), _kinds(full)
+    if by_layer is None:
+        of_full = {"head_dim": full["global_head_dim"]}
+        if full["attention_k_eq_v"] and full["num_global_key_value_heads"] is not None:
+            of_full["num_key_value_heads"] = full["num_global_key_value_heads"]
+        return [of_full if kind == FULL else {} for kind in kinds]
+    if not isinstance(by_layer, Mapping) or not all(isinstance(own, Mapping) for own in by_layer.values()):
+        raise EspalierError(f"per_layer_config = {shown(by_layer)}; an object for each layer is needed; correct it")
+    unknown = [name for own in by_layer.values() for name in own if name not in BY_LAYER]
+    if unknown:
+        raise EspalierError(f"per_layer_config has {shown(unknown[0])}; supported are {', '.join(BY_LAYER)}")
+    return [dict(by_layer.get(str(layer), {})) for layer in range(len(kinds))]
+
+
+def _ropes(full: Raw) -> list[Raw]:
+    """The RoPE of each layer, by its type, over the heads that the layer has."""
+    kinds, given = _kinds(full), full.get("rope_parameters") or ROPES
+    for name in ("rope_theta", "rope_scaling"):
+        if full.get(name) is not None:
+            raise EspalierError(f"{name} = {shown(full[name])} has no effect in Gemma 4; set it in rope_parameters")
+    for kind in kinds:
+        if not isinstance(given.get(kind), Mapping):
+            raise EspalierError(
+                f"rope_parameters has {shown(given.get(kind))} for {kind!r}; Gemma 4 needs an object for each type of "
+                "layer; correct it"
+            )
+    sizes = [own.get("head_dim", full["head_dim"]) for own in _sizes(full)]
+    return [{"rope_parameters": given[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
+
+
+def _experts(full: Raw) -> Experts | None:
+    if not full["enable_moe_block"]:
+        return None
+    return Experts(
+        frozenset(range(full["num_hidden_layers"])),
+        Routing(full["num_experts"], full["top_k_experts"], norm_topk_prob=True),
+        full["moe_intermediate_size"],
+        full["intermediate_size"],
+        "mlp",
+        router_name="router.proj",
+        scale_name="router.per_expert_scale",
+        stored="joined",
+        activation=GELU_TANH,
+    )
+
+
+def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    full, specs = config.raw, list[LayerSpec]()
+    kinds, shared = _kinds(full), full["num_kv_shared_layers"] or 0
+    if not isinstance(shared, int) or not 0 <= shared < config.num_layers:
+        raise EspalierError(
+            f"{config.path}: num_kv_shared_layers = {shown(shared)} of {config.num_layers} layers; fewer than the "
+            "layers are needed; correct it"
+        )
+    first = config.num_layers - shared
+    for layer, own in enumerate(_sizes(full)):
+        kv_heads, size = heads_and_size({**full, **own}, config.path, config.heads, config.hidden_size)
+        keeps, source = KVHeads(kv_heads, size, size), None
+        if layer >= first:
+            source = next((i for i in reversed(range(first)) if kinds[i] == kinds[layer]), None)
+            if source is None or specs[source].keeps != keeps:
+                raise EspalierError(
+                    f"{config.path}: num_kv_shared_layers = {shared}, but layer {layer} has no earlier layer of its "
+                    "type and sizes whose K and V it could read; correct the config"
+                )
+        specs.append(LayerSpec(config.heads, keeps, config.windows[layer], scale=1.0, shares=source))
+    return tuple(specs)
+
+
+def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
+    vocab, hidden, size = config.vocab_size, config.hidden_size, config.raw["hidden_size_per_layer_input"]
+    weight = weights.take("model.embed_tokens.weight", vocab, hidden)
+    if not size:
+        return Embedding(weight, scale)
+    rows, columns = config.raw["vocab_size_per_layer_input"], config.num_layers * size
+    if rows < vocab:
+        raise EspalierError(
+            f"{config.path}: vocab_size_per_layer_input = {rows} is below vocab_size = {vocab}; correct the config"
+        )
+    table = weights.take("model.embed_tokens_per_layer.weight", rows, columns)
+    project = weights.linear("model.", ("per_layer_model_projection",), (columns,), hidden, bias=False)
+    # The layers' inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  A norm takes a factor of its input as eps.
+    norm = weights.take_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
+    norm = RMSNorm(norm, config.rms_norm_eps * hidden)
+    return PerLayerEmbedding(weight, scale, table, (size / 2) ** 0.5, project, norm)
+
+
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Gemma4Layer:
+    full, hidden, eps = config.raw, config.hidden_size, config.rms_norm_eps
+    spec = _specs(config)[layer]
+    scale = float(weights.take(f"{prefix}layer_scalar", 1))
+
+    def norm(name: str, factor: float = 1.0) -> RMSNorm:
+        # With a factor, the product stays in the dtype in which norms compute.
+        name = f"{prefix}{name}.weight"
+        return RMSNorm(weights.take(name, hidden) if factor == 1 else weights.take_exact(name, hidden) * factor, eps)
+
+    is_wide = full["use_double_wide_mlp"] and spec.shares is not None
+    inner, size = config.intermediate_size * (2 if is_wide else 1), full["hidden_size_per_layer_input"]
+    own_input = None
+    if size:
+        gate = weights.linear(prefix, ("per_layer_input_gate",), (size,), hidden, bias=False)
+        project = weights.linear(prefix, ("per_layer_projection",), (hidden,), size, bias=False)
+        own_input = LayerInput(gate, project, norm("post_per_layer_input_norm", scale))
+    return Gemma4Layer(
+        index=layer,
+        attention_norm=norm("input_layernorm"),
+        attention=_load_attention(weights, config, f"{prefix}self_attn.", spec, rope),
+        post_attention_norm=norm("post_attention_layernorm"),
+        mlp_norm=norm("pre_feedforward_layernorm"),
+        mlp=weights.mlp(f"{prefix}mlp.", hidden, inner, False, config.activation),
+        post_mlp_norm=norm("post_feedforward_layernorm", 1.0 if size else scale),
+        beside=None if config.experts is None else _load_experts(weights, config, config.experts, prefix),
+        own_input=own_input,
+        scale=scale,
+    )
+
+
+def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
+    size, kv_heads, eps = spec.keeps.k_size, spec.keeps.kv_heads, config.rms_norm_eps
+    v_is_k = bool(config.raw["attention_k_eq_v"]) and spec.window is None
+    names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares is not None else 2 if v_is_k else 3]
+    rows = (config.heads * size, kv_heads * size, kv_heads * size)[: len(names)]
+    qkv = weights.linear(prefix, names, rows, config.hidden_size, config.attention_bias)
+    out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), rows[0], config.out_bias)
+    q_norm = weights.take(f"{prefix}q_norm.weight", size)
+    if spec.shares is None:
+        norms = HeadNorms(q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=v_is_k)
+    else:
+        # Published files still have what a layer of its own K and V would have.
+        weights.ignore_under(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))
+        norms = HeadNorms(q_norm, q_norm, eps)
+    return Attention(qkv, out, sum(rows) // size, rope, norms)
+
+
+def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str) -> BesideMLP:
+    hidden, eps = config.hidden_size, config.rms_norm_eps
+    return BesideMLP(
+        # The dense MLP stands beside them, and not in the sum.
+        mixture=load_experts(weights, replace(experts, shared_size=0), prefix, hidden),
+        router_norm=RMSNorm(weights.take_exact(f"{prefix}router.scale", hidden) * hidden**-0.5, eps),
+        mlp_norm=weights.norm(f"{prefix}post_feedforward_layernorm_1", hidden, eps),
+        norm=weights.norm(f"{prefix}pre_feedforward_layernorm_2", hidden, eps),
+        after=weights.norm(f"{prefix}post_feedforward_layernorm_2", hidden, eps),
+    )
+
+
+FAMILY = Family(
+    architecture="Gemma4ForCausalLM",
+    model_type="gemma4_text",
+    defaults={
+        "vocab_size": 262144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "global_head_dim": 512,
+        "num_global_key_value_heads": None,
+        "attention_k_eq_v": False,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": 512,
+        "use_bidirectional_attention": None,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+    },
+    qkv_bias=lambda full: bool(full["attention_bias"]),
+    out_bias=lambda full: bool(full["attention_bias"]),
+    windows=_windows,
+    qk_norm=True,
+    layer_norms=GEMMA3.layer_norms,
+    experts=_experts,
+    embedding_scale=lambda full: float(full["hidden_size"] ** 0.5),
+    ropes=_ropes,
+    load_embedding=_load_embedding,
+    load_layer=_load_layer,
+    layer_specs=_specs,
+    honours=("final_logit_softcapping", "partial_rotary_factor", "use_bidirectional_attention", "num_experts"),
+    activation_field="hidden_activation",
+)
+# The 12B: a model of its own in transformers, with other defaults, without experts and inputs of layers.
+UNIFIED = replace(
+    FAMILY,
+    architecture="Gemma4UnifiedForCausalLM",
+    model_type="gemma4_unified_text",
+    defaults={
+        **FAMILY.defaults,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "hidden_size_per_layer_input": 0,
+    },
+)

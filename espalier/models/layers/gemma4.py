@@ -1,0 +1,139 @@
+"""The layer of Gemma 4: experts beside a dense MLP, an input of its own for each layer, and a factor of its output."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.attention import Pass
+from espalier.kernels.ops.embedding import DraftHidden
+from espalier.kernels.ops.linear import sum_parts
+from espalier.models.layers.attention import Attention
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.experts import MixtureMLP, RoutedRows, router_logits
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.stream import Stream
+from espalier.models.rope import RopeTables
+
+
+class PerLayerEmbedding(Embedding):
+    """A token embedding that gives each layer an input of P values beside the stream (E2B, E4B).
+
+    table: [vocab, layers · P]; table_scale: of its values.  project: an embedding [H] -> [layers · P], normed for each
+    layer by `norm` and added.
+    """
+
+    __slots__ = ("table", "table_scale", "project", "norm")
+
+    def __init__(
+        self, weight: Tensor, scale: float, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm
+    ) -> None:
+        super().__init__(weight, scale)
+        self.table = table
+        self.table_scale = table_scale
+        self.project = project
+        self.norm = norm
+
+    def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
+        s = super().__call__(p, rope, beside)
+        size = self.norm.weight.shape[0]
+        # Of void rows nothing is read.
+        of_tokens = F.embedding(p.tokens.flatten().clamp(min=0), self.table).unflatten(1, (-1, size))
+        of_rows = self.norm(self.project(s.x).unflatten(1, (-1, size)))
+        s.beside = torch.add(of_rows, of_tokens, alpha=self.table_scale)
+        return s
+
+
+class LayerInput:
+    """What a layer makes of its own input: norm(project(activation(gate(x)) · input))."""
+
+    __slots__ = ("gate", "project", "norm")
+
+    def __init__(self, gate: Linear, project: Linear, norm: RMSNorm) -> None:
+        self.gate = gate
+        self.project = project
+        self.norm = norm
+
+    def __call__(self, x: Tensor, given: Tensor) -> Tensor:
+        """x [N, H], given [N, P] -> [N, H]."""
+        return self.norm(self.project(F.gelu(self.gate(x), approximate="tanh") * given))
+
+
+class BesideMLP:
+    """Routed experts that read the stream beside the dense MLP, through norms of their own.
+
+    router_norm: its weight includes the router's scale.  mlp_norm: of the dense MLP's output; norm, after: of the
+    experts' input and output.
+    """
+
+    __slots__ = ("mixture", "router_norm", "mlp_norm", "norm", "after")
+
+    def __init__(
+        self, mixture: MixtureMLP, router_norm: RMSNorm, mlp_norm: RMSNorm, norm: RMSNorm, after: RMSNorm
+    ) -> None:
+        self.mixture = mixture
+        self.router_norm = router_norm
+        self.mlp_norm = mlp_norm
+        self.norm = norm
+        self.after = after
+
+    def __call__(self, x: Tensor, dense: Tensor, live: Tensor | None) -> Tensor:
+        """x: [N, H], the stream; dense: of the MLP, [N, H].  Returns the sum of both blocks, normed each."""
+        rows, logits = self.norm(x), router_logits(self.router_norm(x), self.mixture.router)
+        parts = self.mixture(RoutedRows(rows, rows, logits), live)
+        return self.mlp_norm(dense) + self.after(sum_parts(parts, x.dtype))
+
+
+class Gemma4Layer:
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then what the layer's own input adds; all times scale.
+
+    index: the layer's place in the pass.  beside: routed experts, or None; own_input: or None.
+    post_mlp_norm: its weight includes the scale, unless there is `own_input`, whose norm then does.
+    """
+
+    __slots__ = (
+        *("index", "attention_norm", "attention", "post_attention_norm", "mlp_norm", "mlp", "post_mlp_norm"),
+        *("beside", "own_input", "scale"),
+    )
+
+    def __init__(
+        self,
+        index: int,
+        attention_norm: RMSNorm,
+        attention: Attention,
+        post_attention_norm: RMSNorm,
+        mlp_norm: RMSNorm,
+        mlp: GatedMLP,
+        post_mlp_norm: RMSNorm,
+        beside: BesideMLP | None,
+        own_input: LayerInput | None,
+        scale: float,
+    ) -> None:
+        self.index = index
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.post_attention_norm = post_attention_norm
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+        self.post_mlp_norm = post_mlp_norm
+        self.beside = beside
+        self.own_input = own_input
+        self.scale = scale
+
+    def __call__(self, s: Stream, p: Pass) -> None:
+        q = self.attention.write(self.index, s.normed(self.attention_norm, self.attention), p)
+        s.keep(p.kept(self.index))
+        attended = p.attend(self.index, q, self.attention.sink)
+        s.add(self.attention.project(attended), self.post_attention_norm)
+        out = self.mlp(s.normed(self.mlp_norm, self.mlp), s.live)
+        if self.beside is not None:
+            out = self.beside(s.x, sum_parts(out, s.x.dtype), s.live)
+        delta = self.post_mlp_norm(sum_parts(out, s.x.dtype))
+        if self.own_input is not None:
+            assert s.beside is not None
+            s.x = s.x + delta
+            delta = self.own_input(s.x, s.beside[:, self.index])
+        if self.scale != 1:
+            s.x = s.x * self.scale
+        s.add(delta)

@@ -1,0 +1,261 @@
+"""`python -m lab round --acceptance`: accept length on held-out text, of the tree and of variants of it.
+
+With --trees it measures these trees alone.  A draft of several MTP modules runs in the other form too, for comparison
+with the one that its config.json names.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from espalier.bench.drive import Driven, drive, rebuilt, texts
+from espalier.config import SpeculationConfig
+from espalier.engine.engine import Engine
+from espalier.engine.launch_input import RoundTrace
+from espalier.errors import EspalierError
+from espalier.layout import TreeShape
+from espalier.llm import LLM
+from espalier.request import SamplingParams
+from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
+from espalier.terminal.console import print_table, progress, write_json
+from espalier.terminal.flags import refuse_tree_flags
+from lab.faults.planted import plant
+
+# Text is called repeated if a run of this many tokens occurred before.
+REPEAT = 16
+# The fault that runs a draft of this form in the other one.
+OTHER_FORM = MappingProxyType({"chain": "chain-reads-target", "target": "target-reads-chain"})
+# Teacher forcing runs one round from every eighth token.
+TEACHER_FORCED_STRIDE = 8
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to draft.
+
+    speculation: None for the settings as they are; planted: a context in which a fault is planted; coupled_scores: see
+    ModelRunner; teacher_forced: whether that is measured too.
+    """
+
+    name: str
+    speculation: SpeculationConfig | None = None
+    temperature: float = 0.0
+    planted: Callable[[], AbstractContextManager[Any]] = nullcontext
+    coupled_scores: bool = True
+    teacher_forced: bool = False
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Accept length over all rounds, over rounds that begin in new text, and in a repeated 16-gram.
+
+    repeated_share: share of the tokens that come from rounds in repeated text; by_depth: (tried, accepted) by
+    depth, from 1; same_tokens: of `requests`, those with the same tokens as the first variant of the same
+    temperature, None where tokens are not compared.
+    """
+
+    name: str
+    accept_length: float
+    accept_length_new: float
+    accept_length_repeated: float
+    repeated_share: float
+    rounds: int
+    by_depth: list[tuple[int, int]]
+    requests: int
+    same_tokens: int | None
+
+
+def variants(steps: int, algorithm: str, has_draft: bool) -> list[Variant]:
+    """The configured tree; a chain of the same steps; n-gram; a planted fault; sampling with and without coupled
+    scores.  Without a draft: the tree and n-gram."""
+    ngram = Variant("n-gram tree", SpeculationConfig(algorithm="ngram", steps=steps))
+    if not has_draft:
+        return [Variant("tree", teacher_forced=True), ngram]
+    chain = SpeculationConfig(steps=steps, topk=1, num_draft_tokens=steps + 1)
+    return [
+        Variant(f"{algorithm} tree", teacher_forced=True),
+        Variant(f"{algorithm} chain", chain),
+        ngram,
+        Variant(f"{algorithm} tree, wrong ancestors", planted=partial(plant, "wrong-ancestor")),
+        Variant(f"{algorithm} tree, temperature 1, coupled scores", temperature=1.0),
+        Variant(f"{algorithm} tree, temperature 1, scores without noise", temperature=1.0, coupled_scores=False),
+    ]
+
+
+def tree_variants(trees: Sequence[TreeShape], algorithm: str, form: str | None) -> list[Variant]:
+    """Each tree and, for an MTP draft of this form, the same tree in the other form."""
+    found = []
+    for tree in trees:
+        name = f"{algorithm} {tree.steps},{tree.topk},{tree.num_draft_tokens}"
+        speculation = SpeculationConfig(**asdict(tree), by_batch={})
+        found.append(Variant(name, speculation))
+        if form is not None:
+            swapped = partial(plant, OTHER_FORM[form])
+            found.append(Variant(f"{name}, in the other form", speculation, planted=swapped))
+    return found
+
+
+def run(args: Namespace, settings: dict[str, Any]) -> None:
+    if args.trees:
+        refuse_tree_flags(args, "--trees")
+        if not all(tree.steps for tree in args.trees):
+            raise EspalierError("--trees: a tree of steps 0 drafts nothing; leave it out")
+    with progress("measuring", 2 * len(args.trees) or 7) as advance:
+        rows = measure(settings, args.prompts, args.tokens, advance, args.trees)
+    about = {name: str(value) for name, value in settings.items()}
+    write_json(args.json, {"settings": about, "acceptance": [asdict(row) for row in rows]})
+    print_table(_table(rows))
+
+
+def measure(
+    settings: dict[str, Any],
+    num_prompts: int,
+    num_tokens: int,
+    advance: Callable[[], None],
+    trees: Sequence[TreeShape] = (),
+) -> list[Acceptance]:
+    """Every variant on the same prompts, or these trees; `advance` is called after each.  Raises EspalierError."""
+    with LLM(**settings) as llm:
+        steps, algorithm, draft = llm.config.layout.steps, llm.config.algorithm, llm.config.draft
+        if not steps:
+            raise EspalierError("--acceptance is of what is drafted, and steps=0 drafts nothing; leave one out")
+        texts(llm, num_prompts)  # raises, before anything is measured, if there are too few
+        form = form_of(llm.engine)
+    chosen = tree_variants(trees, algorithm, form) if trees else variants(steps, algorithm, draft is not None)
+    rows: list[Acceptance] = []
+    reference: dict[float, list[list[int]]] = {}
+    for variant in chosen:
+        # A fault is planted around the engine's start too: a GPU captures its rounds there.
+        with variant.planted(), LLM(**_settings_of(variant, settings)) as llm:
+            engine = llm.engine
+            if not variant.coupled_scores:
+                engine = rebuilt(engine, llm.config.graph_batch, coupled_scores=False)
+            driven = _generated(llm, engine, variant, num_prompts, num_tokens)
+            expected = reference.setdefault(variant.temperature, driven.tokens)
+            same = sum(a == b for a, b in zip(driven.tokens, expected, strict=True))
+            rows.append(_summarise(variant.name, driven, driven.traces, same))
+            advance()
+            if variant.teacher_forced:
+                rows.append(_teacher_forced(llm, f"{variant.name}, teacher-forced", num_prompts))
+                advance()
+            engine.close()
+    return rows
+
+
+def form_of(engine: Engine) -> str | None:
+    """The form of a draft of several MTP modules; None for other drafts, which have no form."""
+    drafter = engine.executor.runner.drafter
+    has_form = isinstance(drafter, AutoregressiveDrafter) and drafter.spec.modules > 1
+    return drafter.spec.form if has_form else None
+
+
+def _settings_of(variant: Variant, settings: dict[str, Any]) -> dict[str, Any]:
+    """LLM's settings for this variant."""
+    if variant.speculation is None:
+        return settings
+    needs_draft = variant.speculation.algorithm != "ngram"
+    kept = {name: value for name, value in settings.items() if needs_draft or name != "draft"}
+    return {**kept, "speculation": variant.speculation}
+
+
+def _generated(llm: LLM, engine: Engine, variant: Variant, num_prompts: int, num_tokens: int) -> Driven:
+    """Continue every prompt by num_tokens tokens on this engine.  Raises EspalierError if the context is too small."""
+    prompts = [prompt for prompt, _ in texts(llm, num_prompts)]
+    longest, max_context = max(map(len, prompts)), llm.config.layout.max_context
+    if longest + num_tokens > max_context:
+        raise EspalierError(
+            f"--tokens={num_tokens} after prompts of up to {longest} is above max_context={max_context}; lower "
+            "--tokens or --prompts, or raise --max-context"
+        )
+    return drive(engine, prompts, _params(variant, num_tokens))
+
+
+def _params(variant: Variant, num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=variant.temperature, max_tokens=num_tokens, top_k=0, top_p=1.0)
+
+
+def _teacher_forced(llm: LLM, name: str, num_prompts: int) -> Acceptance:
+    """One round from every TEACHER_FORCED_STRIDE-th token of the held-out text, with that token as the root."""
+    contexts, roots = [], []
+    for prompt, reference in texts(llm, num_prompts):
+        whole = (prompt + reference)[: llm.config.layout.max_context - llm.config.layout.steps - 2]
+        for position in range(len(prompt), len(whole), TEACHER_FORCED_STRIDE):
+            contexts.append(whole[:position])
+            roots.append(whole[position])
+    params = SamplingParams(temperature=0.0, max_tokens=llm.config.layout.steps + 2)
+    driven = drive(llm.engine, contexts, params, roots=roots)
+    firsts = {request: traces[:1] for request, traces in driven.traces.items()}
+    return _summarise(name, driven, firsts, None)
+
+
+def _summarise(
+    name: str,
+    driven: Driven,
+    traces: dict[str, list[RoundTrace]],
+    same: int | None,
+) -> Acceptance:
+    lengths: dict[bool, list[int]] = {False: [], True: []}
+    by_depth: list[list[int]] = []
+    for request in driven.requests:
+        repeated = inside_repeats(request.tokens)
+        for trace in traces[request.id]:
+            first_token = trace.prefix_len + 1
+            lengths[first_token in repeated].append(len(trace.emitted))
+            _count_depths(by_depth, len(trace.emitted), max(trace.tree.depths))
+    all_lengths = lengths[False] + lengths[True]
+    return Acceptance(
+        name=name,
+        accept_length=_mean(all_lengths),
+        accept_length_new=_mean(lengths[False]),
+        accept_length_repeated=_mean(lengths[True]),
+        repeated_share=sum(lengths[True]) / max(sum(all_lengths), 1),
+        rounds=len(all_lengths),
+        by_depth=[(tried, accepted) for tried, accepted in by_depth],
+        requests=len(driven.requests),
+        same_tokens=same,
+    )
+
+
+def _count_depths(by_depth: list[list[int]], accept_length: int, depth: int) -> None:
+    for d in range(min(accept_length, depth)):
+        if d == len(by_depth):
+            by_depth.append([0, 0])
+        by_depth[d][0] += 1
+        by_depth[d][1] += d + 1 < accept_length
+
+
+def inside_repeats(tokens: Sequence[int], size: int = REPEAT) -> set[int]:
+    """Positions inside a run of `size` tokens that occurred earlier in the text."""
+    seen: set[tuple[int, ...]] = set()
+    inside: set[int] = set()
+    for start in range(len(tokens) - size + 1):
+        window = tuple(tokens[start : start + size])
+        if window in seen:
+            inside.update(range(start, start + size))
+        seen.add(window)
+    return inside
+
+
+def _mean(values: Sequence[int]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _table(rows: Sequence[Acceptance]) -> list[list[str]]:
+    lines = [["", "accept length", "new text", "repeated", "share repeated", "rounds", "same tokens", "by depth"]]
+    for row in rows:
+        cells = [
+            row.name,
+            f"{row.accept_length:.2f}",
+            f"{row.accept_length_new:.2f}",
+            f"{row.accept_length_repeated:.2f}",
+            f"{row.repeated_share:.0%}",
+            str(row.rounds),
+            "" if row.same_tokens is None else f"{row.same_tokens}/{row.requests}",
+            " ".join(f"{accepted / tried:.2f}" for tried, accepted in row.by_depth),
+        ]
+        lines.append(cells)
+    return lines

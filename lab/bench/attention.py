@@ -1,0 +1,130 @@
+"""`python -m lab attention`: attention over committed rows, backend by backend, in one process on one GPU.
+
+Only the part that a backend of a library supplies is timed: attention over the prefix.  Layers and pages are those of
+`python -m lab kernels`.  A backend that plans on the host is timed with a plan of exact lengths, as in lock-step, and
+without, as in overlap; what the plan itself costs on the host is printed beside it.
+"""
+
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import product
+from statistics import median
+
+import torch
+from rich.text import Text
+
+from espalier.attention import BACKENDS, AttentionBackend, CommittedLengths, grouped_backend
+from espalier.bench.chains import in_turn
+from espalier.bench.timing import Stopwatch
+from espalier.errors import EspalierError
+from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
+from espalier.terminal.machine import require_gpu
+from lab.bench.cases import Case, Timed, table, timed
+from lab.bench.kernels import DTYPE, FEW_HEADS, SPEC, Inputs, Shape, inputs, layers_beyond_cache, require_page_sizes
+
+SIZES = ((1, 64, 4096), (1, 64, 32768), (8, 32, 4096), (32, 16, 4096), (64, 8, 4096), (1, 8, 65536))
+SHAPES = (
+    *(Shape(*sizes, spec=spec) for spec in (SPEC, FEW_HEADS) for sizes in SIZES),
+    *(Shape(1, 2048, 8192, spec=spec, chain=True) for spec in (SPEC, FEW_HEADS)),
+)
+PLANS = 20
+
+
+HEADS = ("requests x queries x committed", "heads", "page size", "backend")
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A backend that does not take a cell, and why."""
+
+    names: tuple[str, ...]
+    why: str
+
+
+def run(args: Namespace) -> int:
+    require_page_sizes(args.page_size)
+    backends = [name.strip() for name in args.backends.split(",") if name.strip()] or installed()
+    unknown = [name for name in backends if name not in BACKENDS]
+    if unknown:
+        raise EspalierError(f"--backends: {unknown[0]!r} is unknown; use some of {', '.join(BACKENDS)}")
+    require_writable("--json", args.json)
+    device = require_gpu("attention")
+    print_header()
+    stopwatch = Stopwatch()
+    bandwidth = stopwatch.bandwidth(device)
+    times: list[Timed] = []
+    refused: list[Refused] = []
+    with progress("measuring", len(SHAPES) * len(args.page_size)) as advance:
+        for shape, page_size in product(SHAPES, args.page_size):
+            times += timed(cases(shape, page_size, backends, device, refused), stopwatch, bandwidth)
+            advance()
+    cells = {"cells": [one.as_dict(HEADS) for one in times], "refused": [asdict(one) for one in refused]}
+    write_json(args.json, cells)
+    stdout().print(Text("bfloat16, pages in no order; attention over the prefix alone, one layer", QUIET))
+    print_table(table(HEADS, times))
+    for one in refused:
+        print(f"  refused: {', '.join(one.names)}: {one.why}")
+    return 0
+
+
+def installed() -> list[str]:
+    """The backends for a GPU that are installed, without the reference: it would need minutes."""
+    return [
+        name
+        for name, made in BACKENDS.items()
+        if made.support.is_installed and "cuda" in made.support.devices and name != "reference"
+    ]
+
+
+def cases(
+    shape: Shape, page_size: int, backends: Sequence[str], device: torch.device, refused: list[Refused]
+) -> Iterator[Case]:
+    """One for each backend, and for each way to plan where that differs.  Adds to `refused`.
+
+    The note: what a plan costs on the host, for each launch, and the largest difference from our kernels' result.
+    """
+    made = inputs(shape, page_size, layers_beyond_cache(shape, device), device)
+    ours = BACKENDS["triton"]().plan(*made.of_plan).over_prefix(made.q, 0)[0].float()
+    for name in backends:
+        for exact in (True, False) if BACKENDS[name].support.needs_exact_lengths else (True,):
+            # A prompt's chunk is eager, and its lengths are always exact.
+            if shape.chain and not exact:
+                continue
+            names = str(shape), shape.heads, str(page_size), name if exact else f"{name}, overlap"
+            try:
+                grouped_backend(name, device.type, DTYPE, page_size, [shape.spec], range(1), exact_lengths=exact)
+            except EspalierError as refusal:
+                refused.append(Refused(names, str(refusal)))
+                continue
+            yield _case(names, BACKENDS[name](), shape, made, ours, exact)
+            torch.cuda.empty_cache()
+
+
+def _case(
+    names: tuple[str, ...], backend: AttentionBackend, shape: Shape, made: Inputs, ours: torch.Tensor, exact: bool
+) -> Case:
+    layers, lengths = len(made.of_plan[1]), (shape.context,) * shape.batch
+    host_us = _host_us(backend, lengths, exact)
+    backend.prepare(CommittedLengths(lengths, exact, in_graph=True))
+    made.of_plan[2].planned.clear()
+    attention = backend.plan(*made.of_plan)
+    error = float((attention.over_prefix(made.q, 0)[0].float() - ours).abs().max())
+    run_layers = in_turn([partial(attention.over_prefix, made.q, layer) for layer in range(layers)])
+    flops = replace(shape, chain=False).flops  # without the chunk's own rows
+    note = f"host {host_us:.0f} us, differs by {error:.1g}"
+    return Case(names, shape.kv_bytes, flops, run_layers, layers, note=note)
+
+
+def _host_us(backend: AttentionBackend, lengths: tuple[int, ...], exact: bool) -> float:
+    """What `prepare` of a launch costs, with lengths that change as they do from round to round."""
+    times = []
+    for more in range(PLANS):
+        announced = CommittedLengths(tuple(length - more for length in lengths), exact, in_graph=True)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        backend.prepare(announced)
+        times.append(1e6 * (time.perf_counter() - began))
+    return median(times)

@@ -1,0 +1,294 @@
+"""`python -m lab serve --bad-host`: how long other requests wait while one host sends large or hostile requests.
+
+For each kind of bad request it measures the longest wait of a stream (its first token included), of a one-token request
+and of /health, with streams running and idle.
+"""
+
+import asyncio
+import json
+import tempfile
+import time
+from argparse import Namespace
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from espalier.errors import EspalierError
+from espalier.terminal.console import print_table, write_json
+from espalier.terminal.flags import with_minimum
+from lab.bench.server import NAME, serving
+from lab.bench.soak import ANSWER_S
+
+STREAMS = 16
+# Waits are measured for this long after each kind of bad request is sent, or until its last response.
+WATCH_S = 5.0
+SHORT = {"model": NAME, "prompt": "x", "max_tokens": 1, "temperature": 0}
+STREAM = {"model": NAME, "prompt": "def f(x):\n", "max_tokens": 64, "ignore_eos": True, "stream": True}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`count` POST requests of one body at once.
+
+    half_closed: each sends FIN after its body and goes on reading; sent: the whole request in place of path and body;
+    is_held: nothing is expected, the connections stay open.
+    """
+
+    name: str
+    count: int
+    path: str = ""
+    body: Callable[[], Mapping[str, Any]] = dict
+    half_closed: bool = False
+    sent: Callable[[], bytes] | None = None
+    is_held: bool = False
+
+    def request(self) -> bytes:
+        if self.sent is not None:
+            return self.sent()
+        head = b"" if self.half_closed else b"connection: close\r\n"
+        return _request(self.path, json.dumps(self.body(), separators=(",", ":")).encode(), head)
+
+
+def _text(megabytes: int = 4) -> str:
+    """A text of two characters a token.  With the JSON around it, the body has this many megabytes."""
+    return "a " * (megabytes * 500_000 - 500)
+
+
+def _parts() -> dict[str, Any]:
+    part = {"type": "text", "text": "a"}
+    return {"model": NAME, "messages": [{"role": "user", "content": [part] * 100_000}]}
+
+
+def _form(charset: str) -> bytes:
+    """An upload with a field of 300 KB in this charset."""
+    field = b'--B\r\ncontent-disposition: form-data; name="purpose"\r\n\r\n-' + b"b" * 300_000 + b"\r\n--B--\r\n"
+    head = f"POST /v1/files HTTP/1.1\r\nhost: bad\r\nconnection: close\r\ncontent-length: {len(field)}\r\n"
+    return f"{head}content-type: multipart/form-data; boundary=B; charset={charset}\r\n\r\n".encode() + field
+
+
+def _offer() -> bytes:
+    """What the HttpClient of the JDK sends to an http:// address."""
+    offer = b"connection: Upgrade, HTTP2-Settings, close\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+    return _request("/v1/completions", json.dumps(SHORT).encode(), offer)
+
+
+HEAD = b"POST /tokenize HTTP/1.1\r\nhost: bad\r\nconnection: close\r\n"
+# For the attack that bears this word.
+TEMPLATE = (
+    "{% if 'forever' in messages[0].content %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "{% endfor %}{% endif %}{{ messages[0].content }}"
+)
+
+
+def _ambiguous(root: str) -> dict[str, Any]:
+    """A request whose grammar reads a text s in a number of ways that grows with its length."""
+    return SHORT | {"max_tokens": 400, "guided_grammar": f'root ::= {root}\ns ::= s s | s s s | [ -~] | ""'}
+
+
+ATTACKS = (
+    Attack("nothing", 0, "/v1/completions", lambda: SHORT),
+    Attack("4 MB prompt", 3, "/v1/completions", lambda: SHORT | {"prompt": _text()}),
+    Attack("4 MB prompt", 6, "/v1/completions", lambda: SHORT | {"prompt": _text()}),
+    Attack("4 MB to /tokenize", 3, "/tokenize", lambda: {"prompt": _text()}),
+    Attack("100,000 content parts", 3, "/v1/chat/completions", _parts),
+    Attack("1.3 million ids to /detokenize", 3, "/detokenize", lambda: {"tokens": [1] * 1_300_000}),
+    Attack(
+        "250,000 of logit_bias",
+        3,
+        "/v1/completions",
+        lambda: SHORT | {"logit_bias": {str(i): 1 for i in range(250_000)}},
+    ),
+    Attack("ambiguous grammar", 3, "/v1/completions", lambda: _ambiguous("s")),
+    # Refused nowhere, because it begins with more tokens than are tried.
+    Attack("grammar ambiguous later", 3, "/v1/completions", lambda: _ambiguous(r'[\x02]{200} s "\x01"')),
+    Attack("half-closed posts", 8, "/v1/completions", lambda: SHORT | {"max_tokens": 8}, half_closed=True),
+    Attack("form in punycode", 3, sent=lambda: _form("punycode")),
+    Attack("form in unicode_escape", 3, sent=lambda: _form("unicode_escape")),
+    Attack("head of 10,000 lines", 8, sent=lambda: HEAD + b"a: b\r\n" * 10_000 + b"\r\n"),
+    Attack("content-length of 5,000 digits", 8, sent=lambda: HEAD + b"content-length: %b\r\n\r\n" % (b"0" * 5000)),
+    Attack(
+        "500,000 chunks of one byte",
+        3,
+        sent=lambda: HEAD + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\na\r\n" * 500_000 + b"0\r\n\r\n",
+    ),
+    Attack("offers of h2c", 8, sent=_offer),
+    Attack(
+        "chat template without end",
+        3,
+        "/v1/chat/completions",
+        lambda: {"model": NAME, "max_tokens": 1, "messages": [{"role": "user", "content": "forever"}]},
+    ),
+    Attack("idle connections", 600, is_held=True),
+)
+
+
+@dataclass
+class Waits:
+    """The longest wait of each kind, in ms."""
+
+    stream_gap: float = 0.0
+    one_token: float = 0.0
+    health: float = 0.0
+
+
+@dataclass
+class AttackResult:
+    """The waits during one kind of bad request, with streams running and idle.  answers: number of responses by status;
+    0 is no response."""
+
+    name: str
+    count: int
+    busy: Waits = field(default_factory=Waits)
+    idle: Waits = field(default_factory=Waits)
+    answers: dict[int, int] = field(default_factory=dict)
+
+
+def run(args: Namespace, settings: dict[str, Any]) -> int:
+    """Print the waits.  1 if a bad request got no response."""
+    # A slot for each stream, one for the short request, and one for each bad request at once.
+    most = max(attack.count for attack in ATTACKS if not attack.is_held)
+    results = bad_host(with_minimum(settings, {"max_batch": STREAMS + 1 + most}, max_batch=STREAMS + 1))
+    write_json(args.json, {"bad_host": [asdict(result) for result in results]})
+    rows = [["longest wait, ms", f"beside {STREAMS} streams:", "", "", "idle:", "", ""]]
+    rows.append(["", "stream gap", "one token", "/health", "one token", "/health", "answers"])
+    print_table([*rows, *(_row(result) for result in results)])
+    return int(any(0 in result.answers for result in results))
+
+
+def _row(result: AttackResult) -> list[str]:
+    waits = (
+        result.busy.stream_gap,
+        result.busy.one_token,
+        result.busy.health,
+        result.idle.one_token,
+        result.idle.health,
+    )
+    answers = ", ".join(f"{count} of {status or 'none'}" for status, count in result.answers.items())
+    name = f"{result.count} x {result.name}" if result.count else result.name
+    return [name, *(f"{wait:.0f}" for wait in waits), answers]
+
+
+def bad_host(
+    settings: Mapping[str, Any], attacks: Sequence[Attack] = ATTACKS, streams: int = STREAMS
+) -> list[AttackResult]:
+    """Measure each kind on the same server, with `streams` streams and with none."""
+    with tempfile.TemporaryDirectory() as folder:
+        template = Path(folder, "template.jinja")
+        template.write_text(TEMPLATE)
+        flags = "--batch-dir", str(Path(folder, "batches")), "--chat-template", str(template)
+        with serving(settings, *flags) as server:
+            return asyncio.run(_all(server.port, attacks, streams))
+
+
+async def _all(port: int, attacks: Sequence[Attack], streams: int) -> list[AttackResult]:
+    results = []
+    for attack in attacks:
+        data = attack.request()
+        result, statuses = AttackResult(attack.name, attack.count), Counter[int]()
+        for waits, number in ((result.busy, streams), (result.idle, 0)):
+            async with _measuring(port, waits, number):
+                end = asyncio.create_task(asyncio.sleep(WATCH_S))
+                if attack.is_held:
+                    await asyncio.gather(*(_hold(port, end) for _ in range(attack.count)))
+                else:
+                    sent = (_post(port, data, attack.half_closed) for _ in range(attack.count))
+                    statuses.update(await asyncio.gather(*sent))
+                await end
+        result.answers = dict(sorted(statuses.items()))
+        results.append(result)
+    return results
+
+
+def _request(path: str, body: bytes, headers: bytes = b"connection: close\r\n") -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nhost: bad\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
+    return head.encode() + headers + b"\r\n" + body
+
+
+@asynccontextmanager
+async def _measuring(port: int, waits: Waits, streams: int) -> AsyncIterator[None]:
+    """Run streams, one-token requests and /health probes, each repeatedly, and record their waits.
+
+    Raises EspalierError if one is not served: a request that is refused at once has no wait.
+    """
+    short = _request("/v1/completions", json.dumps(SHORT).encode())
+    probe = b"GET /health HTTP/1.1\r\nhost: bad\r\nconnection: close\r\n\r\n"
+    tasks = [asyncio.create_task(_stream(port, waits)) for _ in range(streams)]
+    tasks += [
+        asyncio.create_task(_repeat(port, short, waits, "one_token")),
+        asyncio.create_task(_repeat(port, probe, waits, "health")),
+    ]
+    # After the warm-up, in which all of them have begun, the waits start at 0.
+    await asyncio.sleep(2.0)
+    waits.stream_gap = waits.one_token = waits.health = 0.0
+    try:
+        yield
+        for task in tasks:
+            if task.done():
+                task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _stream(port: int, waits: Waits) -> None:
+    data = _request("/v1/completions", json.dumps(STREAM).encode())
+    while True:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(data)
+        more, tail = b"begun", b""
+        try:
+            while more:
+                began = time.perf_counter()
+                try:
+                    more = await reader.read(65536)
+                finally:  # if cancelled here, it has waited at least this long
+                    waits.stream_gap = max(waits.stream_gap, 1e3 * (time.perf_counter() - began))
+                tail = (tail + more)[-64:]
+        finally:
+            writer.close()
+        if b"data: [DONE]" not in tail:
+            raise EspalierError("a stream ended early during the bad requests; read the server's log")
+
+
+async def _repeat(port: int, data: bytes, waits: Waits, name: str) -> None:
+    while True:
+        began = time.perf_counter()
+        try:
+            status = await _post(port, data)
+        finally:  # if cancelled here, it has waited at least this long
+            setattr(waits, name, max(getattr(waits, name), 1e3 * (time.perf_counter() - began)))
+        if status != 200:
+            raise EspalierError(f"{name} got status {status} during the bad requests; read the server's log")
+        await asyncio.sleep(0.02)
+
+
+async def _hold(port: int, end: asyncio.Future[None]) -> None:
+    """Keep a connection open until the end, if the server does."""
+    with suppress(OSError):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.wait({end})
+        writer.close()
+
+
+async def _post(port: int, data: bytes, half_closed: bool = False) -> int:
+    """The status of the response, 0 if there is none.  Interim responses (1xx) are skipped."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answer = b""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            writer.write(data)
+            await writer.drain()
+            if half_closed:
+                writer.write_eof()
+            answer = await reader.read(-1)
+    except (TimeoutError, OSError):
+        return 0
+    finally:
+        writer.close()
+    while answer.startswith(b"HTTP/1.1 1"):
+        answer = answer.partition(b"\r\n\r\n")[2]
+    return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/1.1 ") else 0

@@ -1,0 +1,73 @@
+"""One way to time a case on a GPU, and the table of what was timed."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from espalier.bench.timing import Ceilings, Stopwatch
+
+TURNS = 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table.
+
+    names: its first cells.  num_bytes: that a call must read, flops: that it computes; 0: neither is a measure of it.
+    run: what is captured and replayed, `calls` calls of the case, for `seconds` at least.  note: its last cell.
+    """
+
+    names: tuple[str, ...]
+    num_bytes: float
+    flops: float
+    run: Callable[[], object]
+    calls: int = 1
+    seconds: float = 0.0
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """us: of a call, the median.  bandwidth: bytes/s that the device reads, measured in the same run."""
+
+    case: Case
+    us: float
+    bandwidth: float
+
+    @property
+    def terabytes_per_second(self) -> float:
+        return self.case.num_bytes / self.us / 1e6
+
+    @property
+    def bandwidth_share(self) -> float:
+        return self.case.num_bytes / self.us * 1e6 / self.bandwidth
+
+    @property
+    def tflops(self) -> float:
+        return self.case.flops / self.us / 1e6
+
+    def as_dict(self, heads: Sequence[str]) -> dict[str, Any]:
+        """For --json.  heads: of the case's names."""
+        rates = {name: getattr(self, name) for name in ("us", "terabytes_per_second", "bandwidth_share", "tflops")}
+        return {**dict(zip(heads, self.case.names, strict=True)), **rates, "note": self.case.note}
+
+
+def timed(cases: Iterable[Case], stopwatch: Stopwatch, bandwidth: float) -> Iterator[Timed]:
+    """Time one case after another.  Cases that are made one by one need the memory of one."""
+    for case in cases:
+        [ms] = stopwatch.ms([case.run], TURNS, case.seconds)
+        yield Timed(case, 1e3 * ms / case.calls, bandwidth)
+
+
+def table(heads: Sequence[str], rows: Sequence[Timed]) -> list[list[str]]:
+    """heads: of the cases' names."""
+    lines = [[*heads, "us", "TB/s", "of memory's", "TFLOP/s", ""]]
+    for row in rows:
+        read = [f"{row.terabytes_per_second:.2f}", f"{row.bandwidth_share:.1%}"] if row.case.num_bytes else ["", ""]
+        computed = f"{row.tflops:.0f}" if row.case.flops else ""
+        lines.append([*row.case.names, f"{row.us:.1f}", *read, computed, row.case.note])
+    return lines
+
+
+def about(ceilings: Ceilings) -> str:
+    return f"memory reads {ceilings.bandwidth / 1e12:.2f} TB/s, a product does {ceilings.peak / 1e12:.0f} TFLOP/s"

@@ -1,0 +1,52 @@
+"""`python -m lab foundry`: write a synthetic checkpoint, a target and its draft of a named shape, for any engine."""
+
+import json
+from argparse import Namespace
+
+import torch
+from rich.text import Text
+
+from espalier.config import EngineConfig
+from espalier.errors import EspalierError
+from espalier.startup.resolve import choose_device
+from espalier.terminal.console import QUIET, print_table, stdout, waiting
+from lab.bench.synthetic_models import recipe_with
+from lab.shape_flags import SHAPE_FLAGS
+from lab.synthetic.chain import predicted_accept_length
+from lab.synthetic.checkpoint import Recipe, write
+
+# Trees whose accept length is printed: steps, topk, nodes.
+TREES = ((5, 8, 64), (5, 4, 16), (3, 2, 8), (5, 1, 6))
+
+
+def run(args: Namespace) -> int:
+    device = choose_device(EngineConfig(device=args.device))
+    recipe = _recipe(args)
+    chain = recipe.chain()
+    try:
+        with waiting(f"drawing and writing the weights of {args.shape}"):
+            target, draft = write(recipe, args.out, getattr(torch, args.dtype), device)
+    except OSError as error:
+        raise EspalierError(f"--out {args.out} cannot be written ({error.strerror}); name another directory") from None
+    rows = [["tree (steps, topk, nodes)", "greedy accept length, predicted"]]
+    for tree in dict.fromkeys((args.tree, *TREES)):
+        if 0 < recipe.block_size < tree[0]:
+            continue
+        rows.append([", ".join(map(str, tree)), f"{predicted_accept_length(chain, *tree):.2f}"])
+    print_table(rows)
+    stdout().print(Text(json.dumps({"model": str(target), "draft": str(draft), "skill": recipe.skill}), QUIET))
+    return 0
+
+
+def _recipe(args: Namespace) -> Recipe:
+    if args.mode == "copy" and (args.skill, args.accept_length) != (None, None):
+        raise EspalierError("--skill and --accept-length are for --mode chain; leave them out, or use that mode")
+    if args.mode != "copy" and args.reach is not None:
+        raise EspalierError("--reach is for --mode copy; leave it out, or use that mode")
+    names = {"mode", "reach", "skill", *SHAPE_FLAGS} - {"accept_length"}
+    recipe = recipe_with(args.shape, args.seed, **{name: getattr(args, name) for name in names})
+    if args.accept_length is None:
+        return recipe
+    if 0 < recipe.block_size < args.tree[0]:
+        raise EspalierError(f"--tree has {args.tree[0]} steps, above --block-size={args.block_size}; lower it")
+    return recipe.with_accept_length(args.accept_length, *args.tree)

@@ -1,0 +1,48 @@
+"""`python -m lab choose`: as `espalier bench choose`, also for a named shape, and with predicted accept lengths."""
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+
+from espalier.bench.choose import choose, fill_in
+from espalier.bench.shapes import find_shape
+from espalier.layout import TreeShape
+from espalier.terminal.console import print_header
+from espalier.terminal.flags import engine_settings
+from lab.bench.engines import engines_with
+from lab.shape_flags import refuse_shape_flags
+from lab.synthetic.chain import predicted_accept_length
+from lab.synthetic.checkpoint import Recipe
+
+# Accept lengths are predicted on the synthetic chain with the vocabulary of this shape.
+PREDICTED_WITH = "llama-3.1-8b"
+
+
+def run(args: Namespace) -> int:
+    fill_in(args)
+    if args.shape is None:
+        refuse_shape_flags(args, but=("accept_length",))
+    predict = None
+    if args.accept_length is not None and args.shape is None:
+        predict = partial(predicted_accept_lengths, args.accept_length)
+    print_header()
+    choose(args, engine_settings(args), partial(engines_with, args), predict)
+    return 0
+
+
+def predicted_accept_lengths(
+    accept_length: float, configured: TreeShape, shapes: Sequence[TreeShape], is_block: bool = False
+) -> Mapping[TreeShape, float]:
+    """The accept length of each tree, predicted on the synthetic chain with a draft that reaches `accept_length` with
+    the configured tree.  is_block: a block draft, equally good at every depth.
+
+    Raises EspalierError if no draft reaches it.
+    """
+    block_size = configured.steps if is_block else 0
+    recipe = Recipe(find_shape(PREDICTED_WITH), block_size=block_size).with_accept_length(
+        accept_length, **asdict(configured)
+    )
+    chain = recipe.chain()
+    known = {configured: accept_length}
+    return known | {shape: known.get(shape) or predicted_accept_length(chain, **asdict(shape)) for shape in shapes}

@@ -1,0 +1,121 @@
+"""The engines of `lab round --shape`: one for each tree with a user's sizes, or one as large as each cell."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from espalier.config import ResolvedConfig, SpeculationConfig, is_open
+from espalier.engine.engine import Engine
+from espalier.layout import RoundLayout
+from espalier.models.draft import DraftSpec
+from lab.bench.cells import Cell
+from lab.bench.engines import requested_pages, shape_config
+from lab.bench.full_rounds import require_sizes
+from lab.bench.synthetic_models import RunningEngine, Start, SyntheticModels
+from lab.synthetic.checkpoint import Recipe
+
+
+class EngineSizes(Protocol):
+    """Which cells share an engine, and how large it is."""
+
+    def name(self, cell: Cell) -> str:
+        """The name of the cell's engine.  Cells with the same name share it."""
+        ...
+
+    def layout(self, cell: Cell, rounds: int) -> RoundLayout:
+        """The layout of the cell's engine.  rounds: timed rounds.  Raises EspalierError if it does not fit the cell."""
+        ...
+
+    def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
+        """The cell's engine.  It closes at the end of the block; its memory is free when the caller drops it too."""
+        ...
+
+
+class UserSizes:
+    """The sizes that LLM chooses for a user.  All cells of a tree and page size share an engine.
+
+    settings: of LLM, without the models, the tree and the page size, which cells name.
+    """
+
+    def __init__(self, recipe: Recipe, settings: Mapping[str, Any], device: torch.device) -> None:
+        self.recipe, self.settings, self.device = recipe, settings, device
+
+    def name(self, cell: Cell) -> str:
+        return cell.tree_name
+
+    def layout(self, cell: Cell, rounds: int) -> RoundLayout:
+        layout = self.config(cell).layout
+        require_sizes(layout, self.recipe.shape.target.max_position, cell, rounds)
+        return layout
+
+    def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
+        return models.engine_of(self.config(cell), requested_pages(self.settings))
+
+    def config(self, cell: Cell) -> ResolvedConfig:
+        steps, topk, nodes = cell.tree
+        # by_batch is empty: the cell's tree runs at every batch.
+        tree = SpeculationConfig(steps=steps, topk=topk, num_draft_tokens=nodes, by_batch={}) if cell.drafts else None
+        settings = {**self.settings, "page_size": cell.page_size, "speculation": tree}
+        return shape_config(self.recipe, settings, self.device)
+
+
+@dataclass(frozen=True)
+class OwnSize:
+    """Each cell has an engine that is exactly as large as the cell, without a prefix cache.
+
+    draft: of the models that it runs.  all_buckets: capture the rounds of every batch bucket, not only of the cell's
+    batch.
+    """
+
+    draft: DraftSpec
+    chunk_size: int = 2048
+    attention: str | None = None
+    overlap: bool = True
+    all_buckets: bool = False
+    kv_dtype: str = "auto"
+    draft_kv_dtype: str = "auto"
+
+    def name(self, cell: Cell) -> str:
+        return cell.name
+
+    def layout(self, cell: Cell, rounds: int) -> RoundLayout:
+        return cell.own_layout(self.chunk_size, rounds, self.draft)
+
+    def open(self, models: SyntheticModels, cell: Cell, rounds: int) -> AbstractContextManager[RunningEngine]:
+        draft = self.kv_dtype if is_open(self.draft_kv_dtype) else self.draft_kv_dtype
+        stored = {"kv_dtype": self.kv_dtype, "draft_kv_dtype": draft}
+        layout = self.layout(cell, rounds)
+        return models.engine(layout, self.attention, self.overlap, self.all_buckets, **stored)
+
+
+@dataclass(frozen=True)
+class EngineFigures:
+    """One engine: its name, its sizes and the cost of its start."""
+
+    name: str
+    max_batch: int
+    max_context: int
+    chunk_size: int
+    busy_chunk_size: int
+    page_size: int
+    num_pages: int
+    prefix_cache: bool
+    start: Start
+
+    @classmethod
+    def of(cls, name: str, engine: Engine, start: Start) -> "EngineFigures":
+        layout = engine.layout
+        return cls(
+            name=name,
+            max_batch=layout.max_batch,
+            max_context=layout.max_context,
+            chunk_size=layout.chunk_size,
+            busy_chunk_size=layout.max_pass_rows(decoding=True),
+            page_size=layout.page_size,
+            num_pages=engine.pool.num_pages,
+            prefix_cache=engine.prefixes is not None,
+            start=start,
+        )

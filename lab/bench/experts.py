@@ -1,0 +1,178 @@
+"""Experts behind routers on a GPU: in a chain of the products of a pass, and alone.
+
+Experts are large: layers take a few copies of them in turn.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from espalier.bench.chains import Inputs, Matrix, Multiply, Product, Weights, by_layer, in_turn
+from espalier.bench.expert_product import ChainInputs, random_experts
+from espalier.bench.linears import RoutedExperts, Run
+from espalier.kernels.layers.experts_plan import ExpertsShape
+from espalier.kernels.layers.quantised import RoundedRows, Rows
+from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.ops.activation import SILU, Activation
+from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, SharedExperts, grouped_experts
+from espalier.kernels.ops.linear import quantise_rows
+from espalier.models.layers.experts import rounding_in_norm
+from espalier.models.quantisers import QUANTISERS
+from lab.bench.cases import Case
+
+# The size of the largest L2 cache that we measure on.
+L2_BYTES = 60 * 10**6
+
+
+def stored_experts(
+    shape: ExpertsShape, weights: str, dtype: torch.dtype, device: torch.device
+) -> tuple[ExpertMatrix, ExpertMatrix]:
+    """random_experts as the engine holds them.  weights: "dense", or a name of QUANTISERS."""
+    gate_up, down = random_experts(shape, dtype, device)
+    if weights == DENSE:
+        return gate_up, down
+    return QUANTISERS[weights].of_experts(gate_up), QUANTISERS[weights].of_experts(down)
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """The routed experts of one layer, as grouped_experts takes them.  dtype: of the rows."""
+
+    gate_up: ExpertMatrix
+    down: ExpertMatrix
+    dtype: torch.dtype
+    biases: ExpertBiases | None = None
+    activation: Activation = SILU
+
+    @classmethod
+    def drawn(cls, experts: RoutedExperts, dtype: torch.dtype, device: torch.device) -> "LayerExperts":
+        sizes, biases = experts.sizes, None
+        gate_up, down = stored_experts(sizes.shape, experts.weights, dtype, device)
+        if sizes.biases:
+            of_each = [torch.randn(*matrix.shape[:2], dtype=dtype, device=device) for matrix in (gate_up, down)]
+            biases = ExpertBiases(*of_each)
+        return cls(gate_up, down, dtype, biases, sizes.activation)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A product of a chain: with weight `layer` of the run.
+
+    is_experts: instead with the experts of that layer, behind the router that `run` is.
+    shared: the two layers of the shared expert, if it is part of the product.
+    """
+
+    run: Run
+    layer: int
+    is_experts: bool = False
+    shared: tuple[Run, ...] = ()
+
+
+def steps_of(runs: Sequence[Run], experts: bool) -> list[Step]:
+    """The products in the order of a pass: layer by layer, then the rest.
+
+    experts: with those behind routers, at the place where the engine launches them.
+    """
+    steps = []
+    for group in by_layer(runs):
+        for layer in range(group[0].count):
+            of_layer = iter(group)
+            for run in of_layer:
+                steps.append(Step(run, layer))
+                if experts and run.experts is not None:
+                    # The next two runs are then the shared expert's.
+                    joins = run.experts.takes_shared(run.rows)
+                    shared = (next(of_layer), next(of_layer)) if joins else ()
+                    steps.append(Step(run, layer, True, shared))
+    return steps
+
+
+def num_copies(experts: RoutedExperts) -> int:
+    """The number of copies of a layer's experts, which layers take in turn.
+
+    With so many, more than an L2 cache is read between two uses of an expert, whatever the ids are.  What is
+    read at least: a call to each of the other copies, and a third of the expert's own call, the bytes of down, because
+    down comes after all of gate and up.
+    """
+    of_call = experts.sizes.shape.top_k * experts.expert_bytes
+    return min(experts.sizes.layers, 1 + max(0, math.ceil(L2_BYTES / of_call - 1 / 3)))
+
+
+class ExpertCalls:
+    """The products with the experts behind a router, one for each layer, as MixtureMLP runs them."""
+
+    def __init__(self, router: Run, copies: Sequence[LayerExperts]) -> None:
+        experts, rows, down = router.experts, router.rows, copies[0].down
+        assert experts is not None
+        self.copies, dtype = copies, copies[0].dtype
+        touched = experts.touched_to_draw(rows)
+        self.inputs = ChainInputs(experts.sizes.shape, rows, dtype, down.device, router.count, touched)
+        x = self.inputs.x
+        rounding = rounding_in_norm(copies[0].gate_up, x)
+        # The norm before rounds them, so that is no part of the product.
+        self.rows: Rows = x if rounding is None else RoundedRows(*quantise_rows(x, rounding), dtype)
+        # Decoder passes which rows are live, and here all are.
+        self.live = torch.ones(rows, dtype=torch.bool, device=down.device)
+
+    def product(self, layer: int, shared: Sequence[Matrix]) -> Product:
+        """shared: gate_up and down of the shared expert, if it is part of the product; else none."""
+        own, joined = self.copies[layer % len(self.copies)], None
+        if shared:
+            gate_up, down = shared
+            assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+            joined = SharedExperts(gate_up, down)
+        arguments = (self.rows, own.gate_up, own.down, self.inputs.ids[layer], self.inputs.weights, self.live)
+        return partial(grouped_experts, *arguments, own.biases, own.activation, shared=joined)
+
+
+class ExpertWeights(Weights):
+    """With the experts behind routers."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._experts: dict[str, list[LayerExperts]] = {}
+
+    def experts_of(self, router: Run) -> list[LayerExperts]:
+        """The copies of the experts behind a router."""
+        experts = router.experts
+        assert experts is not None
+        if router.name not in self._experts:
+            count = num_copies(experts)
+            self._experts[router.name] = [LayerExperts.drawn(experts, self.dtype, self.device) for _ in range(count)]
+        return self._experts[router.name]
+
+    def chain(self, runs: Sequence[Run], multiply: Multiply, experts: bool = False) -> Callable[[], None]:
+        """A function that runs all products of `steps_of`.  Experts are multiplied as the engine does."""
+        calls = {run: ExpertCalls(run, self.experts_of(run)) for run in runs if experts and run.experts is not None}
+        inputs: Inputs = {}
+        products = []
+        for step in steps_of(runs, experts):
+            if step.is_experts:
+                shared = [self.of(run)[step.layer] for run in step.shared]
+                products.append(calls[step.run].product(step.layer, shared))
+            else:
+                products.append(self.product(step.run, step.layer, inputs, multiply))
+        return in_turn(products)
+
+
+def expert_case(
+    names: tuple[str, ...],
+    shape: ExpertsShape,
+    gate_up: ExpertMatrix,
+    down: ExpertMatrix,
+    dtype: torch.dtype,
+    rows: int,
+) -> Case:
+    """The product of one layer's experts with `rows` rows, whose bytes are those of the experts that have rows.
+
+    gate_up, down: as in grouped_experts.  dtype: of the rows.
+    """
+    inputs = ChainInputs(shape, rows, dtype, down.device)
+    calls = [partial(grouped_experts.triton, inputs.x, gate_up, down, ids, inputs.weights) for ids in inputs.ids]
+    num_bytes = inputs.touched * (gate_up.nbytes + down.nbytes) / shape.num_experts
+    note = f"{inputs.touched:.1f} of them touched"
+    return Case(names, num_bytes, shape.flops(rows), in_turn(calls), inputs.num, note=note)

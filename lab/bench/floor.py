@@ -1,0 +1,266 @@
+"""The floor of a round: the least time that its products and its attention can take on this GPU.
+
+    floor = fastest linear layers and products with experts found for those rows, as one CUDA graph
+            + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
+
+Linear layers are multiplied by the library and as the engine does, experts as the engine does alone: no library has
+that product.  A call touches as many experts (those that have rows) as were measured for the target, or as uniform
+routing does; uniform routing for the layers of an MTP draft.  `draft_passes` lists what a draft of modules runs; a
+block draft runs one pass.  Everything is measured on the device in the same run.  For comparison, the bytes of weights
+and of touched experts / bandwidth are given too; no kernel reaches that.  `python -m lab floor` prints the parts.
+"""
+
+import gc
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from rich.text import Text
+
+from espalier.bench.chains import as_engine, plain
+from espalier.bench.linears import ModelShape, Run, shape_named
+from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
+from espalier.config import FP8_KV, is_open
+from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
+from espalier.terminal.flags import positive_numbers
+from espalier.terminal.machine import require_gpu
+from lab.bench.experts import ExpertWeights
+
+
+@dataclass(frozen=True)
+class LinearTimes:
+    """ms of a chain of linear layers: by the library, and by the fastest found (our kernels where the plans say so)."""
+
+    rows: int
+    cublas_ms: float
+    fastest_ms: float
+    weight_bytes: float
+
+
+@dataclass(frozen=True)
+class ExpertTimes:
+    """The routed experts of a chain.
+
+    touched: experts with rows in a layer, the mean over layers.  num_bytes: of all of these.
+    ms: that they add to the linear layers in the same CUDA graph.
+    """
+
+    touched: float
+    num_bytes: float
+    ms: float
+
+
+@dataclass(frozen=True)
+class RoundFloor:
+    """ms: of a whole round; linear_ms: of its linear layers alone; expert_ms: that its experts add to them.
+
+    weight_bytes_ms: of reading the weights at the measured bandwidth, including only the touched experts.
+    """
+
+    ms: float
+    linear_ms: float
+    expert_ms: float
+    weight_bytes_ms: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an operation reads and computes."""
+
+    num_bytes: float
+    flops: float
+
+    def ms(self, ceilings: Ceilings) -> float:
+        return 1e3 * max(self.num_bytes / ceilings.bandwidth, self.flops / ceilings.peak)
+
+
+@dataclass(frozen=True)
+class DraftPass:
+    """A pass of a draft's module (from 1) in a round.  queries, head_rows: rows of one request, and of its head."""
+
+    module: int
+    queries: int
+    head_rows: int
+    is_extend: bool = False
+
+
+def draft_passes(modules: int, steps: int, topk: int) -> tuple[DraftPass, ...]:
+    """The passes of a round (speculate/drafters/autoregressive.py), the same for both forms of an MTP draft.
+
+    Level l runs module l over the beams of all levels before, and from the last module on over those of one level.
+    Level 1 is the first module's head at the root alone, counted with the extend.  The extend runs every module over
+    steps + 1 rows; it runs at steps=0 too.
+    """
+    levels = [
+        DraftPass(min(level, modules), (level - 1 if level <= modules else 1) * topk, topk)
+        for level in range(2, steps + 1)
+    ]
+    roots = 1 if steps else 0
+    extends = [DraftPass(m, steps + 1, roots if m == 1 else 0, is_extend=True) for m in range(1, modules + 1)]
+    return (*levels, *extends)
+
+
+def round_runs(
+    shape: ModelShape,
+    batch: int,
+    steps: int,
+    topk: int,
+    num_draft_tokens: int,
+    drafts: bool = True,
+    touched: float | None = None,
+) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """(the target's pass over the trees, the draft's passes) of a round.
+
+    steps=0 is plain decoding: the draft still extends, unless drafts=False.
+    touched: by the target's pass, as of RoutedExperts.
+    """
+    target = tuple(
+        run if run.experts is None else replace(run, experts=replace(run.experts, touched=touched))
+        for run in shape.target_pass(batch * num_draft_tokens)
+    )
+    draft: list[Run] = []
+    if drafts and shape.block is not None:
+        draft += shape.block_pass(batch, steps, topk) if steps else ()
+        return target, (*draft, *shape.extend_passes(batch * (steps + 1)))
+    for each in draft_passes(shape.modules, steps, topk) if drafts else ():
+        rows = batch * each.queries
+        draft += shape.draft_pass(rows, batch * each.head_rows, rows if each.is_extend else 0, each.module)
+    return target, tuple(draft)
+
+
+def kv_value_bytes(kv_dtype: str, draft_kv_dtype: str) -> tuple[int, int]:
+    """Bytes that a number of K or V takes, of the target and of the draft.  A draft's "auto" is the target's."""
+    draft_kv_dtype = kv_dtype if is_open(draft_kv_dtype) else draft_kv_dtype
+    return (1 if kv_dtype == FP8_KV else 2), (1 if draft_kv_dtype == FP8_KV else 2)
+
+
+def round_attention(
+    shape: ModelShape,
+    batch: int,
+    context: float,
+    steps: int,
+    topk: int,
+    num_draft_tokens: int,
+    drafts: bool = True,
+    value_bytes: tuple[int, int] = (2, 2),
+) -> Cost:
+    """The attention of the passes of `round_runs`.  value_bytes: see kv_value_bytes.
+
+    Each pass reads a request's prefix of `context` tokens once; a layer with a window reads only the window.  The nodes
+    are left out: they are few compared with the prefix.
+    """
+    of_target, of_draft = value_bytes
+    # (model, queries a request, bytes of a value) of each pass
+    passes = [(shape, num_draft_tokens, of_target)]
+    if drafts and shape.block is not None:
+        passes += [(shape.draft_sizes, shape.block.rows, of_draft)] if steps else []
+    elif drafts:
+        passes += [(shape.draft_sizes, each.queries, of_draft) for each in draft_passes(shape.modules, steps, topk)]
+    reads = [(model, queries, size, batch * model.attended(context)) for model, queries, size in passes]
+    num_bytes = sum(size * model.kept_values * rows for model, _, size, rows in reads)
+    return Cost(num_bytes, sum(queries * model.attention_flops * rows for model, queries, _, rows in reads))
+
+
+class Floors:
+    """Holds one set of weights of a shape, the target's and the draft's, and measures passes over them."""
+
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype = torch.bfloat16, value_bytes: tuple[int, int] = (2, 2)
+    ) -> None:
+        """value_bytes: of K and V, see kv_value_bytes."""
+        self.shape, self.value_bytes = shape, value_bytes
+        self.device = require_gpu("floor")
+        self.weights = ExpertWeights(dtype, self.device)
+        self.stopwatch = Stopwatch()
+        # Context and page size change no product.
+        self._products: dict[tuple[Run, ...], tuple[LinearTimes, ExpertTimes | None]] = {}
+
+    def ceilings(self) -> Ceilings:
+        return self.stopwatch.ceilings(self.device)
+
+    def linears(self, runs: Sequence[Run], rows: int) -> LinearTimes:
+        """Time the linear layers as one CUDA graph, by F.linear and as the engine multiplies."""
+        return self._timed(runs, rows, with_experts=(False,))[0]
+
+    def products(self, runs: tuple[Run, ...], rows: int) -> tuple[LinearTimes, ExpertTimes | None]:
+        """Time the linear layers alone, and together with the experts behind routers; None without experts.
+
+        The same runs are timed once.
+        """
+        if runs not in self._products:
+            has_experts = any(run.experts is not None for run in runs)
+            self._products[runs] = self._timed(runs, rows, (False, True) if has_experts else (False,))
+        return self._products[runs]
+
+    def _timed(
+        self, runs: Sequence[Run], rows: int, with_experts: Sequence[bool]
+    ) -> tuple[LinearTimes, ExpertTimes | None]:
+        if self.device.type == "cuda":
+            # The memory of a closed engine first: new weights among its pages would keep these in PyTorch's cache.
+            gc.collect()
+            torch.cuda.empty_cache()
+        chains = [self.weights.chain(runs, multiply, each) for each in with_experts for multiply in (plain, as_engine)]
+        cublas, ours, *whole = self.stopwatch.ms(chains, TURNS, SECONDS)
+        linears = LinearTimes(rows, cublas, min(cublas, ours), sum(run.weight_bytes for run in runs))
+        if not whole:
+            return linears, None
+        touched = [(run.count, run.experts.touched_by(run.rows)) for run in runs if run.experts is not None]
+        mean = sum(count * each for count, each in touched) / sum(count for count, _ in touched)
+        return linears, ExpertTimes(mean, sum(run.expert_bytes for run in runs), min(whole) - linears.fastest_ms)
+
+    def round(
+        self,
+        batch: int,
+        context: float,
+        steps: int,
+        topk: int,
+        num_draft_tokens: int,
+        ceilings: Ceilings,
+        drafts: bool = True,
+        touched: float | None = None,
+    ) -> RoundFloor:
+        """The floor of a round of this layout.
+
+        The first call for its products needs memory for their weights, and an engine takes all that is free: call it
+        when none runs.
+        context: mean tokens of a request; ceilings: measured in the same run; drafts: False if there is no draft;
+        touched: as for round_runs.
+        """
+        layout = (steps, topk, num_draft_tokens, drafts)
+        target, draft = round_runs(self.shape, batch, *layout, touched)
+        linears, experts = self.products((*draft, *target), batch * num_draft_tokens)
+        attention_ms = round_attention(self.shape, batch, context, *layout, self.value_bytes).ms(ceilings)
+        expert_ms, expert_bytes = (experts.ms, experts.num_bytes) if experts else (0.0, 0.0)
+        bytes_ms = 1e3 * (linears.weight_bytes + expert_bytes) / ceilings.bandwidth
+        whole_ms = linears.fastest_ms + expert_ms + attention_ms
+        return RoundFloor(whole_ms, linears.fastest_ms, expert_ms, bytes_ms)
+
+
+def run(args: Namespace) -> int:
+    """`python -m lab floor`."""
+    rows = positive_numbers("--rows", args.rows, "1,16,64")
+    require_writable("--json", args.json)
+    floors = Floors(shape_named(args.shape))
+    print_header()
+    ceilings = floors.ceilings()
+    times = [floors.products(floors.shape.target_pass(count), count) for count in rows]
+    passes = [{**asdict(linears), "experts": experts and asdict(experts)} for linears, experts in times]
+    write_json(args.json, {"shape": args.shape, "ceilings": asdict(ceilings), "passes": passes})
+    stdout().print(Text(f"read {ceilings.bandwidth / 1e12:.2f} TB/s; bf16 product {ceilings.peak / 1e12:.0f} TFLOP/s"))
+    print_table(table(times, ceilings))
+    return 0
+
+
+def table(times: Sequence[tuple[LinearTimes, ExpertTimes | None]], ceilings: Ceilings) -> list[list[str]]:
+    rows = [["rows", "F.linear, ms", "fastest, ms", "weight bytes / bandwidth, ms"]]
+    if any(experts for _, experts in times):
+        rows[0] += ["experts touched", "experts add, ms", "their bytes / bandwidth, ms"]
+    for linears, experts in times:
+        bytes_ms = 1e3 * linears.weight_bytes / ceilings.bandwidth
+        row = [f"{linears.rows}", f"{linears.cublas_ms:.2f}", f"{linears.fastest_ms:.2f}", f"{bytes_ms:.2f}"]
+        if experts:
+            bytes_ms = 1e3 * experts.num_bytes / ceilings.bandwidth
+            row += [f"{experts.touched:.1f}", f"{experts.ms:.2f}", f"{bytes_ms:.2f}"]
+        rows.append(row)
+    return rows

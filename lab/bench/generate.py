@@ -1,0 +1,295 @@
+"""`python -m lab generate`: the time of a round and the time to the first token of LLM.generate, as a user calls it.
+
+The time of a round is the mean over the rounds that run every request.  Rounds after the first request has finished do
+not count: they are smaller.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import takewhile
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from espalier.bench.drive import empty_prefix_cache, require_pages, require_success
+from espalier.bench.engines import BenchEngines, Way, compared_ways, require_positions, way_with
+from espalier.config import ResolvedConfig
+from espalier.engine.executor import Handle
+from espalier.engine.launch_input import LaunchInput
+from espalier.errors import EspalierError
+from espalier.layout import PLAIN, TreeShape
+from espalier.llm import LLM
+from espalier.request import Output, SamplingParams
+from espalier.speculate.drafters.registry import drafter_without_files
+from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
+from espalier.terminal.flags import refuse_tree_flags, require_at_least_one
+from lab.bench.engines import about, engines_of, shape_of
+from lab.bench.floor import Floors, kv_value_bytes
+
+# Default --prompts: for a named shape, and for a model.
+PROMPTS_OF_SHAPE = [(1, 1024), (8, 1024)]
+PROMPTS_OF_MODEL = [(1, 128), (8, 128)]
+# The first rounds of the full batch do not count, because the host runs ahead.
+WARM_UP = 3
+# The fewest rounds that a mean is taken over.
+MIN_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds of one call.  seconds: of a round that runs every request, the mean.
+
+    accept_length: the mean over all requests and rounds.
+    """
+
+    seconds: float
+    accept_length: float
+
+
+class RoundClock:
+    """A LaunchObserver that notes when each launch starts.
+
+    launches: (time, number of requests) of each; the number is 0 for a prefill pass.
+    """
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[float, int]] = []
+
+    def on_launch(self, launch_input: LaunchInput) -> None:
+        self.launches.append((perf_counter(), 0 if launch_input.is_prefill else len(launch_input.slots)))
+
+    def before_result(self, handle: Handle) -> None:
+        pass
+
+    def seconds(self, batch: int) -> float:
+        """Mean time of a round, over the first rounds of `batch` requests without another launch between them.
+
+        Raises EspalierError if they are too few.
+        """
+        sizes = [size for _, size in self.launches]
+        first = sizes.index(batch) if batch in sizes else len(sizes)
+        times = [time for time, _ in takewhile(lambda launch: launch[1] == batch, self.launches[first:])]
+        times = times[WARM_UP:]
+        if len(times) <= MIN_ROUNDS:
+            raise EspalierError(
+                f"too few rounds ran the whole batch of {batch}: {len(times)} after the first {WARM_UP}, and "
+                f"{MIN_ROUNDS + 1} are needed; raise --tokens"
+            )
+        return (times[-1] - times[0]) / (len(times) - 1)
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A batch of prompts of `context` tokens.
+
+    tree: of a round of this batch; by default an engine changes it by batch.
+    first_token_ms: from the call until every request has its first token.  round_ms: of rounds that run every request,
+    without prefill.  accept_length: the mean over all requests and rounds.  tokens_per_second: of a round of round_ms
+    in which each request accepts that many tokens.  floor_ms: the least time of such a round, weight_bytes_ms: of its
+    weights' bytes (floor.py); None without a named shape or a GPU.
+    """
+
+    batch: int
+    context: int
+    first_token_ms: float
+    round_ms: float
+    accept_length: float
+    tokens_per_second: float
+    tree: TreeShape
+    floor_ms: float | None = None
+    weight_bytes_ms: float | None = None
+
+
+def run(args: Namespace) -> int:
+    args.prompts = args.prompts or (PROMPTS_OF_MODEL if args.shape is None else PROMPTS_OF_SHAPE)
+    require_at_least_one(args, "tokens", "repeats")
+    if args.tree is None:
+        made = engines_of(args, {})
+        ways = list(compared_ways(made).values())
+    else:
+        refuse_tree_flags(args, "--tree")
+        ways = _ways_with(args.tree)
+        made = engines_of(args, {}, ways)
+    for way in ways:
+        _require_sizes(made.config(way), made.positions, args)
+    measured: list[list[Generated]] = []
+    configs: list[ResolvedConfig] = []
+    with progress("measuring", len(ways) * len(args.prompts)) as advance:
+        for way in ways:
+            figures, config = _measure_all(made, way, args, advance)
+            measured.append(figures)
+            configs.append(config)
+    if args.shape is not None and torch.cuda.is_available():
+        _add_floors(measured, configs, args)
+    config = configs[0]
+    # The config is that of the first tree; each cell says its tree.
+    write_json(args.json, {**about(args, config), "tokens": args.tokens, "cells": _cells(measured)})
+    layout = config.layout
+    sizes = f"max_batch {layout.max_batch}, max_context {layout.max_context}, page_size {layout.page_size}"
+    stdout().print(Text(f"{config.algorithm}; {sizes}; {config.dtype}", QUIET))
+    print_table(_table(measured))
+    return 0
+
+
+def _ways_with(trees: Sequence[TreeShape]) -> list[Way]:
+    """Each tree, then plain decoding.  Raises EspalierError if one would be measured twice."""
+    named = trees if trees == [PLAIN] else [*trees, PLAIN]
+    twice = [tree for place, tree in enumerate(named) if tree in named[:place]]
+    if twice:
+        beside = "plain decoding is measured beside every tree"
+        raise EspalierError(f"--tree names {twice[0]} twice ({beside}); leave one out")
+    return [way_with(tree) for tree in named]
+
+
+def _require_sizes(config: ResolvedConfig, positions: int, args: Namespace) -> None:
+    """Check, before anything is loaded, that the engine runs all that is asked.  Raises EspalierError."""
+    batch, length = (max(sizes) for sizes in zip(*args.prompts, strict=True))
+    context = length + args.tokens
+    longest = next(f"{count}x{each}" for count, each in args.prompts if each == length)
+    require_positions(positions, context, f"--prompts {longest}", f"--tokens {args.tokens}")
+    layout = config.layout
+    if batch > layout.max_batch:
+        raise EspalierError(f"{batch} prompts at once are above max_batch={layout.max_batch}; give --max-batch {batch}")
+    if context > layout.max_context:
+        raise EspalierError(
+            f"prompts of {length} tokens and {args.tokens} new ones are above "
+            f"max_context={layout.max_context}; give --max-context {context}, or lower --prompts or --tokens"
+        )
+
+
+def _measure_all(
+    made: BenchEngines, way: Way, args: Namespace, advance: Callable[[], None]
+) -> tuple[list[Generated], ResolvedConfig]:
+    """Measure every group of prompts.  A function of its own: the engine's memory is free when it returns."""
+    measured = []
+    with made.open(way) as bench:
+        for batch, context in args.prompts:
+            prompts = bench.prompts([context] * batch)
+            measured.append(measure(bench.llm, prompts, args.tokens, args.repeats))
+            advance()
+        return measured, bench.config
+
+
+def _add_floors(measured: list[list[Generated]], configs: list[ResolvedConfig], args: Namespace) -> None:
+    """Set floor_ms and weight_bytes_ms of each, at a context of the prompt and half of the new tokens."""
+    value_bytes = kv_value_bytes(configs[0].kv_dtype, configs[0].draft_kv_dtype)
+    floors = Floors(shape_of(args), value_bytes=value_bytes)
+    ceilings = floors.ceilings()
+    for figures, config in zip(measured, configs, strict=True):
+        drafts = drafter_without_files(config.algorithm) is None
+        for i, one in enumerate(figures):
+            tree, context = one.tree, one.context + args.tokens / 2
+            sizes = (tree.steps, tree.topk, tree.num_draft_tokens)
+            floor = floors.round(one.batch, context, *sizes, ceilings, drafts)
+            figures[i] = replace(one, floor_ms=floor.ms, weight_bytes_ms=floor.weight_bytes_ms)
+
+
+def measure(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int, repeats: int) -> Generated:
+    """Medians over repeats, after a warm-up.
+
+    prompts: of one length; num_tokens: of each request, in the calls whose rounds are timed.
+    Raises EspalierError if the pages do not hold the batch, or if there are too few tokens to time a round.
+    """
+    batch, context = len(prompts), len(prompts[0])
+    require_pages(llm.engine, f"{batch}x{context} with {num_tokens} new tokens", batch, context + num_tokens)
+    first_seconds, rounds = [], []
+    for _ in range(1 + repeats):
+        empty_prefix_cache(llm.engine)
+        first_seconds.append(_seconds_to_first_token(llm, prompts))
+        # The prompts are cached now, so all requests enter at once.
+        rounds.append(_rounds(llm, prompts, num_tokens))
+    seconds, accept_length = median(each.seconds for each in rounds[1:]), rounds[-1].accept_length
+    return Generated(
+        batch=batch,
+        context=context,
+        first_token_ms=1e3 * median(first_seconds[1:]),
+        round_ms=1e3 * seconds,
+        accept_length=accept_length,
+        tokens_per_second=batch * accept_length / seconds,
+        tree=llm.engine.layout.at(batch).tree,
+    )
+
+
+def _seconds_to_first_token(llm: LLM, prompts: Sequence[Sequence[int]]) -> float:
+    begun = perf_counter()
+    _generate(llm, prompts, 1)
+    return perf_counter() - begun
+
+
+def _rounds(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> Rounds:
+    llm.engine.observer = clock = RoundClock()
+    try:
+        outputs = _generate(llm, prompts, num_tokens)
+    finally:
+        llm.engine.observer = None
+    seconds = clock.seconds(len(prompts))  # raises if there were too few rounds
+    # The first token of a request comes from its prefill.
+    decoded = sum(len(output.token_ids) - 1 for output in outputs)
+    accept_length = decoded / sum(output.speculation.rounds for output in outputs)
+    return Rounds(seconds, accept_length)
+
+
+def _generate(llm: LLM, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[Output]:
+    """Generate num_tokens greedy tokens for each prompt.  Raises EspalierError if a request fails."""
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
+    require_success(outputs)
+    return outputs
+
+
+def _cells(measured: Sequence[Sequence[Generated]]) -> list[dict[str, Any]]:
+    """For --json: for each group of prompts and each tree its figures, those of plain decoding, and how many times as
+    fast the tree is.
+
+    measured: a list for each way, plain decoding last.
+    """
+    cells: list[dict[str, Any]] = []
+    for *trees, plain in zip(*measured, strict=True):
+        prompts: dict[str, Any] = {"batch": plain.batch, "context": plain.context}
+        beside = {"plain": asdict(plain)}
+        cells += [{**prompts, "tree": asdict(tree), **beside, "tree_over_plain": _over(tree, plain)} for tree in trees]
+        if not trees:
+            cells.append(prompts | beside)
+    return cells
+
+
+def _over(tree: Generated, plain: Generated) -> float:
+    return tree.tokens_per_second / plain.tokens_per_second
+
+
+def _table(measured: Sequence[Sequence[Generated]]) -> list[list[str]]:
+    """One row for each group of prompts and way.  measured: as in `_cells`."""
+    rows = [
+        [
+            "batch x context",
+            "steps, topk, nodes",
+            "first token ms",
+            "round ms",
+            "of floor",
+            "bytes ms",
+            "accept",
+            "tokens/s",
+            "over plain",
+        ]
+    ]
+    for *trees, plain in zip(*measured, strict=True):
+        rows += [_row("tree", tree, f"{_over(tree, plain):.2f}") for tree in trees]
+        rows.append(_row("plain", plain, ""))
+    return rows
+
+
+def _row(name: str, figures: Generated, over_plain: str) -> list[str]:
+    return [
+        f"{figures.batch}x{figures.context} {name}",
+        ", ".join(map(str, astuple(figures.tree))),
+        f"{figures.first_token_ms:.1f}",
+        f"{figures.round_ms:.2f}",
+        f"{figures.round_ms / figures.floor_ms:.2f}" if figures.floor_ms else "",
+        f"{figures.weight_bytes_ms:.2f}" if figures.weight_bytes_ms else "",
+        f"{figures.accept_length:.2f}",
+        f"{figures.tokens_per_second:.1f}",
+        over_plain,
+    ]

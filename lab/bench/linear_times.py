@@ -1,0 +1,106 @@
+"""`python -m lab linears`: each linear layer of a named shape on a GPU, and its experts, format by format.
+
+Weights of a chain of calls differ, so that none is found in the L2 cache.  What is printed is the share of the read
+bandwidth that the bytes of the stored weights make up.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from rich.text import Text
+
+from espalier.bench.chains import Matrix, Weights, in_turn
+from espalier.bench.linears import ModelShape, shape_named
+from espalier.bench.timing import Stopwatch
+from espalier.kernels.layers.linear_tuning import plans_for
+from espalier.kernels.layers.quantised import QuantisedMatrix
+from espalier.kernels.layers.quantised_plans import plan_of
+from espalier.kernels.layers.scaled_product import is_scaled_product
+from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.ops.linear import linear, linear_gated, linear_quantised, linear_quantised_gated
+from espalier.models.quantisers import QUANTISERS, find_quantiser
+from espalier.terminal.console import QUIET, print_header, print_table, require_writable, stdout, write_json
+from espalier.terminal.flags import positive_numbers
+from espalier.terminal.machine import require_gpu
+from lab.bench.cases import Case, Timed, table, timed
+from lab.bench.experts import expert_case, stored_experts
+
+DTYPE = torch.bfloat16
+# Weights of a chain together; the L2 cache holds a fraction.
+CHAIN_BYTES = 600 * 10**6
+GATED = "gate_up"
+
+
+HEADS = ("layer", "out x in", "weights", "rows")
+
+
+def run(args: Namespace) -> int:
+    all_rows = positive_numbers("--rows", args.rows, "1,4,16,64")
+    formats = args.weights.split(",")
+    for name in formats:
+        if name != DENSE:
+            find_quantiser(name)
+    require_writable("--json", args.json)
+    device = require_gpu("linears")
+    print_header()
+    stopwatch = Stopwatch()
+    bandwidth = stopwatch.bandwidth(device)
+    shape = shape_named(args.shape)
+    times: list[Timed] = []
+    for name in formats:
+        times += timed(layer_cases(shape, name, all_rows, device), stopwatch, bandwidth)
+        times += timed(expert_cases(shape, name, all_rows, device), stopwatch, bandwidth)
+    write_json(args.json, {"bytes_per_second": bandwidth, "layers": [time.as_dict(HEADS) for time in times]})
+    stdout().print(Text(f"bfloat16 inputs; memory reads {bandwidth / 1e12:.2f} TB/s", QUIET))
+    print_table(table(HEADS, times))
+    return 0
+
+
+def layer_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """The linear layers that the format takes, without routers and the head.
+
+    Each has the plan of its kernel as a note, None: the library's.
+    """
+    made = Weights(DTYPE, device)
+    # Layers with and without experts have some layers in common.
+    for run in {(run.name, run.shape): run for run in shape.target_pass(1)}.values():
+        if run.heads > 1 or "router" in run.name or run.name[-4:] == "gate" or run.name == "lm_head":
+            continue
+        if weights != DENSE and run.shape[1] % QUANTISERS[weights].groups[0]:
+            continue
+        first = made.drawn(run.shape, weights)
+        copies = [first, *(made.drawn(run.shape, weights) for _ in range(CHAIN_BYTES // first.nbytes))]
+        for rows in all_rows:
+            x = torch.randn(rows, run.shape[1], dtype=DTYPE, device=device)
+            calls = in_turn([partial(product, x, weight, run.name == GATED) for weight in copies])
+            names = run.name, f"{run.shape[0]} x {run.shape[1]}", weights, f"{rows}"
+            flops = 2 * rows * run.shape[0] * run.shape[1]
+            yield Case(names, first.nbytes, flops, calls, len(copies), note=_plan(first, x))
+
+
+def expert_cases(shape: ModelShape, weights: str, all_rows: Sequence[int], device: torch.device) -> Iterator[Case]:
+    """The product with the experts of a layer."""
+    if shape.experts is None or not (weights == DENSE or QUANTISERS[weights].experts):
+        return
+    sizes = shape.experts.shape
+    experts = stored_experts(sizes, weights, DTYPE, device)
+    for rows in all_rows:
+        names = "experts", f"{sizes.hidden} x {sizes.inner}", weights, f"{rows}"
+        yield expert_case(names, sizes, *experts, DTYPE, rows)
+
+
+def product(x: torch.Tensor, weight: Matrix, gated: bool) -> torch.Tensor:
+    """As the engine computes it."""
+    if isinstance(weight, QuantisedMatrix):
+        return (linear_quantised_gated if gated else linear_quantised)(x, weight, None)
+    plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, x.dtype, weight)
+    return (linear_gated if gated else linear)(x, weight, None, None if plans is None else plans.at(len(x)))
+
+
+def _plan(weight: Matrix, x: torch.Tensor) -> str:
+    if isinstance(weight, QuantisedMatrix):
+        return str(None if is_scaled_product(x, weight) else plan_of(weight, x))
+    plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, x.dtype, weight)
+    return str(None if plans is None else plans.at(len(x)))

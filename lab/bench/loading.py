@@ -1,0 +1,144 @@
+"""`python -m lab loading`: how fast a target comes from disk onto its device, and how much memory that takes.
+
+The files are read first as they are, then loaded, each time after they were dropped from the system's file cache.
+The memory of the process is sampled: its own pages, without those of files, which the system takes back at will.
+"""
+
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from threading import Event, Thread
+from time import perf_counter
+
+import torch
+
+from espalier.config import EngineConfig
+from espalier.errors import EspalierError
+from espalier.models import load_target, read_config
+from espalier.models.weight_count import stored_weights
+from espalier.models.weights import shards_of
+from espalier.startup.checkpoints import find_target
+from espalier.startup.resolve import choose_device
+from espalier.terminal.console import print_header, print_table, require_writable, write_json
+
+# Bytes of a read, as large as a disk needs for its full rate.
+READ_BYTES = 16 * 2**20
+SAMPLE_SECONDS = 0.01
+# Of the rotary tables, which loading makes.
+POSITION_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Loading:
+    """file_bytes: of the target's files.  seconds: to read them alone, and to load them.
+
+    host_bytes: the most that the process's own pages grew by while loading.  weights_bytes: of the loaded weights.
+    gpu_bytes: the most that was allocated on the GPU; None without one.
+    """
+
+    file_bytes: int
+    read_seconds: float
+    load_seconds: float
+    host_bytes: int
+    weights_bytes: int
+    gpu_bytes: int | None
+
+
+def run(args: Namespace) -> int:
+    require_writable("--json", args.json)
+    device = choose_device(EngineConfig(device=args.device))
+    path = find_target(args.model)
+    print_header()
+    found = measure(path, getattr(torch, args.dtype), device)
+    write_json(args.json, asdict(found))
+    print_table(_table(found))
+    return 0
+
+
+def measure(path: Path, dtype: torch.dtype, device: torch.device) -> Loading:
+    """Raises EspalierError where the system does not show a process's memory."""
+    files = shards_of(path)
+    forget(files)
+    begun = perf_counter()
+    _read(files)
+    read_seconds = perf_counter() - begun
+    forget(files)
+    if device.type == "cuda":
+        torch.empty(1, device=device)  # the GPU's context is no part of loading
+        torch.cuda.reset_peak_memory_stats(device)
+    before = own_bytes()
+    with _most(own_bytes) as samples:
+        begun = perf_counter()
+        load_target(path, dtype=dtype, device=device, position_rows=POSITION_ROWS)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        load_seconds = perf_counter() - begun
+    return Loading(
+        file_bytes=sum(file.stat().st_size for file in files),
+        read_seconds=read_seconds,
+        load_seconds=load_seconds,
+        host_bytes=max(samples) - before,
+        weights_bytes=stored_weights(path, read_config(path).formats).nbytes(dtype),
+        gpu_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+    )
+
+
+def forget(files: list[Path]) -> None:
+    """Drop files from the system's file cache.  Pages that are not on disk yet are written first."""
+    for file in files:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _read(files: list[Path]) -> None:
+    buffer = bytearray(READ_BYTES)
+    for file in files:
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(buffer):
+                pass
+
+
+def own_bytes() -> int:
+    """Bytes of this process's memory that is no file's.  Raises EspalierError on systems other than Linux."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        raise EspalierError("loading reads memory from /proc, which this system does not have; use Linux") from None
+    return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith("RssAnon")))
+
+
+@contextmanager
+def _most(value: Callable[[], int]) -> Iterator[list[int]]:
+    """Samples of a value, taken by a thread until the block ends."""
+    samples, ended = [value()], Event()
+
+    def sample() -> None:
+        while not ended.wait(SAMPLE_SECONDS):
+            samples.append(value())
+
+    thread = Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+        samples.append(value())
+
+
+def _table(found: Loading) -> list[list[str]]:
+    size = found.file_bytes / 1e9
+    rows = [
+        ["files", f"{size:.2f} GB"],
+        ["read alone", f"{found.read_seconds:.2f} s, {size / found.read_seconds:.2f} GB/s"],
+        ["loaded", f"{found.load_seconds:.2f} s, {size / found.load_seconds:.2f} GB/s"],
+        ["weights in memory", f"{found.weights_bytes / 1e9:.2f} GB"],
+        ["most memory of the process", f"+{found.host_bytes / 1e9:.2f} GB"],
+    ]
+    if found.gpu_bytes is not None:
+        rows.append(["most memory of the GPU", f"{found.gpu_bytes / 1e9:.2f} GB"])
+    return rows

@@ -1,0 +1,268 @@
+"""`python -m lab prefill`: how long prompts take to enter, and how long running requests wait for them meanwhile."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from espalier.bench.drive import empty_prefix_cache, greedy_request
+from espalier.bench.engines import BenchEngine, load_sizes, require_positions
+from espalier.bench.linears import ModelShape
+from espalier.bench.timing import PeakMeter
+from espalier.errors import EspalierError
+from espalier.kernels.layers.tuning_table import DENSE
+from espalier.request import Request
+from espalier.speculate.drafters.registry import drafter_without_files
+from espalier.terminal.console import print_table, stdout, write_json
+from espalier.terminal.flags import require_at_least_one
+from lab.bench.cases import timed
+from lab.bench.engines import about, engines_of, shape_of
+from lab.bench.experts import expert_case
+from lab.bench.experts_touched import mixture_blocks
+from lab.bench.floor import Floors
+from lab.bench.full_rounds import enter, leave
+from lab.bench.instrument import record_launches
+
+TURNS = 7
+# Rounds of the running batch before the long prompt arrives, and after it has entered.
+BEFORE = 30
+AFTER = 3
+# Default --prompts: {True: of a named shape on a GPU, False: of a model}.
+PROMPTS = {True: [(1, 8192), (32, 1024)], False: [(1, 256), (8, 64)]}
+# FLOP/s of attention that the bound counts with: what our kernel reaches over a long prefix (docs/log.md, "The table").
+ATTENTION_PEAK = 540e12
+# Tokens of context beyond the longest prompt: running requests decode while it enters.
+SPARE = 512
+
+# The times at which tokens came to each request, in seconds.
+Times = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """`batch` prompts of `length` tokens that arrive together; medians over turns.
+
+    ms: from arrival until the last request has its first token.  passes: prefill passes.  rounds: rounds that ran
+    between them, for requests that had already entered.  linear_ms, expert_ms: of the linear layers and of the product
+    with experts alone, at the rows of these passes; None where they were not measured, or where there are no experts.
+    bound_ms: see bound_ms().
+    """
+
+    batch: int
+    length: int
+    ms: float
+    tokens_per_second: float
+    passes: int
+    rounds: int
+    linear_ms: float | None
+    expert_ms: float | None
+    bound_ms: float | None
+
+    def share(self, part_ms: float | None) -> float | None:
+        """Of the whole time."""
+        return None if part_ms is None else part_ms / self.ms
+
+    def as_dict(self) -> dict[str, Any]:
+        shares = {"linear_share": self.share(self.linear_ms), "expert_share": self.share(self.expert_ms)}
+        return {**asdict(self), **shares, "of_bound": self.of_bound}
+
+    @property
+    def of_bound(self) -> float | None:
+        return None if self.bound_ms is None else self.ms / self.bound_ms
+
+
+@dataclass(frozen=True)
+class Pause:
+    """ms between the tokens of a running request: before a prompt of `length` tokens arrives, and until it has entered.
+
+    running: the number of requests that decode, from prompts of `context` tokens.
+    """
+
+    running: int
+    context: int
+    length: int
+    median_before_ms: float
+    longest_before_ms: float
+    longest_during_ms: float
+
+
+def run(args: Namespace) -> int:
+    groups = args.prompts or PROMPTS[args.shape is not None]
+    require_at_least_one(args, "running")
+    count, longest = max(groups, key=lambda group: group[1])
+    max_batch = max(args.running + 1, *(batch for batch, _ in groups))
+    least = {"max_batch": args.running + 1, "max_context": longest + 1}
+    made = engines_of(args, load_sizes(max_batch, longest + SPARE), **least)
+    require_positions(made.positions, longest + 1, f"--prompts {count}x{longest} and the token after it")
+    floors = Floors(shape_of(args)) if args.shape and torch.cuda.is_available() else None
+    with made.open() as bench:
+        # The pause comes first, because it may find that the engine is too small for it.
+        paused = pause(bench, args.running, max(1, groups[0][1] // 8), groups[0][1])
+        prefills = [prefill(bench, batch, length, floors) for batch, length in groups]
+    figures = {"prefill": [each.as_dict() for each in prefills], "pause": asdict(paused)}
+    write_json(args.json, {**about(args, bench.config), **figures})
+    _print(prefills, paused)
+    return 0
+
+
+def _print(prefills: Sequence[Prefill], paused: Pause) -> None:
+    parts = {"linear layers": [each.linear_ms for each in prefills], "experts": [each.expert_ms for each in prefills]}
+    parts = {name: times for name, times in parts.items() if any(times)}
+    heads = [head for name in parts for head in (f"{name}, ms", "their share")]
+    has_bound = any(each.bound_ms is not None for each in prefills)
+    rows = [["prompts", "ms", "tokens/s", "passes", *heads, *(["bound, ms", "of bound"] if has_bound else ())]]
+    for i, each in enumerate(prefills):
+        row = [f"{each.batch}x{each.length}", f"{each.ms:.1f}", f"{each.tokens_per_second:.0f}", f"{each.passes}"]
+        for times in parts.values():
+            share = each.share(times[i])
+            row += ["", ""] if share is None else [f"{times[i]:.1f}", f"{share:.0%}"]
+        if has_bound:
+            row += ["", ""] if each.bound_ms is None else [f"{each.bound_ms:.1f}", f"{each.of_bound:.2f}"]
+        rows.append(row)
+    print_table(rows)
+    who = f"{paused.running} running requests of {paused.context} tokens"
+    before = f"{paused.median_before_ms:.1f} ms between tokens (at most {paused.longest_before_ms:.1f})"
+    during = f"at most {paused.longest_during_ms:.1f} during the prefill of {paused.length} tokens"
+    stdout().print(Text(f"{who} wait {before}, {during}"))
+
+
+def prefill(bench: BenchEngine, batch: int, length: int, floors: Floors | None) -> Prefill:
+    """Measure `batch` prompts of `length` tokens, after one turn to warm up.  floors: of the same shape."""
+    prompts, launches = bench.prompts([length] * batch), record_launches(bench.engine)
+    times, peaks = [], []
+    meter = None if floors is None else PeakMeter(floors.stopwatch, floors.device)
+    for _ in range(1 + TURNS):
+        empty_prefix_cache(bench.engine)
+        launches.reset()
+        times.append(_enter(bench, prompts))
+        if meter is not None:
+            # In turns with the prompts, and right after them: the clocks of a hot GPU are not those of a cool one.
+            peaks.append(meter.measure())
+    seconds = median(times[1:])
+    passes, num_rounds = launches.prefills, len(launches.rounds)
+    linear_ms = None if floors is None else _linear_ms(bench, passes, floors)
+    expert_ms = None if floors is None else _expert_ms(bench, passes, floors)
+    drafts = drafter_without_files(bench.config.algorithm) is None
+    bound = None if floors is None else bound_ms(floors.shape, batch, length, drafts, median(peaks[1:]))
+    rate = batch * length / seconds
+    return Prefill(batch, length, 1e3 * seconds, rate, len(passes), num_rounds, linear_ms, expert_ms, bound)
+
+
+def bound_ms(shape: ModelShape, batch: int, length: int, drafts: bool, peak: float) -> float | None:
+    """FLOPs of all linear layers / `peak`, the measured FLOP/s of bf16, + FLOPs of attention / ATTENTION_PEAK, in ms.
+
+    No limit: it counts every row of the prompts in every layer, though the engine leaves out rows of the last layer
+    that nobody reads, and a kernel may be faster than ATTENTION_PEAK.  Padded rows do not count.  None with experts,
+    quantised weights or MTP modules.
+    """
+    formats = {shape.weights, shape.draft_sizes.weights if drafts else DENSE}
+    if shape.experts is not None or shape.mtp is not None or formats != {DENSE}:
+        return None
+    draft = shape.extend_passes(batch * length) if drafts else ()
+    linear = sum(run.flops for run in (*shape.target_pass(batch * length, batch), *draft))
+    # A block draft only projects a prompt's tokens to K and V.
+    attending = (shape, shape.draft_sizes) if drafts and shape.block is None else (shape,)
+    attention = batch * sum(each.prompt_attention_flops(length) for each in attending)
+    return 1e3 * (linear / peak + attention / ATTENTION_PEAK)
+
+
+def _enter(bench: BenchEngine, prompts: Sequence[Sequence[int]]) -> float:
+    """Seconds from arrival until the last request has its first token."""
+    engine = bench.engine
+    begun = perf_counter()
+    enter(engine, prompts, 1)
+    seconds = perf_counter() - begun
+    while engine.has_work:
+        engine.step()
+    return seconds
+
+
+def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Floors) -> float:
+    """ms of the linear layers of all passes.  A pass runs batch x width rows."""
+    drafts = drafter_without_files(bench.config.algorithm) is None
+    ms_of_pass: dict[tuple[int, int], float] = {}
+    for batch, width in set(passes):
+        rows = batch * width
+        runs = floors.shape.prefill_pass(rows, batch, drafts)
+        ms_of_pass[batch, width] = floors.linears(runs, rows).fastest_ms
+    return sum(ms_of_pass[each] for each in passes)
+
+
+def _expert_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Floors) -> float | None:
+    """ms of the target's product with experts in all passes, by the engine's kernels; None for a dense model.
+
+    Without that of the last layer if it computes only the rows that are read.
+    """
+    sizes, mixed = floors.shape.experts, mixture_blocks(bench.engine)
+    if sizes is None:
+        return None
+    layer, all_rows = (
+        (mixed[0].gate_up, mixed[0].down, floors.weights.dtype),
+        {batch * width for batch, width in passes},
+    )
+    cases = {rows: expert_case((), sizes.shape, *layer, rows) for rows in all_rows}
+    us_of_rows = {rows: one.us for rows, one in zip(cases, timed(cases.values(), floors.stopwatch, 1.0), strict=True)}
+    layers = len(mixed) - (bench.engine.executor.runner.drafter.spec.reads != "hidden")
+    return layers * sum(us_of_rows[batch * width] for batch, width in passes) / 1e3
+
+
+def pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:
+    """Measure how long `running` requests wait while one prompt of `length` tokens enters."""
+    _pause(bench, running, context, length)  # compiles the kernels
+    return _pause(bench, running, context, length)
+
+
+def _pause(bench: BenchEngine, running: int, context: int, length: int) -> Pause:
+    engine = bench.engine
+    empty_prefix_cache(engine)
+    *short, long = bench.prompts([context] * running + [length])
+    num_tokens = engine.layout.max_context - context - 1
+    requests = enter(engine, short, num_tokens)
+    before = _arrivals(bench, requests, BEFORE)
+    entering = greedy_request("long", running, long, 1)
+    engine.add(entering)
+    during = _arrivals(bench, requests, None, entering)
+    after = _arrivals(bench, requests, AFTER)
+    if any(request.done for request in requests):
+        raise EspalierError(
+            f"the running requests, of {num_tokens} tokens each, had ended before a prompt of {length} had entered; "
+            "raise --max-context, or lower --steps"
+        )
+    leave(engine, requests)
+    gaps_before = [gap for times in before for gap in _gaps(times)]
+    gaps_during = waits(before, during, after)
+    return Pause(running, context, length, 1e3 * median(gaps_before), 1e3 * max(gaps_before), 1e3 * max(gaps_during))
+
+
+def waits(before: Times, during: Times, after: Times) -> list[float]:
+    """The gaps between tokens of each request, from its last token before the prompt came to its first afterwards."""
+    by_request = zip(before, during, after, strict=True)
+    return [gap for early, times, late in by_request for gap in _gaps([*early[-1:], *times, *late[:1]])]
+
+
+def _arrivals(
+    bench: BenchEngine, requests: Sequence[Request], num_steps: int | None, until: Request | None = None
+) -> list[list[float]]:
+    """The times at which tokens came to each request, over num_steps steps, or until `until` has its first token."""
+    times: list[list[float]] = [[] for _ in requests]
+    lengths = [len(request.output) for request in requests]
+    steps_done = 0
+    while steps_done != num_steps and not (until is not None and until.output):
+        bench.engine.step()
+        steps_done += 1
+        now = perf_counter()
+        for i, request in enumerate(requests):
+            if len(request.output) > lengths[i]:
+                times[i].append(now)
+                lengths[i] = len(request.output)
+    return times
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times)]

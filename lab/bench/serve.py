@@ -1,0 +1,213 @@
+"""`python -m lab serve`: a server compared with LLM.generate, on the same prompts and settings.
+
+Both get token ids, all prompts at once, without a prefix cache.  The server's time is from the first byte that a client
+sends to the last one received; the clients share a thread (clients.py).  A run that is timed follows one of its own
+kind that is not: the first after other runs is slower, as caches and the GPU have served another process.  The table
+says whether the work was the same: rounds, and answers.
+With --shape both run a synthetic model on the same GPU, each its own copy.  It has no tokenizer: prompts are token ids,
+and answers have token ids (return_token_ids) instead of text.
+--soak counts the requests that a server leaves unanswered.  --bad-host measures how long other requests wait while one
+host sends large requests.
+"""
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from types import MappingProxyType
+from typing import Any
+
+from espalier.bench.clients import Exchange, exchange_all, request_of
+from espalier.bench.drive import require_success
+from espalier.bench.engines import BenchEngine, load_sizes, require_positions
+from espalier.errors import EspalierError
+from espalier.request import SamplingParams
+from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
+from espalier.terminal.flags import engine_settings, flag_of, positive_numbers, require_at_least_one
+from lab.bench import bad_host, soak
+from lab.bench.engines import OfShape, about, engines_of, requested_pages
+from lab.bench.server import NAME, Server, serving
+from lab.shape_flags import SHAPE_FLAGS
+
+# Long enough for an engine step and a report.
+REPORT_S = 0.05
+# For the default mode.
+DEFAULTS = MappingProxyType({"concurrency": "1,16", "context": 128, "tokens": 96, "repeats": 5})
+
+
+def run(args: Namespace) -> int:
+    modes = {"--bad-host": args.bad_host or None, "--soak": args.soak}
+    chosen = [flag for flag, value in modes.items() if value is not None]
+    if len(chosen) > 1:
+        raise EspalierError(f"{chosen[1]} is not for {chosen[0]}; leave one out")
+    for name, value in DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+        elif chosen:
+            raise EspalierError(f"{flag_of(name)} is not for {chosen[0]}; leave one out")
+    require_at_least_one(args, "soak", "context", "tokens", "repeats")
+    if args.soak is None and not args.bad_host:
+        return _run(args)
+    refuse_shape(args, "--bad-host" if args.bad_host else "--soak")
+    require_writable("--json", args.json)
+    print_header()
+    settings = engine_settings(args)
+    return bad_host.run(args, settings) if args.bad_host else soak.run(args, settings)
+
+
+def refuse_shape(args: Namespace, mode: str) -> None:
+    """Raises EspalierError for a flag of synthetic models."""
+    for name in ("shape", *SHAPE_FLAGS):
+        if getattr(args, name) is not None:
+            raise EspalierError(f"{flag_of(name)} is not for {mode}; leave one out")
+
+
+def _run(args: Namespace) -> int:
+    sizes = positive_numbers("--concurrency", args.concurrency, "1,16")
+    # The same prompts come at every turn, so the prefix cache is off for LLM and server.
+    longest = args.context + args.tokens
+    made = engines_of(args, load_sizes(max(sizes), longest + 1), max_context=longest)
+    require_positions(made.positions, longest, f"--context {args.context}", f"--tokens {args.tokens}")
+    flags: list[str] = []
+    start: tuple[str, ...] = ("espalier", "serve")
+    if isinstance(made, OfShape):
+        made, flags, start = sharing_the_gpu(made), _shape_flags(args), ("lab", "server")
+    cells: list[Cell] = []
+    with serving(made.settings, *flags, start=start) as server, made.open() as opened:
+        bench = ServeBench(opened, server)
+        with progress("measuring", len(sizes)) as advance:
+            for size in sizes:
+                cells.append(bench.measure(size, args.context, args.tokens, args.repeats))
+                advance()
+    write_json(args.json, {**about(args, made.config()), "cells": [cell.as_dict() for cell in cells]})
+    print_table(_table(cells))
+    return 0
+
+
+def sharing_the_gpu(made: OfShape) -> OfShape:
+    """With as many pages as a full batch needs: the server and the LLM must both fit."""
+    if requested_pages(made.settings) is not None:
+        return made
+    num_pages = made.config().layout.most_pages
+    return OfShape(made.recipe, {**made.settings, "num_pages": num_pages}, made.device, made.ways)
+
+
+def _shape_flags(args: Namespace) -> list[str]:
+    """Flags of the server's models."""
+    given = [name for name in ("shape", *SHAPE_FLAGS) if getattr(args, name) is not None]
+    return [part for name in given for part in (flag_of(name), str(getattr(args, name)))]
+
+
+def _table(cells: Sequence["Cell"]) -> list[list[str]]:
+    return [
+        ["requests at once", *(str(cell.concurrency) for cell in cells)],
+        ["LLM.generate, tokens/s", *(f"{cell.offline:.0f}" for cell in cells)],
+        ["server, streams, tokens/s", *(f"{cell.streamed:.0f}" for cell in cells)],
+        ["server, whole answers, tokens/s", *(f"{cell.whole:.0f}" for cell in cells)],
+        ["streams over LLM.generate", *(f"{cell.streamed / cell.offline:.2f}" for cell in cells)],
+        ["whole answers over LLM.generate", *(f"{cell.whole / cell.offline:.2f}" for cell in cells)],
+        ["rounds: LLM.generate, streams, whole", *(" ".join(f"{each:g}" for each in cell.rounds) for cell in cells)],
+        ["streams' answers as LLM.generate's", *(f"{cell.num_equal} of {cell.concurrency}" for cell in cells)],
+    ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Median tokens/s at one concurrency: LLM.generate, and the server with streams and with whole responses.
+
+    rounds: the median that an engine launched for each of them; num_equal: streams whose answer was LLM.generate's.
+    """
+
+    concurrency: int
+    offline: float
+    streamed: float
+    whole: float
+    rounds: tuple[float, ...]
+    num_equal: int
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self) | {"streamed_ratio": self.streamed / self.offline, "whole_ratio": self.whole / self.offline}
+
+
+class ServeBench:
+    """An LLM and a server of the same model, both loaded."""
+
+    def __init__(self, opened: BenchEngine, server: Server):
+        self.opened = opened
+        self.llm = opened.llm
+        self.server = server
+
+    def measure(self, concurrency: int, context: int, num_tokens: int, repeats: int) -> Cell:
+        """Medians over repeats.  LLM.generate, streams and whole responses take turns."""
+        prompts = self.opened.prompts([context] * concurrency)
+        kinds = (self._offline, self._streamed, self._whole)
+        runs: list[tuple[Run, ...]] = []
+        for _ in range(repeats):
+            pairs = [(kind(prompts, num_tokens), kind(prompts, num_tokens)) for kind in kinds]
+            runs.append(tuple(timed for _, timed in pairs))
+        columns = list(zip(*runs, strict=True))
+        offline, streamed, whole = (concurrency * num_tokens / median(run.seconds for run in each) for each in columns)
+        rounds = tuple(median(run.rounds for run in each) for each in columns)
+        answers = zip(runs[-1][0].answers, runs[-1][1].answers, strict=True)
+        return Cell(concurrency, offline, streamed, whole, rounds, sum(one == other for one, other in answers))
+
+    def _offline(self, prompts: Sequence[list[int]], num_tokens: int) -> "Run":
+        launched = self.llm.engine.scheduler.num_rounds
+        params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        # The server's engine is idle as long.
+        time.sleep(REPORT_S)
+        before, began = launched.total(), time.perf_counter()
+        outputs = self.llm.generate(prompts, params)
+        seconds = time.perf_counter() - began
+        require_success(outputs)
+        has_text = self.llm.tokenizer is not None
+        return Run(seconds, launched.total() - before, [each.text if has_text else each.token_ids for each in outputs])
+
+    def _streamed(self, prompts: Sequence[list[int]], num_tokens: int) -> "Run":
+        return self._served(prompts, num_tokens, stream=True)
+
+    def _whole(self, prompts: Sequence[list[int]], num_tokens: int) -> "Run":
+        return self._served(prompts, num_tokens, stream=False)
+
+    def _served(self, prompts: Sequence[list[int]], num_tokens: int, stream: bool) -> "Run":
+        """From the first byte sent to the last one received.  All prompts are sent at once."""
+        same = {"model": NAME, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": stream}
+        # Without text, a stream's events would be empty.
+        same["return_token_ids"] = self.llm.tokenizer is None
+        requests = [request_of("/v1/completions", {**same, "prompt": prompt}) for prompt in prompts]
+        before = self._rounds_of_server()
+        exchanges = exchange_all(self.server.port, requests)
+        for exchange in exchanges:
+            if exchange.status != 200 or b'"error"' in exchange.received:
+                raise EspalierError(
+                    f"the server answered {exchange.status}: {bytes(exchange.received[-300:]).decode()}"
+                )
+        seconds = max(exchange.ended_at for exchange in exchanges) - exchanges[0].sent_at
+        answers = [streamed_answer(each) for each in exchanges] if stream else []
+        return Run(seconds, self._rounds_of_server() - before, answers)
+
+    def _rounds_of_server(self) -> float:
+        # The report with the last round comes a step after the last token.
+        time.sleep(REPORT_S)
+        metrics = self.server.metrics()
+        return sum(value for name, value in metrics.items() if name.startswith("espalier_rounds_total"))
+
+
+@dataclass(frozen=True)
+class Run:
+    """rounds: that the engine launched; answers: texts, or token ids where there is no tokenizer; none of whole
+    responses."""
+
+    seconds: float
+    rounds: float
+    answers: list[Any]
+
+
+def streamed_answer(exchange: Exchange) -> Any:
+    """The text of a stream, or its token ids if its events have them."""
+    chunks = [json.loads(data)["choices"][0] for _, data in exchange.events() if data != b"[DONE]"]
+    if chunks and "token_ids" in chunks[0]:
+        return [token for chunk in chunks for token in chunk["token_ids"]]
+    return "".join(chunk["text"] for chunk in chunks)

@@ -1,0 +1,285 @@
+"""`python -m lab round --shape`: rounds of a named shape, compared with their floor and with plain decoding.
+
+The cells of one tree and page size run in one engine, with the sizes that LLM gives a user; the weights are made once.
+With --own-size each cell has an engine as large as the cell.  full_rounds.py measures a cell.
+"""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.text import Text
+
+from espalier.bench.timing import Ceilings
+from espalier.config import SpeculationConfig
+from espalier.errors import EspalierError
+from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
+from espalier.terminal.flags import flag_of, given_flags
+from espalier.terminal.machine import require_gpu
+from lab.bench.cells import Cell, parse_cells, with_plain
+from lab.bench.engine_sizes import EngineFigures, EngineSizes, OwnSize, UserSizes
+from lab.bench.engines import DECIDED, dtype_on
+from lab.bench.floor import Floors, RoundFloor, kv_value_bytes
+from lab.bench.full_rounds import Rounds, full_rounds
+from lab.bench.plot import Bars, plot
+from lab.bench.recipe_sizes import recipe_sizes
+from lab.bench.synthetic_models import SyntheticModels, recipe_of
+from lab.shape_flags import seed_of, shape_settings
+from lab.synthetic.checkpoint import Recipe
+
+ROUNDS = 40
+# Settings that an engine as large as its cell leaves open.
+OWN_SIZE_SETTINGS = ("attention", "overlap", "chunk_size", "kv_dtype", "draft_kv_dtype")
+OWN_SIZE_FLAGS = (*OWN_SIZE_SETTINGS, "page_size", "seed")
+DEFAULT_CELLS = ["1x1024:5,8,64"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell.  engine: the one that it ran in; floor: None without a GPU, or if the engine failed in a later cell;
+    ceilings: None without a GPU; seconds: taken to measure the cell, without the engine's start."""
+
+    cell: Cell
+    rounds: Rounds
+    engine: EngineFigures
+    floor: RoundFloor | None
+    ceilings: Ceilings | None
+    seconds: float
+
+    @property
+    def over_floor(self) -> float | None:
+        return self.rounds.round_ms / self.floor.ms if self.floor else None
+
+    def as_dict(self, plain: "Measured | None") -> dict[str, Any]:
+        """For --json.  plain: plain decoding of the same batch and context, None if it was not measured."""
+        steps, topk, nodes = self.cell.tree
+        rate = plain.rounds.tokens_per_second if plain else None
+        return {
+            "cell": self.cell.name,
+            "engine": self.engine.name,
+            "max_batch": self.engine.max_batch,
+            "batch": self.cell.batch,
+            "context": self.cell.context,
+            "steps": steps,
+            "topk": topk,
+            "num_draft_tokens": nodes,
+            "page_size": self.cell.page_size,
+            "rounds": asdict(self.rounds),
+            "floor": asdict(self.floor) if self.floor else None,
+            "round_over_floor": self.over_floor,
+            "plain_tokens_per_second": rate,
+            "tree_over_plain": self.rounds.tokens_per_second / rate if rate and self.cell.drafts else None,
+            "seconds": self.seconds,
+        }
+
+
+def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> None:
+    """Measure, print and plot.  page_sizes: of the cells that name none.  Raises EspalierError."""
+    _refuse_flags(args)
+    device = require_gpu("round --shape")
+    rounds = ROUNDS if args.rounds is None else args.rounds
+    if rounds < 2:
+        raise EspalierError(f"--rounds={rounds} is not supported; use 2 or more")
+    cells = with_plain(parse_cells(args.cells or DEFAULT_CELLS, page_sizes))
+    recipe = recipe_of(**shape_settings(args, seed_of(settings)))
+    sizes = _sizes(args, settings, recipe, device)
+    rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
+    models = SyntheticModels(recipe, dtype_on(device), device, rows)
+    stdout().print(Text(models.title, QUIET))
+    floors = None
+    if device.type == "cuda":
+        value_bytes = kv_value_bytes(settings.get("kv_dtype", "auto"), settings.get("draft_kv_dtype", "auto"))
+        floors = Floors(recipe_sizes(recipe), value_bytes=value_bytes)
+    about = {"settings": {**settings, "rounds": rounds, "own_size": args.own_size}}
+    figures = _measure_and_print(models, measure(models, cells, sizes, rounds, floors), len(cells), about, args.json)
+    plot([_bars(figure) for figure in figures["cells"]], models.title, args.plot)
+
+
+def _refuse_flags(args: Namespace) -> None:
+    """Raises EspalierError for a given flag that has no effect here."""
+    tree = tuple(f.name for f in fields(SpeculationConfig))
+    for name in given_flags(args):
+        if name in (*DECIDED, *tree):
+            raise EspalierError(f"{flag_of(name)} is not for --shape: cells say batch, context and tree; leave it out")
+        if args.own_size and name not in OWN_SIZE_FLAGS:
+            raise EspalierError(f"{flag_of(name)} is not for --own-size, where the cell decides; leave one out")
+    if args.all_buckets and not args.own_size:
+        raise EspalierError("--all-buckets is for --own-size: other engines capture every bucket; leave it out")
+
+
+def _sizes(args: Namespace, settings: dict[str, Any], recipe: Recipe, device: torch.device) -> EngineSizes:
+    if not args.own_size:
+        return UserSizes(recipe, settings, device)
+    given = {name: settings[name] for name in OWN_SIZE_SETTINGS if name in settings}
+    return OwnSize(recipe.draft_config.spec, all_buckets=args.all_buckets, **given)
+
+
+def _measure_and_print(
+    models: SyntheticModels, cells: Iterator[Measured], num_cells: int, about: dict[str, Any], json_file: Path | None
+) -> dict[str, Any]:
+    """Measure the cells; returns the figures.  Those of the cells so far are kept and printed if a later one fails."""
+    measured: list[Measured] = []
+    figures: dict[str, Any] = {}
+    try:
+        with progress("measuring", num_cells) as advance:
+            for cell in cells:
+                measured.append(cell)
+                ceilings = asdict(cell.ceilings) if cell.ceilings else None
+                engines = [asdict(engine) for engine in engines_of(measured)]
+                figures = {**models.about, **about, "ceilings": ceilings, "engines": engines}
+                figures["cells"] = as_dicts(measured)
+                write_json(json_file, figures)
+                advance()
+    finally:
+        if measured:
+            print_table(table(measured))
+            stdout().print()
+            print_table(engine_table(measured))
+    return figures
+
+
+def draw(figures: Path, picture: Path | None) -> None:
+    """`--figures`: plot the figures that an earlier run wrote.  Raises EspalierError."""
+    if picture is None:
+        raise EspalierError("--figures plots earlier figures, and no file for the plot is given; give --plot")
+    try:
+        measured = json.loads(figures.read_text())
+        bars, about = [_bars(figure) for figure in measured["cells"]], measured["recipe"]
+        title = f"{about['shape']}, the draft's skill {about['skill']}; {measured['machine'].get('cuda', 'no GPU')}"
+    except OSError as error:
+        raise EspalierError(f"--figures {figures} cannot be read ({error.strerror}); name a file of --json") from None
+    except (ValueError, KeyError, TypeError):
+        raise EspalierError(f"--figures {figures} holds no cells; name what --shape wrote with --json") from None
+    plot(bars, title, picture)
+
+
+def measure(
+    models: SyntheticModels, cells: Sequence[Cell], sizes: EngineSizes, num_rounds: int, floors: Floors | None
+) -> Iterator[Measured]:
+    """Measure the cells, engine after engine.  floors: of the same shape; None without a GPU."""
+    ceilings = floors.ceilings() if floors else None
+    names = list(dict.fromkeys(map(sizes.name, cells)))
+    for name in names:
+        group = [cell for cell in cells if sizes.name(cell) == name]
+        ran, failure = [], None
+        try:
+            for each in _in_one_engine(models, group, sizes, num_rounds):
+                ran.append(each)
+        except BaseException as error:
+            # Ctrl-C too: what ran is kept, without a floor, as the error holds the engine and so the memory.
+            failure = error
+        for cell, rounds, engine, seconds in ran:
+            of_cell = None
+            if floors is not None and ceilings is not None and failure is None:
+                # Now that the engine has closed.  Before it runs, nobody knows how many experts its passes touch; while
+                # it runs, it has all memory, and the products need some.
+                touched = rounds.experts_touched
+                try:
+                    of_cell = floors.round(cell.batch, rounds.context, *cell.tree, ceilings, cell.drafts, touched)
+                except BaseException as error:
+                    failure = error
+            yield Measured(cell, rounds, engine, of_cell, ceilings, seconds)
+        if failure is not None:
+            raise failure
+
+
+def _in_one_engine(
+    models: SyntheticModels, cells: Sequence[Cell], sizes: EngineSizes, num_rounds: int
+) -> Iterator[tuple[Cell, Rounds, EngineFigures, float]]:
+    """Measure cells that share an engine.  A function of its own: the engine's memory is free when it returns."""
+    with sizes.open(models, cells[0], num_rounds) as (engine, start):
+        figures = EngineFigures.of(sizes.name(cells[0]), engine, start)
+        for cell in cells:
+            begun = perf_counter()
+            rounds = full_rounds(engine, models, cell, num_rounds)
+            yield cell, rounds, figures, perf_counter() - begun
+
+
+def plain_beside(all_measured: Sequence[Measured], one: Measured) -> Measured | None:
+    """Plain decoding of the same batch and context, preferably at the same page size; None if there is none."""
+    same = [
+        each
+        for each in all_measured
+        if not each.cell.drafts and (each.cell.batch, each.cell.context) == (one.cell.batch, one.cell.context)
+    ]
+    return min(same, key=lambda each: each.cell.page_size != one.cell.page_size, default=None)
+
+
+def _bars(figure: dict[str, Any]) -> Bars:
+    floor, rounds = figure["floor"], figure["rounds"]
+    rates = rounds["tokens_per_second"], figure["plain_tokens_per_second"]
+    return Bars(figure["cell"], rounds["round_ms"], floor and floor["ms"], *rates)
+
+
+def as_dicts(measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    return [each.as_dict(plain_beside(measured, each)) for each in measured]
+
+
+def engines_of(measured: Sequence[Measured]) -> list[EngineFigures]:
+    """The engines that the cells ran in, each once."""
+    return list({each.engine.name: each.engine for each in measured}.values())
+
+
+HEADS = (
+    "cell", "max batch", "round ms", "GPU ms", "idle", "host ms", "floor ms", "of floor", "bytes ms",
+    "accept", "tokens/s", "over plain", "chain's", "experts", "took s",
+)  # fmt: skip
+ENGINE_HEADS = (
+    "engine", "max batch", "max context", "start s", "graphs MiB", "kernels", "staging MiB", "pages GiB"
+)  # fmt: skip
+
+
+def table(measured: Sequence[Measured]) -> list[list[str]]:
+    """One row a cell.  experts: touched in a layer by the target's pass."""
+    rows = [list(HEADS)]
+    for each, figures in zip(measured, as_dicts(measured), strict=True):
+        timed, floor = each.rounds, each.floor
+        rows.append(
+            [
+                each.cell.name,
+                f"{each.engine.max_batch}",
+                f"{timed.round_ms:.2f}",
+                _or_nothing(timed.gpu_ms, "{:.2f}"),
+                _or_nothing(timed.idle_share, "{:.1%}"),
+                f"{timed.host_ms:.2f}",
+                _or_nothing(floor.ms if floor else None, "{:.2f}"),
+                _or_nothing(each.over_floor, "{:.2f}"),
+                _or_nothing(floor.weight_bytes_ms if floor else None, "{:.2f}"),
+                f"{timed.accept_length:.2f}",
+                f"{timed.tokens_per_second:.0f}",
+                _or_nothing(figures["tree_over_plain"], "{:.2f}"),
+                f"{timed.follows}/{each.cell.batch}",
+                _or_nothing(timed.experts_touched, "{:.1f}"),
+                f"{each.seconds:.1f}",
+            ]
+        )
+    return rows
+
+
+def engine_table(measured: Sequence[Measured]) -> list[list[str]]:
+    """One row an engine.  kernels: in the graph of the largest batch."""
+    rows = [list(ENGINE_HEADS)]
+    for engine in engines_of(measured):
+        start = engine.start
+        rows.append(
+            [
+                engine.name,
+                f"{engine.max_batch}",
+                f"{engine.max_context}",
+                f"{start.seconds:.1f}",
+                _or_nothing(start.graphs_bytes and start.graphs_bytes / 2**20, "{:.0f}"),
+                _or_nothing(start.kernels, "{}"),
+                f"{start.staging_bytes / 2**20:.1f}",
+                f"{start.pages_bytes / 2**30:.2f}",
+            ]
+        )
+    return rows
+
+
+def _or_nothing(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

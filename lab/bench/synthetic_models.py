@@ -1,0 +1,215 @@
+"""The synthetic models of a named shape, made once on a device from a seed, and engines that run them in turn."""
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from espalier.attention import default_backend
+from espalier.bench.shapes import find_shape
+from espalier.cache.kv import LayerStack
+from espalier.config import ResolvedConfig, is_open
+from espalier.engine.cuda import CudaExecutor
+from espalier.engine.engine import Engine
+from espalier.errors import EspalierError
+from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.ops.drafts import MAX_STEPS
+from espalier.layout import LaunchForm, RoundLayout
+from espalier.models import CausalLM, DraftModel
+from espalier.models.draft import MAX_MODULES
+from espalier.startup.build import Loaded, assemble, without_files
+from espalier.startup.load import build_engine_of_models
+from lab.bench.instrument import count_kernels
+from lab.synthetic.checkpoint import Recipe, build, total_bytes
+from lab.synthetic.quantised import require_stored
+
+# The draft's skill is chosen for an accept length at this tree.
+TREE = (5, 8, 64)
+ACCEPT_LENGTH = 4.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """The cost of starting an engine.
+
+    seconds: to measure pages, build and capture; graphs_bytes: of the CUDA graphs' memory pool; kernels: in the graph
+    of the largest batch.  The last two are None where nothing is captured.
+    """
+
+    seconds: float
+    pages_bytes: int
+    staging_bytes: int
+    graphs_bytes: int | None
+    kernels: int | None
+
+
+RunningEngine = tuple[Engine, Start]
+
+
+class OneBucket(RoundLayout):
+    """A layout that pads all rounds to the largest batch, so that one graph is captured."""
+
+    def batch_buckets(self, largest: int) -> tuple[int, ...]:
+        return (largest,) if largest else ()
+
+
+def recipe_of(shape: str, seed: int, accept_length: float | None = None, **fields: Any) -> Recipe:
+    """The recipe of a named shape whose draft reaches this accept length at TREE; None: ACCEPT_LENGTH.
+
+    fields: see recipe_with.  With a block_size below TREE's steps, the accept length is that of as many steps.
+    Raises EspalierError also for an accept length that no draft reaches.
+    """
+    recipe, (steps, topk, nodes) = recipe_with(shape, seed, **fields), TREE
+    wanted = ACCEPT_LENGTH if accept_length is None else accept_length
+    return recipe.with_accept_length(wanted, min(steps, recipe.block_size or steps), topk, nodes)
+
+
+def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
+    """The recipe of a named shape with these fields of Recipe; None: the field's default.
+
+    Raises EspalierError for an unknown shape, for fields that do not fit together, and for weights that the shape is
+    not stored in.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
+    mtp_layers, block_size, block_fade = (given.get(name) for name in ("mtp_layers", "block_size", "block_fade"))
+    if mtp_layers is not None and not 1 <= mtp_layers <= MAX_MODULES:
+        raise EspalierError(f"--mtp-layers={mtp_layers} is not supported; use 1 to {MAX_MODULES}, or leave it out")
+    if "mtp_form" in given and mtp_layers is None:
+        raise EspalierError("--mtp-form is for an MTP head; give --mtp-layers, or leave it out")
+    if block_size is not None and not 2 <= block_size <= MAX_STEPS:
+        raise EspalierError(f"--block-size={block_size} is not supported; use 2 to {MAX_STEPS}, or leave it out")
+    if block_size is not None and mtp_layers is not None:
+        raise EspalierError("--block-size and --mtp-layers name two drafts; leave one out")
+    if block_fade is not None and (block_size is None or not 0 < block_fade <= 1):
+        raise EspalierError(
+            f"--block-fade={block_fade} is not supported; use above 0 to 1, with --block-size, or leave it out"
+        )
+    found = find_shape(shape)
+    if "weights" in given:
+        require_stored(found.target, given["weights"])
+    return Recipe(found, seed, **given)
+
+
+class SyntheticModels:
+    """The target and the draft of a recipe.  seconds: taken to make them; weights_bytes: their size."""
+
+    def __init__(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, position_rows: int) -> None:
+        begun = perf_counter()
+        self.recipe, self.dtype, self.device = recipe, dtype, device
+        self.chain = recipe.chain()
+        self.target, self.draft = build(recipe, dtype, device, position_rows)
+        # Without a draft nothing reads the captured hidden states.
+        self.plain = copy.copy(self.target)
+        self.plain.capture = ()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.seconds = perf_counter() - begun
+
+    @property
+    def about(self) -> dict[str, Any]:
+        recipe = {**asdict(self.recipe), "shape": self.recipe.shape.name, "dtype": str(self.dtype).split(".")[1]}
+        return {"recipe": recipe, "weights_seconds": self.seconds, "weights_bytes": self.weights_bytes}
+
+    @property
+    def title(self) -> str:
+        """One line for the top of a table or a plot."""
+        kind = "" if self.recipe.weights == DENSE else f"{self.recipe.weights} "
+        size = f"{self.weights_bytes / 1e9:.1f} GB of {kind}weights made in {self.seconds:.1f} s"
+        routing = f"; routing correlation {self.recipe.routing_correlation}" if self.target.config.experts else ""
+        return f"{self.recipe.shape.name}, {size}; {self.recipe.draft_name} of skill {self.recipe.skill}{routing}"
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of target and draft, the embedding included."""
+        tensors, draft_tensors = self.recipe.tensors(self.dtype, "meta")
+        return total_bytes(tensors) + total_bytes(draft_tensors)
+
+    def engine(
+        self,
+        layout: RoundLayout,
+        attention: str | None,
+        overlap: bool,
+        all_buckets: bool = False,
+        **stored: str,
+    ) -> AbstractContextManager[RunningEngine]:
+        """An engine of this layout, with pages for a full batch of full contexts.  It closes at the end of the block.
+
+        steps=0 is plain decoding without a draft.  all_buckets: capture the rounds of every bucket, not only of the
+        largest; stored: kv_dtype and draft_kv_dtype, "auto" for the models' dtype.
+        """
+        algorithm = self.draft.spec.algorithm if layout.steps else "none"
+        sizes = {f.name: getattr(layout, f.name) for f in fields(layout)}
+        config = without_files(
+            layout if all_buckets else OneBucket(**sizes),
+            algorithm,
+            attention or default_backend(self.device.type, self.dtype),
+            self.dtype,
+            self.device,
+            overlap=overlap,
+            graph_batch=layout.max_batch if self.device.type == "cuda" else 0,
+            **{name: value for name, value in stored.items() if not is_open(value)},
+        )
+        return self._running(partial(assemble, Loaded(config, *self._models(algorithm)), keep_graphs=True))
+
+    def engine_of(self, config: ResolvedConfig, num_pages: int | None) -> AbstractContextManager[RunningEngine]:
+        """The engine that LLM builds of a configuration, with the device and the dtype of these models.
+
+        num_pages: set by the user; None: on a GPU, as many as fit.
+        """
+        loaded = Loaded(config, *self._models(config.algorithm))
+        return self._running(lambda: build_engine_of_models(loaded, num_pages, keep_graphs=True)[0])
+
+    def _models(self, algorithm: str) -> tuple[CausalLM, DraftModel | None]:
+        """The target and the draft of this algorithm."""
+        return (self.target, self.draft) if algorithm == self.draft.spec.algorithm else (self.plain, None)
+
+    @contextmanager
+    def _running(self, build: Callable[[], Engine]) -> Iterator[RunningEngine]:
+        begun = perf_counter()
+        engine = build()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        start = _start(engine, perf_counter() - begun)
+        try:
+            yield engine, start
+        finally:
+            engine.close()
+            del engine
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def prompts(self, lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+        """Prompts that follow the chain, each from its own random place."""
+        generator = torch.Generator().manual_seed(seed)
+        places = torch.randint(0, self.chain.size, (len(lengths),), generator=generator)
+        steps = [torch.arange(length) * self.chain.shifts[0] for length in lengths]
+        return [self.chain.token_at(place + step).tolist() for place, step in zip(places, steps, strict=True)]
+
+    def follows(self, prompt: Sequence[int], output: Sequence[int]) -> bool:
+        """Whether the greedy tokens after a prompt of `prompts` are the chain's."""
+        steps = torch.arange(1, len(output) + 1) * self.chain.shifts[0]
+        return self.chain.token_at(self.chain.place[prompt[-1]] + steps).tolist() == list(output)
+
+
+def _start(engine: Engine, seconds: float) -> Start:
+    runner, executor = engine.executor.runner, engine.executor
+    pages = _bytes([*runner.pages.target, *runner.pages.draft])
+    staging = _bytes(runner.cache.staging.stacks)
+    if not (isinstance(executor, CudaExecutor) and executor.graphs):
+        return Start(seconds, pages, staging, None, None)
+    largest = executor.graphs[LaunchForm(executor.captured_buckets[-1])].graph
+    pool = tuple(largest.pool())
+    segments = torch.cuda.memory_snapshot()
+    held = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == pool)
+    return Start(seconds, pages, staging, held, count_kernels(largest))
+
+
+def _bytes(stacks: Sequence[LayerStack]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for stack in stacks for tensor in stack.stacked)

@@ -1,0 +1,21 @@
+"""`python -m lab throughput`: as `espalier bench throughput`, also for a named shape."""
+
+from argparse import Namespace
+
+from espalier.bench import throughput
+from lab.bench.engines import engines_of
+
+# Defaults of a named shape on a GPU, which is larger than the models that users name.
+OF_SHAPE = {"requests": 128, "input": (128, 2048), "output": (64, 512)}
+
+
+def run(args: Namespace) -> int:
+    fill_in(args)
+    return throughput.run(args, engines_of)
+
+
+def fill_in(args: Namespace) -> None:
+    """Set the defaults of a named shape."""
+    for name, value in OF_SHAPE.items():
+        if args.shape is not None and getattr(args, name) is None:
+            setattr(args, name, value)

@@ -1,0 +1,24 @@
+"""The engine process of `python -m lab server`: synthetic models of a named shape instead of a model's files."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from espalier.llm import LLM
+from espalier.server.worker import main, settings_of
+from espalier.terminal.machine import require_gpu
+from lab.bench.engines import OfShape
+from lab.bench.synthetic_models import recipe_of
+
+
+@contextmanager
+def load(sent: dict[str, Any]) -> Iterator[LLM]:
+    """sent: recipe, the keywords of recipe_of; settings, of LLM."""
+    recipe = recipe_of(**sent["recipe"])
+    with OfShape(recipe, settings_of(sent["settings"]), require_gpu("server --shape")).open() as opened:
+        yield opened.llm
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2]), load))

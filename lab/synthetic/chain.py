@@ -1,0 +1,304 @@
+"""The Markov chain of a synthetic checkpoint, what its draft knows of the chain, and the accept length that follows.
+
+The hot tokens are those of the draft's vocabulary.  They lie on a ring of N places, in an order drawn from the seed.
+From place i the chain goes to place i + shift_j with probability p_j.  For each place the draft ranks NUM_CANDIDATES
+shifts; `skill` is how often it ranks the most likely shift first.
+
+An MTP head shares the target's lm_head, so its ranking cannot be free.  It knows the target's successors, and at each
+token changes the logit of one (Chain.nudge).  A block draft ranks like an EAGLE-3 head at depth 1, and worse at each
+depth below (Chain.fading, fading.py).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.ops.drafts import Candidates, select_paths
+from espalier.kernels.ops.tree import accept
+from espalier.kernels.tree.edges import Rows, fill_depth
+from espalier.sampling.pick import SampledTokens
+from espalier.speculate.drafters.one_pass import with_edges
+from espalier.speculate.tree import Pool, Tree, ordered_topk
+from lab.synthetic.fading import Fading, fading_of
+
+MODES = ("chain", "copy")
+# The target's probabilities of the successors in chain mode.  In copy mode they are equal, and a far token decides.
+PROBABILITIES = (0.75, 0.15, 0.07, 0.03)
+NUM_SUCCESSORS = len(PROBABILITIES)
+NUM_CANDIDATES = 8
+# If the draft's first guess is wrong: how often the true successor is not among its candidates.
+MISS = 1 / 2
+# The draft's error rate at a place is one of these times its mean error rate, 1 - skill.
+SPREAD = (0.25, 0.75, 1.25, 1.75)
+LEAST_SKILL, MOST_SKILL = 0.05, 0.99
+# What an MTP head adds to the logit of the successor that it favours, and of the one that it buries.  Favoured, the
+# second successor overtakes the first; buried, the first falls behind random tokens.
+FAVOUR, BURY = 3.0, -30.0
+NUM_NUDGES = 2 * NUM_SUCCESSORS
+SAMPLES = 2048
+# Of a block draft, whose trees are slower to grow.
+BLOCK_SAMPLES = 512
+# The tokens of a topic: several times the tokens that the deepest tree reaches ahead.
+TOPIC_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Chain:
+    """N hot tokens of a vocabulary of V.
+
+    hot: [N] int64, the ids of the hot tokens, ascending; a draft id is an index into it.
+    ring: [N], the draft id at each place.
+    place: [V], the place of each token.  A cold token has the place before the one token that always follows it.
+    is_hot: [V] bool.
+    shifts: [1 + NUM_CANDIDATES], distinct mod N; the first NUM_SUCCESSORS are the target's, the most likely first.
+    draft_logp: [N, 1 + NUM_CANDIDATES] float32, the draft's log-probability of each shift; -inf if it is no candidate.
+    kind: [V], 0 .. NUM_SUCCESSORS-1, what copy mode copies.
+    lag_of: [V], 0 .. num_lags-1, an index into lags.
+    lags: [num_lags], how many positions back a token looks in copy mode.
+    topic: [V], the stretch of TOPIC_TOKENS places, in the order of greedy text, that each token is in.
+    nudge: [V], 0 .. NUM_NUDGES-1, or None if the draft is no MTP head.  k: it favours the successor of kind k;
+    NUM_SUCCESSORS + k: it buries that one.
+    fading: how a block draft ranks at each depth; None if the draft is none.
+    """
+
+    mode: str
+    hot: Tensor
+    ring: Tensor
+    place: Tensor
+    is_hot: Tensor
+    shifts: Tensor
+    draft_logp: Tensor
+    kind: Tensor
+    lag_of: Tensor
+    lags: Tensor
+    topic: Tensor
+    nudge: Tensor | None = None
+    fading: Fading | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.hot)
+
+    @property
+    def skill(self) -> float:
+        """How often the draft's first guess is right, over all places."""
+        return float((self.draft_logp.argmax(1) == 0).double().mean())
+
+    def fading_to(self, skills: Sequence[float], generator: torch.Generator) -> "Chain":
+        """The chain of a block draft whose first guess at depth d is right as often as skills[d - 1]; skills[0] is
+        `skill`.  Raises EspalierError for skills that cannot be planted."""
+        children = (torch.arange(self.size)[:, None] + self.shifts) % self.size
+        return replace(self, fading=fading_of(self.draft_logp, children, skills, generator))
+
+    def token_at(self, places: Tensor) -> Tensor:
+        return self.hot[self.ring[places % self.size]]
+
+    def successors(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., NUM_SUCCESSORS] ids, the most likely first.  Only the first follows a cold token."""
+        return self.token_at(self.place[tokens][..., None] + self.shifts[:NUM_SUCCESSORS])
+
+    def follow(self, tokens: list[int], count: int) -> list[int]:
+        """The next `count` tokens that greedy decoding emits after `tokens`, by the chain's rule.
+
+        In copy mode the next token is the successor with the same kind as the token `lag` positions before the last
+        one, so `tokens` must be longer than the largest lag.
+        """
+        text = list(tokens)
+        for _ in range(count):
+            last = text[-1]
+            after = self.successors(torch.tensor(last))
+            index = 0
+            if self.mode == "copy" and self.is_hot[last]:
+                far = text[-1 - int(self.lags[self.lag_of[last]])]
+                index = int((self.kind[after] == self.kind[far]).nonzero()[0])
+            text.append(int(after[index]))
+        return text[len(tokens) :]
+
+
+def make_chain(
+    vocab: int,
+    plain: range,
+    num_hot: int,
+    num_lags: int,
+    *,
+    seed: int,
+    mode: str,
+    skill: float,
+    reach: int,
+    has_topics: bool = False,
+    is_nudged: bool = False,
+    block_size: int = 0,
+    fade: float = 1.0,
+) -> Chain:
+    """A chain drawn from the seed, on the CPU, so that it is the same on every device.
+
+    plain: only these ids are emitted; reach: the largest lag of copy mode; the smallest is 1.
+    has_topics: the successors of a token are near it in greedy text, so that a tree stays in a topic.
+    is_nudged: the draft is an MTP head.  In copy mode it nudges nothing.
+    block_size: depths that a block draft proposes; 0: it is none.  fade: its skill at a depth over that at the depth
+    before, in chain mode.
+    Raises EspalierError for arguments that do not fit together.
+    """
+    _check(len(plain), num_hot, mode, skill, reach)
+    generator = torch.Generator().manual_seed(seed)
+    hot = plain.start + torch.randperm(len(plain), generator=generator)[:num_hot].sort().values
+    ring = torch.randperm(num_hot, generator=generator)
+    place = torch.randint(0, num_hot, (vocab,), generator=generator)
+    place[hot[ring]] = torch.arange(num_hot)
+    is_hot = torch.zeros(vocab, dtype=torch.bool)
+    is_hot[hot] = True
+    shifts = _shifts(num_hot, generator)
+    if has_topics:
+        # The first is odd, as it is 1 mod NUM_SUCCESSORS and coprime with the ring: its multiples differ.
+        shifts = shifts[0] * torch.arange(1, len(shifts) + 1) % num_hot
+    kind = torch.randint(0, NUM_SUCCESSORS, (vocab,), generator=generator)
+    kind[hot[ring]] = torch.arange(num_hot) % NUM_SUCCESSORS
+    lag_of = torch.randint(0, num_lags, (vocab,), generator=generator)
+    lags = torch.rand(num_lags, generator=generator).mul(math.log(reach)).exp().round().long().clamp(1, reach)
+    lags[0] = reach
+    topic = place * pow(int(shifts[0]), -1, num_hot) % num_hot // TOPIC_TOKENS
+    nudge = None
+    if mode == "copy":
+        draft_logp = _even_guesses(num_hot)
+    elif is_nudged:
+        draft_logp, nudged = _nudged_guesses(num_hot, skill, generator)
+        after = hot[ring[(torch.arange(num_hot) + shifts[nudged % NUM_SUCCESSORS]) % num_hot]]
+        nudge = (kind[after] + nudged // NUM_SUCCESSORS * NUM_SUCCESSORS)[place]
+    else:
+        draft_logp = _guesses(num_hot, skill, generator)
+    chain = Chain(mode, hot, ring, place, is_hot, shifts, draft_logp, kind, lag_of, lags, topic, nudge)
+    if not block_size:
+        return chain
+    skills = [chain.skill * (fade**depth if mode == "chain" else 1) for depth in range(block_size)]
+    return chain.fading_to(skills, generator)
+
+
+def _check(num_plain: int, num_hot: int, mode: str, skill: float, reach: int) -> None:
+    if mode not in MODES:
+        raise EspalierError(f"mode {mode!r} is not supported; use one of {', '.join(MODES)}")
+    if not LEAST_SKILL <= skill <= MOST_SKILL:
+        raise EspalierError(f"skill={skill} is not supported; use {LEAST_SKILL} to {MOST_SKILL}")
+    if reach < 1:
+        raise EspalierError(f"reach={reach} is not supported; use 1 or more")
+    if num_hot % NUM_SUCCESSORS or not 4 * NUM_CANDIDATES <= num_hot <= num_plain:
+        raise EspalierError(
+            f"a draft vocabulary of {num_hot} does not fit {num_plain} plain tokens; use a multiple of "
+            f"{NUM_SUCCESSORS} from {4 * NUM_CANDIDATES} to that number"
+        )
+
+
+def _shifts(size: int, generator: torch.Generator) -> Tensor:
+    """Random distinct shifts, [1 + NUM_CANDIDATES].
+
+    The first is coprime with the size of the ring, so that greedy text visits every place before it repeats.  The
+    successors' shifts are 1, 2, .. mod NUM_SUCCESSORS, so that the successors of a place differ in kind.
+    """
+    shifts: list[int] = []
+    while len(shifts) < 1 + NUM_CANDIDATES:
+        drawn = int(torch.randint(1, size, (), generator=generator))
+        j = len(shifts)
+        fits = j >= NUM_SUCCESSORS or drawn % NUM_SUCCESSORS == (j + 1) % NUM_SUCCESSORS
+        if fits and drawn not in shifts and (j > 0 or math.gcd(drawn, size) == 1):
+            shifts.append(drawn)
+    return torch.tensor(shifts)
+
+
+def _profile(skill: Tensor) -> Tensor:
+    """[N] -> [N, NUM_CANDIDATES + 1]: the probability that the true successor has each rank; the last is a miss."""
+    tail = 0.5 ** torch.arange(1, NUM_CANDIDATES, dtype=torch.float32)
+    wrong = 1 - skill[:, None]
+    return torch.cat((skill[:, None], wrong * (1 - MISS) * tail / tail.sum(), wrong * MISS), 1)
+
+
+def _guesses(size: int, skill: float, generator: torch.Generator) -> Tensor:
+    """draft_logp in chain mode.  The draft is calibrated: the candidate it ranks k-th is true with the probability that
+    the draft gives it."""
+    spread = torch.tensor(SPREAD)[torch.randint(0, len(SPREAD), (size,), generator=generator)]
+    profile = _profile((1 - (1 - skill) * spread).clamp(LEAST_SKILL, MOST_SKILL))
+    drawn = torch.rand(size, 1, generator=generator)
+    truth = (drawn > profile.cumsum(1)[:, :-1]).sum(1, keepdim=True)
+    others = torch.arange(1, NUM_CANDIDATES + 1).expand(size, -1)
+    rank = torch.cat((truth, others - (others <= truth).long()), 1)
+    logp = profile[:, :-1].log().log_softmax(1)
+    return torch.cat((logp, torch.full((size, 1), -torch.inf)), 1).gather(1, rank)
+
+
+def _nudged_guesses(size: int, skill: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(draft_logp, nudged [N]) of an MTP head in chain mode.
+
+    nudged: j where it favours successor j, NUM_SUCCESSORS + j where it buries that one.  It favours the first if it is
+    right; if it is wrong, it favours the second or, with probability MISS, buries the first.
+    """
+    wrong = torch.rand(size, generator=generator) >= skill
+    missed = torch.rand(size, generator=generator) < MISS
+    nudged = torch.where(wrong, torch.where(missed, NUM_SUCCESSORS, 1), 0)
+    logits = torch.tensor(PROBABILITIES).log().repeat(size, 1)
+    added = torch.where(nudged < NUM_SUCCESSORS, FAVOUR, -torch.inf)
+    logits[torch.arange(size), nudged % NUM_SUCCESSORS] += added
+    logp = torch.full((size, 1 + NUM_CANDIDATES), -torch.inf)
+    logp[:, :NUM_SUCCESSORS] = logits.log_softmax(1)
+    return logp, nudged
+
+
+def _even_guesses(size: int) -> Tensor:
+    """draft_logp in copy mode.  The draft cannot see the far token, so all successors are equally likely."""
+    logp = torch.full((size, 1 + NUM_CANDIDATES), -torch.inf)
+    logp[:, :NUM_SUCCESSORS] = -math.log(NUM_SUCCESSORS)
+    return logp
+
+
+def predicted_accept_length(
+    chain: Chain, steps: int, topk: int, num_draft_tokens: int, samples: int | None = None
+) -> float:
+    """The accept length of greedy decoding, computed from the chain's tables without a model.
+
+    It grows trees by the engine's own rules, from `samples` random places.
+    """
+    samples = samples or (SAMPLES if chain.fading is None else BLOCK_SAMPLES)
+    if num_draft_tokens == 1 or steps == 0:
+        return 1.0
+    generator = torch.Generator().manual_seed(samples)
+    roots = torch.randint(0, chain.size, (samples,), generator=generator)
+    grow = _grow if chain.fading is None else _grow_paths
+    tree = grow(chain, roots, steps, topk, num_draft_tokens)
+    chosen = torch.zeros_like(tree.tokens)
+    if chain.mode == "copy":
+        chosen = torch.randint(0, NUM_SUCCESSORS, tree.tokens.shape, generator=generator)
+    picks = (tree.tokens + chain.shifts[chosen]) % chain.size
+    picked = SampledTokens(picks, torch.ones_like(picks, dtype=torch.bool))
+    path = accept(tree, *picked, torch.full_like(roots, steps), torch.ones_like(roots, dtype=torch.bool), steps)
+    return float(path.length.double().mean())
+
+
+def _grow(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
+    """The tree over places that speculate/drafters/autoregressive.py would propose from draft_logp."""
+    pool = Pool(topk)
+    places, scores = roots[:, None], torch.zeros(len(roots), 1)
+    for level in range(1, steps + 1):
+        best, shift = ordered_topk(chain.draft_logp[places], topk)
+        children = (places[..., None] + chain.shifts[shift]) % chain.size
+        paths = scores[..., None] + best
+        pool.add(children, paths)
+        if level < steps:
+            scores, kept = ordered_topk(paths.flatten(1), topk)
+            pool.keep(kept)
+            places = children.flatten(1).gather(1, kept)
+    return pool.select(roots, num_draft_tokens)
+
+
+def _grow_paths(chain: Chain, roots: Tensor, steps: int, topk: int, num_draft_tokens: int) -> Tree:
+    """The tree over places that speculate/drafters/one_pass.py would propose from the log-probabilities by depth."""
+    assert chain.fading is not None
+    by_depth = chain.fading.logp(chain.draft_logp, steps)
+
+    def next_depth(depth: int, places: Rows, out: Candidates) -> Rows:
+        best, shift = ordered_topk(by_depth[depth][places.tokens], topk)
+        children = (places.tokens[..., None] + chain.shifts[shift]) % chain.size
+        return fill_depth(children, best, places, out)
+
+    candidates = with_edges(Rows.of_roots(roots), steps, topk, next_depth)
+    return select_paths(roots, candidates, num_draft_tokens)

@@ -1,0 +1,294 @@
+"""The floor of a mixture: which experts a chain goes to, in which order, and that it launches what the engine does."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier.bench import chains
+from espalier.bench.chains import plain
+from espalier.bench.expert_product import random_ids
+from espalier.bench.linears import Run
+from espalier.bench.shapes import SHAPES, Shape
+from espalier.bench.timing import Ceilings
+from espalier.kernels.layers.experts_plan import ExpertsShape
+from espalier.kernels.layers.quantised import InputScales, RoundedRows
+from espalier.kernels.ops.experts import grouped_experts
+from espalier.models.layers import experts as layer
+from espalier.models.quantisers import QUANTISERS
+from lab.__main__ import main as lab
+from lab.bench import experts as lab_experts
+from lab.bench import floor as floor_module
+from lab.bench.experts import ExpertCalls, ExpertWeights, LayerExperts, num_copies, steps_of
+from lab.bench.floor import Floors, round_runs
+from lab.bench.recipe_sizes import recipe_sizes, shape_named
+from lab.synthetic.checkpoint import Recipe, build
+from tests.lab.synthetic.mixtures import WITH_EXPERTS, mixture
+
+CPU = torch.device("cpu")
+CEILINGS = Ceilings(4e12, 8e14)
+QWEN = shape_named("qwen3-30b-a3b")
+MIXTURES = [name for name, shape in SHAPES.items() if shape.target.experts is not None]
+
+
+@given(st.integers(1, 40), st.integers(1, 32), st.integers(1, 6), st.integers(0, 10**6))
+def test_each_call_touches_as_many_experts_as_were_measured(rows, num_experts, top_k, measured):
+    top_k = min(top_k, num_experts)
+    most = min(num_experts, rows * top_k)
+    touched = top_k + measured % (most - top_k + 1)
+    calls = random_ids(ExpertsShape(num_experts, top_k, 8, 4), rows, 5, touched)
+    assert len(calls) == 5
+    for ids in calls:
+        assert ids.shape == (rows, top_k) and (ids[:, 1:] > ids[:, :-1]).all()
+        assert len(ids.unique()) == touched and ids.min() >= 0 and ids.max() < num_experts
+    # As long as there are others, the next call goes to others.
+    for before, after in zip(calls[::2], calls[1::2], strict=False):
+        if num_experts // touched == 2:
+            assert not set(before.unique().tolist()) & set(after.unique().tolist())
+
+
+@pytest.mark.parametrize(
+    ("rows", "measured", "drawn"), [(64, 57.4, 57), (64, 3.0, 8), (2, 20.0, 16), (64, 200.0, 128), (64, None, None)]
+)
+def test_a_measured_number_is_rounded_to_one_that_the_rows_can_touch(rows, measured, drawn):
+    [router] = [run for run in round_runs(QWEN, 1, 1, 1, rows, touched=measured)[0] if run.experts is not None]
+    assert router.experts.touched_to_draw(rows) == drawn
+    calls = ExpertCalls(router, [LayerExperts(torch.empty(0, 0, 2048), torch.empty(1), torch.float32)]).inputs
+    assert len(calls.ids) == 48 and {ids.shape for ids in calls.ids} == {(rows, 8)}
+    # 48 calls of 64 independent rows touch 125.9 each.
+    expected = QWEN.experts.shape.touched(rows) if drawn is None else drawn
+    assert calls.touched == pytest.approx(expected, abs=0.5 if drawn is None else 0)
+
+
+def names(runs, experts=True):
+    return [f"{step.layer} {step.run.name}{' experts' * step.is_experts}" for step in steps_of(runs, experts)]
+
+
+def test_experts_follow_the_router_of_their_layer():
+    of_layer = ("qkv", "o", "router", "router experts")
+    expected = [f"{at} {name}" for at in range(48) for name in of_layer] + ["0 lm_head"]
+    assert names(QWEN.target_pass(64)) == expected
+    assert names(QWEN.target_pass(64), experts=False) == [name for name in expected if "experts" not in name]
+
+
+@pytest.mark.parametrize(("rows", "joins"), [(16, True), (17, False)])
+def test_few_rows_take_the_shared_expert_with_the_routed_ones(rows, joins):
+    """And the dense layer comes first, as in a pass."""
+    shape = shape_named("deepseek-v2-lite")
+    found = names(shape.target_pass(rows))
+    assert found[:6] == [f"0 {name}" for name in ("q and kv", "k up", "v up", "o", "gate_up", "down")]
+    shared = [] if joins else ["shared gate_up", "shared down"]
+    of_layer = ("q and kv", "k up", "v up", "o", "router", "router experts", *shared)
+    assert found[6:] == [f"{at} {name}" for at in range(26) for name in of_layer] + ["0 lm_head"]
+    # The linear layers alone are all there.
+    assert sum("shared" in name for name in names(shape.target_pass(rows), experts=False)) == 2 * 26
+
+
+def test_no_weight_is_multiplied_twice_in_a_pass_with_dense_layers():
+    shape, weights = recipe_sizes(Recipe(mixture("v2"))), ExpertWeights(torch.float32, CPU)
+    runs = shape.target_pass(3)
+    pointers = [weights.of(step.run)[step.layer].data_ptr() for step in steps_of(runs, experts=False)]
+    assert len(pointers) == len(set(pointers)) == sum(run.count for run in runs)
+
+
+def test_each_pass_of_an_mtp_module_with_experts_has_its_product():
+    target = recipe_sizes(Recipe(mixture("qwen3-moe"), mtp_layers=2))
+    layer_sizes = replace(target.mtp.layer, experts=replace(target.experts, layers=1))
+    shape = replace(target, mtp=replace(target.mtp, layer=layer_sizes))
+    _, draft = round_runs(shape, batch=2, steps=3, topk=2, num_draft_tokens=6)
+    found = [step.run for step in steps_of(draft, experts=True) if step.is_experts]
+    assert [(run.name, run.rows) for run in found] == [
+        *(("draft 2 router", 4), ("draft 2 router", 4)),
+        *(("draft 1 router", 8), ("draft 2 router", 8)),
+    ]
+    ExpertWeights(torch.float32, CPU).chain(draft, plain, experts=True)()
+
+
+STORED = [(name, "dense") for name in MIXTURES] + [
+    *((name, weights) for name in MIXTURES if name != "gpt-oss-20b" for weights in ("fp8", "fp8-block", "int4")),
+    ("gpt-oss-20b", "mxfp4"),
+]
+
+
+@pytest.mark.parametrize(("name", "weights"), STORED)
+def test_more_than_a_cache_is_read_between_two_uses_of_an_expert(name, weights):
+    [router] = [run for run in shape_named(name, weights=weights).target_pass(1) if run.experts is not None]
+    copies, experts = num_copies(router.experts), router.experts
+    of_call = experts.sizes.shape.top_k * experts.expert_bytes
+    assert (copies - 1) * of_call + of_call / 3 >= 60e6 or copies == router.count
+    if name != "deepseek-v3-1gpu":
+        assert copies * experts.sizes.shape.num_experts * experts.expert_bytes < 4e9
+    else:
+        # A layer of it has 22.5 GB in bfloat16.
+        assert copies == 1
+
+
+def wide(name: str) -> Shape:
+    """mixture(name) with sizes that all formats take."""
+    shape, sizes = mixture(name), {"hidden_size": 384, "moe_intermediate_size": 128}
+    if name == "gpt-oss":
+        sizes = {"hidden_size": 384, "intermediate_size": 128}
+    if name == "qwen2-moe":
+        # As wide as two routed ones, but it has a gate.
+        sizes["shared_expert_intermediate_size"] = 256
+    return Shape(name, shape.source, shape.num_plain, shape.draft_vocab, {**shape.fields, **sizes})
+
+
+def about(value):
+    """What of an argument decides which kernel runs."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape)
+    if hasattr(value, "__dict__"):
+        return type(value), {name: about(each) for name, each in vars(value).items()}
+    return value
+
+
+class Recorder:
+    """Stands in for grouped_experts and computes the same; calls: their arguments by name."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, x, gate_up, down, ids, weights, live=None, biases=None, activation=layer.SILU, **others):
+        named = {"x": x, "gate_up": gate_up, "down": down, "ids": ids, "weights": weights, "live": live}
+        self.calls.append({**named, "biases": biases, "activation": activation, "shared": others.get("shared")})
+        return grouped_experts.reference(x, gate_up, down, ids, weights, live, biases, activation, **others)
+
+
+DENSE = [(name, "dense") for name in WITH_EXPERTS if not name.endswith("-dense")]
+QUANTISED = [(name, weights) for name in ("qwen3-moe", "v2") for weights in ("fp8", "fp8-block", "int4")]
+# Few rows take a shared expert with the routed ones, if experts are dense: the others have one number of rows each.
+CASES = [
+    *((*case, rows) for case in DENSE for rows in (3, 20)),
+    *((*case, (3, 20)[i % 2]) for i, case in enumerate([*QUANTISED[::2], ("gpt-oss", "mxfp4")])),
+    *(pytest.param(*case, 20, marks=pytest.mark.full) for case in QUANTISED[1::2]),
+]
+
+
+@pytest.mark.parametrize(("name", "weights", "rows"), CASES)
+def test_a_chain_launches_what_the_engine_launches(name, weights, rows, monkeypatch):
+    recipe = Recipe(wide(name), weights=weights)
+    # Float32 on a CPU has no shared expert in the product.
+    dtype = torch.bfloat16
+    [*_, block] = build(recipe, dtype, CPU, 64)[0].layers
+    engine, chain = Recorder(), Recorder()
+    monkeypatch.setattr(layer, "grouped_experts", engine)
+    monkeypatch.setattr(lab_experts, "grouped_experts", chain)
+    x = torch.randn(rows, recipe.shape.target.hidden_size, dtype=dtype)
+    block.mlp(block.mlp.routed(x), torch.ones(rows, dtype=torch.bool))
+    shape = recipe_sizes(recipe)
+    ExpertWeights(dtype, CPU).chain(shape.target_pass(rows), plain, experts=True)()
+    assert len(chain.calls) == shape.experts.layers
+    [expected] = engine.calls
+    for call in chain.calls:
+        assert {key: about(value) for key, value in call.items()} == {
+            key: about(value) for key, value in expected.items()
+        }
+
+
+def test_layers_take_the_copies_in_turn(monkeypatch):
+    monkeypatch.setattr(lab_experts, "L2_BYTES", 2 * 10**5)
+    monkeypatch.setattr(lab_experts, "grouped_experts", recorder := Recorder())
+    shape = recipe_sizes(Recipe(mixture("qwen3-moe")))
+    shape = replace(shape, layers=5, experts=replace(shape.experts, layers=5))
+    [router] = [run for run in shape.target_pass(3) if run.experts is not None]
+    assert num_copies(router.experts) == 2
+    ExpertWeights(torch.float32, CPU).chain(shape.target_pass(3), plain, experts=True)()
+    pointers = [(call["gate_up"].data_ptr(), call["down"].data_ptr()) for call in recorder.calls]
+    assert len(set(pointers)) == 2 and pointers[::2] == [pointers[0]] * 3 and pointers[1::2] == [pointers[1]] * 2
+    assert len({tuple(call["ids"].flatten().tolist()) for call in recorder.calls}) == 5
+
+
+class Counting:
+    """A stopwatch: the ms of a body are 1, and 0.25 for each product with experts."""
+
+    def __init__(self, recorder):
+        self.recorder, self.timed = recorder, 0
+
+    def ms(self, bodies, turns, seconds):
+        self.timed += 1
+        return [1 + 0.25 * self._calls(body) for body in bodies]
+
+    def _calls(self, body):
+        before = len(self.recorder.calls)
+        body()
+        return len(self.recorder.calls) - before
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Floors on a CPU."""
+    monkeypatch.setattr(floor_module, "require_gpu", lambda what: CPU)
+    monkeypatch.setattr(floor_module, "as_engine", plain)
+    monkeypatch.setattr(lab_experts, "grouped_experts", recorder := Recorder())
+    found = Floors(recipe_sizes(Recipe(mixture("qwen3-moe", hot=512))), torch.float32)
+    found.stopwatch = Counting(recorder)
+    return found
+
+
+def test_the_floor_of_a_mixture_is_one_chain_of_linear_layers_and_experts(told):
+    layers, sizes = told.shape.experts.layers, told.shape.experts.shape
+    floor = told.round(2, 100.0, 3, 2, 6, CEILINGS, touched=9.2)
+    assert (floor.linear_ms, floor.expert_ms) == (1, 0.25 * layers)
+    attention = floor_module.round_attention(told.shape, 2, 100.0, 3, 2, 6).ms(CEILINGS)
+    assert floor.ms == 1 + 0.25 * layers + attention
+    runs = [run for of_model in round_runs(told.shape, 2, 3, 2, 6) for run in of_model]
+    num_bytes = sum(run.weight_bytes for run in runs) + layers * 9.2 * sizes.expert_bytes
+    assert floor.weight_bytes_ms == pytest.approx(1e3 * num_bytes / CEILINGS.bandwidth)
+    calls = told.stopwatch.recorder.calls
+    # By the library and as the engine multiplies.
+    assert len(calls) == 2 * layers and {len(call["ids"].unique()) for call in calls} == {9}
+
+
+def test_products_are_timed_once_for_each_number_of_touched_experts(told):
+    for context in (100.0, 200.0):
+        told.round(2, context, 3, 2, 6, CEILINGS, touched=9.2)
+    assert told.stopwatch.timed == 1
+    told.round(2, 100.0, 3, 2, 6, CEILINGS, touched=12.0)
+    told.round(2, 100.0, 3, 2, 6, CEILINGS)
+    assert told.stopwatch.timed == 3
+    # Without experts where only linear layers are asked for, as prefill does.
+    before = len(told.stopwatch.recorder.calls)
+    told.linears(told.shape.prefill_pass(8, 2), 8)
+    assert len(told.stopwatch.recorder.calls) == before
+
+
+def test_the_command_prints_what_experts_add(told, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(floor_module, "shape_named", lambda name: told.shape)
+    monkeypatch.setattr(floor_module, "Floors", lambda shape: told)
+    monkeypatch.setattr(told, "ceilings", lambda: CEILINGS, raising=False)
+    file = tmp_path / "floor.json"
+    assert lab(["floor", "--shape", "any", "--rows", "1,4", "--json", str(file)]) == 0
+    assert "experts touched" in capsys.readouterr().out
+    one, four = (each["experts"] for each in json.loads(file.read_text())["passes"])
+    layers, sizes = told.shape.experts.layers, told.shape.experts.shape
+    assert one == {"touched": 4.0, "num_bytes": 4 * layers * sizes.expert_bytes, "ms": 0.25 * layers}
+    assert four["touched"] == pytest.approx(sizes.touched(4)) and four["ms"] == 0.25 * layers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "weights"), [*DENSE, *QUANTISED, ("gpt-oss", "mxfp4")])
+def test_on_a_gpu_experts_are_in_the_floor(name, weights):
+    recipe = Recipe(wide(name), weights=weights)
+    floor = Floors(recipe_sizes(recipe)).round(2, 100.0, 3, 2, 6, CEILINGS, touched=7.0)
+    assert floor.expert_ms > 0 and floor.ms > floor.linear_ms + floor.expert_ms > floor.weight_bytes_ms
+
+
+@pytest.mark.parametrize("rows", [1, 256, 257])
+def test_what_a_norm_rounds_in_its_launch_is_no_part_of_a_chain(rows, monkeypatch):
+    monkeypatch.setattr(chains, "rounding_in_norm", lambda weight, x: InputScales())
+    weight = QUANTISERS["fp8"].matrix(torch.randn(128, 128))
+    rounded = set()
+
+    def multiply(x, multiplied):
+        assert multiplied is weight and len(x) == rows
+        rounded.add(isinstance(x, RoundedRows))
+
+    for name, behind_a_norm in (("qkv", True), ("gate_up", True), ("o", False), ("down", False)):
+        run = Run(name, (128, 128), 1, rows, weights="fp8")
+        chains._product(run, torch.randn(rows, 128), weight, multiply)()
+        assert rounded == {behind_a_norm and rows <= 256}, name
+        rounded.clear()

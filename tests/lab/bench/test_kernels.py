@@ -1,0 +1,54 @@
+"""The pass that `python -m lab kernels` times."""
+
+import pytest
+import torch
+
+import espalier.attention.triton as backend
+from espalier.kernels.ops.attention import latent_attention, tree_attention
+from lab.bench import kernels
+from lab.bench.kernels import Shape, prepared
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_pages_are_in_order_where_that_is_asked(page_size):
+    shape = Shape(2, 4, 130)
+    width = -(-130 // page_size)
+    for in_order in (False, True):
+        attention, _ = prepared(shape, page_size, 1, torch.device("cpu"), in_order)
+        held = attention.prefix.page_table[:, :width]
+        assert held.flatten().sort().values.tolist() == list(range(1, 2 * width + 1))
+        assert held.flatten().tolist() == list(range(1, 2 * width + 1)) or not in_order
+        assert attention.prefix.length.tolist() == [130, 130]
+
+
+def test_latent_rows_are_read_as_k_and_in_part_as_v(monkeypatch):
+    given = []
+    monkeypatch.setattr(latent_attention, "triton", lambda inputs, _: given.append(inputs) or (inputs.q, None))
+    shape = Shape(2, 4, 130, spec=kernels.FEW_HEADS)
+    _, run = prepared(shape, 16, 2, torch.device("cpu"))
+    run()
+    q, committed, staged, *_ = given[0]
+    assert len(given) == 2 and q.shape == (2, 4, 16, 576)
+    assert [rows.k.shape[-1] for rows in (committed, staged)] == [576, 576]
+    assert [rows.v.shape[-1] for rows in (committed, staged)] == [512, 512]
+    assert shape.kv_bytes == 2 * 130 * 576 * 2 and shape.flops == 2 * 2 * 16 * 4 * 130 * (576 + 512)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_plan_is_timed_with_all_that_the_pass_had_planned(kernel_device, monkeypatch, asks):
+    counts = []
+
+    def counted(*args):
+        counts.append(args)
+        return torch.zeros(0)
+
+    for module in (backend, kernels):
+        monkeypatch.setattr(module, "count_contiguous_blocks", counted)
+    monkeypatch.setattr(backend, "uses_contiguous_blocks", lambda *_: asks)
+    monkeypatch.setattr(tree_attention, "triton", lambda inputs, *_, **__: (inputs.q, None))
+    shape = Shape(2, 4, 130)
+    attention, run = prepared(shape, 16, 2, kernel_device)
+    run()
+    assert len(counts) == asks
+    kernels._plan(attention, shape)()
+    assert len(counts) == 2 * asks

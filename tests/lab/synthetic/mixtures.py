@@ -1,0 +1,61 @@
+"""Tiny synthetic shapes with experts and with latent attention, of the families that exist."""
+
+from typing import Any
+
+from espalier.bench.shapes import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, QWEN3_MOE, Shape
+from espalier.errors import EspalierError
+from tests.lab.synthetic.test_checkpoint import tiny
+
+LATENT = {
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 48,
+}
+DENSE = {"n_routed_experts": 16, "first_k_dense_replace": 4}
+ROUTED = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 64,
+}
+GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
+QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3-moe": {**QWEN3_MOE, **EXPERTS},
+    "qwen2-moe": {**QWEN2_MOE, **EXPERTS, "shared_expert_intermediate_size": 96},
+    "v2-dense": {**DEEPSEEK_V2, **LATENT, **DENSE, "q_lora_rank": None},
+    "v3-dense": {**DEEPSEEK_V3, **LATENT, **DENSE, "q_lora_rank": 96},
+    "v2": {**DEEPSEEK_V2, **LATENT, **ROUTED, "q_lora_rank": None, "norm_topk_prob": False},
+    "v3": {**DEEPSEEK_V3, **LATENT, **ROUTED, **GROUPS, "q_lora_rank": 96, "routed_scaling_factor": 2.5},
+    "gpt-oss": {
+        **GPT_OSS,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 4,
+        "intermediate_size": 64,
+        "sliding_window": 128,
+        "swiglu_limit": 7.0,
+    },
+}
+
+
+def mixture(name: str, hot: int = 256) -> Shape:
+    """Tiny, with the sizes of FIELDS."""
+    plain = tiny(hot=hot)
+    return Shape(name, plain.source, plain.num_plain, hot, {**plain.fields, "attention_bias": False, **FIELDS[name]})
+
+
+def is_supported(shape: Shape) -> bool:
+    """Whether the family exists, with experts if the shape has them."""
+    try:
+        return shape.target is not None
+    except EspalierError:
+        return False
+
+
+SUPPORTED = [name for name in FIELDS if is_supported(mixture(name))]
+WITH_EXPERTS = [name for name in SUPPORTED if mixture(name).target.experts is not None]

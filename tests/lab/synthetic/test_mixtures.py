@@ -1,0 +1,138 @@
+"""Synthetic models with experts and with latent attention: the chain survives both, and routing is as planted."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from espalier.errors import EspalierError
+from espalier.kernels.ops.experts import route
+from espalier.models import load_target
+from espalier.models.layers.experts import MixtureMLP, RoutedRows
+from lab.synthetic.chain import predicted_accept_length
+from lab.synthetic.checkpoint import Recipe, build, write
+from tests.harness import CPU
+from tests.lab.synthetic.mixtures import SUPPORTED, WITH_EXPERTS, mixture
+from tests.lab.synthetic.test_checkpoint import POSITIONS, PROMPT, REACH, an_engine, generate, prompts, tiny
+from tests.models.reference import load_reference, reference_logits
+from tests.oracles.dense import DensePass
+
+TREE = (5, 4, 16)
+TYPICAL = ("qwen3-moe", "v3")
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_transformers_and_espalier_follow_the_rule(name: str, tmp_path: Path) -> None:
+    """From files: the same logits in both, and the greedy token that the rule names."""
+    correlation = 0.5 if name in WITH_EXPERTS else 0.0
+    recipe = Recipe(mixture(name), routing_correlation=correlation)
+    path, _ = write(recipe, tmp_path, torch.float64)
+    [start] = prompts(recipe, 1)
+    text = start + recipe.chain().follow(start, 60)
+    tokens = torch.tensor([text])
+    logits, _ = reference_logits(load_reference(path, torch.float64), tokens)
+    target = load_target(path, dtype=torch.float64, device=CPU, position_rows=POSITIONS)
+    own = target.logits(target(DensePass(tokens, target.layer_specs, torch.arange(len(text))[None])).hidden)
+    torch.testing.assert_close(own, logits, rtol=0, atol=1e-9)
+    assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
+
+
+# Plain K/V and latent.  What each family's layers compute is compared above.
+@pytest.mark.parametrize(
+    "name", [name if name in TYPICAL else pytest.param(name, marks=pytest.mark.full) for name in SUPPORTED]
+)
+def test_text_and_acceptance_are_as_planted(name: str) -> None:
+    """Through the whole engine, with an EAGLE-3 head, against the prediction from tables alone."""
+    # Without a shared topic the rounds of a text touch other experts all the time.
+    correlation = 1.0 if name == "qwen3-moe" else 0.0
+    recipe = Recipe(mixture(name, hot=1024), skill=0.75, routing_correlation=correlation)
+    engine = an_engine(recipe, TREE, torch.float32, batch=8)
+    starts = prompts(recipe, 8)
+    assert generate(engine, starts, 100) == [recipe.chain().follow(start, 100) for start in starts]
+    # About 210 rounds of deviation 1.7: within 0.12 of the mean, mostly.
+    predicted = predicted_accept_length(recipe.chain(), *TREE)
+    assert engine.totals.accept_length == pytest.approx(predicted, abs=0.35)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if "qwen3" in name else pytest.param(name, marks=pytest.mark.full)
+        for name in WITH_EXPERTS
+        if "qwen" in name
+    ],
+)
+def test_copied_text_passes_through_experts(name: str) -> None:
+    recipe = Recipe(mixture(name), mode="copy", reach=REACH, routing_correlation=0.5)
+    [start] = prompts(recipe, 1)
+    assert generate(an_engine(recipe, TREE, torch.float64, batch=1), [start], 60) == [recipe.chain().follow(start, 60)]
+
+
+def routed(recipe: Recipe, text: list[int]) -> list[torch.Tensor]:
+    """The experts [tokens, K] of a text in each layer with experts."""
+    target, _ = build(recipe, torch.float32, CPU, POSITIONS)
+    seen: list[torch.Tensor] = []
+
+    class Noting:
+        def __init__(self, mlp: MixtureMLP) -> None:
+            self.mlp, self.read = mlp, mlp.read
+
+        def __call__(self, rows: RoutedRows, live: torch.Tensor | None = None) -> torch.Tensor:
+            seen.append(route(rows.logits, self.mlp.bias, self.mlp.routing)[0])
+            return self.mlp(rows, live)
+
+    for layer in target.layers:
+        if isinstance(layer.mlp, MixtureMLP):
+            layer.mlp = Noting(layer.mlp)
+    target(DensePass(torch.tensor([text]), target.layer_specs, torch.arange(len(text))[None]))
+    return seen
+
+
+def test_a_tree_stays_in_its_topic() -> None:
+    """All that the draft proposes after a token is in the token's topic, except near a topic's end."""
+    share = {}
+    for correlation in (0.0, 1.0):
+        chain = Recipe(mixture("qwen3-moe", hot=1024), routing_correlation=correlation).chain()
+        places = torch.arange(chain.size)
+        after = chain.topic[chain.token_at(places[:, None] + chain.shifts)]
+        share[correlation] = float((after == chain.topic[chain.token_at(places)][:, None]).float().mean())
+    assert share[0.0] < 0.5 and share[1.0] > 0.95
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_routing_is_uniform_at_0_and_shared_at_1(name: str) -> None:
+    shape = mixture(name, hot=1024)
+    routing = shape.target.experts.routing
+    shared = {}
+    for correlation in (0.0, 0.5, 1.0):
+        recipe = Recipe(shape, routing_correlation=correlation)
+        chain = recipe.chain()
+        steps = torch.arange(256) * chain.shifts[0]
+        places = (2 * 256 * chain.shifts[0] + steps) % chain.size  # a topic, from its first token
+        layers = routed(recipe, chain.token_at(places).tolist())
+        assert len(layers) == len(shape.target.experts.layers)
+        # The first tokens of a text attend to few others and are disturbed more.
+        in_common = [(a[:-1, :, None] == a[1:, None]).sum().item() / a[1:].numel() for a in layers]
+        shared[correlation] = sum(in_common) / len(in_common)
+        if not correlation:
+            # No expert is left out, and none is preferred: each has 64 of 1024 pairs, give or take 8.
+            counts = torch.stack([a.flatten().bincount(minlength=routing.num_experts) for a in layers])
+            assert counts.min() > 20 and counts.max() < 120
+    uniform = routing.top_k / routing.num_experts
+    assert shared[0.0] == pytest.approx(uniform, abs=0.08) and shared[1.0] > 0.97
+    assert shared[0.0] + 0.1 < shared[0.5] < shared[1.0] - 0.1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "says"),
+    [
+        (Recipe(tiny(), routing_correlation=0.5), "routing_correlation=0.5 is for mixtures of experts"),
+        (Recipe(mixture("qwen3-moe"), routing_correlation=1.5), "routing_correlation=1.5"),
+        (Recipe(mixture("v3-dense"), mode="copy", reach=REACH), "copy mode is not for latent attention"),
+    ],
+    ids=["dense", "above", "latent"],
+)
+def test_what_cannot_be_planted_is_refused(recipe: Recipe, says: str) -> None:
+    with pytest.raises(EspalierError, match=says):
+        recipe.tensors(torch.float32, CPU)
