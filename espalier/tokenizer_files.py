@@ -65,7 +65,7 @@ def _splits() -> Set[str | None]:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:
         raise EspalierError(
-            "tokenizers of GGUF files need transformers 5.24 or newer; run pip install -U transformers, or use token ids"
+            "tokenizers of GGUF files need transformers 5.24 or newer; pip install -U transformers, or use token ids"
         ) from None
     return {None, "default", "gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}
 

@@ -59,7 +59,7 @@ class Run:
 
 
 def value_bytes(weights: str) -> float:
-    """Bytes of a number of a matrix, with its share of a group's scale.  Scales of rows and of blocks count as nothing."""
+    """Bytes of a number of a matrix, its share of a group's scale included; scales of rows and blocks are nothing."""
     scales = {"int4": 2 / GROUP, "nvfp4": 1 / NV_GROUP, "mxfp4": 1 / MX_BLOCK}
     return 0.5 + scales[weights] if weights in scales else 2 if weights == DENSE else 1
 

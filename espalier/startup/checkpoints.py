@@ -54,7 +54,7 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
 
 
 def _local(what: str, name: str | PathLike[str]) -> Path | None:
-    """The directory or GGUF file; None if there is none and the name may be a Hugging Face id.  Raises EspalierError."""
+    """The directory or GGUF file; None if there is none and the name may be a hub id.  Raises EspalierError."""
     path = Path(name).expanduser()
     if (gguf := _gguf(what, path)) is not None:
         return gguf
@@ -77,8 +77,8 @@ def _gguf(what: str, path: Path) -> Path | None:
             return None
         if what.endswith("draft"):
             raise EspalierError(
-                f"{what}={str(path)!r} is in the GGUF format, in which drafts are not read; give the directory that holds "
-                "a draft's config.json and weights"
+                f"{what}={str(path)!r} is in the GGUF format, in which drafts are not read; give the directory that "
+                "holds a draft's config.json and weights"
             )
         require_regular(path)
         if not path.exists():

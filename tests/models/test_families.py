@@ -274,10 +274,7 @@ NOT_ROTATED = {"rope_type": "proportional", "partial_rotary_factor": 0}
         ({"per_layer_config": {"2": {"head_dim": "8"}}}, "head_dim = '8'; a positive integer"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 of 3 layers; fewer"),
         ({"num_kv_shared_layers": 1}, "layer 2 has no earlier layer of its type and sizes"),
-        (
-            {"num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 3},
-            "layer 2 has no earlier layer of its type",
-        ),
+        ({"num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 3}, "layer 2 has no earlier layer of its type"),
         ({"num_kv_shared_layers": "1"}, "num_kv_shared_layers = '1' of 3 layers"),
     ],
     ids=str,

@@ -1,7 +1,7 @@
 """NVFP4: E2M1 in groups of 16 columns with a scale in E4M3, and one more factor in float32 for the whole matrix.
 
 compressed-tensors stores the number that the matrix's scales are divided by, ModelOpt the one that they are multiplied
-with.  Most checkpoints ask for inputs in 4 bits too, for which only Blackwell has units.  As other engines do on Hopper,
+with.  Most checkpoints ask for inputs in 4 bits too, for which only Blackwell has units.  As in other engines on Hopper,
 inputs keep the model's dtype, and loading says so.
 """
 
