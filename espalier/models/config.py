@@ -19,7 +19,15 @@ from espalier.model_files import MAX_NUMBER
 from espalier.models.config_values import count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, type_of_rope, with_rope_type
+from espalier.models.rope import (
+    SPELLINGS,
+    RopeConfig,
+    RopeTables,
+    read_rope,
+    rope_overrides,
+    type_of_rope,
+    with_rope_type,
+)
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]

@@ -8,7 +8,6 @@ import torch
 
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
-
 # Shared memory, in bytes, that is left to the compiler where the estimate was not measured.
 SCRATCH = 8 * 1024
 

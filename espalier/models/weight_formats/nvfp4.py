@@ -1,8 +1,8 @@
 """NVFP4: E2M1 in groups of 16 columns with a scale in E4M3, and one more factor in float32 for the whole matrix.
 
 compressed-tensors stores the number that the matrix's scales are divided by, ModelOpt the one that they are multiplied
-with.  Most checkpoints ask for inputs in 4 bits too, for which only Blackwell has units.  As in other engines on Hopper,
-inputs keep the model's dtype, and loading says so.
+with.  Most checkpoints ask for inputs in 4 bits too, for which only Blackwell has units.  On Hopper, as in other
+engines, inputs keep the model's dtype, and loading says so.
 """
 
 from collections.abc import Mapping, Sequence
