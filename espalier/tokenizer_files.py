@@ -48,7 +48,7 @@ def _of_gguf(path: Path) -> Any:
 
     metadata = read_gguf(path).metadata
     split = metadata.get("tokenizer.ggml.pre")
-    if metadata["tokenizer.ggml.model"] == "gpt2" and split not in _splits():
+    if metadata["tokenizer.ggml.model"] == "gpt2" and str(split) not in _splits():
         log.warning(
             "%s: transformers does not know the tokenizer's splits %s and takes GPT-2's, so some texts, as of numbers, "
             "may have other tokens than the model was trained with; use the Hugging Face directory, or token ids",
@@ -59,15 +59,15 @@ def _of_gguf(path: Path) -> Any:
     return _loaded(path, load)
 
 
-def _splits() -> Set[str | None]:
-    """The names of splits in GGUF files for which transformers has no other than GPT-2's, or which it knows."""
+def _splits() -> Set[str]:
+    """The names of splits in GGUF files that transformers knows, and those of GPT-2's."""
     try:
         from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
     except ImportError:
         raise EspalierError(
             "tokenizers of GGUF files need transformers 5.24 or newer; pip install -U transformers, or use token ids"
         ) from None
-    return {None, "default", "gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}
+    return {str(None), "default", "gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}
 
 
 def _loaded(path: Path, load: Callable[..., Any]) -> Any:

@@ -54,13 +54,9 @@ FIELDS = {
 OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
 # Fields that are read otherwise, or whose value here changes nothing.
 READ_APART = (
-    "attention.value_length",
-    "rope.dimension_count",
-    "vocab_size",
-    "rope.scaling.type",
-    "rope.scaling.factor",
+    *("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
 )
-READ_APART += ("rope.scaling.original_context_length", "rope.scaling.finetuned")
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "expert_count": (0,),
@@ -259,7 +255,7 @@ def _frequencies(gguf: GGUF) -> list[float]:
 def _tokens(metadata: Mapping[str, Any]) -> Raw:
     """Special tokens.  llama.cpp ends at the end of a text and at the end of a turn."""
     ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    found: Raw = {"eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
+    found: Raw = {"eos_token_id": [end for end in ends if end is not None]}
     for name, field in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         if (token := metadata.get(f"tokenizer.ggml.{field}")) is not None:
             found[name] = token

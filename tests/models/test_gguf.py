@@ -20,6 +20,8 @@ from espalier.models.loading import read_raw
 from espalier.models.weight_count import WeightCount, stored_weights
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.gguf import BlockWeight
+from espalier.startup.generation_config import end_tokens
+from espalier.text import load_tokenizer
 from tests.builders import make_target
 from tests.folders import new_folder
 from tests.gguf import Stored, convert, plain, write_gguf
@@ -240,6 +242,41 @@ def test_each_field_and_tensor_that_is_missing_is_named_or_has_gguf_s_default(tm
             with pytest.raises(EspalierError):
                 logits(path)
                 pytest.fail(name)
+
+
+VALUES = (2**31, -1, 0, 1.5, float("nan"), "x", True, [], [1, 2], ["x"])
+TOKENIZER = {
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "llama-bpe",
+    "tokenizer.ggml.tokens": [chr(97 + i) for i in range(15)] + ["ab"],
+    "tokenizer.ggml.token_type": [1] * 16,
+    "tokenizer.ggml.merges": ["a b"],
+    "tokenizer.ggml.eos_token_id": 3,
+    "tokenizer.ggml.add_bos_token": False,
+    "tokenizer.chat_template": "{{ messages }}",
+}
+
+
+def test_no_value_of_a_field_raises_another_error(tmp_path: Path) -> None:
+    """Each field, with each of these: a model, or refused in one line."""
+    whole = changed(tmp_path, TOKENIZER)
+    content, fields, refused = whole.read_bytes(), read_gguf(whole).metadata | TOKENIZER, 0
+    tensors = {
+        name: Stored(place.shape, place.type, content[place.begin :][: 4 * torch.Size(place.shape).numel()])
+        for name, place in read_gguf(whole).tensors.items()
+    }
+    assert load_tokenizer(whole, 16) is not None
+    for name, value in ((name, value) for name in fields for value in VALUES):
+        path = write_gguf(whole, {**fields, name: value}, tensors)
+        try:
+            end_tokens(path, load_target(path, **LOADING).config)
+            load_tokenizer(path, 16)
+        except EspalierError as error:
+            refused += 1
+            assert "\n" not in str(error) and len(str(error)) < 1000, (name, value)
+        except Exception as error:
+            raise AssertionError(f"{name} = {value!r}: {error!r:.200}") from error
+    assert refused > 60
 
 
 @cache
