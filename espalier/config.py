@@ -67,6 +67,12 @@ class EngineConfig:
     )
     speculation: SpeculationConfig | Literal["auto"] | None = field(default="auto", metadata={"help": "the draft tree"})
     device: str = option("cpu, cuda or cuda:N")
+    tensor_parallel: int = option(
+        "GPUs of this machine that share the model, each with a part of every layer; on a CPU, processes",
+        1,
+        low=1,
+        high=64,
+    )
     dtype: str = option("dtype of the weights, and of the KV cache unless kv_dtype is given", choices=DTYPES)
     kv_dtype: str = option(
         "dtype of the KV cache: fp8_e4m3, or the same as dtype; by default the one that the checkpoint's "
@@ -138,6 +144,7 @@ class ResolvedConfig:
     graph_batch: int
     model_overrides: dict[str, Any]
     seed: int
+    tensor_parallel: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """All fields by name, with those of the layout among them.

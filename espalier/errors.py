@@ -14,7 +14,7 @@ from dataclasses import fields
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from espalier import counterparts
+from espalier import other_engines
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -135,7 +135,7 @@ def unknown_name(
     nearest = (
         f"did you mean {near[0]!r}?" if near else listed or f"use {'one of ' * (len(known) > 1)}{', '.join(known)}"
     )
-    return EspalierError(f"{what} has no {name!r}; {counterparts.keyword(name, known, python) or nearest}")
+    return EspalierError(f"{what} has no {name!r}; {other_engines.keyword(name, known, python) or nearest}")
 
 
 def require_number(

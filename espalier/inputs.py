@@ -13,12 +13,12 @@ from espalier.errors import EspalierError, prompt_too_long, require_text, shown,
 from espalier.grammar.check import check_grammar
 from espalier.request import ResolvedParams, SamplingParams, check_prompt
 from espalier.text import TextStream, Tokenizer
-from espalier.text_bound import TextBound
-from espalier.tools.definitions import checked_tools
-from espalier.tools.formats import AUTO, find_formats
-from espalier.tools.message_stream import MessageStream, parser_of
-from espalier.tools.parser import OutputParser
-from espalier.tools.plan import ChatPlan
+from espalier.text_limit import TextLimit
+from espalier.tool_calls.definitions import checked_tools
+from espalier.tool_calls.formats import AUTO, find_formats
+from espalier.tool_calls.message_stream import MessageStream, parser_of
+from espalier.tool_calls.parser import OutputParser
+from espalier.tool_calls.plan import ChatPlan
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, str]]
@@ -28,7 +28,7 @@ class ConversationOptions(ChatOptions, total=False):
     """The options of LLM.chat.
 
     tool_choice: as in OpenAI's API; parallel_tool_calls: False allows one call at most; tool_format, reasoning_format:
-    names of espalier/tools/formats, "auto" for those of the chat template.
+    names of espalier/tool_calls/formats, "auto" for those of the chat template.
     """
 
     tool_choice: str | Mapping[str, Any] | None
@@ -63,7 +63,7 @@ class InputProcessor:
         self.facts = facts
         self.allow_special_tokens_in_messages = allow_special_tokens_in_messages
         self.tokenizer = tokenizer
-        self.bound = TextBound(None if tokenizer is None else tokenizer.backend)
+        self.bound = TextLimit(None if tokenizer is None else tokenizer.backend)
 
     def for_another_thread(self) -> "InputProcessor":
         """A copy with its own tokenizer, since only one thread at a time may use a tokenizer."""

@@ -14,6 +14,7 @@ from espalier.chat import ChatOptions
 from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.engine.mask_threads import MAX_ABANDONED
+from espalier.engine_lock import EngineLock
 from espalier.errors import EspalierError, frames_cleared, refuses_unknown_keywords, require_fields, shown
 from espalier.grammar.spec import Grammar
 from espalier.grammar.token_masker import TokenMasker
@@ -26,8 +27,7 @@ from espalier.startup.generation_config import end_tokens, generation_config
 from espalier.startup.load import Checkpoint, build_engine, find, resolve_config
 from espalier.stats import SpeculationStats
 from espalier.text import load_tokenizer
-from espalier.tools.output import ChatOutput, chat_output
-from espalier.turn import Turn
+from espalier.tool_calls.output import ChatOutput, chat_output
 
 ROUNDS_BEFORE_WARNING = 256
 LOWEST_ACCEPTANCE = 0.05
@@ -75,7 +75,7 @@ class LLM:
         # Unread chunks by request id; the requests of one call share a queue.
         self._unread: dict[str, deque[OutputChunk]] = {}
         # The thread that uses the engine and the tokenizer: for all of `generate`, for one step of a stream.
-        self._turn = Turn()
+        self._turn = EngineLock()
         self._num_requests = 0
         self._warned = False
         self._closed = False

@@ -69,7 +69,9 @@ REFUSED = [
     ({"steps": 5}, "use SpeculationConfig(steps=...)"),
     ({"kv_dtype": "fp8_e5m2"}, "kv_dtype='fp8_e5m2' is not supported; use fp8_e4m3,"),
     ({"kv_cache_dtype": "fp8"}, "'kv_cache_dtype'; use kv_dtype"),
-    ({"tensor_parallel_size": 2}, "one engine runs on one GPU; leave it out"),
+    ({"tensor_parallel_size": 2}, "'tensor_parallel_size'; use tensor_parallel"),
+    ({"pipeline_parallel_size": 2}, "several GPUs share a model by tensor_parallel alone; leave it out"),
+    ({"tensor_parallel": 0}, "tensor_parallel=0 is not supported; use a whole number, 1 to 64"),
 ]
 
 
@@ -109,10 +111,10 @@ def test_every_field_says_what_it_is():
         assert all(f.metadata["help"] for f in fields(config))
 
 
-def test_every_default_is_open_but_overrides():
+def test_every_default_is_open_but_ranks_and_overrides():
     config = EngineConfig()
     set_already = [f.name for f in fields(config) if not is_open(getattr(config, f.name))]
-    assert set_already == ["model_overrides"]
+    assert set_already == ["tensor_parallel", "model_overrides"]
 
 
 def test_a_seed_is_random_unless_it_is_given():

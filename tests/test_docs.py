@@ -16,15 +16,15 @@ from espalier.train.command import make_parser
 from lab.__main__ import make_parser as make_lab
 from lab.faults.command import COMMANDS
 from lab.faults.planted import FAULTS, find
+from scripts.make_support import PAGE, render
 from tests.architecture.test_imports import FLOORS, MAX_FILE_LINES, MAX_FUNCTION_LINES
-from tools.make_support import PAGE, render
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 FENCE = re.compile(r"^```.*?^```$", re.M | re.S)
 SPAN = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PATH = r"(?:espalier|lab|tests|tools|docs|\.ci)/[\w./-]*"
+PATH = r"(?:espalier|lab|tests|scripts|docs|\.ci)/[\w./-]*"
 REFERENCE = re.compile(rf"({PATH}?)(?:::?([A-Za-z_][\w.:]*))?")
 ESPALIER = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?espalier (.+)$", re.M)
 LAB = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?python -m lab (.+)$", re.M)
@@ -114,7 +114,7 @@ def test_extras_that_are_named_exist_and_the_package_is_installed_from_a_clone()
     """In pages, messages and images: the package is on no index."""
     known = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     images = [path for folder in ("docker", "deploy") for path in (ROOT / folder).iterdir()]
-    sources = [path for folder in ("espalier", "lab", "tools") for path in (ROOT / folder).rglob("*.py")]
+    sources = [path for folder in ("espalier", "lab", "scripts") for path in (ROOT / folder).rglob("*.py")]
     named = set()
     for path in [*PAGES, *images, *sources]:
         text = path.read_text(encoding="utf-8")
@@ -175,7 +175,7 @@ def test_the_design_lists_packages_in_the_order_that_imports_keep():
 
 
 def test_support_is_what_the_code_declares():
-    assert PAGE.read_text(encoding="utf-8") == render(), "run: python tools/make_support.py"
+    assert PAGE.read_text(encoding="utf-8") == render(), "run: python scripts/make_support.py"
 
 
 @pytest.mark.parametrize(

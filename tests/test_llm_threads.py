@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 
 from espalier import LLM, SamplingParams, SpeculationConfig
-from espalier import turn as turns
-from espalier.turn import Turn
+from espalier import engine_lock as turns
+from espalier.engine_lock import EngineLock
 from tests.harness import directories
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8], [9]]
@@ -75,7 +75,7 @@ def test_a_stream_that_python_drops_in_the_middle_of_a_step_changes_no_token(llm
 
 
 def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
-    turn, events = Turn(), []
+    turn, events = EngineLock(), []
     with turn.postponing(), turn.lock:
         with turn.whole():
             turn.run(lambda: events.append("later"))
@@ -87,7 +87,7 @@ def test_what_comes_in_the_middle_of_a_step_runs_behind_it():
 
 def test_a_thread_leaves_what_it_has_to_do_to_the_thread_whose_turn_it_is():
     """It never waits: that thread may wait for it, as for the thread that runs launches."""
-    turn, events = Turn(), []
+    turn, events = EngineLock(), []
     with turn.postponing(), turn.lock:
         other = threading.Thread(target=turn.run, args=(lambda: events.append("other"),), daemon=True)
         other.start()
@@ -110,7 +110,7 @@ def test_an_action_that_is_left_while_another_is_looked_for_is_found():
                 return False
             return len(self) > 0
 
-    turn, events = Turn(), []
+    turn, events = EngineLock(), []
     turn._postponed = Raced()
 
     def leave():
@@ -121,7 +121,7 @@ def test_an_action_that_is_left_while_another_is_looked_for_is_found():
     assert events == ["third"]
 
 
-def interrupt(turn: Turn, moment: int) -> bool:
+def interrupt(turn: EngineLock, moment: int) -> bool:
     """Ctrl-C at this event of the code of a turn, counted from 0.  False if there are fewer.
 
     What the interpreter does by itself, as `with` takes a lock, is no event: no signal is handled there either.
@@ -149,7 +149,7 @@ def interrupt(turn: Turn, moment: int) -> bool:
 
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_at_any_line_of_a_turn_leaves_the_lock_to_other_threads():
-    turn, moments = Turn(), count()
+    turn, moments = EngineLock(), count()
 
     def is_free():
         taken = turn.lock.acquire(blocking=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from espalier.batch.sender import split_url
+from espalier.batch_jobs.sender import split_url
 from espalier.errors import EspalierError
 
 # Long enough for a server to load its model.

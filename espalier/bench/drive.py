@@ -11,9 +11,8 @@ import torch
 from espalier.engine.engine import Engine
 from espalier.engine.launch_input import RoundTrace
 from espalier.errors import EspalierError
-from espalier.layout import ROUNDS_IN_FLIGHT
 from espalier.llm import LLM
-from espalier.request import Output, Request, SamplingParams
+from espalier.request import Request, SamplingParams
 from espalier.startup.build import engine_of
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.stats import SpeculationStats
@@ -102,26 +101,6 @@ def empty_prefix_cache(engine: Engine) -> None:
     """Forget all cached prefixes that no request uses, so that the next prompts are prefilled whole."""
     if engine.prefixes is not None:
         engine.prefixes.evict(engine.pool.num_pages)
-
-
-def require_pages(engine: Engine, what: str, batch: int, num_tokens: int) -> None:
-    """Check that the engine's pages hold `batch` requests of num_tokens tokens, prompt and output, at the same time.
-
-    what: names the measurement in the EspalierError that is raised if they do not.
-    """
-    layout, usable = engine.layout, engine.pool.num_pages - 1
-    needed = batch * layout.pages_for(num_tokens + layout.tokens_ahead(ROUNDS_IN_FLIGHT))
-    if needed > usable:
-        raise EspalierError(
-            f"{what} needs {needed} pages of {layout.page_size} tokens, and the engine has {usable}; measure a smaller "
-            "batch or context"
-        )
-
-
-def require_success(outputs: Sequence[Output]) -> None:
-    """Raises EspalierError if a request failed: its time would be that of less work."""
-    if failed := next((output.error for output in outputs if output.error is not None), None):
-        raise EspalierError(f"a request failed: {failed}")
 
 
 def full_steps(runs: Sequence[Driven]) -> list[float]:

@@ -3,14 +3,13 @@
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from espalier.bench.drive import contexts
-from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
+from espalier.config import EngineConfig, ResolvedConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
-from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM, prepare
 from espalier.startup.load import find
 from espalier.terminal.console import print_header, require_writable
@@ -21,11 +20,6 @@ Way = Mapping[str, Any]
 AS_SET: Way = {}
 PLAIN_WAY: Way = {"speculation": None}
 WAYS = (AS_SET, PLAIN_WAY)
-
-
-def way_with(tree: TreeShape) -> Way:
-    """Decoding with this tree at every batch, or plain."""
-    return PLAIN_WAY if tree == PLAIN else {"speculation": SpeculationConfig(**asdict(tree), by_batch={})}
 
 
 @dataclass(frozen=True)

@@ -14,55 +14,50 @@ INPUTS, OUTPUTS = (16, 128), (16, 64)
 REQUESTS = 8
 POISSON, FIXED, BURSTS = "poisson", "fixed", "bursts"
 CHAT, COMPLETIONS = "chat", "completions"
+# Flags of `bench load` that need a --url.
+OF_SERVERS = ("endpoint", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
 # Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
 SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
 DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
 LINEARS, EXPERTS = "linears", "experts"
 
 
-def throughput(parser: ArgumentParser) -> None:
+def load(parser: ArgumentParser) -> None:
     add_json_flag(parser)
+    add_load_flags(parser)
+    servers = parser.add_argument_group("running servers, in place of an engine (lengths are words, not tokens)")
+    add_server_flags(servers)
     add_engine_flags(parser)
-    add_load_flags(parser, "8", "16,128", "16,64")
 
 
-def add_load_flags(parser: ArgumentParser, requests: str, inputs: str, outputs: str) -> None:
-    """The flags of a load.  The other arguments: its defaults, for the help."""
-    parser.add_argument("--requests", type=int, metavar="N", help=f"requests to serve ({requests})")
-    parser.add_argument(
-        "--input", type=bounds, metavar="N,N", help=f"tokens of the shortest and longest prompt ({inputs})"
-    )
-    parser.add_argument(
-        "--output", type=bounds, metavar="N,N", help=f"tokens of the shortest and longest output ({outputs})"
-    )
-
-
-def latency(parser: ArgumentParser) -> None:
-    throughput(parser)
-    add_arrival_flags(parser)
-
-
-def add_arrival_flags(parser: ArgumentParser) -> None:
-    arrivals = parser.add_mutually_exclusive_group()
-    arrivals.add_argument("--concurrency", type=int, metavar="N", help="requests at once, constantly (4)")
-    arrivals.add_argument("--rate", type=float, metavar="X", help="requests a second, as a Poisson process")
-
-
-def serve(parser: ArgumentParser) -> None:
+def add_load_flags(parser: ArgumentParser, requests: str = "8", inputs: str = "16,128", outputs: str = "16,64") -> None:
+    """The flags of a load and of its arrivals.  The other arguments: defaults, for the help."""
     add = parser.add_argument
-    add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
-    add("--model", metavar="X", help="the model's name there (the server's first)")
-    add("--rate", type=_rates, metavar="X,X", help="arrivals a second; several are measured one after another (2)")
-    add("--arrivals", choices=(POISSON, FIXED, BURSTS), help="random, evenly spaced, or many at once (poisson)")
-    add("--burst", type=int, metavar="N", help="arrivals at once, with --arrivals bursts (8)")
-    add("--requests", type=int, metavar="N", help="arrivals at each rate: requests, or conversations (64)")
-    add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat)")
-    add("--input", type=bounds, metavar="N,N", help="fewest and most words of a prompt (16,64)")
-    add("--output", type=bounds, metavar="N,N", help="least and largest max_tokens (16,64)")
+    add("--requests", type=int, metavar="N", help=f"requests, or conversations ({requests}; of a server 64)")
+    add("--input", type=bounds, metavar="N,N", help=f"shortest and longest prompt ({inputs}; of a server 16,64)")
+    add("--output", type=bounds, metavar="N,N", help=f"tokens of the shortest and longest output ({outputs})")
     add("--prefixes", type=int, metavar="N", help="prompts begin with one of N shared texts (0)")
-    add("--prefix-words", type=int, metavar="N", help="length of a shared text (64)")
+    add("--prefix-length", type=int, metavar="N", help="length of a shared text (64)")
     add("--turns", type=int, metavar="N", help="turns of a conversation; each sends all that was said before (1)")
     add("--think", type=float, metavar="S", help="seconds from an answer to the next turn (1)")
+    arrivals = parser.add_mutually_exclusive_group()
+    arrivals.add_argument("--concurrency", type=int, metavar="N", help="requests at once, constantly (all at once)")
+    arrivals.add_argument(
+        "--rate", type=_rates, metavar="X,X", help="arrivals a second; several are measured one after another"
+    )
+    add(
+        "--arrivals",
+        choices=(POISSON, FIXED, BURSTS),
+        help="with --rate: random, evenly spaced, or many at once (poisson)",
+    )
+    add("--burst", type=int, metavar="N", help="arrivals at once, with --arrivals bursts (8)")
+
+
+def add_server_flags(group: Any) -> None:
+    """The flags of OF_SERVERS, and --url."""
+    add = group.add_argument
+    add("--url", action="append", metavar="X", help="a running server, any with OpenAI's API; may be repeated")
+    add("--endpoint", choices=(CHAT, COMPLETIONS), help="endpoint that is called (chat)")
     add("--ttft-limit", type=float, metavar="MS", help="for goodput: the first token comes within MS")
     add(
         "--itl-limit",
@@ -82,9 +77,8 @@ def serve(parser: ArgumentParser) -> None:
         metavar="JSON",
         help='further fields of every request, such as {"ignore_eos": true}',
     )
-    add_key_flag(parser, "bearer token")
+    add_key_flag(group, "bearer token")
     add("--plot", type=Path, metavar="FILE", help="draw the times and the goodput by rate: .png, .svg or .pdf")
-    add_json_flag(parser)
 
 
 def choose(parser: ArgumentParser) -> None:

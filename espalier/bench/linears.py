@@ -3,14 +3,12 @@
 chains.py runs them on a GPU.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from espalier.bench.shapes import find_shape
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.models.block_config import EDGE_PARTS, BlockConfig, EdgeKind
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
@@ -19,8 +17,6 @@ from espalier.models.mtp_config import MTPConfig
 from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
 
 Shape = tuple[int, int]
-# The ends of the names of a layer's products up to attention.
-UP_TO_ATTENTION = ("fc", "project", "context", "qkv", "q and kv", "q up", "k up")
 
 
 @dataclass(frozen=True)
@@ -103,17 +99,6 @@ class RoutedExperts:
 
     def touched_by(self, rows: int) -> float:
         return self.sizes.shape.touched(rows) if self.touched is None else self.touched
-
-    def touched_to_draw(self, rows: int) -> int | None:
-        """The nearest number that `rows` rows can touch; None for uniform routing."""
-        if self.touched is None:
-            return None
-        shape = self.sizes.shape
-        return min(max(round(self.touched), shape.top_k), shape.num_experts, rows * shape.top_k)
-
-    def takes_shared(self, rows: int) -> bool:
-        """Whether `rows` rows take the shared expert in the launches of the routed ones."""
-        return self.sizes.shared_joins and self.weights == DENSE and rows <= MAX_SHARED_ROWS
 
 
 @dataclass(frozen=True)
@@ -225,27 +210,6 @@ class ModelShape:
         passes = [self.draft_pass(rows, 0, rows, module) for module in range(1, self.modules + 1)]
         return tuple(run for of_module in passes for run in of_module)
 
-    def prefill_pass(self, rows: int, requests: int, drafts: bool = True) -> tuple[Run, ...]:
-        """A prefill pass: the target over `rows` rows, its lm_head over a row of each request, and the draft's extend.
-
-        A last layer whose output is read at the last tokens alone computes it there alone (speculate/round.py).
-        """
-        extend = self.extend_passes(rows) if drafts else ()
-        if self.modules == 1:
-            extend = _read_at(requests, extend)
-        if drafts and self.mtp is not None:
-            # MTP modules read the target's output at every row.
-            return (*self.target_pass(rows, requests), *extend)
-        experts = self.experts
-        rest = replace(self, experts=experts and replace(experts, layers=experts.layers - 1))
-        last = replace(self, experts=experts and replace(experts, layers=1))
-        return (
-            *rest._layers("", self.hidden, self.layers - 1, rows),
-            *_read_at(requests, last._layers("", self.hidden, 1, rows)),
-            self._head("lm_head", self.vocab, rows, requests),
-            *extend,
-        )
-
     @property
     def modules(self) -> int:
         return 1 if self.mtp is None else self.mtp.modules
@@ -270,25 +234,10 @@ class ModelShape:
         runs = (run for run in (*self.target_pass(1), *draft) if run.name != "draft edge factors")
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1 and run.weights == weights))
 
-    def attended(self, context: float) -> float:
-        """The rows that a query reads, summed over the layers."""
-        return sum(min(window, context) for window in self.windows) + (self.layers - len(self.windows)) * context
-
     @property
     def kept_values(self) -> int:
         """Values that a token keeps in one layer."""
         return 2 * self.kv_heads * self.head_size if self.latent is None else self.latent.row_size
-
-    @property
-    def attention_flops(self) -> int:
-        """FLOPs of one pair of query and row, in one layer."""
-        latent = self.latent
-        return 2 * self.heads * (2 * self.head_size if latent is None else latent.row_size + latent.kv_rank)
-
-    def prompt_attention_flops(self, length: int) -> int:
-        """FLOPs of the attention of all layers over a prompt: each token reads itself and those before it."""
-        windows = [*self.windows, *[length] * (self.layers - len(self.windows))]
-        return self.attention_flops * sum(min(at + 1, window) for window in windows for at in range(length))
 
     def _layers(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
         """In the order of a pass: the dense layers come first.  wide: input size of the first product."""
@@ -369,11 +318,6 @@ class ModelShape:
 
     def _head(self, name: str, vocab: int, rows: int, head_rows: int | None) -> Run:
         return Run(name, (vocab, self.hidden), 1, rows if head_rows is None else head_rows)
-
-
-def _read_at(rows: int, layer: Sequence[Run]) -> tuple[Run, ...]:
-    """The runs of a layer whose output is read at `rows` rows: those behind attention compute no others."""
-    return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, rows=rows) for run in layer)
 
 
 def model_sizes(config: ModelConfig) -> ModelShape:

@@ -1,11 +1,11 @@
-"""Serves a load offline and records when each token came.
+"""Serves a load by an engine and records when each token came, and what the time was spent on.
 
-Requests arrive all at once, at a rate, or each as another finishes.  `bench throughput` and `bench latency` report it.
+Requests arrive all at once, at a rate, or each as another finishes.  `espalier bench load` reports it (load_report.py).
 """
 
-from argparse import Namespace
+import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter, sleep
@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
-from espalier.bench.drive import empty_prefix_cache, greedy_request
-from espalier.bench.engines import BenchEngines, compared_ways, load_sizes, require_positions
-from espalier.bench.flags import INPUTS, OUTPUTS, REQUESTS
-from espalier.config import ResolvedConfig
+from espalier.bench.drive import greedy_request
 from espalier.engine.engine import Engine
+from espalier.engine.executor import Handle, LaunchObserver
+from espalier.engine.launch_input import LaunchInput
 from espalier.request import Request
-from espalier.terminal.flags import require_at_least_one
 
 PERCENTILES = (50, 90, 99)
 # What latency_of has percentiles of.
@@ -28,24 +26,63 @@ TIMES = ("ttft_ms", "between_pieces_ms", "per_token_ms", "end_to_end_ms")
 
 @dataclass(frozen=True)
 class Load:
-    """Number of tokens of each prompt and of each output, in order of arrival."""
+    """Conversations of `turns` requests each, in order of arrival.
+
+    inputs, outputs: tokens that each request adds to what was said before it, and tokens of its output, conversation
+    after conversation.  prefixes: number of different beginnings of prefix_tokens tokens, which conversations share in
+    turn; 0 for none.  think: seconds from an answer to the next turn.
+    """
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    turns: int = 1
+    prefixes: int = 0
+    prefix_tokens: int = 0
+    think: float = 0.0
+
+    @property
+    def count(self) -> int:
+        """Conversations."""
+        return len(self.inputs) // self.turns
 
     @property
     def longest(self) -> int:
-        return max(a + b for a, b in zip(self.inputs, self.outputs, strict=True))
+        """Tokens of the longest conversation at its end."""
+        return self.beginning + max(sum(each.inputs + each.outputs) for each in map(self.of, range(self.count)))
+
+    @property
+    def beginning(self) -> int:
+        """Tokens of a shared beginning."""
+        return self.prefix_tokens if self.prefixes else 0
+
+    def of(self, conversation: int) -> "Load":
+        """The requests of one conversation."""
+        places = slice(conversation * self.turns, (conversation + 1) * self.turns)
+        return Load(self.inputs[places], self.outputs[places], self.turns)
+
+    def texts(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """What the users of each conversation say, beginnings included: its share of a prompt of `lengths` tokens."""
+        beginnings = [list(prompt[: self.prefix_tokens]) for prompt in prompts[: self.prefixes]]
+        rest = prompts[self.prefixes :]
+        return [[*beginnings[i % self.prefixes], *text] if beginnings else list(text) for i, text in enumerate(rest)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of the prompts that `texts` takes."""
+        return [self.prefix_tokens] * self.prefixes + [sum(self.of(i).inputs) for i in range(self.count)]
 
 
-def mixed(count: int, inputs: tuple[int, int], outputs: tuple[int, int], seed: int = 0) -> Load:
-    """A load of `count` requests with lengths drawn uniformly between the bounds, both included."""
-    generator = torch.Generator().manual_seed(seed)
+def mixed(count: int, inputs: tuple[int, int], outputs: tuple[int, int], turns: int = 1, **more: Any) -> Load:
+    """A load of `count` conversations with lengths drawn uniformly between the bounds, both included.
+
+    more: further fields of Load.
+    """
+    generator = torch.Generator().manual_seed(0)
 
     def drawn(low: int, high: int) -> tuple[int, ...]:
-        return tuple(torch.randint(low, high + 1, (count,), generator=generator).tolist())
+        return tuple(torch.randint(low, high + 1, (count * turns,), generator=generator).tolist())
 
-    return Load(drawn(*inputs), drawn(*outputs))
+    return Load(drawn(*inputs), drawn(*outputs), turns, **more)
 
 
 @dataclass(frozen=True)
@@ -100,6 +137,44 @@ class Timeline:
         return self.chunks[-1][0] - self.due
 
 
+class Spent:
+    """What the time of a load was spent on: an engine's observer, in front of the one that it has.
+
+    seconds: by "prefill", "rounds" and "idle"; the time of a launch ends when its result is read.
+    rows: that the target ran, padding of passes included, padding of a round to its graph's batch not.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.layout = engine.layout
+        self.captured_passes = engine.executor.captured_passes
+        self.other: LaunchObserver | None = engine.observer
+        self.seconds = {"prefill": 0.0, "rounds": 0.0, "idle": 0.0}
+        self.rows = 0
+        self._unread: deque[str] = deque()
+        self._kind: str | None = None
+
+    def on_launch(self, launch_input: LaunchInput) -> None:
+        self._unread.append("prefill" if launch_input.is_prefill else "rounds")
+        if launch_input.is_prefill:
+            self.rows += launch_input.form(self.captured_passes).pass_rows
+        else:
+            batch = len(launch_input.slots)
+            self.rows += batch * self.layout.at(batch).num_draft_tokens
+        if self.other is not None:
+            self.other.on_launch(launch_input)
+
+    def before_result(self, handle: Handle) -> None:
+        self._kind = self._unread.popleft()
+        if self.other is not None:
+            self.other.before_result(handle)
+
+    def add(self, seconds: float) -> None:
+        """The time of a step, or of a wait for requests."""
+        kind = self._kind or (self._unread[0] if self._unread else "idle")
+        self.seconds[kind] += seconds
+        self._kind = None
+
+
 @dataclass(frozen=True)
 class Served:
     """A load after it ran.  seconds: from the first arrival to the last token."""
@@ -108,28 +183,32 @@ class Served:
     seconds: float
     requests: list[Request]
     timelines: list[Timeline]
+    spent: Spent
 
     @property
     def accept_length(self) -> float:
         rounds = sum(request.stats.rounds for request in self.requests)
         return sum(request.stats.emitted for request in self.requests) / rounds if rounds else 0.0
 
-    def throughput(self) -> dict[str, Any]:
-        tokens_in, tokens_out = sum(self.load.inputs), sum(len(request.output) for request in self.requests)
+    def figures(self) -> dict[str, Any]:
+        """wasted_rows: share of the target's rows that neither entered a token of a prompt nor emitted one."""
+        tokens_out = sum(len(request.output) for request in self.requests)
+        tokens_in = sum(len(request.prompt) for request in self.requests)
+        computed = tokens_in - sum(request.cached_tokens for request in self.requests)
+        busy = sum(self.spent.seconds.values())
         return {
             "requests": len(self.requests),
             "seconds": self.seconds,
             "tokens_in": tokens_in,
+            "tokens_in_cached": tokens_in - computed,
             "tokens_out": tokens_out,
             "tokens_in_per_second": tokens_in / self.seconds,
             "tokens_out_per_second": tokens_out / self.seconds,
             "accept_length": self.accept_length,
+            "time_shares": {kind: seconds / busy for kind, seconds in self.spent.seconds.items()},
+            "wasted_rows": max(0.0, 1 - (computed + tokens_out) / self.spent.rows),
+            **latency_of(self.timelines),
         }
-
-    def latency(self) -> dict[str, Any]:
-        """See latency_of."""
-        about = {"requests": len(self.requests), "seconds": self.seconds, "accept_length": self.accept_length}
-        return about | latency_of(self.timelines)
 
 
 def latency_of(timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -154,53 +233,54 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float] | None:
 
 
 def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: Load, arrivals: Arrivals) -> Served:
-    """Run the load: greedy, each request to its full output length."""
+    """Run the load: greedy, each request to its full output length.  prompts: of load.lengths tokens."""
+    texts, spent = load.texts(prompts), Spent(engine)
     begun = perf_counter()
-    due = [begun + at for at in arrivals.due(len(prompts))]
-    timelines = [Timeline(at) for at in due]
-    numbered = enumerate(zip(prompts, load.outputs, strict=True))
-    requests = [greedy_request(str(i), i, prompt, count) for i, (prompt, count) in numbered]
-    waiting = deque(requests)
-    running = 0
-    max_running = arrivals.concurrency or len(requests)
+    due = [begun + at for at in arrivals.due(load.count)]
+    timelines: list[Timeline] = []
+    requests: list[Request] = []
+    # Of each conversation: (when its next turn is due, its number, its turn, what was said before).
+    waiting: list[tuple[float, int, int, list[int]]] = [(due[i], i, 0, []) for i in range(load.count)]
+    running: dict[str, tuple[int, int]] = {}
+    max_running = arrivals.concurrency or load.count
+    engine.observer, last = spent, perf_counter()
+
+    def spend() -> None:
+        nonlocal last
+        now = perf_counter()
+        spent.add(now - last)
+        last = now
+
     while waiting or engine.has_work:
-        while waiting and running < max_running and perf_counter() >= due[waiting[0].arrival]:
-            request = waiting.popleft()
-            if arrivals.rate is None:
-                timelines[request.arrival].due = perf_counter()
-            engine.add(request)
-            running += 1
+        while waiting and len(running) < max_running and perf_counter() >= waiting[0][0]:
+            at, number, turn, said = heapq.heappop(waiting)
+            timelines.append(Timeline(perf_counter() if arrivals.rate is None else at))
+            requests.append(_request(load, texts[number], number, turn, said))
+            running[requests[-1].id] = len(requests) - 1, number
+            engine.add(requests[-1])
         if not engine.has_work:
-            sleep(max(0.0, due[waiting[0].arrival] - perf_counter()))
+            sleep(max(0.0, waiting[0][0] - perf_counter()))
+            spend()
             continue
         for chunk in engine.step():
+            place, number = running[chunk.request_id]
             if chunk.token_ids:
-                timelines[int(chunk.request_id)].chunks.append((perf_counter(), len(chunk.token_ids)))
-            running -= chunk.finish_reason is not None
-    return Served(load, perf_counter() - timelines[0].due, requests, timelines)
+                timelines[place].chunks.append((perf_counter(), len(chunk.token_ids)))
+            if chunk.finish_reason is not None:
+                del running[chunk.request_id]
+                turn = requests[place].arrival % load.turns + 1
+                if turn < load.turns:
+                    said = requests[place].prompt + requests[place].output
+                    heapq.heappush(waiting, (perf_counter() + load.think, number, turn, said))
+        spend()
+    engine.observer = spent.other
+    return Served(load, perf_counter() - timelines[0].due, requests, timelines, spent)
 
 
-def tree_and_plain(
-    args: Namespace, arrivals: Arrivals, engines_of: Callable[..., BenchEngines]
-) -> tuple[dict[str, Served], ResolvedConfig]:
-    """The load of the flags, served in each of compared_ways, after a warm-up.  The config is that of the first way.
-
-    engines_of: as espalier/bench/engines.py:engines_of.
-    """
-    require_at_least_one(args, "requests")
-    inputs, outputs = args.input or INPUTS, args.output or OUTPUTS
-    load = mixed(args.requests or REQUESTS, inputs, outputs)
-    batch = min(len(load.inputs), arrivals.concurrency or 64)
-    made = engines_of(args, load_sizes(batch, load.longest + 2), max_context=load.longest)
-    asked = ("--input {},{}".format(*inputs), "--output {},{}".format(*outputs))
-    require_positions(made.positions, load.longest, *asked)
-    served, configs = {}, []
-    for name, way in compared_ways(made).items():
-        with made.open(way) as bench:
-            prompts = bench.prompts(load.inputs)
-            warm_up = Load(load.inputs[:batch], (8,) * batch)
-            serve(bench.engine, prompts[:batch], warm_up, Arrivals())
-            empty_prefix_cache(bench.engine)
-            served[name] = serve(bench.engine, prompts, load, arrivals)
-            configs.append(bench.config)
-    return served, configs[0]
+def _request(load: Load, text: Sequence[int], number: int, turn: int, said: list[int]) -> Request:
+    """The request of a conversation's turn.  text: all that its user says; said: by both, before this turn."""
+    own = load.of(number)
+    begin = load.beginning + sum(own.inputs[:turn]) if turn else 0
+    end = load.beginning + sum(own.inputs[: turn + 1])
+    place = number * load.turns + turn
+    return greedy_request(str(place), place, [*said, *text[begin:end]], own.outputs[turn])

@@ -1,4 +1,4 @@
-"""`espalier bench serve --url`: a load in an open loop on running servers with OpenAI's API, whatever engine they have.
+"""`espalier bench load --url`: a load on running servers with OpenAI's API, whatever engine they have.
 
 Requests arrive at their times, however slow the answers are.  Each server gets the same requests, at each rate, one
 after another.  Times count from the moment at which a request was due; each has a connection of its own.
@@ -23,7 +23,7 @@ from espalier.bench.plot import LoadPoint, plot_load, require_plot
 from espalier.bench.traffic import Conversation, Traffic
 from espalier.errors import EspalierError, require_number
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
-from espalier.terminal.flags import api_key, flag_of, require_at_least_one
+from espalier.terminal.flags import api_key, engine_settings, flag_of, require_at_least_one
 
 DEFAULTS: Mapping[str, Any] = MappingProxyType(
     {
@@ -35,7 +35,7 @@ DEFAULTS: Mapping[str, Any] = MappingProxyType(
         "input": (16, 64),
         "output": (16, 64),
         "prefixes": 0,
-        "prefix_words": 64,
+        "prefix_length": 64,
         "turns": 1,
         "think": 1.0,
         "timeout": 600.0,
@@ -57,10 +57,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Measured:
-    """One server at one rate.  seconds: from the first arrival to the last answer."""
+    """One server at one rate, or with so many requests at once (rate: None).
+
+    seconds: from the first arrival to the last answer.
+    """
 
     server: str
-    rate: float
+    rate: float | None
     seconds: float
     asked: list[Asked] = field(repr=False)
     limits: Limits
@@ -92,7 +95,7 @@ class Measured:
 def run(args: Namespace) -> int:
     """Raises EspalierError if a server does not answer the first request."""
     _check(args)
-    traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_words)
+    traffic = Traffic(args.input, args.output, args.turns, args.prefixes, args.prefix_length)
     talks = traffic.conversations(args.requests, seed=0)
     limits = Limits(args.ttft_limit, args.itl_limit)
     measured = []
@@ -100,37 +103,50 @@ def run(args: Namespace) -> int:
         for url in args.url:
             target = asyncio.run(_target(args, url))
             for rate in args.rate:
-                due = Arrivals(rate=rate, burst={POISSON: None, FIXED: 1, BURSTS: args.burst}[args.arrivals]).due(
-                    len(talks)
-                )
-                seconds, asked = asyncio.run(_measure(target, talks, due, advance))
+                arrivals = arrivals_of(args, rate)
+                seconds, asked = asyncio.run(_measure(target, talks, arrivals, advance))
                 measured.append(Measured(str(target.address), rate, seconds, asked, limits))
     figures = [each.figures() for each in measured]
-    about = {name: getattr(args, name) for name in DEFAULTS} | {"extra_body": args.extra_body} | asdict(limits)
+    about = (
+        {name: getattr(args, name) for name in (*DEFAULTS, "concurrency")}
+        | {"extra_body": args.extra_body}
+        | asdict(limits)
+    )
     write_json(args.json, {"load": about, "cells": figures})
     print_header()
     print_table(_table(figures, limits))
     for each in figures:
         for error, count in each["errors"].items():
-            print(f"  {each['server']} at {each['rate']:g}/s: {count} requests without an answer: {error}")
-    plot_load([_point(each) for each in figures], {"ttft_ms": limits.ttft, "per_token_ms": limits.itl}, args.plot)
+            print(f"  {each['server']}{_at(each['rate'])}: {count} requests without an answer: {error}")
+    points = [_point(each) for each in figures if each["rate"] is not None]
+    plot_load(points, {"ttft_ms": limits.ttft, "per_token_ms": limits.itl}, args.plot)
     return 0
 
 
 def _check(args: Namespace) -> None:
     """Fill the defaults.  Raises EspalierError."""
-    if not args.url:
-        raise EspalierError("--url is missing; give that of a running server, such as http://127.0.0.1:8000")
+    if args.concurrency is not None:
+        args.rate = [None]
     for name, value in DEFAULTS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    require_at_least_one(args, "burst", "requests", "turns", "prefix_words")
+    require_at_least_one(args, "burst", "requests", "turns", "prefix_length")
     for rate in args.rate:
-        require_number("--rate", rate, lambda rate: rate > 0, "more than 0")
+        require_number("--rate", rate, lambda rate: rate > 0, "more than 0", optional=True)
     for name, low in (("prefixes", 0), ("think", 0), ("timeout", 1e-3), ("ttft_limit", 0), ("itl_limit", 0)):
         require_number(flag_of(name), getattr(args, name), partial(le, low), f"{low:g} or more", optional=True)
     require_writable("--json", args.json)
+    if args.plot is not None and args.concurrency is not None:
+        raise EspalierError("--plot draws figures by --rate, and --concurrency is set; leave one out")
     require_plot(args.plot)
+
+
+def arrivals_of(args: Namespace, rate: float | None) -> Arrivals:
+    """The arrivals of the flags at one rate; None: with --concurrency, or all at once."""
+    if rate is None:
+        return Arrivals(args.concurrency)
+    burst = {POISSON: None, FIXED: 1, BURSTS: args.burst or DEFAULTS["burst"]}[args.arrivals or POISSON]
+    return Arrivals(rate=rate, burst=burst)
 
 
 async def _target(args: Namespace, url: str) -> Target:
@@ -139,7 +155,7 @@ async def _target(args: Namespace, url: str) -> Target:
     address = address_of(url)
     headers = {"host": address.host} | ({"authorization": f"Bearer {key}"} if key else {})
     await require_reachable(address)
-    model = args.model or await first_model(address, headers)
+    model = engine_settings(args).get("model") or await first_model(address, headers)
     same = {"model": model, **(args.extra_body or {})}
     target = Target(address, headers, same, args.endpoint, args.timeout, args.think)
     [first] = Traffic((2, 2), (4, 4)).conversations(1, seed=1)
@@ -150,13 +166,15 @@ async def _target(args: Namespace, url: str) -> Target:
 
 
 async def _measure(
-    target: Target, talks: Sequence[Conversation], due: Sequence[float], advance: Any
+    target: Target, talks: Sequence[Conversation], arrivals: Arrivals, advance: Any
 ) -> tuple[float, list[Asked]]:
-    """(seconds, requests) of all conversations, each begun when it is due."""
-    begun = perf_counter()
+    """(seconds, requests) of all conversations, each begun when it is due, or when another has ended."""
+    begun, due = perf_counter(), arrivals.due(len(talks))
+    free = asyncio.Semaphore(arrivals.concurrency or len(talks))
 
     async def one(talk: Conversation) -> list[Asked]:
-        asked = await target.converse(talk, begun + due[talk.number])
+        async with free:
+            asked = await target.converse(talk, begun + due[talk.number] if arrivals.rate else perf_counter())
         advance()
         return asked
 
@@ -168,7 +186,7 @@ def _table(figures: Sequence[Mapping[str, Any]], limits: Limits) -> list[list[st
     held = [f"{name} {ms:g} ms" for name, ms in (("ttft", limits.ttft), ("per token", limits.itl)) if ms is not None]
     rows = [
         ["", *(each["server"] for each in figures)],
-        ["arrivals a second", *(f"{each['rate']:g}" for each in figures)],
+        ["arrivals a second", *("-" if each["rate"] is None else f"{each['rate']:g}" for each in figures)],
         ["answered, of all requests", *(f"{each['answered']} of {each['requests']}" for each in figures)],
         ["requests/s", *(f"{each['requests_per_second']:.2f}" for each in figures)],
         ["tokens in, out", *(f"{each['tokens_in']}, {each['tokens_out']}" for each in figures)],
@@ -180,6 +198,10 @@ def _table(figures: Sequence[Mapping[str, Any]], limits: Limits) -> list[list[st
     within = f"goodput, requests/s within {' and '.join(held)}" if held else "goodput, requests/s (no limit is set)"
     rows.append([within, *(f"{each['goodput_per_second']:.2f} ({each['good_share']:.0%})" for each in figures)])
     return rows
+
+
+def _at(rate: float | None) -> str:
+    return "" if rate is None else f" at {rate:g}/s"
 
 
 def _point(each: Mapping[str, Any]) -> LoadPoint:

@@ -22,6 +22,7 @@ QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attentio
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "attention_bias": False}
 DEEPSEEK_V2 = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False}
 DEEPSEEK_V3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False}
+GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "attention_bias": False}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
 # Of a draft whose target has latent attention.
 DRAFT_HEAD_SIZE = 128
@@ -83,7 +84,7 @@ class Shape:
             "attention_bias": False,
             "mlp_bias": False,
             "rms_norm_eps": config.rms_norm_eps,
-            "rope_theta": self.fields["rope_theta"],
+            "rope_theta": self.fields.get("rope_theta") or 10000.0,
             "rope_scaling": None,
             "max_position_embeddings": self.fields["max_position_embeddings"],
             "tie_word_embeddings": False,
@@ -250,6 +251,40 @@ GPT_OSS_20B = {
     "eos_token_id": 200002,
     "pad_token_id": 199999,
 }
+GEMMA4_31B = {
+    **GEMMA4,
+    "vocab_size": 262144,
+    "hidden_size": 5376,
+    "intermediate_size": 21504,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "num_global_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 1024,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+GEMMA4_26B_A4B = {
+    **GEMMA4_31B,
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+}
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         shape.name: shape
@@ -261,6 +296,8 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             Shape("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 100000, 32000, DEEPSEEK_V2_LITE),
             Shape("deepseek-v3-1gpu", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_1GPU, first_plain=3),
             Shape("gpt-oss-20b", "openai/gpt-oss-20b", 199998, 32000, GPT_OSS_20B),
+            Shape("gemma-4-31b", "google/gemma-4-31B", 255999, 32000, GEMMA4_31B, first_plain=256),
+            Shape("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", 255999, 32000, GEMMA4_26B_A4B, first_plain=256),
         )
     }
 )

@@ -1,4 +1,4 @@
-"""Measures GPU times by replaying CUDA graphs between events, and measures the GPU's bandwidth and peak.
+"""Measures GPU times by replaying CUDA graphs between events, and measures the GPU's bandwidth.
 
 The caller makes sure that a body finds in the L2 cache only the data that it would find there in use.
 """
@@ -6,7 +6,6 @@ The caller makes sure that a body finds in the L2 cache only the data that it wo
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 
 # Several times the size of any L2 cache.
 BANDWIDTH_BYTES = 4 * 2**30
-PEAK_SIDE = 8192
 # Long enough for the GPU's clocks to settle under load: at its power limit a GPU slows down after 0.2 s, and recovers
 # after 0.4 s (docs/log.md).
 SECONDS = 1.0
@@ -22,14 +20,6 @@ TURNS = 8
 # A shorter body is replayed several times between two events, so that the time of an event does not count.
 MIN_MS = 0.2
 MAX_REPLAYS = 50
-
-
-@dataclass(frozen=True)
-class Ceilings:
-    """Measured limits of a GPU.  bandwidth: bytes/s read; peak: FLOP/s of a large bf16 matrix product."""
-
-    bandwidth: float
-    peak: float
 
 
 class Stopwatch:
@@ -44,20 +34,13 @@ class Stopwatch:
         They run for `seconds`, and at least `turns` times.  Only the later half counts: a GPU at its power limit slows
         down within tenths of a second, and a server runs much longer than that.
         """
-        return _timed([self.capture(body) for body in bodies], turns, seconds)
-
-    def ceilings(self, device: torch.device) -> Ceilings:
-        return Ceilings(self.bandwidth(device), self.peak(device))
+        return timed([self.capture(body) for body in bodies], turns, seconds)
 
     def bandwidth(self, device: torch.device) -> float:
         """Bytes/s of a kernel that reads each byte once and writes almost nothing."""
         data = torch.randn(BANDWIDTH_BYTES // torch.float32.itemsize, device=device)
         (read,) = self.ms([data.sum], seconds=SECONDS)
         return BANDWIDTH_BYTES / read * 1e3
-
-    def peak(self, device: torch.device) -> float:
-        """FLOP/s of a bf16 matrix product."""
-        return PeakMeter(self, device).measure()
 
     def capture(self, body: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         # The first call of a body may set up libraries, which a capture does not allow.
@@ -73,21 +56,7 @@ class Stopwatch:
         return graph
 
 
-class PeakMeter:
-    """Measures Stopwatch.peak again and again.  It is made once: while it is made, a hot GPU cools down."""
-
-    def __init__(self, stopwatch: Stopwatch, device: torch.device) -> None:
-        a, b = (torch.randn(PEAK_SIDE, PEAK_SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
-        # The graph reads them, and does not keep them.
-        self._inputs = (a, b)
-        self._graph = stopwatch.capture(lambda: a @ b)
-
-    def measure(self) -> float:
-        (ms,) = _timed([self._graph], TURNS, SECONDS)
-        return 2 * PEAK_SIDE**3 / ms * 1e3
-
-
-def _timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
+def timed(graphs: Sequence[torch.cuda.CUDAGraph], turns: int, seconds: float) -> list[float]:
     """Median ms of each graph, as `Stopwatch.ms`."""
     num_replays = [_num_replays(times[-1]) for times in _replayed(graphs, 2, [1] * len(graphs))]
     times_of: list[list[float]] = [[] for _ in graphs]

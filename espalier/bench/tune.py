@@ -32,7 +32,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
 from espalier.kernels.layers.experts_tuning import EXPERTS as EXPERT_TABLES
 from espalier.kernels.layers.linear_plans import LibraryPlan, LinearPlan, TritonPlan, candidates
-from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS, LinearPlans, measured_plans
+from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS, LinearPlans
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.layers.tuning_table import DENSE, TuningTable, own_file
 from espalier.kernels.ops.linear import (
@@ -158,7 +158,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
         LINEARS.write(path, TuningTable(tuner.chip, dtype, plans_by_shape(found, kept), versions(), tuner.format))
 
     # Of buckets that are not measured.
-    kept = dict(measured_plans(tuner.chip, tuner.format, DTYPES[dtype]))
+    kept = dict(LINEARS.measured(tuner.chip, DTYPES[dtype], tuner.format))
     for known in LINEARS.read(path) if path.exists() else ():
         kept |= known.plans if known.key == (tuner.chip, dtype, tuner.format) else {}
     with progress("measuring", len(ROWS_BUCKETS) + len(models)) as advance:

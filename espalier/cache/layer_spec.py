@@ -13,6 +13,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents
 from espalier.kernels.state.kv_scales import KVScales
+from espalier.shards import Shards
 
 # (heads, size) of one row of a plane.
 RowShape = tuple[int, int]
@@ -168,6 +169,22 @@ def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, 
 def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
     """The specs with rows of this dtype.  None: of the model's."""
     return tuple(replace(spec, keeps=replace(spec.keeps, dtype=dtype)) for spec in specs)
+
+
+def of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:
+    """What one rank holds of the layers: a part of the heads; latent rows whole.  Raises EspalierError."""
+
+    def own(keeps: Keeps) -> Keeps:
+        if isinstance(keeps, KVHeads):
+            return replace(keeps, kv_heads=len(shards.kv_heads(keeps.kv_heads)))
+        if shards.count > 1 and not isinstance(keeps, LatentKV):
+            raise EspalierError(
+                f"tensor_parallel={shards.count} is not supported for layers that keep {keeps.kind}; use 1"
+            )
+        return keeps
+
+    heads = "number of attention heads"
+    return tuple(replace(spec, heads=len(shards.part(spec.heads, heads)), keeps=own(spec.keeps)) for spec in specs)
 
 
 def _values(planes: Mapping[str, RowShape]) -> int:

@@ -20,8 +20,8 @@ from espalier.terminal.console import progress, waiting
 from espalier.terminal.flags import add_engine_flags, add_key_flag, api_key, engine_settings, flag_of, given_flags
 
 if TYPE_CHECKING:
-    from espalier.batch.journal import Journal
-    from espalier.batch.sender import Sender
+    from espalier.batch_jobs.journal import Journal
+    from espalier.batch_jobs.sender import Sender
 
 FOR_URL = ("api_key", "priority")
 # Flags of the front of an own engine, with their defaults.
@@ -82,8 +82,8 @@ def run(args: Namespace) -> int:
     """0: every line has an answer with status 200; 1: some have an error."""
     _check(args)
     # Imported here, so that other commands start without these modules.
-    from espalier.batch.input_scan import scan_input
-    from espalier.batch.journal import Journal
+    from espalier.batch_jobs.input_scan import scan_input
+    from espalier.batch_jobs.journal import Journal
 
     began = perf_counter()
     journal = Journal(args.output, scan_input(args.input))
@@ -117,7 +117,7 @@ def _check(args: Namespace) -> None:
     elif given := given_flags(args) + [name for name, unset in FOR_ENGINE.items() if getattr(args, name) != unset]:
         raise EspalierError(f"{flag_of(given[0])} is not for --url, where the server has its engine; leave one out")
     if args.url is not None:
-        from espalier.batch.sender import split_url
+        from espalier.batch_jobs.sender import split_url
 
         for url in args.url:
             split_url(url)
@@ -132,7 +132,7 @@ def _check(args: Namespace) -> None:
 
 
 async def _answer(args: Namespace, journal: "Journal") -> None:
-    from espalier.batch.run import run as run_batch
+    from espalier.batch_jobs.run import run as run_batch
 
     async with _sender(args) as (sender, concurrency):
         with progress("answering", journal.input.num_lines) as advance:
@@ -147,7 +147,7 @@ def _sender(args: Namespace) -> AbstractAsyncContextManager[tuple["Sender", int]
 
 @asynccontextmanager
 async def _to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
-    from espalier.batch.sender import Sender, http_client, require_reachable
+    from espalier.batch_jobs.sender import Sender, http_client, require_reachable
 
     concurrency = args.concurrency or URL_CONCURRENCY
     async with AsyncExitStack() as stack:
@@ -158,8 +158,8 @@ async def _to_servers(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
 
 @asynccontextmanager
 async def _to_engine(args: Namespace) -> AsyncIterator[tuple["Sender", int]]:
-    from espalier.batch.lines import MAX_LINE_BYTES
-    from espalier.batch.sender import Sender, app_client
+    from espalier.batch_jobs.lines import MAX_LINE_BYTES
+    from espalier.batch_jobs.sender import Sender, app_client
     from espalier.server.api import ApiOptions
     from espalier.server.client import ClientOptions
     from espalier.server.local import local_app

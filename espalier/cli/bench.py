@@ -6,20 +6,10 @@ from espalier.cli.parser import Command, Parser
 
 COMMANDS = MappingProxyType(
     {
-        "throughput": Command(
-            "tokens a second of a mixed load, tree and plain",
-            flags="espalier.bench.flags:throughput",
-            work="espalier.bench.throughput",
-        ),
-        "latency": Command(
-            "time to the first token and between tokens, tree and plain",
-            flags="espalier.bench.flags:latency",
-            work="espalier.bench.latency",
-        ),
-        "serve": Command(
-            "latency of running servers under load",
-            flags="espalier.bench.flags:serve",
-            work="espalier.bench.open_loop",
+        "load": Command(
+            "tokens a second and waits under a mixed load",
+            flags="espalier.bench.flags:load",
+            work="espalier.bench.load_report",
         ),
         "choose": Command(
             "the fastest tree at each batch, for --by-batch",

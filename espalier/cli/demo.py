@@ -40,7 +40,7 @@ BAR_WIDTH = 40
 NEXT = (
     'espalier generate "def fibonacci(n):" --max-tokens 80',
     'espalier generate "class Stack:" --temperature 0.7 --seed 1 --steps 3 --topk 2 --num-draft-tokens 8',
-    "espalier bench throughput",
+    "espalier bench load",
 )
 
 

@@ -11,11 +11,13 @@ from rich.text import Text
 from espalier.attention import BACKENDS
 from espalier.attention.matrix import matrix
 from espalier.bench import tune
+from espalier.cache.layer_spec import of_rank
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.models.layer_loading import layer_specs_of
+from espalier.shards import Shards
 from espalier.startup.build import cache_size, cache_specs
-from espalier.startup.load import find, resolve_config
+from espalier.startup.load import find, resolve_config, weights_of
 from espalier.terminal.console import QUIET, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 from espalier.terminal.machine import describe, installed
@@ -48,10 +50,14 @@ def run(args: Namespace) -> int:
         console.print(Text("  num_pages is an estimate; it is measured when the models are loaded", QUIET))
     target = checkpoint.target
     layout = resolved.layout
-    specs = cache_specs(layer_specs_of(target), checkpoint.spec.layers, resolved.kv_dtype, resolved.draft_kv_dtype)
+    own_layers = of_rank(layer_specs_of(target), Shards(0, resolved.tensor_parallel))
+    specs = cache_specs(own_layers, checkpoint.spec.layers, resolved.kv_dtype, resolved.draft_kv_dtype)
     held = cache_size(specs, resolved.num_pages, layout.page_size, getattr(torch, resolved.dtype))
     longest = (resolved.num_pages - 1) // layout.table_width
     most = f"{min(longest, layout.max_batch)} of {layout.max_batch}"
+    if resolved.tensor_parallel > 1:
+        weights = weights_of(checkpoint, resolved.tensor_parallel).nbytes(getattr(torch, resolved.dtype))
+        console.print(Text(f"  each of {resolved.tensor_parallel} ranks holds {weights / 2**30:.2f} GiB of weights"))
     console.print(Text(f"  {held}; requests of max_context that fit at once: {most}"))
     if not longest:
         console.print(Text("  a request of max_context does not fit: raise num_pages, or lower max_context"))

@@ -17,7 +17,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
-from espalier import counterparts
+from espalier import other_engines
 from espalier.cli.moved import moved_to
 from espalier.startup.checkpoints import require_names
 from espalier.terminal.flags import named_models
@@ -39,7 +39,7 @@ COMMANDS = MappingProxyType(
         "start": "serve",
         "api_server": "serve",
         "benchmark": "bench",
-        "bench_serving": "bench serve",
+        "bench_serving": "bench load --url",
         "collect-env": "doctor",
         "check_env": "doctor",
         "help": "--help",
@@ -120,7 +120,7 @@ class Parser(ArgumentParser):
         flag = given.partition("=")[0]
         flags = parser.all_flags()
         arguments = [action.dest for action in parser._actions if not action.option_strings]
-        advice = moved_to(parser.prog, flag) or counterparts.flag(flag.lstrip("-").replace("-", "_"), flags, arguments)
+        advice = moved_to(parser.prog, flag) or other_engines.flag(flag.lstrip("-").replace("-", "_"), flags, arguments)
         near = difflib.get_close_matches(flag, flags, n=1)
         if advice is None and (others := [each.prog for each in _all(self) if flag in each.all_flags()]):
             advice = f"it is a flag of {' and '.join(others[:2])}"

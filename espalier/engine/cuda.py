@@ -151,6 +151,8 @@ class CudaExecutor:
     replay_events: if it is a list, each replay appends its (start, end) events, for measurements.
     """
 
+    failure: Exception | None = None
+
     def __init__(
         self,
         runner: ModelRunner,

@@ -100,6 +100,12 @@ class Engine:
                 self._read(started)
             return self._forget_finished(self.scheduler.take_chunks())
 
+    def require_ranks(self) -> None:
+        """Raises what `step` would raise because another rank has failed, also while nothing runs."""
+        if self.executor.failure is not None:
+            with self._stop_on_error():
+                raise self.executor.failure
+
     def _start(self, launch: Launch) -> Started:
         if self.observer is not None:
             self.observer.on_launch(launch.launch_input)

@@ -91,6 +91,11 @@ class Executor(Protocol):
         """The forms of prefill passes that are CUDA graphs, in the order of RoundLayout.captured_passes."""
         ...
 
+    @property
+    def failure(self) -> Exception | None:
+        """Why it can run no more, although no launch has failed: another rank has.  None while it can."""
+        ...
+
     def launch(self, launch_input: LaunchInput) -> Handle: ...
 
     def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
@@ -106,6 +111,7 @@ class ClosedExecutor:
     """Replaces the executor of a closed engine, so that the engine holds no device memory any more."""
 
     captured_passes: tuple[LaunchForm, ...] = ()
+    failure: Exception | None = None
 
     @property
     def runner(self) -> ModelRunner:
@@ -190,6 +196,7 @@ def guide_of(rows: GuideRows, batch: int, ask: AskRows) -> DraftGuide:
 
 class CpuExecutor:
     captured_passes: tuple[LaunchForm, ...] = ()
+    failure: Exception | None = None
 
     def __init__(self, runner: ModelRunner, overlap: bool):
         self.runner = runner

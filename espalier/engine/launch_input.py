@@ -1,7 +1,7 @@
 """What the host sends for a launch and what it reads back: plain values, so both can be sent to another process."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -113,7 +113,8 @@ class RequestResult:
     tokens: empty after a chunk that is not the last of its prompt.  finite: False if the token after `tokens` was
     picked from logits that were not finite.  logprobs: rows of espalier/logprobs.py, one for each token; None if the
     request did not ask.  prompt_logprobs: for the rows of LaunchInput.prompt_rows, those of the prompt token after
-    each; None if no request of the launch asked for them.
+    each; None if no request of the launch asked for them.  tree_sum: a number that differs, almost surely, where trees
+    differ.
     """
 
     tokens: list[int]
@@ -122,6 +123,7 @@ class RequestResult:
     tree: DraftTree | None = None
     logprobs: np.ndarray | None = None
     prompt_logprobs: np.ndarray | None = None
+    tree_sum: int = field(default=0, compare=False)
 
 
 def of_dummies(batch: int, width: int = 0, pieces: int = 0) -> LaunchInput:

@@ -5,7 +5,7 @@ int64 (floats as their bits), so one copy brings an entry to the host.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
@@ -29,6 +29,7 @@ class Fields:
 
     logprobs: for each emitted token a row of espalier/logprobs.py.  Those of requests that did not ask are undefined.
     most_likeliest: how many likeliest tokens a row has at most, which the vocabulary limits too.
+    weights: int64, of tokens and parents in RequestResult.tree_sum.
     """
 
     length: slice
@@ -42,6 +43,7 @@ class Fields:
     logprobs: slice
     width: int
     most_likeliest: int
+    weights: np.ndarray = field(compare=False)
 
     @classmethod
     def of(cls, layout: RoundLayout, vocab_size: int) -> "Fields":
@@ -55,6 +57,8 @@ class Fields:
             **{name: slice(end - size, end) for (name, size), end in zip(sizes.items(), ends, strict=True)},
             width=ends[-1],
             most_likeliest=min(MAX_LOGPROBS, vocab_size),
+            # Any large odd numbers; products and sums wrap around.
+            weights=np.random.default_rng(0).integers(1, 2**62, 2 * nodes) | 1,
         )
 
 
@@ -104,6 +108,7 @@ def read(
     is_node = entry[:, fields.tokens] != VOID
     drafted = np.maximum(is_node.sum(1) - 1, 0).tolist()
     depth = (entry[:, fields.depths] * is_node).max(1).tolist()
+    sums = (entry[:, fields.tokens.start : fields.parents.stop] @ fields.weights).tolist()
     logprobs = _logprobs(fields, entry, launch_input.num_logprobs, num_finite)
     of_prompts = _of_prompts(prompt_logprobs, launch_input.prompt_rows, len(length))
     return [
@@ -114,6 +119,7 @@ def read(
             _tree(fields, entry[b], length[b]) if launch_input.traced and is_node[b].any() else None,
             logprobs[b],
             of_prompts[b],
+            sums[b],
         )
         for b in range(len(length))
     ]

@@ -12,22 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from espalier.cache.layer_spec import LayerSpec
-from espalier.errors import EspalierError, shown
+from espalier.errors import EspalierError
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.model_files import MAX_NUMBER
-from espalier.models.config_values import count_of, eos_ids, heads_and_size, require_kinds, rotated_size
+from espalier.models.config_values import cap_of, count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.rope import (
-    SPELLINGS,
-    RopeConfig,
-    RopeTables,
-    read_rope,
-    rope_overrides,
-    type_of_rope,
-    with_rope_type,
-)
+from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
@@ -257,7 +248,7 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
     if name is None and not raw.get("architectures") and "speculators_model_type" not in raw:
         raise EspalierError(f"{path}: config.json has neither architectures nor model_type; download the model again")
     lowered = str(name).lower()
-    if "eagle" in lowered or "speculators_model_type" in raw:
+    if "eagle" in lowered or "assistant" in lowered or "speculators_model_type" in raw:
         reason = "is a draft, not a target: pass it as draft= and its target as model=;"
     elif RECURRENT.search(lowered):
         reason = "keeps recurrent state, which is not supported;"
@@ -330,8 +321,8 @@ def parse(
         experts=_read_experts(full, family, path),
         embedding_scale=_declared(family.embedding_scale, full, path),
         softmax_scale=_declared(family.softmax_scale, full, path),
-        softcap=_cap(full, "attn_logit_softcapping", path),
-        logit_cap=_cap(full, "final_logit_softcapping", path),
+        softcap=cap_of(full, "attn_logit_softcapping", path),
+        logit_cap=cap_of(full, "final_logit_softcapping", path),
         activation=_read_activation(full, family.activation_field, path),
         # An override replaces what generation_config.json says, too.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
@@ -356,14 +347,6 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
             raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
-
-
-def _cap(full: Raw, field: str, path: Path) -> float | None:
-    """The bound that a field sets; None and 0 set none.  Raises EspalierError for what is no bound."""
-    cap = full.get(field)
-    if cap is not None and not (isinstance(cap, int | float) and not isinstance(cap, bool) and 0 <= cap <= MAX_NUMBER):
-        raise EspalierError(f"{path}: {field} = {shown(cap)}; a positive number or null is needed; correct it")
-    return float(cap) if cap else None
 
 
 def _read_activation(full: Raw, field: str, path: Path) -> Activation:
@@ -394,8 +377,7 @@ def _read_ropes(
         fields = _with_partial_rotation({**full, **each})
         refuse_unsupported(fields, path, family.honours)
         size = each.get("head_dim", head_size)
-        is_whole = type_of_rope(fields) == "proportional"
-        rotated = latent.rope_size if latent else size if is_whole else rotated_size(fields, size, path)
+        rotated = latent.rope_size if latent else rotated_size(fields, size, path)
         read.append(read_rope(fields, rotated, longest, path))
     return tuple(rope for rope, _ in read), min(context for _, context in read)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from espalier.errors import EspalierError, shown
 from espalier.model_files import MAX_HEAD_SIZE, MAX_LAYERS, MAX_NUMBER, MAX_SIZE
+from espalier.models.rope import type_of_rope
 
 Raw = dict[str, Any]
 # Of sizes that take memory before a weight is read: layers, and the columns of the rotary tables.
@@ -43,7 +44,12 @@ def require_kinds(full: Raw, path: Path) -> None:
 
 
 def rotated_size(full: Raw, head_size: int, path: Path) -> int:
-    """The number of rotated values of a head, which are its first values.  Raises EspalierError for a wrong factor."""
+    """The number of rotated values of a head, which are its first values.  Raises EspalierError for a wrong factor.
+
+    A proportional RoPE has a frequency for all of them, 0 for those that stay.
+    """
+    if type_of_rope(full) == "proportional":
+        return head_size
     share = full.get("partial_rotary_factor")
     size = head_size if share is None else int(head_size * share) if isinstance(share, int | float) else 0
     if size % 2 or not 0 < size <= head_size:
@@ -63,6 +69,14 @@ def count_of(full: Raw, path: Path, name: str) -> int:
             "model_overrides"
         )
     return value
+
+
+def cap_of(full: Raw, field: str, path: Path) -> float | None:
+    """The bound that a field sets; None and 0 set none.  Raises EspalierError for what is no bound."""
+    cap = full.get(field)
+    if cap is not None and not (isinstance(cap, int | float) and not isinstance(cap, bool) and 0 <= cap <= MAX_NUMBER):
+        raise EspalierError(f"{path}: {field} = {shown(cap)}; a positive number or null is needed; correct it")
+    return float(cap) if cap else None
 
 
 def heads_and_size(full: Raw, path: Path, heads: int, hidden: int) -> tuple[int, int]:

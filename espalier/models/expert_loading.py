@@ -23,6 +23,7 @@ from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.models.config import Experts
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weights import Weights
+from espalier.shards import Part
 
 # (gate_up, down, biases)
 Matrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
@@ -45,7 +46,8 @@ def load_experts(
         scale = weights.take_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
     if experts.shared_size:
         name = f"{prefix}{experts.shared_name}."
-        shared = weights.mlp(name, hidden, experts.shared_size, experts.shared_bias, of_shared)
+        # The mixture sums it with the routed experts.
+        shared = weights.mlp(name, hidden, experts.shared_size, experts.shared_bias, of_shared, summed=False)
     if experts.shared_gate is not None:
         shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
     return MixtureMLP(
@@ -59,6 +61,7 @@ def load_experts(
         biases,
         experts.activation,
         scale,
+        weights.shards,
     )
 
 
@@ -73,7 +76,7 @@ def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Mat
 def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
     if experts.biases:
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
-    count, size = experts.routing.num_experts, experts.size
+    count, size = experts.routing.num_experts, _own_size(weights, experts)
     names = [f"{prefix}experts.{expert}." for expert in range(count)]
     halves = [f"{name}{half}_proj" for name in names for half in ("gate", "up")]
     gate_up = weights.matrix(halves, [size] * len(halves), hidden)
@@ -87,36 +90,45 @@ def _of_experts(matrix: ExpertMatrix, count: int) -> ExpertMatrix:
 
 
 def _stacked(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
-    count, size, name = experts.routing.num_experts, experts.size, f"{prefix}experts."
+    count, own, name = experts.routing.num_experts, _own_size(weights, experts), f"{prefix}experts."
+    size = own.size
     if weights.formats(f"{prefix}experts").name != DENSE:
         quantised = _stacked_quantised(weights, experts, f"{prefix}experts", hidden)
         return *quantised, _stacked_biases(weights, experts, name, hidden)
     weights.require_shape(f"{name}gate_up_proj", (count, hidden, 2 * size))
     weights.require_shape(f"{name}down_proj", (count, size, hidden))
-    gate_up, down = weights.empty(count, 2 * size, hidden), weights.empty(count, hidden, size)
+    gate_up, down = weights.empty(count, 2 * len(own), hidden), weights.empty(count, hidden, len(own))
     for expert, stored in enumerate(weights.take_each(f"{name}gate_up_proj", count, hidden, 2 * size)):
-        gate_up[expert].view(2, size, hidden).copy_(_halves(stored).permute(1, 2, 0))
+        gate_up[expert].view(2, len(own), hidden).copy_(_halves(stored[:, own.times(2).slice]).permute(1, 2, 0))
     for expert, stored in enumerate(weights.take_each(f"{name}down_proj", count, size, hidden)):
-        down[expert].copy_(stored.T)
+        down[expert].copy_(stored[own.slice].T)
     return gate_up, down, _stacked_biases(weights, experts, name, hidden)
 
 
 def _stacked_biases(weights: Weights, experts: Experts, name: str, hidden: int) -> ExpertBiases | None:
     if not experts.biases:
         return None
-    count, size = experts.routing.num_experts, experts.size
-    gate_up_bias = _halves(weights.take(f"{name}gate_up_proj_bias", count, 2 * size)).flatten(1)
-    return ExpertBiases(gate_up_bias, weights.take(f"{name}down_proj_bias", count, hidden))
+    count, own = experts.routing.num_experts, _own_size(weights, experts)
+    stored = weights.take(f"{name}gate_up_proj_bias", count, 2 * own.size)
+    gate_up_bias = _halves(stored[:, own.times(2).slice]).flatten(1)
+    down_bias = weights.once(weights.take(f"{name}down_proj_bias", count, hidden))
+    assert down_bias is not None
+    return ExpertBiases(gate_up_bias, down_bias)
 
 
 def _stacked_quantised(
     weights: Weights, experts: Experts, name: str, hidden: int
 ) -> tuple[QuantisedMatrix, QuantisedMatrix]:
     """Rows of gate and up are in turn, as the columns of dense experts are."""
-    count, size = experts.routing.num_experts, experts.size
-    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, 2 * size, hidden)
-    down = weights.stacked_matrix(name, ".down_proj", count, hidden, size)
-    return gate_up.rows_taken(torch.arange(2 * size).view(size, 2).T.flatten()), down
+    count, own = experts.routing.num_experts, _own_size(weights, experts)
+    gate_up = weights.stacked_matrix(name, ".gate_up_proj", count, own.times(2), hidden)
+    down = weights.stacked_matrix(name, ".down_proj", count, hidden, own)
+    return gate_up.rows_taken(torch.arange(2 * len(own)).view(-1, 2).T.flatten()), down
+
+
+def _own_size(weights: Weights, experts: Experts) -> Part:
+    """What this rank holds of each expert's intermediate size."""
+    return weights.shards.part(experts.size, "intermediate size of experts")
 
 
 def _halves(interleaved: Tensor) -> Tensor:

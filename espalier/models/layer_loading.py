@@ -14,6 +14,9 @@ from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
+from espalier.shards import Size
+
+HEADS = "number of attention heads"
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -45,8 +48,9 @@ def load_attention(
     """
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope)
-    size = config.head_size
-    q_rows, kv_rows = config.heads * size, config.kv_heads * size
+    size, shards = config.head_size, weights.shards
+    heads, kv_heads = shards.part(config.heads, HEADS), shards.kv_heads(config.kv_heads)
+    q_rows, kv_rows = heads.times(size), kv_heads.times(size)
     rows = (q_rows, kv_rows, kv_rows)
     qkv = weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, columns, config.attention_bias)
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
@@ -55,18 +59,18 @@ def load_attention(
         q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
         norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
     if config.sinks:
-        sink = weights.take_exact(f"{prefix}sinks", config.heads)
-    return Attention(qkv, out, config.heads + 2 * config.kv_heads, rope, norms, sink)
+        sink = weights.take_exact(f"{prefix}sinks", config.heads)[heads.slice]
+    return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink)
 
 
 def _load_latent_attention(
     weights: Weights, config: ModelConfig, latent: LatentConfig, prefix: str, columns: int, rope: RopeTables
 ) -> LatentAttention:
     """The latent attention block under `prefix`.  columns: as in load_attention."""
-    hidden, heads, rank = config.hidden_size, config.heads, latent.q_rank
-    q_rows, bias = heads * latent.head_size, config.attention_bias
-    name, rows = ("q_proj", q_rows) if rank is None else ("q_a_proj", rank)
-    names, row = (name, "kv_a_proj_with_mqa"), latent.row_size
+    hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS), latent.q_rank
+    q_rows, bias = heads.times(latent.head_size), config.attention_bias
+    rows: Size = q_rows if rank is None else rank
+    names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.row_size
     down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
     q_norm = q = None
     if rank is not None:
@@ -74,9 +78,10 @@ def _load_latent_attention(
         q = weights.linear(prefix, ("q_b_proj",), (q_rows,), rank, bias=False)
     elif bias:
         # Only the row to keep has one.
-        down.bias = torch.cat((weights.empty(rows).zero_(), weights.take(f"{prefix}{names[1]}.bias", row)))
-    kv_up = weights.take_matrix(f"{prefix}kv_b_proj", heads * (latent.nope_size + latent.v_size), latent.kv_rank)
-    k_up, v_up = kv_up.unflatten(0, (heads, -1)).split((latent.nope_size, latent.v_size), 1)
+        down.bias = torch.cat((weights.empty(len(q_rows)).zero_(), weights.take(f"{prefix}{names[1]}.bias", row)))
+    kv_rows = heads.times(latent.nope_size + latent.v_size)
+    kv_up = weights.take_matrix(f"{prefix}kv_b_proj", kv_rows, latent.kv_rank)
+    k_up, v_up = kv_up.unflatten(0, (len(heads), -1)).split((latent.nope_size, latent.v_size), 1)
     return LatentAttention(
         down=down,
         q_norm=q_norm,
@@ -84,7 +89,7 @@ def _load_latent_attention(
         form=LatentForm(weights.take(f"{prefix}kv_a_layernorm.weight", latent.kv_rank), NORM_EPS, latent.interleaved),
         k_up=k_up,
         v_up=v_up,
-        out=weights.linear(prefix, ("o_proj",), (hidden,), heads * latent.v_size, config.out_bias),
+        out=weights.linear(prefix, ("o_proj",), (hidden,), heads.times(latent.v_size), config.out_bias),
         row_size=row,
         rope=rope,
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from espalier.cache.layer_spec import of_rank
 from espalier.errors import EspalierError
 from espalier.gguf_file import is_gguf
 from espalier.model_files import naming_config, read_json
@@ -18,9 +19,12 @@ from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.rope import RopeTables
+from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
 from espalier.models.weight_formats.modelopt import read_hf_quant_config
+from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
+from espalier.shards import WHOLE, Shards
 
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -58,8 +62,9 @@ def load_target(
     position_rows: int,
     capture: tuple[int, ...] = (),
     overrides: Mapping[str, Any] | None = None,
+    shards: Shards = WHOLE,
 ) -> CausalLM:
-    """Load a target.
+    """Load a target, or what one rank holds of it.
 
     position_rows: rotary tables cover positions 0 .. position_rows-1.
     capture: layers whose inputs every pass returns, in this order; num_layers means the input of the final norm.
@@ -71,7 +76,9 @@ def load_target(
             f"layer {missing[0]} cannot be captured from {path}, which has {config.num_layers} layers; use the target "
             "that the draft was trained for"
         )
-    return make_target(Weights(Path(path), dtype, device, config.formats), config, capture, position_rows)
+    require_shards(config, shards.count)
+    weights = Weights(Path(path), dtype, device, config.formats, shards=shards)
+    return make_target(weights, config, capture, position_rows)
 
 
 def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> Decoder:
@@ -90,7 +97,8 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     head = _head(weights, config, embed)
     weights.ignore_under(mtp_prefixes(config))
     weights.finish()
-    return Decoder(config, layer_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
+    own_specs = of_rank(layer_specs, weights.shards)
+    return Decoder(config, own_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
 
 
 def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
@@ -100,13 +108,20 @@ def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
-    """The lm_head.  With tied embeddings it is the embedding's tensor, and a stored head must be equal to it."""
+    """The lm_head.  With tied embeddings it is the embedding's tensor, and a stored head must be equal to it.
+
+    Every rank has the whole embedding, and a part of the head.
+    """
+    own, shards = weights.shards.tokens(config.vocab_size), weights.shards
     if not config.tie_word_embeddings:
-        return weights.linear("", ("lm_head",), (config.vocab_size,), config.hidden_size, bias=False)
+        head = weights.linear("", ("lm_head",), (own,), config.hidden_size, bias=False)
+        return head if own.is_whole else Linear(GatheredWeight(head.weight, shards, config.vocab_size))
     name = "lm_head.weight"
     if name in weights and not torch.equal(weights.take(name, *embed.weight.shape), embed.weight):
         raise EspalierError(
             f"{weights.path}: tie_word_embeddings is true but {name!r} differs from the embedding; "
             'pass model_overrides={"tie_word_embeddings": False} to use it'
         )
-    return Linear(dense_weight(embed.weight))
+    if own.is_whole:
+        return Linear(dense_weight(embed.weight))
+    return Linear(GatheredWeight(dense_weight(embed.weight[own.slice]), shards, config.vocab_size))

@@ -22,8 +22,9 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.models.loading import read_config, read_raw
 from espalier.models.quantisers import QUANTISERS, Quantiser
+from espalier.models.weight_files import write_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS
-from espalier.models.weights import INDEX, PLAIN_DTYPES, shards_of, write_weights
+from espalier.models.weights import INDEX, PLAIN_DTYPES, shards_of
 
 To = Literal["fp8", "int4"]
 

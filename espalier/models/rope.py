@@ -51,9 +51,9 @@ class RopeConfig:
     """The RoPE of one model.
 
     dim: rotated channels of a head: all of them, or, in latent attention, the rope part.
-    type: default, linear, dynamic, llama3, yarn, proportional or divided.  A dynamic model has unscaled frequencies up
-    to its trained length.  `ModelConfig.max_position` limits it to that length: beyond it, every new token would change
-    the rotation of all cached keys.
+    type: one of TYPES.  A dynamic model has unscaled frequencies up to its trained length.
+    `ModelConfig.max_position` limits it to that length: beyond it, every new token would change the rotation of all
+    cached keys.
     rotated: of a proportional RoPE, the share of the channels, low frequencies excluded, that turn at all.
     divisors: of each frequency, for the type "divided": GGUF files hold them for llama3.
     latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by its

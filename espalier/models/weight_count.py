@@ -1,4 +1,4 @@
-"""Counts the memory that a model's weights will take, from its files, before they are read."""
+"""Counts the bytes of a checkpoint's weights in memory, without reading their data."""
 
 from dataclasses import dataclass
 from math import prod
@@ -12,8 +12,9 @@ from espalier.gguf_file import is_gguf
 from espalier.model_files import require_regular
 from espalier.models.gguf_config import PLAIN
 from espalier.models.gguf_tensors import GGUFTensors
+from espalier.models.weight_files import BIN, read_bin
 from espalier.models.weight_formats import FormatOf
-from espalier.models.weights import BIN, EMBEDDING, read_bin, shards_of
+from espalier.models.weights import EMBEDDING, shards_of
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class WeightCount:
     def nbytes(self, dtype: torch.dtype) -> int:
         """Bytes of the weights in a model of this dtype."""
         return self.num_cast * dtype.itemsize + self.kept_bytes
+
+    def of_rank(self, count: int, whole: int) -> "WeightCount":
+        """What one of `count` ranks holds, of which each holds `whole` values whole and a part of the others."""
+        return WeightCount(whole + -(-max(self.num_cast - whole, 0) // count), -(-self.kept_bytes // count))
 
     def __add__(self, other: "WeightCount") -> "WeightCount":
         return WeightCount(self.num_cast + other.num_cast, self.kept_bytes + other.kept_bytes)

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.cache.layer_spec import Keeps, LatentKV
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError
 from espalier.gguf_file import is_gguf
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
@@ -30,10 +29,13 @@ from espalier.models.gguf_tensors import GGUFTensors
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.weight_files import first_line, read_bin
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.gguf import BlockWeight
+from espalier.models.weight_formats.sharded import SummedWeight
+from espalier.shards import WHOLE, Shards, Size, part_of
 
 # Buffers that old exporters stored with the weights, which the models here compute; and scales that are not used: of
 # queries, which stay as they are, and of K and V in drafts.
@@ -50,8 +52,9 @@ KV_SCALES = (
     ("k_proj.output_scale", "v_proj.output_scale"),
 )
 INDEX = "model.safetensors.index.json"
-BIN = "pytorch_model.bin"
 EMBEDDING = "model.embed_tokens.weight"
+# A slice for each dimension of a stored tensor.
+Cut = tuple[slice, ...]
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # As safetensors files name them.
@@ -64,8 +67,11 @@ class Weights:
 
     formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a plain
     tensor is dense, whatever `formats` says: checkpoints leave layers out that their config.json does not name.
+    shards: what this rank holds of the matrices that are declared in parts.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
     """
+
+    shards: Shards = WHOLE
 
     def __init__(
         self,
@@ -74,17 +80,19 @@ class Weights:
         device: torch.device | str,
         formats: FormatOf = all_dense,
         allow_bin: bool = False,
+        shards: Shards = WHOLE,
     ) -> None:
+        self.shards = shards
         self.path = path
         self.dtype = dtype
         self.device = device
         self.formats = formats
         self._loaded: Mapping[str, Tensor] = {}
         self._files: dict[str, safe_open] = {}
-        shards = [] if is_gguf(path) else shards_of(path)
-        for shard in shards:
-            self._open(shard)
-        if not shards:
+        files = [] if is_gguf(path) else shards_of(path)
+        for file in files:
+            self._open(file)
+        if not files:
             self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
         self._names = frozenset((*self._files, *self._loaded))
         self._not_taken = set(self._names)
@@ -160,22 +168,43 @@ class Weights:
                 f"{list(shape)}; config.json and weights do not belong together: download both again"
             )
 
-    def linear(self, prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Linear:
-        """A linear layer of stacked matrices prefix + name, [rows, columns] each, with biases."""
-        weight = self.weight([f"{prefix}{name}" for name in names], rows, columns)
-        if not bias:
-            return Linear(weight)
-        stored = [StoredTensor(".bias", (count,), row_dim=0) for count in rows]
-        return Linear(weight, self._stack([f"{prefix}{name}.bias" for name in names], stored))
+    def linear(
+        self,
+        prefix: str,
+        names: Sequence[str],
+        rows: Sequence[Size],
+        columns: Size,
+        bias: bool,
+        summed: bool = True,
+    ) -> Linear:
+        """A linear layer of stacked matrices prefix + name, [rows, columns] each, with biases.
 
-    def weight(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Weight:
+        A Part of the columns: the layer's results are summed over the ranks, unless the caller does that (`summed`).
+        """
+        weight, biases = self.weight([f"{prefix}{name}" for name in names], rows, columns), None
+        if bias:
+            parts = [part_of(size) for size in rows]
+            stored = [StoredTensor(".bias", (part.size,), row_dim=0) for part in parts]
+            cuts = [each.cut(part, part) for each, part in zip(stored, parts, strict=True)]
+            biases = self._stack([f"{prefix}{name}.bias" for name in names], stored, cuts)
+        if part_of(columns).is_whole:
+            return Linear(weight, biases)
+        if summed:
+            return Linear(SummedWeight(weight, self.shards, weight.shape[0]), biases)
+        return Linear(weight, self.once(biases))
+
+    def once(self, bias: Tensor | None) -> Tensor | None:
+        """What is added on one rank alone, where results are summed over the ranks: zeros on all others."""
+        return bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
+
+    def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
         """One weight of stacked matrices, [rows, columns] each, in their storage formats."""
         parts = []
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
             own_names, own_rows = zip(*alike, strict=True)
-            tensors = self._stored(format, own_names, own_rows, columns)
+            stored = self._stored(format, own_names, own_rows, columns)
             with self._naming(own_names):
-                parts.append(format.build(tensors, own_rows, columns))
+                parts.append(format.build(*stored))
                 parts[-1].require_kernels(self.dtype)
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
 
@@ -208,29 +237,29 @@ class Weights:
             return self._loaded[name].dtype in PLAIN_DTYPES
         return name in self._files and self._files[name].get_slice(name).get_dtype() in PLAIN_NAMES
 
-    def matrix(self, names: Sequence[str], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
+    def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor | QuantisedMatrix:
         """As `weight`, but the matrix itself, dense or quantised."""
         format = self._format_of_all(names)
-        tensors = self._stored(format, names, rows, columns)
+        stored = self._stored(format, names, rows, columns)
         with self._naming(names):
-            matrix = format.matrix(tensors, rows, columns)
+            matrix = format.matrix(*stored)
             if not isinstance(matrix, Tensor):
                 require_supported(matrix, self.dtype)
         return matrix
 
-    def stacked_matrix(self, name: str, matrix: str, count: int, rows: int, columns: int) -> QuantisedMatrix:
+    def stacked_matrix(self, name: str, matrix: str, count: int, rows: Size, columns: Size) -> QuantisedMatrix:
         """`count` experts [rows, columns] that are stored in one tensor, name + matrix and the format's suffixes."""
-        format = self.formats(name)
+        format, own = self.formats(name), (part_of(rows), part_of(columns))
         with self._naming([f"{name}{matrix}"]):
             tensors = {
-                stored.suffix: self._checked(f"{name}{matrix}{stored.suffix}", stored).to(self.device)
-                for stored in format.expert_tensors(count, rows, columns)
+                stored.suffix: self._checked(f"{name}{matrix}{stored.suffix}", stored)[stored.cut(*own)].to(self.device)
+                for stored in format.expert_tensors(count, own[0].size, own[1].size)
             }
             experts = format.expert_matrix(tensors)
             require_supported(experts, self.dtype)
         return experts
 
-    def take_matrix(self, name: str, rows: int, columns: int) -> Tensor:
+    def take_matrix(self, name: str, rows: Size, columns: int) -> Tensor:
         """A matrix of any format as a dense tensor [rows, columns] of the model's dtype."""
         matrix = self.matrix([name], [rows], columns)
         return matrix if isinstance(matrix, Tensor) else dequantise(matrix, self.dtype)
@@ -246,16 +275,21 @@ class Weights:
         return format
 
     def _stored(
-        self, format: WeightFormat, names: Sequence[str], rows: Sequence[int], columns: int
-    ) -> dict[str, Tensor]:
-        """The tensors of stacked matrices, by suffix, as WeightFormat.build takes them."""
-        tensors = {}
+        self, format: WeightFormat, names: Sequence[str], rows: Sequence[Size], columns: Size
+    ) -> tuple[Mapping[str, Tensor], list[int], int]:
+        """The tensors of stacked matrices by suffix, their rows and columns: as WeightFormat.build takes them."""
+        tensors: Mapping[str, Tensor] = {}
+        parts, of_columns = [part_of(size) for size in rows], part_of(columns)
         with self._naming(names):
-            wanted = [format.tensors(count, columns) for count in rows]
-        for stored in zip(*wanted, strict=True):
+            wanted = [format.tensors(part.size, of_columns.size) for part in parts]
+            cuts = [[each.cut(part, of_columns) for each in of] for of, part in zip(wanted, parts, strict=True)]
+        for stored, own in zip(zip(*wanted, strict=True), zip(*cuts, strict=True), strict=True):
             suffix = stored[0].suffix
-            tensors[suffix] = self._stack([f"{name}{suffix}" for name in names], stored)
-        return tensors
+            tensors = {**tensors, suffix: self._stack([f"{name}{suffix}" for name in names], stored, own)}
+        if not all(part.is_whole for part in (*parts, of_columns)):
+            with self._naming(names):
+                tensors = format.of_part(tensors, parts, of_columns)
+        return tensors, [len(part) for part in parts], len(of_columns)
 
     @contextmanager
     def _naming(self, names: Sequence[str]) -> Iterator[None]:
@@ -266,11 +300,13 @@ class Weights:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise EspalierError(f"{names[0]!r}{more} in {self.path}: {error}") from None
 
-    def _stack(self, names: Sequence[str], stored: Sequence[StoredTensor]) -> Tensor:
-        """One tensor of stored tensors, joined along row_dim, or stacked if that is None.
+    def _stack(self, names: Sequence[str], stored: Sequence[StoredTensor], cuts: Sequence[Cut] = ()) -> Tensor:
+        """One tensor of stored tensors, or of these `cuts` of them, joined along row_dim, or stacked if that is None.
 
-        Each tensor is copied to its part without an intermediate.
+        Each is copied to its part without an intermediate, and no more of the file is read.
         """
+        cuts = cuts or [tuple(slice(0, size) for size in tensor.shape) for tensor in stored]
+        shapes = [[each.stop - each.start for each in cut] for cut in cuts]
         # Before the memory is taken: its size is config.json's.
         for name, tensor in zip(names, stored, strict=True):
             self.require_shape(name, tensor.shape)
@@ -279,15 +315,15 @@ class Weights:
             found = {self._checked(name, tensor).dtype for name, tensor in zip(names, stored, strict=True)}
             dtype = functools.reduce(torch.promote_types, found)
         if first.row_dim is None:
-            stacked = torch.empty(len(names), *first.shape, dtype=dtype, device=self.device)
+            stacked = torch.empty(len(names), *shapes[0], dtype=dtype, device=self.device)
             parts = stacked.unbind(0)
         else:
-            dim, lengths = first.row_dim, [tensor.shape[first.row_dim] for tensor in stored]
-            shape = [*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :]]
+            dim, lengths = first.row_dim, [shape[first.row_dim] for shape in shapes]
+            shape = [*shapes[0][:dim], sum(lengths), *shapes[0][dim + 1 :]]
             stacked = torch.empty(shape, dtype=dtype, device=self.device)
             parts = stacked.split(lengths, dim)
-        for part, name, tensor in zip(parts, names, stored, strict=True):
-            part.copy_(self._checked(name, tensor))
+        for part, name, tensor, cut in zip(parts, names, stored, cuts, strict=True):
+            part.copy_(self._checked(name, tensor)[cut])
         return stacked
 
     def _checked(self, name: str, stored: StoredTensor) -> Tensor:
@@ -312,11 +348,13 @@ class Weights:
     def kv_scales(self, prefix: str, keeps: Keeps) -> KVScales | None:
         """The scales of K and V under an attention's prefix, one for each head or for all; None if there are none.
 
+        keeps: what the layer keeps on all ranks; the scales are those of this rank's heads.
         Raises EspalierError for one without the other, and for another shape.
         """
+        own = part_of(1) if isinstance(keeps, LatentKV) else self.shards.kv_heads(keeps.kv_heads)
         for names in KV_SCALES:
             if any(f"{prefix}{name}" in self for name in names):
-                k, v = (self._kv_scale(f"{prefix}{name}", keeps.kv_heads) for name in names)
+                k, v = (self._kv_scale(f"{prefix}{name}", keeps.kv_heads)[own.slice] for name in names)
                 # A latent row is stored once, with K's scale.
                 return KVScales(k, k if isinstance(keeps, LatentKV) else v, self.dtype)
         return None
@@ -329,9 +367,13 @@ class Weights:
         scale = self._checked(name, StoredTensor("", stored)).to(self.device, torch.float32)
         return scale.reshape(size).expand(kv_heads).contiguous()
 
-    def mlp(self, prefix: str, hidden: int, inner: int, bias: bool, activation: Activation = SILU) -> GatedMLP:
-        gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
-        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), inner, bias), activation)
+    def mlp(
+        self, prefix: str, hidden: int, inner: int, bias: bool, activation: Activation = SILU, summed: bool = True
+    ) -> GatedMLP:
+        """summed: as `linear` takes it."""
+        own = self.shards.part(inner, "intermediate size")
+        gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (own, own), hidden, bias)
+        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), own, bias, summed), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""
@@ -377,7 +419,7 @@ class Weights:
             raise EspalierError(f"shard {shard} is missing; download the checkpoint again") from None
         except (SafetensorError, OSError) as error:
             raise EspalierError(
-                f"{shard} is truncated or corrupt ({_first_line(error)}); download the file again"
+                f"{shard} is truncated or corrupt ({first_line(error)}); download the file again"
             ) from None
         for name in names:
             if name in self._files:
@@ -389,7 +431,7 @@ class Weights:
             return self._files[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise EspalierError(
-                f"weight {name!r} in {self.path} is truncated or corrupt ({_first_line(error)}); download it again"
+                f"weight {name!r} in {self.path} is truncated or corrupt ({first_line(error)}); download it again"
             ) from None
 
 
@@ -403,35 +445,3 @@ def shards_of(path: Path) -> list[Path]:
         return sorted({file_named(path, file, index) for file in files.values()})
     whole = path / "model.safetensors"
     return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
-
-
-def read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
-    file = path / BIN
-    if not file.exists():
-        kinds = f"*.safetensors or {BIN}" if allowed else "*.safetensors"
-        raise EspalierError(f"{path} holds no weights; {kinds} is needed: download the checkpoint again")
-    if not allowed:
-        raise EspalierError(f"{file}: a target is read from safetensors only; save it with safe_serialization=True")
-    require_regular(file)
-    try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch raises many exception types for a bad archive
-        raise EspalierError(f"{file} is truncated or corrupt ({_first_line(error)}); download the file again") from None
-    return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-
-
-def write_weights(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a *.safetensors file.  Raises EspalierError, for example if the disk is full."""
-    try:
-        file.touch()  # with the user's usual permissions: safetensors' own file is for its owner alone
-        mode = file.stat().st_mode
-        save_file(dict(tensors), file, metadata={"format": "pt"})
-        file.chmod(mode)
-    except (OSError, SafetensorError) as error:
-        raise EspalierError(
-            f"{file} cannot be written ({one_line(error)}); free some space, or name another directory"
-        ) from None

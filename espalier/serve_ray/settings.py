@@ -18,7 +18,7 @@ from espalier.server.client import ClientOptions
 from espalier.server.front import FrontOptions
 from espalier.server.logs import LEVELS
 from espalier.server.options import check_options
-from espalier.tools.formats import find_formats
+from espalier.tool_calls.formats import find_formats
 
 # Open tokens (replica.open_tokens) for which one replica is enough, on average.
 TOKENS_PER_REPLICA = 16384
@@ -157,6 +157,11 @@ def checked_settings(settings: Mapping[str, Any]) -> None:
     """Check the engine's settings, plain values, before a replica starts.  Raises EspalierError."""
     tree = settings.get("speculation")
     EngineConfig(**{**settings, "speculation": SpeculationConfig(**tree)} if isinstance(tree, Mapping) else settings)
+    if (count := settings.get("tensor_parallel", 1)) != 1:
+        raise EspalierError(
+            f"tensor_parallel={count} is not supported with replicas: Ray would have to place the GPUs of a replica on "
+            "one machine; serve without replicas, or use tensor_parallel=1"
+        )
     if (device := str(settings.get("device", "auto"))).startswith("cuda:"):
         raise EspalierError(f"device={device} is not supported with replicas: Ray chooses each one's GPU; use cuda")
 

@@ -34,9 +34,9 @@ from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeReq
 from espalier.server.pages import add_pages
 from espalier.server.response_answers import ResponsesAnswer
 from espalier.server.responses import NAMES, ResponsesRequest, naming_fields
-from espalier.tools.definitions import Tools
-from espalier.tools.formats import Formats
-from espalier.tools.plan import ChatPlan
+from espalier.tool_calls.definitions import Tools
+from espalier.tool_calls.formats import Formats
+from espalier.tool_calls.plan import ChatPlan
 
 _TEXT_ONLY = "this server only generates text"
 _STATELESS = "the server stores nothing between requests"

@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from espalier.batch.input_scan import InputScan, scan_input
-from espalier.batch.journal import Journal
-from espalier.batch.lines import LineError, custom_id_of
-from espalier.batch.run import run
-from espalier.batch.sender import App, Sender, app_client
+from espalier.batch_jobs.input_scan import InputScan, scan_input
+from espalier.batch_jobs.journal import Journal
+from espalier.batch_jobs.lines import LineError, custom_id_of
+from espalier.batch_jobs.run import run
+from espalier.batch_jobs.sender import App, Sender, app_client
 from espalier.errors import EspalierError
 from espalier.server.batch_objects import ENDED, OUTPUT, WINDOW_S, Batch, BatchRequest, Counts, Fault, Faults
 from espalier.server.front import without_timeout

@@ -12,10 +12,10 @@ from espalier.server.answers import Answer, Choice, Delta
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
 from espalier.text import Tokenizer
-from espalier.tools import base
-from espalier.tools.message_stream import MessageStream
-from espalier.tools.parser import message_of
-from espalier.tools.plan import ChatPlan
+from espalier.tool_calls import base
+from espalier.tool_calls.message_stream import MessageStream
+from espalier.tool_calls.parser import message_of
+from espalier.tool_calls.plan import ChatPlan
 
 
 @dataclass

@@ -14,7 +14,7 @@ from espalier.server.front import Front
 from espalier.server.messages import Message
 from espalier.server.openai import ChatRequest
 from espalier.text import Tokenizer
-from espalier.tools.plan import ChatPlan
+from espalier.tool_calls.plan import ChatPlan
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from espalier import counterparts
+from espalier import other_engines
 from espalier.errors import ContextOverflow, EspalierError, unknown_name
 from espalier.server.logs import request_id
 from espalier.server.openai import ChatRequest, CompletionRequest, Refused
@@ -134,7 +134,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | 
 
 def _unknown_field(model: type[BaseModel], name: str) -> str:
     """The message for a field that the body does not have.  It may be one of the other endpoint."""
-    if model in ENDPOINTS.values() and counterparts.keyword(name, model.model_fields, python=False) is None:
+    if model in ENDPOINTS.values() and other_engines.keyword(name, model.model_fields, python=False) is None:
         for path, other in ENDPOINTS.items():
             if name in other.model_fields and _refused(other, name) is None:
                 return f"the body has no {name!r}; send it to {path}"

@@ -37,7 +37,7 @@ from espalier.server.protocol import Part
 from espalier.server.shares import Shares, client
 from espalier.server.templates import Templates
 from espalier.text import load_tokenizer
-from espalier.tools.formats import AUTO, find_formats
+from espalier.tool_calls.formats import AUTO, find_formats
 
 log = logging.getLogger("espalier.server")
 # Limit in characters for /tokenize and for a prompt that will be truncated: the larger of MAX_TEXT_CHARS and
@@ -55,8 +55,8 @@ CLIENT_LEFT = 499
 class FrontOptions:
     """names: the model's names in the API, its directory's name if empty; chat_template: replaces the tokenizer's;
     max_queue: samples that may wait for a slot; request_timeout_s: limit for one request, None for no limit;
-    strict_fields: refuse fields without effect; tool_format, reasoning_format: names of espalier/tools/formats, "auto"
-    for those of the chat template."""
+    strict_fields: refuse fields without effect; tool_format, reasoning_format: names of espalier/tool_calls/formats,
+    "auto" for those of the chat template."""
 
     names: tuple[str, ...]
     chat_template: str | None = None

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from espalier.server.fields import FIRST, FUNCTIONS, TEXT_ONLY, Body, NoEffect, Nothing
 from espalier.server.hints import CACHE
-from espalier.tools.definitions import MAX_TOOLS
+from espalier.tool_calls.definitions import MAX_TOOLS
 
 CACHE_CONTROL: Any = Annotated[Any, NoEffect(CACHE)]
 COPIED = NoEffect("the text of the reasoning is read from reasoning_content")

@@ -31,7 +31,7 @@ from espalier.server.fields import (
 from espalier.server.formats import Constrained
 from espalier.server.hints import HINTS
 from espalier.server.messages import Message
-from espalier.tools.definitions import MAX_TOOLS, Tools, checked_tools
+from espalier.tool_calls.definitions import MAX_TOOLS, Tools, checked_tools
 
 Tokens = Annotated[list[int], FIRST]
 MAX_METADATA = 16

@@ -12,8 +12,8 @@ from espalier.server.openai import ChatRequest
 from espalier.server.protocol import Part
 from espalier.server.responses import ResponsesRequest
 from espalier.text import Tokenizer
-from espalier.tools import base
-from espalier.tools.plan import ChatPlan
+from espalier.tool_calls import base
+from espalier.tool_calls.plan import ChatPlan
 
 Event = dict[str, Any]
 

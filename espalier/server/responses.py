@@ -21,7 +21,7 @@ from espalier.server.fields import (
     inside,
 )
 from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest
-from espalier.tools.definitions import MAX_TOOLS
+from espalier.tool_calls.definitions import MAX_TOOLS
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 # Fields of SamplingParams that this endpoint names otherwise, or does not have.

@@ -17,7 +17,7 @@ from typing import BinaryIO, TypeVar
 
 import msgspec
 
-from espalier.batch.journal import sync_folder
+from espalier.batch_jobs.journal import sync_folder
 from espalier.errors import EspalierError
 from espalier.server.batch_objects import Batch, StoredFile
 

@@ -76,13 +76,14 @@ class Worker:
         """Serve until Shutdown.  If the engine raises, sends each request's last part and raises the same."""
         while os.getppid() == self.front_pid and self._take_in():
             chunks: list[OutputChunk] = []
-            if self.llm.engine.has_work:
-                try:
+            try:
+                self.llm.engine.require_ranks()
+                if self.llm.engine.has_work:
                     chunks = self.llm.step()
-                except Exception:
-                    self._send(self.llm.engine.scheduler.take_chunks())
-                    raise
-                self.steps += 1
+                    self.steps += 1
+            except Exception:
+                self._send(self.llm.engine.scheduler.take_chunks())
+                raise
             self._send(chunks)
 
     def _take_in(self) -> bool:

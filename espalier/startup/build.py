@@ -12,13 +12,14 @@ from espalier.cache.layer_spec import LayerSpec, stored_as
 from espalier.config import FP8_KV, ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
-from espalier.engine.executor import CpuExecutor
+from espalier.engine.executor import CpuExecutor, Executor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.layout import RoundLayout
 from espalier.models.base import CausalLM
 from espalier.models.draft import DraftModel
+from espalier.shards import WHOLE, Shards
 from espalier.slots import SlotTable
 from espalier.speculate.drafters.registry import make_drafter
 from espalier.speculate.round import ModelRunner
@@ -26,11 +27,15 @@ from espalier.speculate.round import ModelRunner
 
 @dataclass(frozen=True)
 class Loaded:
-    """The models of one engine, and the configuration that it runs on.  draft: None for drafters without a model."""
+    """The models of one engine, and the configuration that it runs on.  draft: None for drafters without a model.
+
+    shards: what this rank holds of the target.
+    """
 
     config: ResolvedConfig
     target: CausalLM
     draft: DraftModel | None = None
+    shards: Shards = WHOLE
 
     @property
     def device(self) -> torch.device:
@@ -126,11 +131,19 @@ def engine_of(
     capture_stages: bool = False,
 ) -> Engine:
     """An engine on the buffers of `runner`, which no other engine may use."""
-    is_cuda = runner.pages.device.type == "cuda"
-    if is_cuda:
-        executor = CudaExecutor(runner, graph_batch, keep_graphs, overlap, capture_stages)
-        return Engine(executor, overlap, prefix_cache)
-    return Engine(CpuExecutor(runner, overlap), overlap, prefix_cache)
+    return Engine(executor_of(runner, overlap, graph_batch, keep_graphs, capture_stages), overlap, prefix_cache)
+
+
+def executor_of(
+    runner: ModelRunner,
+    overlap: bool,
+    graph_batch: int = 0,
+    keep_graphs: bool = False,
+    capture_stages: bool = False,
+) -> Executor:
+    if runner.pages.device.type == "cuda":
+        return CudaExecutor(runner, graph_batch, keep_graphs, overlap, capture_stages)
+    return CpuExecutor(runner, overlap)
 
 
 def make_runner(loaded: Loaded) -> ModelRunner:

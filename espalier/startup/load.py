@@ -6,8 +6,11 @@ from pathlib import Path
 
 import torch
 
+from espalier.cache.layer_spec import of_rank
 from espalier.config import FP8_KV, EngineConfig, ResolvedConfig, is_open
 from espalier.engine.engine import Engine
+from espalier.engine.lead import LeadExecutor, explaining
+from espalier.engine.ranks import Ranks
 from espalier.errors import EspalierError
 from espalier.models import (
     DraftConfig,
@@ -19,7 +22,9 @@ from espalier.models import (
 )
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.loading import mtp_prefixes
+from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_count import WeightCount, stored_weights
+from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.registry import (
     draft_algorithm,
     drafter_without_files,
@@ -31,6 +36,8 @@ from espalier.startup.build import Loaded, assemble, cache_size
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
 from espalier.startup.measure_chip import measure_chip
 from espalier.startup.measure_memory import measure_pages
+from espalier.startup.rank_work import Models, RankWork
+from espalier.startup.ranks import starting_ranks
 from espalier.startup.resolve import (
     Facts,
     choose_algorithm,
@@ -101,18 +108,20 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
 
 def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConfig:
     """Resolve each "auto" of `config` for this machine and these files."""
-    device = choose_device(config)
+    device, shards = choose_device(config), Shards(0, config.tensor_parallel)
+    require_shards(checkpoint.target, shards.count)
     facts = Facts(
-        free_bytes=free_memory(device),
-        weights=_weights_of(checkpoint),
+        # The ranks on a CPU share its memory.
+        free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
+        weights=weights_of(checkpoint, shards.count),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
         max_position=checkpoint.target.max_position,
-        layer_specs=(*layer_specs_of(checkpoint.target), *checkpoint.spec.layers),
+        layer_specs=(*of_rank(layer_specs_of(checkpoint.target), shards), *checkpoint.spec.layers),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
-        pass_weights=pass_weights(checkpoint.target, checkpoint.draft),
+        pass_weights=pass_weights(checkpoint.target, checkpoint.draft).of_rank(shards.count),
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_open(config.kv_dtype) else None,
     )
     draft = str(checkpoint.draft_path) if checkpoint.draft_path else None
@@ -128,36 +137,83 @@ def build_engine(
     requested_pages: the user's num_pages, checked against that number; None: use as many pages as fit.
     Raises EspalierError naming what does not fit.
     """
+    if resolved.tensor_parallel == 1:
+        return build_engine_of_models(load_models(resolved, checkpoint), requested_pages)
+    with starting_ranks(resolved.tensor_parallel) as ranks:
+        return build_engine_of_ranks(ranks, resolved, requested_pages)
+
+
+def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards = WHOLE) -> Loaded:
+    """Load target and draft, or what one rank holds of them."""
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     if device.type == "cpu":
         use_threads(resolved.threads)
     how = {"dtype": dtype, "device": device, "position_rows": resolved.layout.position_rows}
-    target = load_target(
-        checkpoint.target_path, capture=checkpoint.spec.capture, overrides=resolved.model_overrides, **how
-    )
+    path, capture = checkpoint.target_path, checkpoint.spec.capture
+    target = load_target(path, capture=capture, overrides=resolved.model_overrides, shards=shards, **how)
+    # The draft is whole on every rank: to join the ranks at each of its levels would take longer than its weights.
     draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, **how)
-    return build_engine_of_models(Loaded(resolved, target, draft), requested_pages)
+    return Loaded(resolved, target, draft, shards)
+
+
+def build_engine_of_ranks(
+    ranks: Ranks, resolved: ResolvedConfig, requested_pages: int | None, models: Models | None = None
+) -> tuple[Engine, ResolvedConfig]:
+    """As build_engine, on this rank and on `ranks`, which are started.  models: loads those of a rank; default: files.
+
+    Raises as build_engine, and RankFailed.
+    """
+    ranks.loaded()
+    joined = Path(ranks.folder.name) / f"joined-{ranks.num_loaded}"
+    work = RankWork(models or models_of_files, resolved, requested_pages, str(joined))
+    with explaining(ranks):
+        ranks.load(work)
+        loaded = work.models_of(0)
+        ranks.collectives = loaded.shards.collectives
+        executor, loaded = work.executor_of(loaded)
+    ranks.loaded()
+    _say_resolved(loaded)
+    config = loaded.config
+    return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache), config
+
+
+def models_of_files(resolved: ResolvedConfig, shards: Shards) -> Loaded:
+    """Load what one rank holds, in any process: from the files that a resolved configuration names."""
+    target_path, target = Path(resolved.model), read_config(resolved.model, resolved.model_overrides)
+    draft_path = None if resolved.draft is None else Path(resolved.draft)
+    draft = None if draft_path is None else read_draft(draft_path, target)
+    spec = DraftSpec(resolved.algorithm) if draft is None else draft.spec
+    return load_models(resolved, Checkpoint(target_path, target, draft_path, draft, spec), shards)
 
 
 def build_engine_of_models(
     loaded: Loaded, requested_pages: int | None, keep_graphs: bool = False
 ) -> tuple[Engine, ResolvedConfig]:
     """The part of `build_engine` after the models are loaded.  keep_graphs: see CudaExecutor."""
+    if loaded.config.tensor_parallel > 1:
+        raise EspalierError("models that are loaded already are on one rank; use tensor_parallel=1")
     if loaded.device.type == "cuda":
         loaded = loaded.with_pages(measure_pages(loaded, requested_pages))
+    _say_resolved(loaded)
+    return assemble(loaded, keep_graphs, capture_stages=True), loaded.config
+
+
+def _say_resolved(loaded: Loaded) -> None:
     config = loaded.config
     log.info("resolved configuration\n%s", config.block())
     log.info("%s", cache_size(loaded.specs, config.num_pages, config.layout.page_size, loaded.dtype))
     if config.kv_dtype == FP8_KV and not any(loaded.target.kv_scales):
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
-    return assemble(loaded, keep_graphs, capture_stages=True), config
 
 
-def _weights_of(checkpoint: Checkpoint) -> WeightCount:
+def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
+    """What each rank holds: a part of the target, with the whole embedding, and the whole draft."""
     # The target's own MTP layers are read if they are the draft, and then counted with it.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = () if is_own else mtp_prefixes(checkpoint.target)
     target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread)
+    if ranks > 1:
+        target = target.of_rank(ranks, checkpoint.target.vocab_size * checkpoint.target.hidden_size)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
     return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)

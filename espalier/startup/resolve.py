@@ -67,7 +67,7 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about machine and models, known before weights are loaded.
+    """Facts about machine and models, known before weights are loaded.  Of several ranks, those of each one.
 
     free_bytes: free memory of the device; weights: of target and draft together; stored_dtype: dtype of the target's
     checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;
@@ -100,7 +100,9 @@ def choose_device(config: EngineConfig) -> torch.device:
     """The device of a configuration.  Raises EspalierError for one that does not exist or is too old."""
     has_cuda = torch.cuda.is_available()
     if is_open(config.device):
-        return _auto_device()
+        device = _auto_device()
+        _require_cards(config, device)
+        return device
     try:
         device = torch.device(config.device)
     except RuntimeError:
@@ -118,7 +120,32 @@ def choose_device(config: EngineConfig) -> torch.device:
         )
     if device.type == "cuda" and (too_old := _too_old(device)):
         raise EspalierError(f"{too_old}; use device=cpu")
+    _require_cards(config, device)
     return device
+
+
+def _require_cards(config: EngineConfig, device: torch.device) -> None:
+    """Raises EspalierError if there are not as many GPUs as ranks, or if these are not alike."""
+    count = config.tensor_parallel
+    if count == 1 or device.type != "cuda":
+        return
+    if device.index is not None:
+        raise EspalierError(
+            f"device={config.device!r} with tensor_parallel={count} is not supported: ranks have the GPUs 0 to "
+            f"{count - 1}; use cuda, and CUDA_VISIBLE_DEVICES for others"
+        )
+    if count > torch.cuda.device_count():
+        raise EspalierError(
+            f"tensor_parallel={count} needs as many GPUs, and PyTorch finds {torch.cuda.device_count()}; lower it"
+        )
+    cards = [torch.cuda.get_device_properties(index) for index in range(count)]
+    kinds = {(card.name, card.total_memory >> 30) for card in cards}
+    if len(kinds) > 1:
+        named = " and ".join(f"{name} ({gib} GiB)" for name, gib in sorted(kinds))
+        raise EspalierError(
+            f"tensor_parallel={count} needs equal GPUs, but these are {named}; choose equal ones with "
+            "CUDA_VISIBLE_DEVICES"
+        )
 
 
 def _auto_device() -> torch.device:
@@ -228,7 +255,7 @@ def resolve(
         dtype=dtype,
         kv_dtype=kv_dtype,
         draft_kv_dtype=draft_kv_dtype,
-        threads=choose_threads(config.threads, device.type, facts.weights.nbytes(getattr(torch, dtype)), facts.threads),
+        threads=_threads(config, device, facts, getattr(torch, dtype)),
         attention=attention,
         draft_attention=draft_attention,
         num_pages=_num_pages(config, layout, facts, getattr(torch, dtype), defaults.memory_share),
@@ -237,7 +264,14 @@ def resolve(
         graph_batch=_graph_batch(config, layout, device),
         model_overrides=dict(config.model_overrides),
         seed=_value_or(config.seed, secrets.randbits(63)),
+        tensor_parallel=config.tensor_parallel,
     )
+
+
+def _threads(config: EngineConfig, device: torch.device, facts: Facts, dtype: torch.dtype) -> int:
+    """Threads of each rank: on a CPU all ranks share the cores."""
+    threads = choose_threads(config.threads, device.type, facts.weights.nbytes(dtype), facts.threads)
+    return max(threads // config.tensor_parallel, 1) if is_open(config.threads) else threads
 
 
 def _attention(config: EngineConfig, device: torch.device, dtype: torch.dtype, facts: Facts) -> tuple[str, str]:

@@ -62,6 +62,10 @@ class PassWeights:
     block_rows: int = 0
     extends: bool = True
 
+    def of_rank(self, count: int) -> "PassWeights":
+        """What each of `count` ranks holds.  The time in which ranks join their results is left out."""
+        return replace(self, dense=self.dense // count, expert=self.expert // count, kept=self.kept // count)
+
     def target_seconds(self, rows: int, chip: ChipFigures) -> float:
         """The time of a target pass without its cache."""
         touched = expected_touched(self.num_experts, self.top_k, rows) if self.expert else 0

@@ -31,12 +31,6 @@ def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) ->
         _add(tree, f)
 
 
-def refuse_tree_flags(args: Namespace, flag: str) -> None:
-    """Raises EspalierError if a flag of SpeculationConfig is given beside `flag`, which names the tree."""
-    if given := _given(args, SpeculationConfig):
-        raise EspalierError(f"{flag_of(next(iter(given)))} is not for {flag}, which names the tree; leave one out")
-
-
 def add_json_flag(parser: ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
 
@@ -153,14 +147,6 @@ def whole_numbers(text: str) -> list[int]:
 
 
 whole_numbers.__name__ = "list of whole numbers, such as 1,8"
-
-
-def positive_numbers(flag: str, text: str, example: str) -> list[int]:
-    """The numbers of N,N, which are 1 or more.  Raises EspalierError, naming the flag."""
-    numbers = [int(part) for part in text.split(",") if part.isdecimal()]
-    if not numbers or min(numbers) < 1 or ",".join(map(str, numbers)) != text:
-        raise EspalierError(f"{flag}={text} is not supported; use whole numbers, 1 or more, such as {example}")
-    return numbers
 
 
 def require_at_least_one(asked: Namespace, *names: str) -> None:

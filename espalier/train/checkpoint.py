@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from espalier.errors import EspalierError
-from espalier.models.weights import write_weights
+from espalier.models.weight_files import write_weights
 from espalier.train.configs import kind_in, read_config
 from espalier.train.draft import DraftShape, Eagle3Draft
 from espalier.train.work import whole_file

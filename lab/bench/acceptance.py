@@ -22,7 +22,7 @@ from espalier.llm import LLM
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.terminal.console import print_table, progress, write_json
-from espalier.terminal.flags import refuse_tree_flags
+from lab.bench.checks import refuse_tree_flags
 from lab.faults.planted import plant
 
 # Text is called repeated if a run of this many tokens occurred before.

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from espalier.bench.timing import Ceilings, Stopwatch
+from espalier.bench.timing import Stopwatch
+from lab.bench.ceilings import Ceilings
 
 TURNS = 20
 

@@ -3,22 +3,26 @@
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from espalier.bench.engines import AS_SET, WAYS, BenchEngine, BenchEngines, OfModel, Way
+from espalier.bench.engines import AS_SET, PLAIN_WAY, WAYS, BenchEngine, BenchEngines, OfModel, Way
 from espalier.bench.linears import ModelShape
-from espalier.config import EngineConfig, ResolvedConfig
+from espalier.cache.layer_spec import of_rank
+from espalier.config import EngineConfig, ResolvedConfig, SpeculationConfig
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.inputs import InputProcessor, ModelFacts
+from espalier.layout import PLAIN, TreeShape
 from espalier.llm import LLM
 from espalier.models.draft import DraftSpec
 from espalier.models.layer_loading import layer_specs_of
+from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_count import WeightCount
+from espalier.shards import Shards
 from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.startup.measure_chip import measure_chip
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, resolve
@@ -27,6 +31,7 @@ from espalier.startup.tree_cost import pass_weights
 from espalier.terminal.console import print_header, require_writable
 from espalier.terminal.flags import engine_settings, flag_of, with_minimum
 from espalier.terminal.machine import require_gpu
+from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.synthetic_models import SyntheticModels, recipe_of
 from lab.shape_flags import refuse_shape_flags, seed_of, shape_settings
@@ -34,6 +39,11 @@ from lab.synthetic.checkpoint import Recipe
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
 DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
+
+
+def way_with(tree: TreeShape) -> Way:
+    """Decoding with this tree at every batch, or plain."""
+    return PLAIN_WAY if tree == PLAIN else {"speculation": SpeculationConfig(**asdict(tree), by_batch={})}
 
 
 class OfShape:
@@ -61,7 +71,7 @@ class OfShape:
 
     @cached_property
     def models(self) -> SyntheticModels:
-        return SyntheticModels(self.recipe, dtype_on(self.device), self.device, self.position_rows)
+        return synthetic_models(self.recipe, self.settings, dtype_on(self.device), self.device, self.position_rows)
 
     @contextmanager
     def open(self, way: Way = AS_SET) -> Iterator[BenchEngine]:
@@ -92,7 +102,8 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     """The settings resolved as LLM resolves them, for the models of a recipe.  Raises EspalierError."""
     dtype = str(dtype_on(device)).removeprefix("torch.")
     config = EngineConfig(**{**settings, "device": str(device), "dtype": dtype})
-    shape = recipe.shape
+    shape, shards = recipe.shape, Shards(0, config.tensor_parallel)
+    require_shards(shape.target, shards.count)
     spec = recipe.draft_config.spec
     algorithm = choose_algorithm(config, spec.algorithm)
     if drafter_without_files(algorithm):
@@ -102,12 +113,14 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
         stored_dtype=dtype,
         max_position=shape.target.max_position,
-        layer_specs=(*layer_specs_of(shape.target), *spec.layers),
+        layer_specs=(*of_rank(layer_specs_of(shape.target), shards), *spec.layers),
         hidden_size=shape.target.hidden_size,
         num_layers=shape.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
-        pass_weights=pass_weights(shape.target, None if drafter_without_files(algorithm) else recipe.draft_config),
+        pass_weights=pass_weights(
+            shape.target, None if drafter_without_files(algorithm) else recipe.draft_config
+        ).of_rank(shards.count),
     )
     return resolve(config, shape.name, None, spec, device, facts)
 

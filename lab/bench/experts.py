@@ -18,7 +18,13 @@ from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import RoundedRows, Rows
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix, SharedExperts, grouped_experts
+from espalier.kernels.ops.experts import (
+    MAX_SHARED_ROWS,
+    ExpertBiases,
+    ExpertMatrix,
+    SharedExperts,
+    grouped_experts,
+)
 from espalier.kernels.ops.linear import quantise_rows
 from espalier.models.layers.experts import rounding_in_norm
 from espalier.models.quantisers import QUANTISERS
@@ -85,10 +91,23 @@ def steps_of(runs: Sequence[Run], experts: bool) -> list[Step]:
                 steps.append(Step(run, layer))
                 if experts and run.experts is not None:
                     # The next two runs are then the shared expert's.
-                    joins = run.experts.takes_shared(run.rows)
+                    joins = takes_shared(run.experts, run.rows)
                     shared = (next(of_layer), next(of_layer)) if joins else ()
                     steps.append(Step(run, layer, True, shared))
     return steps
+
+
+def touched_to_draw(experts: RoutedExperts, rows: int) -> int | None:
+    """The nearest number that `rows` rows can touch; None for uniform routing."""
+    if experts.touched is None:
+        return None
+    shape = experts.sizes.shape
+    return min(max(round(experts.touched), shape.top_k), shape.num_experts, rows * shape.top_k)
+
+
+def takes_shared(experts: RoutedExperts, rows: int) -> bool:
+    """Whether `rows` rows take the shared expert in the launches of the routed ones."""
+    return experts.sizes.shared_joins and experts.weights == DENSE and rows <= MAX_SHARED_ROWS
 
 
 def num_copies(experts: RoutedExperts) -> int:
@@ -109,7 +128,7 @@ class ExpertCalls:
         experts, rows, down = router.experts, router.rows, copies[0].down
         assert experts is not None
         self.copies, dtype = copies, copies[0].dtype
-        touched = experts.touched_to_draw(rows)
+        touched = touched_to_draw(experts, rows)
         self.inputs = ChainInputs(experts.sizes.shape, rows, dtype, down.device, router.count, touched)
         x = self.inputs.x
         rounding = rounding_in_norm(copies[0].gate_up, x)

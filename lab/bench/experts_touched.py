@@ -9,6 +9,7 @@ from torch import Tensor
 
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
+from espalier.engine.lead import LeadExecutor
 from espalier.kernels.ops.experts import route
 from espalier.models.layers.experts import MixtureMLP, RoutedRows
 
@@ -64,11 +65,13 @@ def count_experts(engine: Engine) -> Iterator[list[tuple[int, Tensor]]]:
 
 
 def experts_touched(engine: Engine, run: Callable[[], object], rows: int | None = None) -> float | None:
-    """Mean experts that a target pass touches in a layer, over the passes of `run`; None for a dense target.
+    """Mean experts that a target pass touches in a layer, over the passes of `run`; None for a dense target, and where
+    several ranks run it.
 
     rows: only passes of this number of rows count; None: all passes.
     """
-    if not mixture_blocks(engine):
+    # Other ranks would go on with their graphs.
+    if not mixture_blocks(engine) or isinstance(engine.executor, LeadExecutor):
         return None
     with count_experts(engine) as counts:
         run()

@@ -154,15 +154,11 @@ def prefill(parser: ArgumentParser) -> None:
     )
 
 
-def throughput(parser: ArgumentParser) -> None:
+def load(parser: ArgumentParser) -> None:
     engines(parser)
     defaults = ("128", "8"), ("128,2048", "16,128"), ("64,512", "16,64")
     flags.add_load_flags(parser, *(f"with --shape: {shape}; of a model: {model}" for shape, model in defaults))
-
-
-def latency(parser: ArgumentParser) -> None:
-    throughput(parser)
-    flags.add_arrival_flags(parser)
+    flags.add_server_flags(parser.add_argument_group("running servers, in place of an engine"))
 
 
 def choose(parser: ArgumentParser) -> None:

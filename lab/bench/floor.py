@@ -20,12 +20,14 @@ from rich.text import Text
 
 from espalier.bench.chains import as_engine, plain
 from espalier.bench.linears import ModelShape, Run, shape_named
-from espalier.bench.timing import SECONDS, TURNS, Ceilings, Stopwatch
+from espalier.bench.timing import SECONDS, TURNS, Stopwatch
 from espalier.config import FP8_KV, is_open
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
-from espalier.terminal.flags import positive_numbers
 from espalier.terminal.machine import require_gpu
+from lab.bench.ceilings import Ceilings, measured_ceilings
+from lab.bench.checks import positive_numbers
 from lab.bench.experts import ExpertWeights
+from lab.bench.passes import attended, attention_flops
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,9 @@ def round_attention(
         passes += [(shape.draft_sizes, shape.block.rows, of_draft)] if steps else []
     elif drafts:
         passes += [(shape.draft_sizes, each.queries, of_draft) for each in draft_passes(shape.modules, steps, topk)]
-    reads = [(model, queries, size, batch * model.attended(context)) for model, queries, size in passes]
+    reads = [(model, queries, size, batch * attended(model, context)) for model, queries, size in passes]
     num_bytes = sum(size * model.kept_values * rows for model, _, size, rows in reads)
-    return Cost(num_bytes, sum(queries * model.attention_flops * rows for model, queries, _, rows in reads))
+    return Cost(num_bytes, sum(queries * attention_flops(model) * rows for model, queries, _, rows in reads))
 
 
 class Floors:
@@ -177,7 +179,7 @@ class Floors:
         self._products: dict[tuple[Run, ...], tuple[LinearTimes, ExpertTimes | None]] = {}
 
     def ceilings(self) -> Ceilings:
-        return self.stopwatch.ceilings(self.device)
+        return measured_ceilings(self.stopwatch, self.device)
 
     def linears(self, runs: Sequence[Run], rows: int) -> LinearTimes:
         """Time the linear layers as one CUDA graph, by F.linear and as the engine multiplies."""

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
-from espalier.bench.drive import empty_prefix_cache, greedy_request, require_pages
+from espalier.bench.drive import empty_prefix_cache, greedy_request
 from espalier.bench.engines import require_positions
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.request import Request
 from lab.bench.cells import COUNTED, WARM_UP, Cell
+from lab.bench.checks import require_pages
 from lab.bench.experts_touched import experts_touched
 from lab.bench.instrument import record_launches
 from lab.bench.synthetic_models import SyntheticModels

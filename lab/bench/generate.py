@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.drive import empty_prefix_cache, require_pages, require_success
-from espalier.bench.engines import BenchEngines, Way, compared_ways, require_positions, way_with
+from espalier.bench.drive import empty_prefix_cache
+from espalier.bench.engines import BenchEngines, Way, compared_ways, require_positions
 from espalier.config import ResolvedConfig
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
@@ -26,8 +26,9 @@ from espalier.llm import LLM
 from espalier.request import Output, SamplingParams
 from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
-from espalier.terminal.flags import refuse_tree_flags, require_at_least_one
-from lab.bench.engines import about, engines_of, shape_of
+from espalier.terminal.flags import require_at_least_one
+from lab.bench.checks import refuse_tree_flags, require_pages, require_success
+from lab.bench.engines import about, engines_of, shape_of, way_with
 from lab.bench.floor import Floors, kv_value_bytes
 
 # Default --prompts: for a named shape, and for a model.

@@ -14,6 +14,7 @@ from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import LaunchInput
+from espalier.engine.lead import LeadExecutor
 from espalier.layout import LaunchForm
 
 # CU_GRAPH_NODE_TYPE_KERNEL of CUDA's driver API.
@@ -66,8 +67,10 @@ def record_launches(engine: Engine) -> LaunchRecord:
     """From now on every launch of this engine is recorded."""
     record = LaunchRecord(engine.executor.captured_passes)
     engine.observer = record
-    if isinstance(engine.executor, CudaExecutor):
-        engine.executor.replay_events = record.replays
+    executor = engine.executor
+    executor = executor.own if isinstance(executor, LeadExecutor) else executor
+    if isinstance(executor, CudaExecutor):
+        executor.replay_events = record.replays
     return record
 
 

@@ -31,6 +31,7 @@ from espalier.terminal.console import QUIET, print_header, print_table, progress
 from espalier.terminal.flags import written
 from espalier.terminal.machine import require_gpu
 from lab.bench.cases import Case, about, table, timed
+from lab.bench.ceilings import measured_ceilings
 from lab.bench.experts import expert_case
 
 SPEC = LayerSpec(32, KVHeads(kv_heads=8, k_size=128, v_size=128))
@@ -107,7 +108,7 @@ def run(args: Namespace) -> int:
     device = require_gpu("kernels")
     print_header()
     stopwatch = Stopwatch()
-    ceilings = stopwatch.ceilings(device)
+    ceilings = measured_ceilings(stopwatch, device)
     attention, experts = [], []
     with progress("measuring", 2 * len(SHAPES) * len(args.page_size) + len(EXPERTS) * len(EXPERT_ROWS)) as advance:
         for one in timed(attention_cases(args.page_size, device, args.in_order), stopwatch, ceilings.bandwidth):

@@ -14,7 +14,6 @@ from rich.text import Text
 from espalier.bench.drive import empty_prefix_cache, greedy_request
 from espalier.bench.engines import BenchEngine, load_sizes, require_positions
 from espalier.bench.linears import ModelShape
-from espalier.bench.timing import PeakMeter
 from espalier.errors import EspalierError
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.request import Request
@@ -22,12 +21,14 @@ from espalier.speculate.drafters.registry import drafter_without_files
 from espalier.terminal.console import print_table, stdout, write_json
 from espalier.terminal.flags import require_at_least_one
 from lab.bench.cases import timed
+from lab.bench.ceilings import PeakMeter
 from lab.bench.engines import about, engines_of, shape_of
 from lab.bench.experts import expert_case
 from lab.bench.experts_touched import mixture_blocks
 from lab.bench.floor import Floors
 from lab.bench.full_rounds import enter, leave
 from lab.bench.instrument import record_launches
+from lab.bench.passes import prefill_pass, prompt_attention_flops
 
 TURNS = 7
 # Rounds of the running batch before the long prompt arrives, and after it has entered.
@@ -168,7 +169,7 @@ def bound_ms(shape: ModelShape, batch: int, length: int, drafts: bool, peak: flo
     linear = sum(run.flops for run in (*shape.target_pass(batch * length, batch), *draft))
     # A block draft only projects a prompt's tokens to K and V.
     attending = (shape, shape.draft_sizes) if drafts and shape.block is None else (shape,)
-    attention = batch * sum(each.prompt_attention_flops(length) for each in attending)
+    attention = batch * sum(prompt_attention_flops(each, length) for each in attending)
     return 1e3 * (linear / peak + attention / ATTENTION_PEAK)
 
 
@@ -189,7 +190,7 @@ def _linear_ms(bench: BenchEngine, passes: Sequence[tuple[int, int]], floors: Fl
     ms_of_pass: dict[tuple[int, int], float] = {}
     for batch, width in set(passes):
         rows = batch * width
-        runs = floors.shape.prefill_pass(rows, batch, drafts)
+        runs = prefill_pass(floors.shape, rows, batch, drafts)
         ms_of_pass[batch, width] = floors.linears(runs, rows).fastest_ms
     return sum(ms_of_pass[each] for each in passes)
 

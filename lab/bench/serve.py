@@ -20,13 +20,13 @@ from types import MappingProxyType
 from typing import Any
 
 from espalier.bench.clients import Exchange, exchange_all, request_of
-from espalier.bench.drive import require_success
 from espalier.bench.engines import BenchEngine, load_sizes, require_positions
 from espalier.errors import EspalierError
 from espalier.request import SamplingParams
 from espalier.terminal.console import print_header, print_table, progress, require_writable, write_json
-from espalier.terminal.flags import engine_settings, flag_of, positive_numbers, require_at_least_one
+from espalier.terminal.flags import engine_settings, flag_of, require_at_least_one
 from lab.bench import bad_host, soak
+from lab.bench.checks import positive_numbers, require_success
 from lab.bench.engines import OfShape, about, engines_of, requested_pages
 from lab.bench.server import NAME, Server, serving
 from lab.shape_flags import SHAPE_FLAGS

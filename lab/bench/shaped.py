@@ -15,18 +15,19 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.bench.timing import Ceilings
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
 from espalier.terminal.flags import flag_of, given_flags
 from espalier.terminal.machine import require_gpu
+from lab.bench.ceilings import Ceilings
 from lab.bench.cells import Cell, parse_cells, with_plain
 from lab.bench.engine_sizes import EngineFigures, EngineSizes, OwnSize, UserSizes
 from lab.bench.engines import DECIDED, dtype_on
 from lab.bench.floor import Floors, RoundFloor, kv_value_bytes
 from lab.bench.full_rounds import Rounds, full_rounds
 from lab.bench.plot import Bars, plot
+from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.synthetic_models import SyntheticModels, recipe_of
 from lab.shape_flags import seed_of, shape_settings
@@ -89,7 +90,7 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     recipe = recipe_of(**shape_settings(args, seed_of(settings)))
     sizes = _sizes(args, settings, recipe, device)
     rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
-    models = SyntheticModels(recipe, dtype_on(device), device, rows)
+    models = synthetic_models(recipe, settings, dtype_on(device), device, rows)
     stdout().print(Text(models.title, QUIET))
     floors = None
     if device.type == "cuda":

@@ -100,15 +100,18 @@ class SyntheticModels:
     """The target and the draft of a recipe.  seconds: taken to make them; weights_bytes: their size."""
 
     def __init__(self, recipe: Recipe, dtype: torch.dtype, device: torch.device, position_rows: int) -> None:
-        begun = perf_counter()
         self.recipe, self.dtype, self.device = recipe, dtype, device
         self.chain = recipe.chain()
-        self.target, self.draft = build(recipe, dtype, device, position_rows)
+        self.make(position_rows)
+
+    def make(self, position_rows: int) -> None:
+        begun = perf_counter()
+        self.target, self.draft = build(self.recipe, self.dtype, self.device, position_rows)
         # Without a draft nothing reads the captured hidden states.
         self.plain = copy.copy(self.target)
         self.plain.capture = ()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.seconds = perf_counter() - begun
 
     @property
@@ -121,7 +124,7 @@ class SyntheticModels:
         """One line for the top of a table or a plot."""
         kind = "" if self.recipe.weights == DENSE else f"{self.recipe.weights} "
         size = f"{self.weights_bytes / 1e9:.1f} GB of {kind}weights made in {self.seconds:.1f} s"
-        routing = f"; routing correlation {self.recipe.routing_correlation}" if self.target.config.experts else ""
+        routing = f"; routing correlation {self.recipe.routing_correlation}" if self.recipe.shape.target.experts else ""
         return f"{self.recipe.shape.name}, {size}; {self.recipe.draft_name} of skill {self.recipe.skill}{routing}"
 
     @property

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from espalier.models.weights import write_weights
+from espalier.models.weight_files import write_weights
 from espalier.train.llama import MLP, LlamaShape, RMSNorm, rope_tables, rotate
 
 

@@ -5,9 +5,9 @@ and `python -m lab fault` for a look at what a fault does.  The replaced functio
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,20 +16,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import own_bits
 from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.kernels.ops.state import carried
-
-Wrong = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """what: the defect in one sentence; where: "module:owner.attribute" of the function that is replaced; wrong: makes
-    the wrong function from the right one; reports: numbers of the bug reports with this defect."""
-
-    name: str
-    what: str
-    where: str
-    wrong: Wrong
-    reports: tuple[str, ...] = ()
+from lab.faults.base import Fault
+from lab.faults.of_ranks import FAULTS_OF_RANKS
 
 
 def _sibling_committed(right):
@@ -377,7 +365,7 @@ FAULTS = {
             _twice,
         ),
     )
-}
+} | FAULTS_OF_RANKS
 
 
 def find(name: str) -> Fault:

@@ -21,8 +21,10 @@ from espalier.kernels.layers.tuning_table import DENSE
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
 from espalier.models.loading import make_target
+from espalier.models.weight_files import write_weights
 from espalier.models.weight_formats import all_dense
-from espalier.models.weights import INDEX, Weights, write_weights
+from espalier.models.weights import INDEX, Weights
+from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import format_of
 from lab.synthetic.block import BlockTensors
@@ -224,8 +226,9 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 class SyntheticWeights(Weights):
     """The weights of a checkpoint that is not on disk: each tensor is made when it is read."""
 
-    def __init__(self, tensors: Tensors) -> None:
+    def __init__(self, tensors: Tensors, shards: Shards = WHOLE) -> None:
         self.path = Path("synthetic checkpoint")
+        self.shards = shards
         self.tensors = tensors
         self.dtype = tensors.dtype
         self.device = tensors.device
@@ -242,12 +245,15 @@ class SyntheticWeights(Weights):
 
 
 def build(
-    recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int
+    recipe: Recipe, dtype: torch.dtype, device: torch.device | str, position_rows: int, shards: Shards = WHOLE
 ) -> tuple[CausalLM, DraftModel]:
-    """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble."""
+    """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble.
+
+    shards: what a rank holds of the target.
+    """
     tensors, draft_tensors = recipe.tensors(dtype, device)
     draft_config = recipe.draft_config
-    target = make_target(SyntheticWeights(tensors), tensors.config, draft_config.spec.capture, position_rows)
+    target = make_target(SyntheticWeights(tensors, shards), tensors.config, draft_config.spec.capture, position_rows)
     draft = recipe.draft_format.make(SyntheticWeights(draft_tensors), draft_config, target, position_rows)
     if tensors.device.type == "cuda":
         torch.cuda.empty_cache()  # temporary memory becomes room for pages

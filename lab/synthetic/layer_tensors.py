@@ -2,6 +2,7 @@
 
 from espalier.models.config import Experts, ModelConfig
 from espalier.models.latent_config import LatentConfig
+from espalier.models.layer_loading import layer_specs_of
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -9,6 +10,8 @@ Shapes = dict[str, tuple[int, ...]]
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Shapes by name, without the prefix of the layer."""
     experts, hidden = config.experts, config.hidden_size
+    if config.layer_specs is not None:
+        return _gemma4(config, layer)
     attention = _heads(config) if config.latent is None else _latent(config, config.latent)
     if experts is None or layer not in experts.layers:
         mlp = _gated("mlp.", config.intermediate_size, hidden)
@@ -17,6 +20,29 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     else:
         mlp = _experts(experts, hidden)
     return {**attention, **mlp, "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+
+
+def _gemma4(c: ModelConfig, layer: int) -> Shapes:
+    """Of the sizes without inputs of layers and shared rows."""
+    spec, hidden = layer_specs_of(c)[layer], c.hidden_size
+    size, names = spec.keeps.k_size, "qk" if spec.window is None and c.raw["attention_k_eq_v"] else "qkv"
+    rows = {"q": c.heads * size, "k": spec.keeps.kv_heads * size, "v": spec.keeps.kv_heads * size}
+    norms = {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+    shapes: Shapes = {f"self_attn.{name}_proj.weight": (rows[name], hidden) for name in names}
+    shapes |= {"self_attn.o_proj.weight": (hidden, rows["q"]), "layer_scalar": (1,)}
+    shapes |= {f"self_attn.{name}_norm.weight": (size,) for name in "qk"}
+    if c.experts is not None:
+        count, inner = c.experts.routing.num_experts, c.experts.size
+        shapes |= {
+            "router.proj.weight": (count, hidden),
+            "router.scale": (hidden,),
+            "router.per_expert_scale": (count,),
+            "experts.gate_up_proj": (count, 2 * inner, hidden),
+            "experts.down_proj": (count, hidden, inner),
+        }
+        norms |= {"post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"}
+    of_norms = {f"{name}.weight": (hidden,) for name in sorted(norms)}
+    return {**shapes, **_gated("mlp.", c.intermediate_size, hidden), **of_norms}
 
 
 def _heads(c: ModelConfig) -> Shapes:

@@ -25,6 +25,7 @@ from torch import Tensor
 from espalier.bench.shapes import Shape
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig
+from espalier.models.layer_loading import layer_specs_of
 from lab.synthetic.chain import NUM_NUDGES, NUM_SUCCESSORS, PROBABILITIES, Chain
 from lab.synthetic.layer_tensors import layer_shapes
 from lab.synthetic.rope import LagCode, lag_code
@@ -170,7 +171,7 @@ class TargetTensors:
         """Make a tensor.  The embedding is kept, because the lm_head and the draft are made from it."""
         part = name.removesuffix(".weight").rpartition(".")[2]
         if name == "model.embed_tokens.weight":
-            return self.embedding
+            return self.embedding if self.config.embedding_scale == 1 else self.embedding / self.config.embedding_scale
         if name == "lm_head.weight":
             return self._head()
         size = self.shapes[name]
@@ -179,9 +180,8 @@ class TargetTensors:
         if part.endswith("bias") or part == "sinks":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         if len(size) == 1:
-            is_sharp = self.copies and part in ("q_norm", "k_norm")
-            return torch.full(size, self.code.norm_weight if is_sharp else 1.0, dtype=self.dtype, device=self.device)
-        if part in ("gate", "router"):
+            return torch.full(size, self._constant(name, part), dtype=self.dtype, device=self.device)
+        if part in ("gate", "router") or name.endswith("router.proj.weight"):
             return router_weight(self, name, size[0]).to(self.dtype)
         if len(size) == 3:
             return self._stacked(name, part, size)
@@ -192,15 +192,31 @@ class TargetTensors:
             self._plant_stamp(weight, part, int(name.split(".")[2]))
         return weight
 
+    def _constant(self, name: str, part: str) -> float:
+        """The value of a tensor of one dimension."""
+        c = self.config
+        if part in (c.layer_norms.behind_attention, c.layer_norms.behind_mlp):
+            return DISTURBANCE / math.sqrt(2 * c.num_layers)
+        if name.endswith("router.scale"):
+            # The model divides by it.
+            return math.sqrt(c.hidden_size)
+        if self.copies and part in ("q_norm", "k_norm"):
+            return self.code.norm_weight
+        if part == "k_norm":
+            spec = layer_specs_of(c)[int(name.split(".")[2])]
+            # So that scores have a standard deviation of 1, whatever their factor.
+            return spec.keeps.k_size**-0.5 / spec.softmax_scale
+        return 1.0
+
     @property
     def stamps(self) -> bool:
         """Whether each layer writes its stamp, by which a block draft knows the layers that it reads.
 
         Attention must keep a value that is the same in all rows.
         """
-        return (
-            self.chain.fading is not None and not self.copies and self.config.latent is None and not self.config.sinks
-        )
+        c = self.config
+        keeps_values = c.latent is None and not c.sinks and c.layer_specs is None
+        return self.chain.fading is not None and not self.copies and keeps_values
 
     @property
     def own_length(self) -> float:
@@ -248,8 +264,13 @@ class TargetTensors:
         return weight.sub_(basis @ (basis.T @ weight)).to(self.dtype)
 
     def _stacked(self, name: str, part: str, size: tuple[int, ...]) -> Tensor:
-        """Experts [E, in, out], as `_linear`."""
+        """Experts [E, in, out], or [E, out, in] where gate lies over up, as `_linear`."""
         experts, num_in, num_out = size
+        if self.config.experts is not None and self.config.experts.stored == "joined":
+            out = self.draw.normal(name, experts * num_in, num_out, num_out**-0.5, self.dtype).view(size)
+            for matrix in out if part == "down_proj" else ():
+                matrix.copy_(self.planted.clean(matrix.T.float()).T)
+            return out
         if part != "down_proj":
             return self.draw.normal(name, experts * num_in, num_out, num_in**-0.5, self.dtype).view(size)
         out = torch.empty(experts * num_in, num_out, dtype=self.dtype, device=self.device)
@@ -345,13 +366,17 @@ class TargetTensors:
         more = torch.full((chain.size, int(column.max()) + 1 if len(cold) else 0), -1)
         more[follows, column] = cold
         before = torch.cat((torch.stack(ring, 1), more), 1)
-        return before, torch.cat((PEAK + gaps.expand(chain.size, -1), torch.full(more.shape, PEAK)), 1)
+        wanted = torch.cat((PEAK + gaps.expand(chain.size, -1), torch.full(more.shape, PEAK)), 1)
+        cap = self.config.logit_cap
+        return before, wanted if cap is None else cap * torch.atanh(wanted / cap)
 
 
 def require_copying(config: ModelConfig, chain: Chain, shape: str) -> None:
     """Raises EspalierError for a model into which copy mode cannot be built."""
     if config.latent is not None:
         raise EspalierError(f"copy mode is not for latent attention, which {shape} has; use mode chain")
+    if config.layer_specs is not None:
+        raise EspalierError(f"copy mode needs layers with heads of one size, which {shape} lacks; use mode chain")
     if config.heads < 2 * config.kv_heads:
         raise EspalierError(f"copy mode needs two query heads a key-value head, {shape} has fewer")
     for layer, window in enumerate(config.windows):

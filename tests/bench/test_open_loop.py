@@ -1,4 +1,4 @@
-"""`bench serve --url`: what is sent and when, how a response is read, and what counts as answered and as good."""
+"""`bench load --url`: what is sent and when, how a response is read, and what counts as answered and as good."""
 
 import asyncio
 import json
@@ -198,7 +198,7 @@ def test_any_server_is_measured_at_each_rate(scripted, tmp_path, capsys):
     out, scripted.refused = tmp_path / "out.json", (4, 8, 12, 16)
     flags = ["--rate", "200,400", "--arrivals", "bursts", "--burst", "4", "--requests", "8", "--ttft-limit", "60000"]
     more = ["--prefixes", "1", "--api-key", "secret", "--json", str(out)]
-    assert main(["bench", "serve", "--url", scripted.url, *flags, *more]) == 0
+    assert main(["bench", "load", "--url", scripted.url, *flags, *more]) == 0
     cells = json.loads(out.read_text())["cells"]
     assert [(cell["rate"], cell["requests"], cell["answered"]) for cell in cells] == [(200, 8, 6), (400, 8, 6)]
     for cell in cells:
@@ -222,8 +222,9 @@ def test_the_time_before_the_first_arrival_does_not_count(monkeypatch):
 
     monkeypatch.setattr(open_loop, "perf_counter", lambda: now[0])
     talks = Traffic((1, 1), (1, 1)).conversations(1, seed=0)
+    monkeypatch.setattr(Arrivals, "due", lambda self, count: [5.0])
     [seconds, _] = asyncio.run(
-        open_loop._measure(SimpleNamespace(converse=converse), talks, due=[5.0], advance=lambda: None)
+        open_loop._measure(SimpleNamespace(converse=converse), talks, Arrivals(rate=0.2, burst=1), lambda: None)
     )
     assert seconds == 2
 
@@ -232,17 +233,36 @@ def test_turns_follow_their_answers_and_more_fields_are_a_flag(scripted, tmp_pat
     out = tmp_path / "out.json"
     flags = ["--rate", "100", "--requests", "1", "--turns", "2", "--think", "0", "--endpoint", "completions"]
     more = ["--extra-body", '{"ignore_eos": true}', "--model", "mine", "--json", str(out)]
-    assert main(["bench", "serve", "--url", scripted.url, *flags, *more]) == 0
+    assert main(["bench", "load", "--url", scripted.url, *flags, *more]) == 0
     assert json.loads(out.read_text())["cells"][0]["answered"] == 2
     _, first, second = scripted.bodies
     assert second["prompt"].startswith(f"{first['prompt']} abc ") and second["ignore_eos"] and second["model"] == "mine"
+
+
+def test_so_many_requests_at_once_follow_one_another(scripted, tmp_path, monkeypatch):
+    out, at_once, most = tmp_path / "out.json", [0], [0]
+    converse = open_loop.Target.converse
+
+    async def counted(self, talk, due):
+        at_once[0] += 1
+        most[0] = max(most[0], at_once[0])
+        asked = await converse(self, talk, due)
+        at_once[0] -= 1
+        return asked
+
+    monkeypatch.setattr(open_loop.Target, "converse", counted)
+    assert (
+        main(["bench", "load", "--url", scripted.url, "--concurrency", "3", "--requests", "7", "--json", str(out)]) == 0
+    )
+    [cell] = json.loads(out.read_text())["cells"]
+    assert (cell["rate"], cell["answered"], most[0]) == (None, 7, 3)
 
 
 def test_a_plot_has_every_server_and_rate(scripted, tmp_path):
     pytest.importorskip("matplotlib")
     plot = tmp_path / "plot.svg"
     urls = ["--url", scripted.url, "--url", scripted.url.replace("127.0.0.1", "localhost")]
-    assert main(["bench", "serve", *urls, "--rate", "100,300", "--requests", "3", "--plot", str(plot)]) == 0
+    assert main(["bench", "load", *urls, "--rate", "100,300", "--requests", "3", "--plot", str(plot)]) == 0
     assert all(name in plot.read_text() for name in ("127.0.0.1:", "localhost:", "ttft, ms", "arrivals a second"))
 
 
@@ -252,11 +272,13 @@ def test_a_plot_has_every_server_and_rate(scripted, tmp_path):
         (["--url", "http://127.0.0.1:1"], "cannot be reached"),
         (["--url", "nowhere"], "use an address such as"),
         (["--url", "http://x:port"], "use an address such as"),
-        (["--rate", "2"], "--url is missing"),
-        (["--url", "http://x", "--soak", "3"], "run `python -m lab serve`"),
-        (["--url", "http://x", "--concurrency", "3"], "run `python -m lab serve`"),
-        (["--url", "http://x", "--max-batch", "3"], "unknown flag --max-batch"),
-        (["--url", "http://x", "--shape", "llama-3.1-8b"], "run `python -m lab serve`"),
+        (["--timeout", "2"], "--timeout is for a running server; give its --url too"),
+        (["--url", "http://x", "--concurrency", "0"], "--concurrency=0"),
+        (["--url", "http://x", "--concurrency", "3", "--plot", "x.svg"], "--plot draws figures by --rate"),
+        (["--url", "http://x", "--concurrency", "3", "--rate", "2"], "not allowed with"),
+        (["--url", "http://x", "--max-batch", "3"], "--max-batch is not for --url"),
+        (["--url", "http://x", "--shape", "llama-3.1-8b"], "run `python -m lab load`"),
+        (["--url", "http://x", "--prefix-words", "3"], "it is now `--prefix-length`"),
         (["--url", "http://x", "--rate", "0"], "--rate=0.0"),
         (["--url", "http://x", "--turns", "0"], "--turns=0"),
         (["--url", "http://x", "--plot", "x.txt"], "--plot x.txt is not a kind of picture"),
@@ -265,7 +287,7 @@ def test_a_plot_has_every_server_and_rate(scripted, tmp_path):
 )
 def test_what_cannot_be_measured_is_refused(flags, says, capsys):
     try:
-        code = main(["bench", "serve", *flags])
+        code = main(["bench", "load", *flags])
     except SystemExit as left:
         code = left.code
     assert code == 2 and says in capsys.readouterr().err
@@ -274,13 +296,13 @@ def test_what_cannot_be_measured_is_refused(flags, says, capsys):
 @pytest.mark.parametrize(("status", "says"), [(401, "answers 401; give the server's key"), (404, "correct the path")])
 def test_a_status_of_the_models_is_said_with_its_remedy(scripted, monkeypatch, status, says, capsys):
     monkeypatch.setattr(scripted, "models_status", status)
-    assert main(["bench", "serve", "--url", scripted.url, "--requests", "1"]) == 2
+    assert main(["bench", "load", "--url", scripted.url, "--requests", "1"]) == 2
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("named", [[], ["--model", "x"]], ids=["its first model", "a named model"])
 def test_a_server_that_is_not_there_is_to_be_started(named, capsys):
-    assert main(["bench", "serve", "--url", "http://127.0.0.1:1", *named]) == 2
+    assert main(["bench", "load", "--url", "http://127.0.0.1:1", *named]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "--url http://127.0.0.1:1 cannot be reached" in line and line.endswith(
         "; start a server there, or correct it"

@@ -72,7 +72,11 @@ def test_rows_in_fp8_take_a_byte_a_value_and_are_copied_as_bytes():
 def test_a_layer_that_shares_rows_has_those_of_the_other_layer(dtype):
     """In pages, in staging, with their scales, and also where one model's layer reads another's; it takes no bytes."""
     own = stored_as((HEADS, HEADS), dtype)
-    specs = (*own, *(replace(spec, window=3, shares=layer) for layer, spec in enumerate(own)), replace(own[0], shares=1))
+    specs = (
+        *own,
+        *(replace(spec, window=3, shares=layer) for layer, spec in enumerate(own)),
+        replace(own[0], shares=1),
+    )
     given = KVScales.ones(2, torch.float32, CPU)
     pages = PagedKV(LAYOUT, 5, specs, 4, torch.float32, CPU, {1: given})
     staged = StagedKV(specs, range(4), LAYOUT.target_rows, torch.float32, CPU)

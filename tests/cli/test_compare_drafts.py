@@ -1,6 +1,6 @@
 """The table of compared drafts: what it says of plain decoding's tokens."""
 
-from tools.compare_drafts import Row, show
+from scripts.compare_drafts import Row, show
 
 
 def row(name, *texts):

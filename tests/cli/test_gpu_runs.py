@@ -12,8 +12,8 @@ import pytest
 from espalier.cli.main import make_parser
 from lab.__main__ import make_parser as make_lab
 from lab.bench.cells import parse_cells
-from tools import gpu_runs
-from tools.gpu_runs import RUNS, Run, main
+from scripts import gpu_runs
+from scripts.gpu_runs import RUNS, Run, main
 
 ROOT = Path(__file__).parents[2]
 PARSERS = {"espalier": make_parser, "lab": make_lab}
@@ -96,7 +96,7 @@ def test_ctrl_c_ends_the_runs_and_starts_no_other(tmp_path):
     program = (
         # Also where this process was started to ignore Ctrl-C, as a job in the background is.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "import sys; from tools import gpu_runs; from tools.gpu_runs import Run\n"
+        "import sys; from scripts import gpu_runs; from scripts.gpu_runs import Run\n"
         "gpu_runs.RUNS = {n: Run(500, 'python -c \"import time; time.sleep(500)\"') for n in ('one', 'two')}\n"
         f"sys.exit(gpu_runs.main(['one', 'two', '--out', {str(tmp_path)!r}]))"
     )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from espalier import counterparts
+from espalier import other_engines
 from espalier.cli import parser
 from espalier.cli.bench import COMMANDS as BENCH
 from espalier.cli.main import COMMANDS, parse
@@ -17,8 +17,8 @@ FIELDS = {cls.__name__: set(cls.__dataclass_fields__) for cls in (EngineConfig, 
 SAID = [
     ("genrate x", "espalier: unknown command 'genrate'; did you mean generate?"),
     ("chat x", "espalier: unknown command 'chat'; use generate --chat"),
-    ("bench throughputs", "espalier bench: unknown command 'throughputs'; did you mean throughput?"),
-    ("bench", "espalier bench: a command is missing; use one of throughput, latency, serve"),
+    ("bench loads", "espalier bench: unknown command 'loads'; did you mean load?"),
+    ("bench", "espalier bench: a command is missing; use one of load, choose"),
     ("serve --prot 3", "espalier serve: unknown flag --prot; did you mean --port?"),
     ("generate x --temperture=1", "unknown flag --temperture; did you mean --temperature?"),
     ("--port 3 serve", "espalier: unknown flag --port; it is a flag of espalier serve"),
@@ -37,8 +37,9 @@ SAID = [
     ("serve --context-length 4096", "use --max-context"),
     ("serve --gpu-memory-utilization 0.9", "the KV cache takes a share of the free memory"),
     ("serve --mem-fraction-static 0.9", "the KV cache takes a share of the free memory"),
-    ("serve --tensor-parallel-size 2", "one engine runs on one GPU; leave it out"),
-    ("serve -tp 2", "one engine runs on one GPU; leave it out"),
+    ("serve --tensor-parallel-size 2", "unknown flag --tensor-parallel-size; use --tensor-parallel"),
+    ("serve -tp 2", "unknown flag -tp; use --tensor-parallel"),
+    ("serve -pp 2", "several GPUs share a model by tensor_parallel alone; leave it out"),
     ("serve --data-parallel-size 2", "unknown flag --data-parallel-size; use --replicas"),
     ("generate x --dp 2", "unknown flag --dp; use espalier serve --replicas"),
     ("serve --model x", "unknown flag --model; write the model after the command, without a flag"),
@@ -53,7 +54,7 @@ SAID = [
     ("serve --tool-call-parser hermes", "use --tool-format"),
     ("serve --reasoning-parser qwen3", "use --reasoning-format"),
     ("serve --enable-auto-tool-choice", "tool calls and reasoning need no switch; leave it out"),
-    ("bench serve --dtype x", "unknown flag --dtype; it is a flag of espalier demo and espalier generate"),
+    ("bench serve --dtype x", "it is now `espalier bench load --url URL`"),
     *(
         (f"{prog.removeprefix('espalier ')} {name}", f"it is now in the clone's laboratory: run `python -m lab {to}`")
         for prog, names in MOVED.items()
@@ -94,21 +95,21 @@ def test_a_list_grows_and_a_switch_may_come_twice():
     assert getattr(args, "SamplingParams.stop") == ["a", "b"] and args.json
 
 
-@pytest.mark.parametrize("ours", counterparts.TABLE)
+@pytest.mark.parametrize("ours", other_engines.TABLE)
 def test_a_counterpart_is_a_setting_and_a_flag(ours, capsys):
     owner, _, setting = ours.partition("=")[0].partition(".")
-    for theirs in counterparts.TABLE[ours].split():
+    for theirs in other_engines.TABLE[ours].split():
         assert not any(theirs in fields for fields in FIELDS.values()), "a name of its own"
         if owner != "serve":
             assert setting in FIELDS[owner]
-            assert setting in counterparts.keyword(theirs, FIELDS[owner])
+            assert setting in other_engines.keyword(theirs, FIELDS[owner])
         if setting not in ("speculation", "grammar"):  # several flags, and none
             run("serve" if owner == "serve" else "generate", flag_of(theirs))
             assert f"use {flag_of(setting)}" in capsys.readouterr().err.replace("--no-", "--")
 
 
 def test_a_name_stands_once():
-    names = " ".join([*counterparts.TABLE.values(), *counterparts.NONE.values()]).split()
+    names = " ".join([*other_engines.TABLE.values(), *other_engines.NONE.values()]).split()
     assert sorted(set(names)) == sorted(names)
 
 

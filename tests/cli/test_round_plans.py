@@ -11,7 +11,7 @@ from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan, candid
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.quantisers import QUANTISERS
 from espalier.models.weight_formats import dense
-from tools.round_plans import BY_PLAN, ENGINES, LEAST_GAIN, Met, chosen, neighbours, taken_together
+from scripts.round_plans import BY_PLAN, ENGINES, LEAST_GAIN, Met, chosen, neighbours, taken_together
 
 PLAN, OTHER = TritonPlan(64, 128, 2, 4, 4), TritonPlan(64, 128, 4, 4, 4)
 HOPPER = Chip(shared_memory=232448, processors=132, capability=(9, 0))

@@ -4,7 +4,7 @@ import torch
 
 from espalier.kernels.layers import experts
 from espalier.models.layers.norm import RMSNorm
-from tools.shared_experts import APART, NONE, VARIANTS, Sizes, block, chain, draw
+from scripts.shared_experts import APART, NONE, VARIANTS, Sizes, block, chain, draw
 
 SIZES = Sizes(num_experts=4, top_k=2, hidden=16, inner=8, shared=2)
 

@@ -1,4 +1,4 @@
-"""The scripts under tools/ that measure start: their imports are there, and their flags can be read."""
+"""The scripts under scripts/ that measure start: their imports are there, and their flags can be read."""
 
 import runpy
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-TOOLS = Path(__file__).parents[2] / "tools"
+TOOLS = Path(__file__).parents[2] / "scripts"
 # Scripts that make fixtures run in environments of their own.
 MEASURE = sorted(
     path.stem

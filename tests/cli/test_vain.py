@@ -43,8 +43,7 @@ WRITES = [
     ["bench", "choose", "--out"],
     ["lab", "generate", "--json"],
     ["lab", "prefill", "--json"],
-    ["bench", "throughput", "--json"],
-    ["bench", "latency", "--json"],
+    ["bench", "load", "--json"],
     ["lab", "serve", "--json"],
     ["lab", "kernels", "--json"],
     ["lab", "floor", "--json"],
@@ -93,8 +92,8 @@ EARLY = [
     (["serve", "--max-context", "1"], "max_context=1 is not supported"),
     (["lab", "generate", "--prompts", "99x9"], "99 prompts at once are above max_batch=8; give --max-batch 99"),
     (["lab", "generate", "--tokens", "900", "--max-context", "900"], "max_context=900; give --max-context 1028"),
-    (["bench", "throughput", "--requests", "0"], "--requests=0 is not supported"),
-    (["bench", "latency", "--rate", "0"], "--rate=0.0 is not supported"),
+    (["bench", "load", "--requests", "0"], "--requests=0 is not supported"),
+    (["bench", "load", "--rate", "0"], "--rate=0.0 is not supported"),
     (["lab", "serve", "--concurrency", "x"], "--concurrency=x is not supported"),
     (["doctor", "--page-size", "0"], "page_size=0 is not supported"),
 ]
@@ -166,8 +165,7 @@ TOO_LONG = [
     (["round", "--context", "9,99999"], "--context 99999 and --tokens 96 need 100095"),
     (["choose", "--context", "99999"], "--context 99999 and --tokens 96 need 100095"),
     (["serve", "--context", "9999", "--tokens", "1"], "--context 9999 and --tokens 1 need 10000"),
-    (["latency", "--output", "9000,9000", "--input", "9,9"], "--input 9,9 and --output 9000,9000 need 9009"),
-    (["throughput", "--output", "9000,9000", "--input", "9,9"], "--input 9,9 and --output 9000,9000 need 9009"),
+    (["load", "--output", "9000,9000", "--input", "9,9"], "--input 9,9 and --output 9000,9000 need 9009"),
     (["prefill", "--prompts", "2x9", "1x9999"], "--prompts 1x9999 and the token after it need 10000"),
 ]
 
@@ -195,11 +193,11 @@ ROOM = [
         "--max-context=16 is too small for this measurement; use 17",
     ),
     (
-        ["throughput", "--input", "8,8", "--output", "9,9", "--max-context", "16"],
+        ["load", "--input", "8,8", "--output", "9,9", "--max-context", "16"],
         "--max-context=16 is too small for this measurement; use 17",
     ),
     (
-        ["latency", "--input", "8,8", "--output", "9,9", "--max-context", "-1"],
+        ["load", "--input", "8,8", "--output", "9,9", "--max-context", "-1"],
         "--max-context=-1 is too small for this measurement; use 17",
     ),
     (["prefill", "--running", "2", "--max-batch", "2"], "--max-batch=2 is too small for this measurement; use 3"),
@@ -271,7 +269,7 @@ OTHERS = [
     (["lab", "serve", "--soak", "9", "--concurrency", "2"], "--concurrency is not for --soak"),
     (["lab", "serve", "--bad-host", "--tokens", "2"], "--tokens is not for --bad-host"),
     (["lab", "serve", "--bad-host", "--soak", "9"], "--soak is not for --bad-host"),
-    (["bench", "latency", "--rate", "inf"], "--rate=inf is not supported"),
+    (["bench", "load", "--rate", "inf"], "--rate=inf is not supported"),
     (["doctor", "--shapes", "llama-3.1-8b"], "--shapes is for --tune"),
     (["doctor", "--choices", "x"], "--choices is for --tune"),
     (["doctor", "--draft-weights", "fp8"], "--draft-weights is for --tune; add that"),
@@ -289,7 +287,7 @@ def test_a_flag_that_would_have_no_effect_is_refused_by_name(command, said, noth
     assert said in refused(capsys, *command)
 
 
-@pytest.mark.parametrize("command", [["round"], ["throughput"], ["prefill"]], ids=str)
+@pytest.mark.parametrize("command", [["round"], ["load"], ["prefill"]], ids=str)
 def test_of_a_named_shape_an_accept_length_of_nothing_is_refused(command, monkeypatch, capsys):
     for module in ("shaped", "engines"):
         monkeypatch.setattr(f"lab.bench.{module}.require_gpu", lambda what: torch.device("cpu"))

@@ -16,7 +16,7 @@ from espalier.masking.masker import allowed_tokens
 from espalier.masking.trial import TRIAL_S, try_masks
 from espalier.startup.checkpoints import BUNDLED_FILES
 from espalier.text import TokenBytes, load_tokenizer
-from tests.tools.families import FAMILIES
+from tests.tool_calls.families import FAMILIES
 
 REASONS = [
     (Grammar("regex", "(a"), "'\\(' that is not closed at position 0"),

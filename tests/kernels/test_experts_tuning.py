@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers import experts_tuning, tuning_table
+from espalier.kernels.layers import tuning_table
 from espalier.kernels.layers.experts_plan import (
     PAIRS_BUCKETS,
     ROWS_OF_BUCKET,
@@ -41,9 +41,9 @@ def shipped(tmp_path, monkeypatch):
     EXPERTS.write(path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"}))
     monkeypatch.setattr(tuning_table, "SHIPPED", path)
     monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "own.json"))
-    experts_tuning._active_plans.cache_clear()
+    tuning_table.active_plans.cache_clear()
     yield path
-    experts_tuning._active_plans.cache_clear()
+    tuning_table.active_plans.cache_clear()
 
 
 def test_both_kinds_of_tables_share_a_file(shipped):

@@ -32,7 +32,7 @@ from espalier.kernels.layers.quantised_plans import (
     rule,
     tuning_name,
 )
-from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.layers.tuning_table import DENSE, TunedKind
 from espalier.kernels.ops.activation import gated
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, quantise_rows, sum_parts
 from espalier.kernels.runtime.launch import Chip, chip
@@ -360,7 +360,7 @@ def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkey
     mine, others = TritonPlan(32, 64, 1, 4, 3), TritonPlan(128, 64, 1, 4, 3)
     tables = {"int4-1x64": {(4096, 4096): LinearPlans((mine, *[None] * 4))}, DENSE: {(4096, 4096): others}}
     monkeypatch.setattr(quantised_plans, "chip", lambda tensor: H200)
-    monkeypatch.setattr(quantised_plans, "measured_plans", lambda gpu, format, dtype: tables.get(format, {}))
+    monkeypatch.setattr(TunedKind, "measured", lambda kind, gpu, dtype, format: tables.get(format, {}))
     by_rule = rule(17, 4096, 4096, "int4", 256, True, H200)
     assert plan_of(matrix, x) == mine and mine != rule(3, 4096, 4096, "int4", 256, True, H200)
     # A bucket that was measured slower than the rule, rows above all buckets, another shape, another format.

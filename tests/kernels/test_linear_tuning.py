@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers import linear_tuning, tuning_table
+from espalier.kernels.layers import tuning_table
 from espalier.kernels.layers.linear_plans import DTYPES, LibraryPlan, TritonPlan, candidates, rule
 from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS, LinearPlans, plans_for, plans_on
 from espalier.kernels.layers.quantised import Code, InputScales, QuantisedMatrix
@@ -116,9 +116,9 @@ def active_plans(tmp_path, monkeypatch):
     LINEARS.write(user, TuningTable(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
     monkeypatch.setattr(tuning_table, "SHIPPED", shipped)
     monkeypatch.setenv(CHOICES_FILE, str(user))
-    linear_tuning._active_plans.cache_clear()
-    yield lambda gpu, dtype="bfloat16", format=DENSE: linear_tuning._active_plans((gpu, dtype, format), own_file())
-    linear_tuning._active_plans.cache_clear()
+    tuning_table.active_plans.cache_clear()
+    yield lambda gpu, dtype=torch.bfloat16, format=DENSE: LINEARS.measured(gpu, dtype, format)
+    tuning_table.active_plans.cache_clear()
 
 
 def test_the_users_plans_override_the_shipped_ones(active_plans):
@@ -135,7 +135,7 @@ def test_another_chip_does_not_use_the_table(active_plans, gpu):
 
 
 def test_another_dtype_does_not_use_the_table(active_plans):
-    assert active_plans(CHIP, "float16") == {}
+    assert active_plans(CHIP, torch.float16) == {}
 
 
 def test_another_format_does_not_use_the_table(active_plans):

@@ -15,6 +15,7 @@ CASES = [
     Case((5, 64), queries=4, rows=4, k_size=8, v_size=5, heads=3, kv_heads=1),
     Case((40, 9), queries=3, rows=5, window=4, first=1),
     Case((40, 9), queries=20, window=7),
+    Case((40, 9), queries=3, rows=5, softcap=1.5, scale=1.0),
     Case((), queries=2, rows=2),
     pytest.param(
         Case((1000, 3), queries=64, rows=64, heads=32, kv_heads=8, k_size=128, v_size=128, dtype=torch.bfloat16),
@@ -30,10 +31,10 @@ def test_kernel_equals_reference(case, kernel_device):
     exact = replace(inputs.staged, k=inputs.staged.k.double(), v=inputs.staged.v.double())
     no_prefix = NoPrefix.of(len(case.lengths), kernel_device)
     out, lse = staged_attention.triton(
-        inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix
+        inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix, None, inputs.softcap
     )
     expected_part = staged_attention.reference(
-        inputs.q.double(), exact, inputs.positions, inputs.scale, inputs.window, no_prefix
+        inputs.q.double(), exact, inputs.positions, inputs.scale, inputs.window, no_prefix, None, inputs.softcap
     )
     torch.testing.assert_close(out.double(), expected_part[0], rtol=0, atol=TOLERANCE[case.dtype])
     torch.testing.assert_close(lse.double(), expected_part[1], rtol=1e-5, atol=LSE_TOLERANCE)
@@ -53,7 +54,9 @@ def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
     inputs = draw(replace(case, sink=sink), kernel_device)
     no_prefix = NoPrefix.of(len(case.lengths), kernel_device)
     over_prefix = run(replace(inputs, sink=None), case.max_splits, staged=False)
-    among = staged_attention.triton(inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix)
+    among = staged_attention.triton(
+        inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix, None, inputs.softcap
+    )
     merged = merge.triton(over_prefix, among, inputs.sink)
     for expected_part in (expected(inputs)[0], run(inputs, case.max_splits)[0].double()):
         torch.testing.assert_close(merged.double(), expected_part, rtol=0, atol=2 * TOLERANCE[case.dtype])

@@ -36,7 +36,9 @@ SMALL = [
     # Large scores: the tanh bends them.
     Case((70, 0, 6), queries=3, rows=6, first=1, page_size=3, softcap=1.5, scale=1.0),
     Case((300, 4), queries=3, page_size=16, dtype=torch.float16, softcap=2.0, scale=0.7, sink=True, window=40),
-    Case((140, 0), queries=2, rows=5, page_size=8, dtype=torch.bfloat16, fp8=True, softcap=3.0, scale=1.0, max_splits=2),
+    Case(
+        (140, 0), queries=2, rows=5, page_size=8, dtype=torch.bfloat16, fp8=True, softcap=3.0, scale=1.0, max_splits=2
+    ),
     Case((40, 3), queries=2, rows=4, page_size=16, k_size=512, v_size=512),
     Case((70, 0), queries=2, rows=4, k_size=320, v_size=512, dtype=torch.float16, softcap=5.0, scale=0.2, window=60),
     Case((70, 0), queries=3, k_size=512, v_size=400, dtype=torch.bfloat16, fp8=True, max_splits=2),
@@ -136,7 +138,9 @@ def test_arguments_are_checked(kernel_device):
 @pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])
 def test_choices_fit_the_chip(shared_memory):
     on = Chip(shared_memory, 80, (9, 0) if shared_memory > 200 * 1024 else (8, 6))
-    for packed, size, dtype in product((1, 16, 32, 64, 8192), (8, 64, 96, 128, 256, 512), (torch.bfloat16, torch.float32)):
+    for packed, size, dtype in product(
+        (1, 16, 32, 64, 8192), (8, 64, 96, 128, 256, 512), (torch.bfloat16, torch.float32)
+    ):
         config = choose_config(on, packed, 64, size, size, dtype)
         row = max(16, 1 << (size - 1).bit_length()) * dtype.itemsize
         assert (
@@ -166,7 +170,15 @@ GRID = [
 GRID += [
     Case((3, 700, 0, 2100), queries, rows, 16, heads, kv_heads, k, v, window, 1, dtype, 8)
     for (heads, kv_heads, k, v), window, (queries, rows), dtype in product(
-        [(8, 8, 64, 64), (14, 2, 64, 64), (71, 1, 64, 64), (16, 2, 256, 256), (16, 2, 512, 512), (16, 16, 192, 128), (6, 2, 96, 80)],
+        [
+            (8, 8, 64, 64),
+            (14, 2, 64, 64),
+            (71, 1, 64, 64),
+            (16, 2, 256, 256),
+            (16, 2, 512, 512),
+            (16, 16, 192, 128),
+            (6, 2, 96, 80),
+        ],
         [None, 1, 100],
         [(1, None), (8, 24), (63, 64), (200, None)],
         [torch.float16],

@@ -274,7 +274,10 @@ NOT_ROTATED = {"rope_type": "proportional", "partial_rotary_factor": 0}
         ({"per_layer_config": {"2": {"head_dim": "8"}}}, "head_dim = '8'; a positive integer"),
         ({"num_kv_shared_layers": 3}, "num_kv_shared_layers = 3 of 3 layers; fewer"),
         ({"num_kv_shared_layers": 1}, "layer 2 has no earlier layer of its type and sizes"),
-        ({"num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 3}, "layer 2 has no earlier layer of its type"),
+        (
+            {"num_kv_shared_layers": 2, "layer_types": ["full_attention"] * 3},
+            "layer 2 has no earlier layer of its type",
+        ),
         ({"num_kv_shared_layers": "1"}, "num_kv_shared_layers = '1' of 3 layers"),
     ],
     ids=str,
@@ -288,7 +291,7 @@ def test_gemma4_refuses_what_it_cannot_compute(fields: dict[str, Any], message: 
 @pytest.mark.parametrize("k_is_v", [False, True])
 @pytest.mark.parametrize("family", ["gemma4", "gemma4_unified"])
 def test_gemma4_as_published(family: str, k_is_v: bool, tmp_path: Path) -> None:
-    """Published files name the sizes of full attention; transformers writes those of each layer, and a type for each."""
+    """Published files name the sizes of full attention; transformers writes those of each layer."""
     path = make_target(tmp_path, family, layers=8, layer_types=None)
     raw = json.loads((path / "config.json").read_text())
     for name in ("layer_types", "rope_parameters", "per_layer_config", "sliding_window"):

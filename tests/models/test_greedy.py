@@ -8,7 +8,17 @@ from tests.harness import DTYPE, Setup, directories, prompts, request, run
 from tests.models.reference import load_reference
 
 DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_e", "deepseek_v3_dense")
-MIXTURES = ("gemma4_moe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "dots1")
+MIXTURES = (
+    "gemma4_moe",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "dots1",
+)
 # Both sides compute in float64, and report in float32.
 TOLERANCE = 1e-5
 MAX_TOKENS = 12

@@ -62,6 +62,7 @@ def load_both(draft: Path, target: Path) -> object:
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "recurrent state"]),
         ({"architectures": ["Qwen3NextForCausalLM"]}, ["Qwen3NextForCausalLM", "recurrent state"]),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, ["is a draft", "draft="]),
+        ({"architectures": ["Gemma4AssistantForCausalLM"]}, ["is a draft", "draft="]),
         (
             {"quantization_config": {"quant_method": "bitsandbytes"}},
             ["quantization_config = 'bitsandbytes'", "unquantised"],
@@ -231,6 +232,10 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
         (
             {"architectures": ["LlamaForCausalLM"]},
             ["'LlamaForCausalLM' is not a known draft", "pass it as model=", "supported are EAGLE-3 heads"],
+        ),
+        (
+            {"architectures": ["Gemma4AssistantForCausalLM"]},
+            ["'Gemma4AssistantForCausalLM' .an assistant that reads the target's K and V. is not supported yet"],
         ),
         ({"speculators_model_type": "eagle"}, ["'eagle' .EAGLE-1/2 heads. is not supported yet"]),
         (

@@ -1,4 +1,4 @@
-"""Ray Serve itself: `espalier serve --replicas` on this machine.  tools/ray_shows.py has the longer runs."""
+"""Ray Serve itself: `espalier serve --replicas` on this machine.  scripts/ray_shows.py has the longer runs."""
 
 import os
 import signal

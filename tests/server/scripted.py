@@ -1,6 +1,6 @@
 """A server whose engine says what a script tells it: for tests of what is read from an output.
 
-As a program it answers like `espalier serve bundled --port N`, for tools/clients.py: a conversation with tools gets a
+As a program it answers like `espalier serve bundled --port N`, for scripts/clients.py: a conversation with tools gets a
 call of the first one, and one with a result of a tool gets text.
 """
 
@@ -25,7 +25,7 @@ from espalier.server.protocol import Part, Submit, Submits
 from espalier.stats import SpeculationStats
 from espalier.text import Tokenizer
 from tests.server.serving import Served
-from tests.tools.families import FAMILIES, Family
+from tests.tool_calls.families import FAMILIES, Family
 
 # From the prompt's text and the parameters to the output's text.
 Script = Callable[[str, ResolvedParams], str]

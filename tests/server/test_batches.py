@@ -16,9 +16,9 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from espalier import SpeculationConfig
-from espalier.batch.input_scan import scan_input
-from espalier.batch.journal import Journal
-from espalier.batch.lines import MAX_LINE_BYTES, URLS
+from espalier.batch_jobs.input_scan import scan_input
+from espalier.batch_jobs.journal import Journal
+from espalier.batch_jobs.lines import MAX_LINE_BYTES, URLS
 from espalier.cli.main import main
 from espalier.server.api import _of_routing
 from espalier.server.batch_objects import BatchRequest
@@ -26,8 +26,8 @@ from espalier.server.batches import Batches
 from espalier.server.run import _batch_concurrency
 from espalier.server.stored import Store
 from tests import warm
-from tests.batch.sample import line, outcomes, write
-from tests.batch.valve import valve
+from tests.batch_jobs.sample import line, outcomes, write
+from tests.batch_jobs.valve import valve
 from tests.server.serving import ENGINE, LONG, ROOT, TREE, Served, flags_of, serving
 
 HI = [{"role": "user", "content": "hi"}]

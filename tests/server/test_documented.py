@@ -28,7 +28,7 @@ PROGRAMS = (
     "espalier python pytest make ruff mypy pip curl docker serve ray sudo systemctl journalctl git compute-sanitizer"
 )
 TYPED = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:[\w./-]+/bin/)?((?:{'|'.join(PROGRAMS.split())}) .+)")
-TOOL = re.compile(r"python -m tools\.(\w+)")
+TOOL = re.compile(r"python -m scripts\.(\w+)")
 ADDRESS = "http://127.0.0.1:8000"
 
 
@@ -51,22 +51,22 @@ NOT_RUN = {
     r"python -m lab (?!foundry)\w+.* --shape": Why.GPU,
     r"python -m lab (kernels|attention|linears|loading|floor)": Why.GPU,
     r"espalier doctor --tune": Why.GPU,
-    r"(python tools/(gpu_runs|round_plans)|compute-sanitizer|make test-gpu)": Why.GPU,
+    r"(python scripts/(gpu_runs|round_plans)|compute-sanitizer|make test-gpu)": Why.GPU,
     r"(python -m )?pytest": Why.TESTS,
     r"make ": Why.NETWORK,
     r"(pip|python -m venv|docker|git) ": Why.NETWORK,
     r"(ruff|mypy) ": Why.TESTS,
-    r"(serve|ray) |python tools/ray_shows|espalier serve .*--replicas": Why.RAY,
+    r"(serve|ray) |python scripts/ray_shows|espalier serve .*--replicas": Why.RAY,
     r"(sudo|systemctl|journalctl) ": Why.SYSTEM,
     r"espalier bench |python -m lab (?!fault)": Why.MINUTES,
     r"python -m espalier\.train ": Why.MINUTES,
-    r"python tools/(step_cost|front_cost|serve_timeline|make_demo_picture)\.py": Why.MINUTES,
+    r"python scripts/(step_cost|front_cost|serve_timeline|make_demo_picture)\.py": Why.MINUTES,
     r"espalier demo": Why.ELSEWHERE,
-    r"python tools/clients\.py": Why.NETWORK,
-    r"python tools/make_(support|server_fields)\.py": Why.CHECKOUT,
+    r"python scripts/clients\.py": Why.NETWORK,
+    r"python scripts/make_(support|server_fields)\.py": Why.CHECKOUT,
 }
 # Seconds each, by a process of its own or a comparison: `make test-full` runs them.
-SLOW = re.compile(r"espalier (quantize|batch (?!.*--url))|python -m lab fault|python tools/lines")
+SLOW = re.compile(r"espalier (quantize|batch (?!.*--url))|python -m lab fault|python scripts/lines")
 TARGET, DRAFT = "model", str(worded()[1])
 STANDS_FOR = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": TARGET,
@@ -84,7 +84,7 @@ TREES = '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}}'
 def typed(page: Path) -> list[str]:
     """The commands of a page, each once, without its environment and the folder of its program.  A tool is its file."""
     found = (TYPED.fullmatch(line.strip()) for line in commands(page).splitlines())
-    return list(dict.fromkeys(TOOL.sub(r"python tools/\1.py", match[1]) for match in found if match))
+    return list(dict.fromkeys(TOOL.sub(r"python scripts/\1.py", match[1]) for match in found if match))
 
 
 def why_not(command: str) -> Why | None:
@@ -155,7 +155,7 @@ def test_a_documented_command_runs(command, served, folder, served_with, monkeyp
     assert bool(served_with) == (words[0] == "serve")
 
 
-@pytest.mark.parametrize("command", [command for command in ALL if command.startswith("python tools/")])
+@pytest.mark.parametrize("command", [command for command in ALL if command.startswith("python scripts/")])
 def test_a_tool_has_the_flags_that_pages_name(command):
     """Those of `espalier` and of its trainer are parsed in tests/test_docs.py."""
     _, *words = shlex.split(command)

@@ -1,4 +1,4 @@
-"""Every module that a front starts as its engine process, the stand-ins under tools/ among them."""
+"""Every module that a front starts as its engine process, the stand-ins under scripts/ among them."""
 
 import os
 import re
@@ -18,8 +18,8 @@ NAMED = re.compile(r'worker="(.*?)"')
 
 
 def modules():
-    """The worker of the default, of `serve --shape`, and of the tools."""
-    found = {name for path in (ROOT / "tools").glob("*.py") for name in NAMED.findall(path.read_text())}
+    """The worker of the default, of `python -m lab server`, and of the scripts."""
+    found = {name for path in (ROOT / "scripts").glob("*.py") for name in NAMED.findall(path.read_text())}
     assert len(found) >= 2
     return sorted(found | {warm.WORKER, "lab.shape_worker"})
 

@@ -10,7 +10,7 @@ from espalier.server.front import Front, FrontOptions
 from espalier.server.fronts import Fronts
 from espalier.server.metrics import Metrics
 from tests.server.scripted import ScriptedClient
-from tests.tools.families import FAMILIES
+from tests.tool_calls.families import FAMILIES
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from espalier.server.errors import ApiError
 from espalier.server.lanes import MAX_INLINE, MAX_SHORT, Lanes
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
 from espalier.text import load_tokenizer
-from espalier.text_bound import TextBound
-from espalier.tools.formats import Formats
+from espalier.text_limit import TextLimit
+from espalier.tool_calls.formats import Formats
 
 TOKENIZER = Path(espalier.__file__).parent / "bundled" / "target"
 LIMITS = BodyLimits(vocab_size=1000, max_context=100_000, prompts=100, tokens=1000)
@@ -206,7 +206,7 @@ class Recording:
 
 def test_a_text_that_cannot_fit_is_never_tokenized():
     inputs = InputProcessor(ModelFacts("m", 10, 64), Recording())
-    inputs.bound = TextBound(load_tokenizer(TOKENIZER, 6144).backend)
+    inputs.bound = TextLimit(load_tokenizer(TOKENIZER, 6144).backend)
     with pytest.raises(EspalierError, match="the prompt is too long: it has 4000000 characters"):
         inputs.tokens("a " * 2_000_000)
     assert inputs.tokenizer.encoded == []

@@ -19,8 +19,8 @@ from espalier.server.fields import field_rows
 from espalier.server.heads import MAX_HEAD_BYTES
 from espalier.server.openai import ChatRequest, CompletionRequest, DetokenizeRequest
 from espalier.server.responses import ResponsesRequest
+from scripts.make_server_fields import PAGE, with_tables
 from tests.properties.summary import ASKED
-from tools.make_server_fields import PAGE, with_tables
 
 HI = [{"role": "user", "content": "hi"}]
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}
@@ -559,7 +559,7 @@ def test_a_request_id_is_in_header_error_and_log(served):
 
 def test_the_page_of_fields_is_up_to_date():
     assert PAGE.read_text(encoding="utf-8") == with_tables(PAGE.read_text(encoding="utf-8")), (
-        "run: python tools/make_server_fields.py"
+        "run: python scripts/make_server_fields.py"
     )
 
 

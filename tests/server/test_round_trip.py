@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.server.scripted import scripted
-from tests.tools.families import FAMILIES, TOOLS
+from tests.tool_calls.families import FAMILIES, TOOLS
 
 # Families whose small template here shows earlier calls.
 NAMES = [name for name, family in FAMILIES.items() if "tool_calls" in family.template]

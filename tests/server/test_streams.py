@@ -16,7 +16,7 @@ from espalier.server.front import Front, FrontOptions
 from espalier.server.http1 import Connection
 from espalier.server.protocol import Part
 from tests.server.scripted import ScriptedClient
-from tests.tools.families import FAMILIES
+from tests.tool_calls.families import FAMILIES
 
 TEXT = "Ein Spalier hält den Baum – flach, \U0001f333 an der Wand. " * 4
 CHAT = {"messages": [{"role": "user", "content": "x"}]}

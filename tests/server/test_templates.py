@@ -11,7 +11,7 @@ from espalier.chat import ChatTemplate, Rendering, _variables_of
 from espalier.errors import EspalierError
 from espalier.server import templates
 from espalier.server.templates import Templates
-from tests.tools.families import FAMILIES
+from tests.tool_calls.families import FAMILIES
 
 SAID = [{"role": "user", "content": "hé\ud800"}]
 VARIABLES = {"add_generation_prompt": True, "continue_final_message": False}

@@ -12,7 +12,7 @@ from espalier.server import protocol
 from espalier.server.protocol import Submit, Submits
 from tests.server.scripted import answer, scripted
 from tests.server.test_refusals import error_of
-from tests.tools.families import CALLS, FAMILIES, NOW, TOOLS
+from tests.tool_calls.families import CALLS, FAMILIES, NOW, TOOLS
 
 HI = [{"role": "user", "content": "hi"}]
 ASK = {"model": "bundled", "messages": HI}

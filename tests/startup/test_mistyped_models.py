@@ -20,14 +20,11 @@ LINES = {
     "lab round": "lab round --model",
     "lab generate": "lab generate --model",
     "lab prefill": "lab prefill --model",
-    "bench throughput": "bench throughput --model",
-    "bench latency": "bench latency --model",
+    "bench load": "bench load --model",
     "lab loading": "lab loading",
     "lab grammar": "lab grammar --model",
-    "bench serve": "bench serve --model",
     "bench choose": "bench choose --model",
-    "lab throughput": "lab throughput --model",
-    "lab latency": "lab latency --model",
+    "lab load": "lab load --model",
     "lab choose": "lab choose --model",
     "lab serve": "lab serve --model",
     "lab server": "lab server --shape llama-3.1-8b",
@@ -56,11 +53,7 @@ def test_a_mistyped_path_is_refused_before_pytorch_is_imported():
     parser.add_commands("command", "command", COMMANDS)
     found = [*commands_with_a_model(parser), *(f"lab {name}" for name in commands_with_a_model(lab.make_parser()))]
     assert sorted(found) == sorted(LINES)
-    drafts = [
-        line.replace("--model", "--draft")
-        for line in LINES.values()
-        if "--model" in line and line != "bench serve --model"
-    ]
+    drafts = [line.replace("--model", "--draft") for line in LINES.values() if "--model" in line]
     ran = subprocess.run([sys.executable, "-c", PROCESS, *LINES.values(), *drafts], capture_output=True, text=True)
     said = ran.stderr.splitlines()
     assert ran.stdout == "" and said[1::2] == ["2"] * (len(LINES) + len(drafts))

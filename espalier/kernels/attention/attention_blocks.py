@@ -318,7 +318,7 @@ def write_work_item(
 ):
     """Write the result of a request's only split, or the partial result of one of several.
 
-    scale: factor of scores; dtype: of the weights.
+    scale: factor of scores, which capped ones include; dtype: of the weights.
     """
     out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr = results
     divisor = tl.where(sum_weights == 0.0, 1.0, sum_weights)

@@ -133,14 +133,11 @@ def _tree_attention_kernel(
                     row_position_ptr + request * row_position_b, row_position_r, bits_ptr + request * bits_b, bits_q,
                     low, high, rows, score_scale, max_score, sum_weights, out, CONSTANTS,
                 )
-            if SOFTCAP > 0:
-                # Capped scores include it.
-                score_scale = 1.0
             let_merge_start(base, num_work_items, DEPENDENT)
             write_work_item(
                 (out_ptr, lse_ptr, partial_ptr, partial_lse_ptr, sink_ptr), split, request, count, queries, query,
-                query_exists, q_head, v_scale_ptr, head, score_scale, max_score, sum_weights, out,
-                q.dtype, KV_HEADS * GROUP_SIZE, SINK, V_SIZE, BLOCK_V,
+                query_exists, q_head, v_scale_ptr, head, 1.0 if SOFTCAP > 0 else score_scale, max_score, sum_weights,
+                out, q.dtype, KV_HEADS * GROUP_SIZE, SINK, V_SIZE, BLOCK_V,
             )
 # fmt: on
 

@@ -7,10 +7,8 @@ size nearest in bytes.  A chip without a table takes the rule of experts_plan.py
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from espalier.kernels.layers.experts_plan import (
 )
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.layers.tuning_table import DENSE, Key, Size, TunedKind, own_file, require_buckets
+from espalier.kernels.layers.tuning_table import Key, Size, TunedKind, require_buckets
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
 # Mean pairs of an expert up to which tiles have FEW_ROWS where a kernel has such tiles.
@@ -62,7 +60,7 @@ def plan_for(
 
 def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: Chip) -> ExpertsPlan:
     if dtype in DTYPES:
-        plans = _active_plans((gpu, str(dtype).removeprefix("torch."), DENSE), own_file())
+        plans = EXPERTS.measured(gpu, dtype)
         if plans:
             return _nearest(plans, shape.size)[shape.bucket(rows)]
     return rule(shape, rows, dtype, gpu)
@@ -76,15 +74,9 @@ def _nearest(plans: Mapping[Size, Plans], size: Size) -> Plans:
     return plans[min(plans, key=lambda known: abs(math.log(known[0] * known[1] / (size[0] * size[1]))))]
 
 
-@cache
-def _active_plans(key: Key, user_path: Path) -> Mapping[Size, Plans]:
-    """Shipped plans, overridden size by size by the user's.  Reads and logs once per process."""
-    plans: dict[Size, Plans] = {}
-    for _, table in EXPERTS.tables_of(key, user_path):
-        plans |= table.plans
+def _log_plans(key: Key, plans: Mapping[Size, Plans], sources: Sequence[str]) -> None:
     sizes = ", ".join(f"{hidden}x{inner}" for hidden, inner in plans)
     log.info("experts, %s: %s", key[1], f"plans measured for {sizes}" if plans else "no plans measured on this chip")
-    return plans
 
 
 def _plans(buckets: dict[str, Any], size: Size) -> Plans:
@@ -103,4 +95,4 @@ def _fields(plans: Plans) -> dict[str, Any]:
     }
 
 
-EXPERTS = TunedKind("experts", "experts", "sizes", _fields, _plans)
+EXPERTS = TunedKind("experts", "experts", "sizes", _fields, _plans, _log_plans)

@@ -6,17 +6,16 @@ entry takes the rule of quantised_plans.py.  Formats are "dense", or names of qu
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from espalier.kernels.layers.linear_plans import DTYPES, RULE_ROWS, LibraryPlan, LinearPlan, TritonPlan, rule
-from espalier.kernels.layers.tuning_table import DENSE, Key, Size, TunedKind, own_file, require_buckets
+from espalier.kernels.layers.tuning_table import DENSE, Key, Size, TunedKind, require_buckets
 from espalier.kernels.runtime.launch import Chip, chip
 
 # Row-count buckets, by their upper bounds: one plan per bucket, F.linear above the largest.  Within a bucket a
@@ -50,12 +49,7 @@ def plans_for(shape: Size, format: str, dtype: torch.dtype, stored: Tensor) -> L
     """
     if not stored.is_cuda or dtype not in DTYPES:
         return None
-    return plans_on(chip(stored), shape, measured_plans(chip(stored), format, dtype))
-
-
-def measured_plans(gpu: Chip, format: str, dtype: torch.dtype) -> Mapping[Size, LinearPlans]:
-    """The plans by weight shape that were measured on this chip for a weight format."""
-    return _active_plans((gpu, str(dtype).removeprefix("torch."), format), own_file())
+    return plans_on(chip(stored), shape, LINEARS.measured(chip(stored), dtype, format))
 
 
 def plans_on(gpu: Chip, shape: Size, measured: Mapping[Size, LinearPlans]) -> LinearPlans | None:
@@ -66,14 +60,7 @@ def plans_on(gpu: Chip, shape: Size, measured: Mapping[Size, LinearPlans]) -> Li
     return LinearPlans(tuple(rule(rows, *shape, gpu) for rows in ROWS_BUCKETS))
 
 
-@cache
-def _active_plans(key: Key, user_path: Path) -> Mapping[Size, LinearPlans]:
-    """Shipped plans, overridden shape by shape by the user's.  Reads and logs once per process."""
-    plans: dict[Size, LinearPlans] = {}
-    sources = []
-    for path, table in LINEARS.tables_of(key, user_path):
-        plans |= table.plans
-        sources.append(f"{path} ({len(table.plans)} shapes)")
+def _log_plans(key: Key, plans: Mapping[Size, LinearPlans], sources: Sequence[str]) -> None:
     gpu, dtype, format = key
     major, minor = gpu.capability
     where = f"capability {major}.{minor}, {gpu.processors} SMs, {gpu.shared_memory} bytes of shared memory"
@@ -82,7 +69,6 @@ def _active_plans(key: Key, user_path: Path) -> Mapping[Size, LinearPlans]:
         f"plans from {', '.join(sources)}" if sources else f"{untuned}; espalier doctor --tune measures faster ones"
     )
     log.info("linear layers, %s weights, %s, %s: %s", format, dtype, where, source)
-    return plans
 
 
 @cache
@@ -128,4 +114,4 @@ def _fields(plans: LinearPlans) -> dict[str, Any]:
     return {str(rows): plan and asdict(plan) for rows, plan in zip(ROWS_BUCKETS, plans.by_bucket, strict=True)}
 
 
-LINEARS = TunedKind("linear layers", "tables", "shapes", _fields, _plans)
+LINEARS = TunedKind("linear layers", "tables", "shapes", _fields, _plans, _log_plans)

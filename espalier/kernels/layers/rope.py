@@ -33,12 +33,24 @@ def _load(pointer, mask, EXACT: tl.constexpr):
 
 
 @kernel
-def _store_kv(
+def _normed(values, scale, is_q_head, q_norm_ptr, k_norm_ptr, column, exists, TYPE: tl.constexpr, EXACT: tl.constexpr):
+    """values [H, C] times their heads' scale [H, 1] and the weight of Q's or K's norm, rounded to TYPE."""
+    q_weight = _load(q_norm_ptr + column, exists, EXACT)
+    k_weight = _load(k_norm_ptr + column, exists, EXACT)
+    return (values * scale * tl.where(is_q_head, q_weight, k_weight)).to(TYPE).to(EXACT)
+
+
+@kernel
+def _store(
     rows, values, head, column, mask,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Store those of the values [H, C] that are of K and V heads in a row of each.  rows: pointers and strides."""
-    k_ptr, v_ptr, k_h, v_h, k_scale_ptr, v_scale_ptr = rows
+    """Store values [H, C]: those of Q heads in a row of `out`, those of K and V heads in a row of each.
+
+    rows: pointers and strides.
+    """
+    out_ptr, out_h, k_ptr, v_ptr, k_h, v_h, k_scale_ptr, v_scale_ptr = rows
+    tl.store(out_ptr + head[:, None] * out_h + column[None, :], values, mask=mask & (head < HEADS)[:, None])
     k_head, v_head = head - HEADS, head - HEADS - KV_HEADS
     is_k, is_v = (k_head >= 0) & (v_head < 0), (v_head >= 0) & (v_head < KV_HEADS)
     if k_scale_ptr is not None:
@@ -53,15 +65,14 @@ def _store_kv(
 def _rotate_kernel(
     qkv_ptr, out_ptr, cos_ptr, sin_ptr, q_norm_ptr, k_norm_ptr, row_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
     qkv_split, qkv_n, qkv_h, out_n, out_h, cos_n, sin_n, row_n, k_row, k_h, v_row, v_h,
-    EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
-    ROTARY: tl.constexpr, SPLITS: tl.constexpr, NORMS: tl.constexpr,
-    NORMS_V: tl.constexpr, V_IS_K: tl.constexpr, EXACT: tl.constexpr, MOST: tl.constexpr,
+    EPS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr,
+    SPLITS: tl.constexpr, NORMS: tl.constexpr, NORMS_V: tl.constexpr, V_IS_K: tl.constexpr,
+    EXACT: tl.constexpr, MOST: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_REST: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """left, right: the halves of a head's rotated values; rest: its unrotated end.  Strides are tensor_dimension.
 
     V_IS_K: there are no V heads in qkv, and each K head is stored as V too, as it is loaded, or normed (NORMS_V).
-
     k_scale_ptr, v_scale_ptr: of FP8 rows, whose largest value is MOST; else None.
     """
     pdl_trigger_and_wait(DEPENDENT)
@@ -79,7 +90,6 @@ def _rotate_kernel(
     left = load_sum(left_ptrs, qkv_split, mask, SPLITS, TYPE, EXACT)
     right = load_sum(left_ptrs + half, qkv_split, mask, SPLITS, TYPE, EXACT)
     is_q, is_v = head < HEADS, head >= HEADS + KV_HEADS
-    # V heads are not rotated.
     v_left, v_right = left, right
     if ROTARY < SIZE:
         rest_column = ROTARY + tl.arange(0, BLOCK_REST)
@@ -92,47 +102,34 @@ def _rotate_kernel(
         if ROTARY < SIZE:
             squares += tl.sum(rest * rest, 1)
         scale, is_q_head = (1.0 / tl.sqrt(squares / SIZE + EPS))[:, None], is_q[:, None]
-        q_left, k_left = _load(q_norm_ptr + column, in_half, EXACT), _load(k_norm_ptr + column, in_half, EXACT)
         if NORMS_V:
             v_left, v_right = left * scale, right * scale
-        left_weight = tl.where(is_q_head, q_left, k_left)
-        left = (left * scale * left_weight).to(TYPE).to(EXACT)
-        q_right = _load(q_norm_ptr + half + column, in_half, EXACT)
-        k_right = _load(k_norm_ptr + half + column, in_half, EXACT)
-        right = (right * scale * tl.where(is_q_head, q_right, k_right)).to(TYPE).to(EXACT)
+        left = _normed(left, scale, is_q_head, q_norm_ptr, k_norm_ptr, column, in_half, TYPE, EXACT)
+        right = _normed(right, scale, is_q_head, q_norm_ptr, k_norm_ptr, half + column, in_half, TYPE, EXACT)
         if ROTARY < SIZE:
-            q_rest = _load(q_norm_ptr + rest_column, rest_column < SIZE, EXACT)
-            k_rest = _load(k_norm_ptr + rest_column, rest_column < SIZE, EXACT)
             if NORMS_V:
                 v_rest = rest * scale
-            rest = rest * scale * tl.where(is_q_head, q_rest, k_rest)
+            in_rest = rest_column < SIZE
+            rest = _normed(rest, scale, is_q_head, q_norm_ptr, k_norm_ptr, rest_column, in_rest, TYPE, EXACT)
     cos_ptrs, sin_ptrs = cos_ptr + n * cos_n + column, sin_ptr + n * sin_n + column
     rotated_left = left * _load(cos_ptrs, in_half, EXACT)[None, :] + right * _load(sin_ptrs, in_half, EXACT)[None, :]
     rotated_right = right * _load(cos_ptrs + half, in_half, EXACT)[None, :]
     rotated_right += left * _load(sin_ptrs + half, in_half, EXACT)[None, :]
     left = tl.where(is_v[:, None], v_left, rotated_left).to(TYPE)
     right = tl.where(is_v[:, None], v_right, rotated_right).to(TYPE)
-    out_ptrs = out_ptr + n * out_n + head[:, None] * out_h + column[None, :]
-    tl.store(out_ptrs, left, mask=mask & is_q[:, None])
-    tl.store(out_ptrs + half, right, mask=mask & is_q[:, None])
+    k_row_ptr, v_row_ptr = k_ptr + row * k_row, v_ptr + row * v_row
+    rows = (out_ptr + n * out_n, out_h, k_row_ptr, v_row_ptr, k_h, v_h, k_scale_ptr, v_scale_ptr)
+    _store(rows, left, head, column, mask, HEADS, KV_HEADS, EXACT, MOST)
+    _store(rows, right, head, half + column, mask, HEADS, KV_HEADS, EXACT, MOST)
     if ROTARY < SIZE:
         rest = tl.where(is_v[:, None], v_rest, rest).to(TYPE)
-        rest_ptrs = out_ptr + n * out_n + head[:, None] * out_h + rest_column[None, :]
-        tl.store(rest_ptrs, rest, mask=rest_mask & is_q[:, None])
-    rows_of_kv = (k_ptr + row * k_row, v_ptr + row * v_row, k_h, v_h, k_scale_ptr, v_scale_ptr)
-    _store_kv(rows_of_kv, left, head, column, mask, HEADS, KV_HEADS, EXACT, MOST)
-    _store_kv(rows_of_kv, right, head, half + column, mask, HEADS, KV_HEADS, EXACT, MOST)
-    if ROTARY < SIZE:
-        _store_kv(rows_of_kv, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, EXACT, MOST)
+        _store(rows, rest, head, rest_column, rest_mask, HEADS, KV_HEADS, EXACT, MOST)
     if V_IS_K:
-        # The V head of each K head.
         v_head, is_k = head + KV_HEADS, (head >= HEADS)[:, None]
-        v_left, v_right = v_left.to(TYPE), v_right.to(TYPE)
-        _store_kv(rows_of_kv, v_left, v_head, column, mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
-        _store_kv(rows_of_kv, v_right, v_head, half + column, mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
+        _store(rows, v_left.to(TYPE), v_head, column, mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
+        _store(rows, v_right.to(TYPE), v_head, half + column, mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
         if ROTARY < SIZE:
-            v_rest = v_rest.to(TYPE)
-            _store_kv(rows_of_kv, v_rest, v_head, rest_column, rest_mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
+            _store(rows, v_rest.to(TYPE), v_head, rest_column, rest_mask & is_k, HEADS, KV_HEADS, EXACT, MOST)
 
 
 def rotate_and_store(
@@ -215,8 +212,8 @@ def _check(
         require(f"rope: {name}", norm, (size,), None, out)
     if rotary % 2 or rotary > size or num_heads < kv_heads * (1 if norms is not None and norms.v_is_k else 2):
         raise EspalierError(
-            f"rope: got qkv {list(parts.shape[1:])}, {kv_heads} KV heads and {rotary} values per head to rotate: it needs "
-            "K and V of each KV head, and an even number of rotated values within the head"
+            f"rope: got qkv {list(parts.shape[1:])}, {kv_heads} KV heads and {rotary} values per head to rotate: it "
+            "needs K and V of each KV head, and an even number of rotated values within the head"
         )
     for tensor in (parts, out, *rotation, k_buffer, v_buffer, *of_heads):
         if tensor.stride(-1) != 1:

@@ -13,8 +13,11 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+
+import torch
 
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import Chip
@@ -51,12 +54,13 @@ class TuningTable(Generic[P]):
         return self.chip, self.dtype, self.format
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TunedKind(Generic[P]):
     """A kind of layer: how a file keeps its tables.
 
     words: for errors.  entries, plans: the keys of the list of tables in the file, and of the plans in a table.
     encode, decode: the plans of one size as JSON, and back; decode raises ValueError for plans that cannot be used.
+    log: (key, plans by size, files they are from, each with its number of sizes), when they are first used.
     """
 
     words: str
@@ -64,6 +68,7 @@ class TunedKind(Generic[P]):
     plans: str
     encode: Callable[[P], dict[str, Any]]
     decode: Callable[[dict[str, Any], Size], P]
+    log: Callable[[Key, Mapping[Size, P], Sequence[str]], None]
 
     def read(self, path: Path) -> list[TuningTable[P]]:
         """The tables in a file.  Raises EspalierError, naming the file, if it does not have the format of `write`."""
@@ -91,11 +96,12 @@ class TunedKind(Generic[P]):
         except OSError as error:
             raise EspalierError(f"{path} cannot be written ({error.strerror}): choose another path") from None
 
-    def tables_of(self, key: Key, user_path: Path) -> list[tuple[Path, TuningTable[P]]]:
-        """The shipped and then the user's tables with this key.  The user's file need not exist."""
-        # pathlib's is_file raises if the user may not read the folder.
-        paths = [path for path in (SHIPPED, user_path) if os.path.isfile(path)]
-        return [(path, table) for path in paths for table in self.read(path) if table.key == key]
+    def measured(self, gpu: Chip, dtype: torch.dtype, format: str = DENSE) -> Mapping[Size, P]:
+        """The plans by size that were measured on this chip: the shipped ones, overridden size by size by the user's.
+
+        dtype: of the activations.  The files are read, and what they hold is logged, once per process.
+        """
+        return active_plans(self, (gpu, str(dtype).removeprefix("torch."), format), own_file())
 
     def _table(self, entry: dict[str, Any]) -> TuningTable[P]:
         gpu = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
@@ -107,6 +113,21 @@ class TunedKind(Generic[P]):
         plans = {f"{first}x{second}": self.encode(of_size) for (first, second), of_size in sorted(table.plans.items())}
         key = {"chip": asdict(table.chip), "dtype": table.dtype, "format": table.format}
         return key | {"measured": dict(table.measured), self.plans: plans}
+
+
+@cache
+def active_plans(kind: TunedKind[P], key: Key, user_path: Path) -> Mapping[Size, P]:
+    """See TunedKind.measured.  The user's file need not exist."""
+    plans: dict[Size, P] = {}
+    sources = []
+    # pathlib's is_file raises if the user may not read the folder.
+    for path in (path for path in (SHIPPED, user_path) if os.path.isfile(path)):
+        for table in kind.read(path):
+            if table.key == key:
+                plans |= table.plans
+                sources.append(f"{path} ({len(table.plans)} shapes)")
+    kind.log(key, plans, sources)
+    return plans
 
 
 def own_file() -> Path:

@@ -127,8 +127,9 @@ def rotate_and_store(
 ) -> Tensor:
     """Norm and rotate the Q and K heads of qkv [N, heads + 2 · kv_heads, size] (all Q, then all K, then all V).
 
-    With HeadNorms.v_is_k, qkv ends with the K heads.  Buffers may have no heads: then qkv has Q heads alone.  qkv may also be partial sums [splits, N, heads + 2 · kv_heads, size] float32 (kernels/layers/linear.py).  They are
-    added in order and rounded to the model's dtype first.
+    With HeadNorms.v_is_k, qkv ends with the K heads.  Where the buffers have no heads, qkv has Q heads alone.
+    qkv may also be partial sums [splits, N, ...] float32 (kernels/layers/linear.py).  They are added in order and
+    rounded to the model's dtype first.
     rows: [N] int64, the rows of k_buffer and v_buffer [R, kv_heads, size] that receive K and V.
     scales: of FP8 buffers.
     Returns q [N, heads, size].  On a GPU, a qkv without splits is overwritten.

@@ -21,7 +21,10 @@ from espalier.models.families import (
 FAMILIES: dict[str, Family] = {
     family.architecture: family
     for family in (
-        *(module.FAMILY for module in (llama, qwen2, qwen3, mistral, gemma2, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)),
+        *(
+            module.FAMILY
+            for module in (llama, qwen2, qwen3, mistral, gemma2, gemma3, mimo, qwen2_moe, qwen3_moe, gpt_oss)
+        ),
         *(gemma4.FAMILY, gemma4.UNIFIED),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
     )

@@ -179,9 +179,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     )
 
 
-def _load_attention(
-    weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables
-) -> Attention:
+def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
     size, kv_heads, eps = spec.keeps.k_size, spec.keeps.kv_heads, config.rms_norm_eps
     v_is_k = bool(config.raw["attention_k_eq_v"]) and spec.window is None
     names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares is not None else 2 if v_is_k else 3]

@@ -22,11 +22,12 @@ from espalier.kernels.ops.experts import (
     grouped_experts,
     route,
 )
-from espalier.kernels.ops.linear import linear_parts
+from espalier.kernels.ops.linear import linear_parts, sum_parts
 from espalier.kernels.ops.norm import norm_router, rounds_norm, takes_router
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
+from espalier.shards import WHOLE, Shards
 
 # For few rows: a router has few outputs, so it is split along its inputs, and `route` adds the parts.  A single part
 # would be rounded to x's dtype.  Above, PyTorch's product is faster.
@@ -48,13 +49,14 @@ class MixtureMLP:
     Both are dense or quantised.
     shared: an MLP that every row goes through.  shared_gate: [1, H]; the sigmoid of its product scales `shared`.
     biases, activation: of the routed experts.  scale: [E], a factor of each expert's weight, or None.
+    shards: over which the experts, shared ones too, are divided: each rank has a part of every expert's I.
     shared_tiles: `shared` in the form in which few rows take it in the launches of the routed experts; None: it runs
     apart for any number of rows.  It has the memory of `shared`.
     """
 
     __slots__ = (
         *("routing", "router", "bias", "gate_up", "down", "shared", "shared_gate", "biases", "activation"),
-        *("scale", "shared_tiles"),
+        *("scale", "shards", "shared_tiles"),
     )
 
     def __init__(
@@ -69,7 +71,9 @@ class MixtureMLP:
         biases: ExpertBiases | None = None,
         activation: Activation = SILU,
         scale: Tensor | None = None,
+        shards: Shards = WHOLE,
     ) -> None:
+        self.shards = shards
         self.routing = routing
         self.router = router
         self.bias = bias
@@ -103,11 +107,12 @@ class MixtureMLP:
         return RoutedRows(x, x, router_logits(x, self.router))
 
     def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor:
-        """[N, hidden] -> [parts, N, hidden], float32 at least, as RMSNorm.after takes them.
+        """[N, hidden] -> [parts, N, hidden], float32 at least, or [N, hidden], as RMSNorm.after takes them.
 
         live: [N] bool; other rows go to no expert.  None: all rows are live.
         """
-        return self._mixed(*routed, live)
+        parts = self._mixed(*routed, live)
+        return parts if self.shards.count == 1 else self.shards.all_reduce(sum_parts(parts, routed.x.dtype))
 
     def _mixed(self, x: Tensor, of_experts: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
         ids, weights = route(logits, self.bias, self.routing)

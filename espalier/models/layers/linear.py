@@ -1,4 +1,4 @@
-"""A linear layer: a weight of any format, a bias, and a hook that sums the results of shards."""
+"""A linear layer: a weight of any format, and a bias."""
 
 from torch import Tensor
 

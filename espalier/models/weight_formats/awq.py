@@ -32,16 +32,18 @@ class AwqFormat(QuantisedFormat):
 
     group: int | None
     name = "awq"
+    has_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group or columns
         require_multiple(self.name, "rows", rows, NIBBLES_OF_INT32)
         require_multiple(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
+        of_groups = None if self.group is None else 0
         return (
-            StoredTensor(".qweight", (columns, packed), torch.int32, row_dim=1),
-            StoredTensor(".qzeros", (groups, packed), torch.int32, row_dim=1),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, row_dim=1),
+            StoredTensor(".qweight", (columns, packed), torch.int32, 1, 0, NIBBLES_OF_INT32),
+            StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, column_unit=group),
         )
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:

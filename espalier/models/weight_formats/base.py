@@ -17,6 +17,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows
 from espalier.kernels.ops.activation import SILU, Activation, gated
+from espalier.shards import Part
 
 
 class Weight(ABC):
@@ -120,18 +121,40 @@ class StoredTensor:
     dtype: None for a floating-point tensor, which is cast to the model's dtype.  A tensor of a given dtype keeps it; of
     several dtypes it keeps the one that it has.
     row_dim: its dimension that is the matrix's rows; None if every row of the matrix needs the whole tensor.
+    column_dim: as row_dim, of the columns.  row_unit, column_unit: the rows and columns that one entry covers.
     """
 
     suffix: str
     shape: tuple[int, ...]
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None
     row_dim: int | None = None
+    column_dim: int | None = None
+    row_unit: int = 1
+    column_unit: int = 1
+
+    def cut(self, rows: Part, columns: Part) -> tuple[slice, ...]:
+        """Where a part of the matrix is stored: a slice for each dimension.
+
+        Raises EspalierError for a part that begins or ends inside an entry.
+        """
+        slices = [slice(0, size) for size in self.shape]
+        for dim, part, unit in (
+            (self.row_dim, rows, self.row_unit),
+            (self.column_dim, columns, self.column_unit),
+        ):
+            if dim is not None and not part.is_whole:
+                slices[dim] = part.in_units(unit).slice
+        return tuple(slices)
 
 
 class WeightFormat(ABC):
-    """A way to store matrices.  Matrices of formats that compare equal may be stacked."""
+    """A way to store matrices.  Matrices of formats that compare equal may be stacked.
+
+    has_shards: whether its StoredTensors declare rows and columns, so that ranks may hold parts of a matrix.
+    """
 
     name: ClassVar[str]
+    has_shards: ClassVar[bool] = False
     # Whether an embedding may be in the format too.  It becomes a table in the model's dtype.
     embeds: ClassVar[bool] = False
 
@@ -151,6 +174,10 @@ class WeightFormat(ABC):
         tensors: by suffix, on the device.  A tensor with row_dim has all matrices concatenated along it; a tensor
         without has an additional first dimension, with one entry for each matrix.
         """
+
+    def of_part(self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part) -> Mapping[str, Tensor]:
+        """The tensors of a part, as `build` takes them: where values count rows or columns, they count the part's."""
+        return tensors
 
     def matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Tensor | QuantisedMatrix:
         """As `build`, but the matrix itself, for experts and latent attention."""

@@ -22,6 +22,7 @@ from espalier.models.weight_formats.quantised import (
     SCALE_DTYPES,
     QuantisedFormat,
     common_order,
+    groups_of_part,
     matches,
     module_names,
     packed_rows,
@@ -30,6 +31,7 @@ from espalier.models.weight_formats.quantised import (
     require_multiple,
     unpack_int32,
 )
+from espalier.shards import Part
 
 SUPPORTED = "float-quantized (FP8), pack-quantized (4 bits) and nvfp4-pack-quantized"
 # What a target of config_groups may be besides names: the class of every linear layer.
@@ -48,31 +50,38 @@ class PackedFormat(QuantisedFormat):
     zero_points: bool = False
     g_idx: bool = False
     name = "pack-quantized"
+    has_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group or columns
         require_multiple(self.name, "columns", columns, NIBBLES_OF_INT32)
         require_multiple(self.name, "columns", columns, group)
         groups, packed = columns // group, columns // NIBBLES_OF_INT32
+        of_groups = None if self.group is None else 1
         tensors = [
-            StoredTensor(".weight_packed", (rows, packed), torch.int32, row_dim=0),
-            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, row_dim=0),
+            StoredTensor(".weight_packed", (rows, packed), torch.int32, 0, 1, column_unit=NIBBLES_OF_INT32),
+            StoredTensor(".weight_scale", (rows, groups), SCALE_DTYPES, 0, of_groups, column_unit=group),
             StoredTensor(".weight_shape", (2,), (torch.int64, torch.int32)),
         ]
         if self.zero_points:
             require_multiple(self.name, "rows", rows, NIBBLES_OF_INT32)
             shape = (rows // NIBBLES_OF_INT32, groups)
-            tensors.append(StoredTensor(".weight_zero_point", shape, torch.int32, row_dim=0))
+            zeros = StoredTensor(".weight_zero_point", shape, torch.int32, 0, of_groups, NIBBLES_OF_INT32, group)
+            tensors.append(zeros)
         if self.g_idx:
-            tensors.append(StoredTensor(".weight_g_idx", (columns,), torch.int32))
+            tensors.append(StoredTensor(".weight_g_idx", (columns,), torch.int32, column_dim=0))
         return tuple(tensors)
 
+    def of_part(self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part) -> Mapping[str, Tensor]:
+        _require_shapes(tensors[".weight_shape"], [part.size for part in rows], columns.size)
+        own = torch.tensor([(len(part), len(columns)) for part in rows])
+        parts = {**tensors, ".weight_shape": own}
+        if self.g_idx and not columns.is_whole:
+            parts[".weight_g_idx"] = groups_of_part(tensors[".weight_g_idx"], columns, self.group)
+        return parts
+
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
-        for count, shape in zip(rows, tensors[".weight_shape"].tolist(), strict=True):
-            if shape != [count, columns]:
-                raise EspalierError(
-                    f"weight_shape is {shape}, but config.json needs {[count, columns]}; download both again"
-                )
+        _require_shapes(tensors[".weight_shape"], rows, columns)
         codes, group = tensors[".weight_packed"].view(torch.uint8), self.group or columns
         zeros = unpack_int32(tensors[".weight_zero_point"], 0) if self.zero_points else None
         order = common_order(tensors[".weight_g_idx"], group) if self.g_idx else None
@@ -80,6 +89,14 @@ class PackedFormat(QuantisedFormat):
             stored = codes
             codes = packed_rows(lambda begin, end: unpack_nibbles(stored[begin:end])[:, order], len(stored))
         return nibble_matrix("int4", codes, tensors[".weight_scale"], group, zeros, order)
+
+
+def _require_shapes(shapes: Tensor, rows: Sequence[int], columns: int) -> None:
+    for count, shape in zip(rows, shapes.tolist(), strict=True):
+        if shape != [count, columns]:
+            raise EspalierError(
+                f"weight_shape is {shape}, but config.json needs {[count, columns]}; download both again"
+            )
 
 
 def read_compressed_tensors(quantisation: Mapping[str, Any]) -> FormatOf:

@@ -100,9 +100,10 @@ class PackedWeight(Weight):
 
 class DenseFormat(WeightFormat):
     name = DENSE
+    has_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
-        return (StoredTensor(".weight", (rows, columns), row_dim=0),)
+        return (StoredTensor(".weight", (rows, columns), row_dim=0, column_dim=1),)
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> Weight:
         return dense_weight(tensors[".weight"])

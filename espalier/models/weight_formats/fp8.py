@@ -40,6 +40,7 @@ class Fp8Format(QuantisedFormat):
     inputs: Literal["static", "dynamic"] | None = None
     group: int | None = None
     name = FP8_NAME
+    has_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         row_block, column_block = self.block
@@ -47,9 +48,10 @@ class Fp8Format(QuantisedFormat):
             scale = StoredTensor(self.scale, (1,), SCALE_DTYPES)
         else:
             shape = (-(-rows // row_block), -(-columns // (column_block or columns)))
-            scale = StoredTensor(self.scale, shape, SCALE_DTYPES, row_dim=0)
+            of_columns = None if column_block is None else 1
+            scale = StoredTensor(self.scale, shape, SCALE_DTYPES, 0, of_columns, row_block, column_block or columns)
         static = (StoredTensor(".input_scale", (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
-        return StoredTensor(".weight", (rows, columns), FP8, row_dim=0), scale, *static
+        return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         scales, row_block = self._scales(tensors[self.scale], rows)

@@ -21,6 +21,7 @@ from espalier.models.weight_formats.quantised import (
     QuantisedFormat,
     common_order,
     dense_if_skipped,
+    groups_of_part,
     matches,
     module_names,
     packed_rows,
@@ -29,6 +30,7 @@ from espalier.models.weight_formats.quantised import (
     require_multiple,
     unpack_int32,
 )
+from espalier.shards import Part
 
 # Added to an int32, it adds 1 to each of its nibbles.  GPTQModel subtracts it when it saves, also from zeros.
 ONE_EACH = 0x11111111
@@ -44,6 +46,7 @@ class GptqFormat(QuantisedFormat):
     group: int | None
     stored_offset: int
     name = "gptq"
+    has_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         group = self.group or columns
@@ -51,12 +54,20 @@ class GptqFormat(QuantisedFormat):
         require_multiple(self.name, "columns", columns, NIBBLES_OF_INT32)
         require_multiple(self.name, "columns", columns, group)
         groups, packed = columns // group, rows // NIBBLES_OF_INT32
+        of_groups = None if self.group is None else 0
         return (
-            StoredTensor(".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, row_dim=1),
-            StoredTensor(".qzeros", (groups, packed), torch.int32, row_dim=1),
-            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, row_dim=1),
-            StoredTensor(".g_idx", (columns,), torch.int32),
+            StoredTensor(
+                ".qweight", (columns // NIBBLES_OF_INT32, rows), torch.int32, 1, 0, column_unit=NIBBLES_OF_INT32
+            ),
+            StoredTensor(".qzeros", (groups, packed), torch.int32, 1, of_groups, NIBBLES_OF_INT32, group),
+            StoredTensor(".scales", (groups, rows), SCALE_DTYPES, 1, of_groups, column_unit=group),
+            StoredTensor(".g_idx", (columns,), torch.int32, column_dim=0),
         )
+
+    def of_part(self, tensors: Mapping[str, Tensor], rows: Sequence[Part], columns: Part) -> Mapping[str, Tensor]:
+        if columns.is_whole:
+            return tensors
+        return {**tensors, ".g_idx": groups_of_part(tensors[".g_idx"], columns, self.group)}
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         packed, group = tensors[".qweight"], self.group or columns

@@ -26,6 +26,7 @@ class Mxfp4Format(QuantisedFormat):
     """Stacked experts: _blocks uint8 [experts, out, in / 32, 16], low nibble first; _scales [experts, out, in / 32]."""
 
     name = "mxfp4"
+    has_shards = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         raise EspalierError(f"format {self.name} is supported for stacked experts only")
@@ -37,8 +38,8 @@ class Mxfp4Format(QuantisedFormat):
         require_multiple(self.name, "columns", columns, BLOCK)
         shape = (count, rows, columns // BLOCK)
         return (
-            StoredTensor("_blocks", (*shape, BLOCK // 2), torch.uint8),
-            StoredTensor("_scales", shape, torch.uint8),
+            StoredTensor("_blocks", (*shape, BLOCK // 2), torch.uint8, 1, 2, column_unit=BLOCK),
+            StoredTensor("_scales", shape, torch.uint8, 1, 2, column_unit=BLOCK),
         )
 
     def expert_matrix(self, tensors: Mapping[str, Tensor]) -> QuantisedMatrix:

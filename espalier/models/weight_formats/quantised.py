@@ -16,6 +16,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
 from espalier.models.weight_formats.base import FormatOf, Weight, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.shards import Part
 from espalier.tokenizer_files import may_not_end
 
 # Dtypes of scales.  Loading keeps the stored one.
@@ -185,6 +186,21 @@ def read_group(quantisation: Mapping[str, Any], default: int) -> int | None:
     """The columns that share a scale; None (-1 in the config): all.  Raises EspalierError for unusual sizes."""
     size = read_field(quantisation, "group_size", (-1, 16, 32, 64, 128, 256, 512, 1024), default)
     return None if size == -1 else int(size)
+
+
+def groups_of_part(groups: Tensor, columns: Part, group: int | None) -> Tensor:
+    """The group of each column of a part, counted from the part's first; groups: counted from the matrix's first.
+
+    Raises EspalierError for columns that are not in the order of their groups: theirs may lie in any part.
+    """
+    own = groups - columns.begin // (group or columns.size)
+    expected = torch.arange(len(columns), device=groups.device) // (group or columns.size)
+    if not bool((own == expected).all()):
+        raise EspalierError(
+            "columns whose groups are not in order (desc_act, actorder) cannot be divided among ranks; use "
+            "tensor_parallel=1, or a checkpoint without them"
+        )
+    return own
 
 
 def common_order(groups: Tensor, group: int) -> Tensor | None:

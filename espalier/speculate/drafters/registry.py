@@ -105,6 +105,10 @@ DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FOR
 NOT_BUILT = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
+    **dict.fromkeys(
+        ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
+        "an assistant that reads the target's K and V",
+    ),
     **dict.fromkeys(("eagle", *eagle3_config.EAGLE_1_2), "EAGLE-1/2 heads"),
 }
 MTP_NOT_BUILT = {

@@ -13,7 +13,6 @@ from espalier.bench.chains import plain
 from espalier.bench.expert_product import random_ids
 from espalier.bench.linears import Run
 from espalier.bench.shapes import SHAPES, Shape
-from espalier.bench.timing import Ceilings
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.kernels.ops.experts import grouped_experts
@@ -22,8 +21,10 @@ from espalier.models.quantisers import QUANTISERS
 from lab.__main__ import main as lab
 from lab.bench import experts as lab_experts
 from lab.bench import floor as floor_module
+from lab.bench.ceilings import Ceilings
 from lab.bench.experts import ExpertCalls, ExpertWeights, LayerExperts, num_copies, steps_of
 from lab.bench.floor import Floors, round_runs
+from lab.bench.passes import prefill_pass
 from lab.bench.recipe_sizes import recipe_sizes, shape_named
 from lab.synthetic.checkpoint import Recipe, build
 from tests.lab.synthetic.mixtures import WITH_EXPERTS, mixture
@@ -55,7 +56,7 @@ def test_each_call_touches_as_many_experts_as_were_measured(rows, num_experts, t
 )
 def test_a_measured_number_is_rounded_to_one_that_the_rows_can_touch(rows, measured, drawn):
     [router] = [run for run in round_runs(QWEN, 1, 1, 1, rows, touched=measured)[0] if run.experts is not None]
-    assert router.experts.touched_to_draw(rows) == drawn
+    assert lab_experts.touched_to_draw(router.experts, rows) == drawn
     calls = ExpertCalls(router, [LayerExperts(torch.empty(0, 0, 2048), torch.empty(1), torch.float32)]).inputs
     assert len(calls.ids) == 48 and {ids.shape for ids in calls.ids} == {(rows, 8)}
     # 48 calls of 64 independent rows touch 125.9 each.
@@ -252,7 +253,7 @@ def test_products_are_timed_once_for_each_number_of_touched_experts(told):
     assert told.stopwatch.timed == 3
     # Without experts where only linear layers are asked for, as prefill does.
     before = len(told.stopwatch.recorder.calls)
-    told.linears(told.shape.prefill_pass(8, 2), 8)
+    told.linears(prefill_pass(told.shape, 8, 2), 8)
     assert len(told.stopwatch.recorder.calls) == before
 
 

@@ -10,7 +10,6 @@ from espalier.bench.chains import Weights, plain
 from espalier.bench.drive import drive
 from espalier.bench.linears import Run, model_sizes, with_draft
 from espalier.bench.shapes import SHAPES, find_shape
-from espalier.bench.timing import Ceilings
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import dequantise
@@ -18,6 +17,7 @@ from espalier.models import read_config
 from espalier.request import SamplingParams
 from espalier.speculate.drafters.registry import read_draft
 from lab.__main__ import main as lab
+from lab.bench.ceilings import Ceilings
 from lab.bench.floor import (
     Cost,
     ExpertTimes,
@@ -28,6 +28,7 @@ from lab.bench.floor import (
     round_runs,
     table,
 )
+from lab.bench.passes import attended, attention_flops, prefill_pass
 from lab.bench.recipe_sizes import recipe_sizes, shape_named
 from lab.synthetic.checkpoint import Recipe
 from tests.block import RANK, block_directories
@@ -68,29 +69,29 @@ def test_the_extend_of_its_draft():
 
 def test_a_prefill_pass_reads_the_output_of_a_row_of_each_request():
     """So o and the MLP of the last layers run over these rows alone: 31 layers and the head's one over all rows."""
-    rows = [(run.name, run.count, run.rows) for run in LLAMA.prefill_pass(2048, 2)]
+    rows = [(run.name, run.count, run.rows) for run in prefill_pass(LLAMA, 2048, 2)]
     of_layer = ("qkv", "o", "gate_up", "down")
     assert rows[:4] == [(name, 31, 2048) for name in of_layer]
     assert rows[4:9] == [("qkv", 1, 2048), *((name, 1, 2) for name in of_layer[1:]), ("lm_head", 1, 2)]
     assert rows[9:11] == [("draft fc", 1, 2048), ("draft qkv", 1, 2048)]
     assert rows[11:] == [(f"draft {name}", 1, 2) for name in of_layer[1:]]
-    assert [(run.count, run.rows) for run in LLAMA.prefill_pass(64, 2, drafts=False)][-2:] == [(1, 2), (1, 2)]
+    assert [(run.count, run.rows) for run in prefill_pass(LLAMA, 64, 2, drafts=False)][-2:] == [(1, 2), (1, 2)]
 
 
 def test_mtp_modules_read_all_rows_of_a_prefill_pass():
     one, three = (shape_named("llama-3.1-8b", mtp_layers=modules) for modules in (1, 3))
-    assert three.prefill_pass(64, 2) == (*three.target_pass(64, 2), *three.extend_passes(64))
-    assert [run.rows for run in one.prefill_pass(64, 2)[5:]] == [64, 64, 2, 2, 2]
+    assert prefill_pass(three, 64, 2) == (*three.target_pass(64, 2), *three.extend_passes(64))
+    assert [run.rows for run in prefill_pass(one, 64, 2)[5:]] == [64, 64, 2, 2, 2]
 
 
 def test_latent_values_are_computed_behind_attention():
-    last = shape_named("deepseek-v2-lite").prefill_pass(64, 2, drafts=False)[-9:]
+    last = prefill_pass(shape_named("deepseek-v2-lite"), 64, 2, drafts=False)[-9:]
     rows = [(run.name, run.rows) for run in last if run.name in ("q and kv", "k up", "v up", "o")]
     assert rows == [("q and kv", 64), ("k up", 64), ("v up", 2), ("o", 2)]
 
 
 def test_a_mixtures_last_layer_has_experts():
-    runs = QWEN.prefill_pass(64, 2)
+    runs = prefill_pass(QWEN, 64, 2)
     assert [(run.name, run.count, run.rows) for run in runs if run.name == "router"] == [
         ("router", 47, 64),
         ("router", 1, 2),
@@ -195,7 +196,7 @@ def test_latent_attention_reads_one_row_for_all_heads():
 
 def test_a_window_limits_what_a_layer_reads():
     shape = replace(LLAMA, windows=(128,) * 16)
-    assert shape.attended(1000) == 16 * 128 + 16 * 1000 and shape.attended(100) == 32 * 100
+    assert attended(shape, 1000) == 16 * 128 + 16 * 1000 and attended(shape, 100) == 32 * 100
 
 
 def test_a_batched_product_has_rows_for_every_head():
@@ -303,7 +304,7 @@ def test_the_weights_of_a_block_draft_are_read_once():
 def test_the_attention_of_a_block_draft_is_its_block_over_the_context():
     cost = round_attention(BLOCK, batch=3, context=100, steps=7, topk=8, num_draft_tokens=64)
     assert cost.num_bytes == 2 * 3 * 100 * 2 * 8 * 128 * (32 + 5)
-    assert cost.flops == 3 * 100 * BLOCK.attention_flops * (64 * 32 + 16 * 5)
+    assert cost.flops == 3 * 100 * attention_flops(BLOCK) * (64 * 32 + 16 * 5)
 
 
 class Spied:
@@ -409,7 +410,7 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     cost = round_attention(sizes, batch=3, context=100, steps=3, topk=2, num_draft_tokens=6)
     # The target, the levels 2 and 3, two extends.
     assert cost.num_bytes == size * target.latent.row_size * (target.num_layers + 2 + 2)
-    assert cost.flops == 3 * 100 * sizes.attention_flops * (target.num_layers * 6 + 2 + 2 + 4 + 4)
+    assert cost.flops == 3 * 100 * attention_flops(sizes) * (target.num_layers * 6 + 2 + 2 + 4 + 4)
     verify, drafted = (
         [(run.rows, run.count, run.experts.touched) for run in runs if run.experts is not None]
         for runs in round_runs(sizes, 3, 3, 2, 6, touched=5.0)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.bench.engines import AS_SET, PLAIN_WAY, way_with
+from espalier.bench.engines import AS_SET, PLAIN_WAY
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
 from espalier.layout import TreeShape
@@ -15,7 +15,7 @@ from espalier.llm import LLM
 from espalier.request import SamplingParams
 from lab.__main__ import main as lab
 from lab.bench import generate
-from lab.bench.engines import OfShape
+from lab.bench.engines import OfShape, way_with
 from lab.synthetic.checkpoint import Recipe
 from tests.lab.synthetic.test_checkpoint import tiny
 

@@ -1,4 +1,4 @@
-"""`bench prefill`, `throughput` and `latency`: what is counted, on tiny synthetic models, and what is refused."""
+"""`bench prefill` and `load`: what is counted, on tiny synthetic models, and what is refused."""
 
 import json
 
@@ -46,10 +46,40 @@ def test_every_request_is_served_to_its_length(engines, way, arrivals):
     assert [sum(count for _, count in each.chunks) for each in served.timelines] == list(LOAD.outputs)
     assert all(each.first > 0 and min(each.gaps, default=1) > 0 for each in served.timelines)
     assert most <= (arrivals.concurrency or 4)
-    throughput, latency = served.throughput(), served.latency()
-    assert (throughput["tokens_in"], throughput["tokens_out"]) == (90, 48)
-    assert (throughput["accept_length"] > 1.5) is (way is AS_SET)
-    assert latency["ttft_ms"]["p50"] <= latency["ttft_ms"]["p99"] <= 1e3 * served.seconds
+    figures = served.figures()
+    assert (figures["tokens_in"], figures["tokens_out"]) == (90, 48)
+    assert (figures["accept_length"] > 1.5) is (way is AS_SET)
+    assert figures["ttft_ms"]["p50"] <= figures["ttft_ms"]["p99"] <= 1e3 * served.seconds
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
+def test_the_time_of_a_launch_and_its_rows_are_counted_by_kind(engines, overlap):
+    load_of_two = Load((20, 9), (6, 1))
+    plain = OfShape(engines.models.recipe, {**SETTINGS, "overlap": overlap, "speculation": None}, CPU)
+    with plain.open() as bench:
+        launches = record_launches(bench.engine)
+        served = serve(bench.engine, bench.prompts(load_of_two.inputs), load_of_two, Arrivals())
+    assert set(served.spent.seconds) == {"prefill", "rounds", "idle"} and served.spent.seconds["idle"] == 0
+    assert sum(served.spent.seconds.values()) == pytest.approx(served.seconds, rel=0.1)
+    assert min(served.spent.seconds["prefill"], served.spent.seconds["rounds"]) > 0
+    assert sum(served.figures()["time_shares"].values()) == pytest.approx(1)
+    rows = sum(pieces * width for pieces, width in launches.prefills) + sum(launches.rounds)
+    assert served.spent.rows == rows >= 29 + 5
+    assert served.figures()["wasted_rows"] == pytest.approx(1 - (29 + 7) / rows) or rows <= 36
+
+
+def test_turns_say_all_that_was_said_and_beginnings_are_shared(engines):
+    talk = Load((5, 3, 4, 6), (2, 3, 4, 1), turns=2, prefixes=1, prefix_tokens=32)
+    with engines.open({"prefix_cache": True, "page_size": 16}) as bench:
+        prompts = bench.prompts(talk.lengths)
+        served = serve(bench.engine, prompts, talk, Arrivals(concurrency=1))
+    assert talk.longest == 32 + max(5 + 2 + 3 + 3, 4 + 4 + 6 + 1)
+    first, second = ([each for each in served.requests if each.arrival // 2 == i] for i in range(2))
+    for begin, (one, two), text in zip((5, 4), (first, second), prompts[1:], strict=True):
+        assert one.prompt == prompts[0] + text[:begin]
+        assert two.prompt == one.prompt + one.output + text[begin:]
+    assert [len(each.output) for each in (*first, *second)] == [2, 3, 4, 1]
+    assert second[0].cached_tokens == 32
 
 
 def test_arrivals_at_a_rate_are_so_many_a_second():
@@ -89,7 +119,7 @@ def test_times_of_a_request_are_between_its_pieces():
 def test_mixed_lengths_lie_between_their_bounds():
     drawn = mixed(500, (3, 5), (7, 7))
     assert set(drawn.inputs) == {3, 4, 5} and set(drawn.outputs) == {7} and drawn.longest == 12
-    assert drawn == mixed(500, (3, 5), (7, 7)) != mixed(500, (3, 5), (7, 7), seed=1)
+    assert drawn == mixed(500, (3, 5), (7, 7))
 
 
 def test_the_bound_of_prompts_counts_each_product_and_each_pair_of_query_and_row():
@@ -130,12 +160,12 @@ def test_without_a_tree_plain_decoding_is_measured_alone(monkeypatch, capsys):
     monkeypatch.setattr("lab.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("lab.bench.engines.require_gpu", lambda what: CPU)
     sizes = ["--requests", "1", "--input", "4,4", "--output", "1,1"]
-    assert lab(["throughput", "--shape", "llama-3.1-8b", "--steps", "0", *sizes]) == 0
+    assert lab(["load", "--shape", "llama-3.1-8b", "--steps", "0", *sizes]) == 0
     shown = capsys.readouterr().out
     assert "plain" in shown and "tree" not in shown
 
 
-@pytest.mark.parametrize("command", ["prefill", "throughput", "latency"])
+@pytest.mark.parametrize("command", ["prefill", "load"])
 def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("lab.bench.synthetic_models.find_shape", lambda name: SHAPE)
     monkeypatch.setattr("lab.bench.engines.require_gpu", lambda what: CPU)
@@ -151,7 +181,8 @@ def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_
         shown = capsys.readouterr().out
         assert "during the prefill of 40 tokens" in shown and "bound" not in shown, "nothing of what was not measured"
     else:
-        assert figures["tree"]["requests"] == figures["plain"]["requests"] == 3
+        [cell] = figures["cells"]
+        assert cell["tree"]["requests"] == cell["plain"]["requests"] == 3
         assert "plain" in capsys.readouterr().out
 
 
@@ -160,12 +191,12 @@ def test_a_named_shape_is_measured_by_command(command, monkeypatch, capsys, tmp_
     [
         (["prefill", "--prompts", "8k"], "'8k' is not a group"),
         (["prefill", "--running", "0"], "--running=0"),
-        (["throughput", "--requests", "0"], "--requests=0"),
-        (["throughput", "--input", "9,4"], "use a pair of whole numbers, the smaller first"),
-        (["latency", "--rate", "0"], "--rate=0"),
-        (["latency", "--rate", "2", "--concurrency", "2"], "not allowed with"),
-        (["latency", "--accept-length", "3"], "--accept-length is for a named shape"),
-        (["latency", "--shape", "llama-3.1-8b", "--draft", "bundled"], "--draft is not for --shape"),
+        (["load", "--requests", "0"], "--requests=0"),
+        (["load", "--input", "9,4"], "use a pair of whole numbers, the smaller first"),
+        (["load", "--rate", "0"], "--rate=0"),
+        (["load", "--rate", "2", "--concurrency", "2"], "not allowed with"),
+        (["load", "--accept-length", "3"], "--accept-length is for a named shape"),
+        (["load", "--shape", "llama-3.1-8b", "--draft", "bundled"], "--draft is not for --shape"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(flags, says, capsys):

@@ -16,6 +16,7 @@ from lab.bench.engine_sizes import OwnSize, UserSizes
 from lab.bench.floor import Floors
 from lab.bench.instrument import LaunchRecord
 from lab.bench.plot import Bars, plot
+from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.shaped import Measured, measure, plain_beside
 from lab.bench.synthetic_models import SyntheticModels
@@ -438,3 +439,12 @@ def require_graphs(tree, plain):
         assert rounds.gpu_ms > 0 and 0 <= rounds.idle_share < 1
         assert start.graphs_bytes > 0
     assert tree.engine.start.kernels > plain.engine.start.kernels > 10
+
+
+@pytest.mark.full
+def test_cells_are_measured_on_several_ranks():
+    settings = {**SETTINGS, "tensor_parallel": 2}
+    recipe, cells = Recipe(SHAPE, skill=0.9), parse_cells(["1x20:2,2,4", "2x20:plain"], [16])
+    models = synthetic_models(recipe, settings, torch.float32, CPU, 512)
+    found = list(measure(models, cells, UserSizes(recipe, settings, CPU), 2, None))
+    assert [each.rounds.follows for each in found] == [1, 2]

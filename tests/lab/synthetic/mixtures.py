@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from espalier.bench.shapes import DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, QWEN3_MOE, Shape
+from espalier.bench.shapes import DEEPSEEK_V2, DEEPSEEK_V3, GEMMA4, GPT_OSS, QWEN3_MOE, Shape
 from espalier.errors import EspalierError
 from tests.lab.synthetic.test_checkpoint import tiny
 
@@ -25,6 +25,15 @@ ROUTED = {
 GROUPS = {"n_group": 4, "topk_group": 2, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 64, "norm_topk_prob": True}
 QWEN2_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"}
+GEMMA4_TINY = {
+    **GEMMA4,
+    "global_head_dim": 128,
+    "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True,
+    "sliding_window": 64,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+}
 FIELDS: dict[str, dict[str, Any]] = {
     "qwen3-moe": {**QWEN3_MOE, **EXPERTS},
     "qwen2-moe": {**QWEN2_MOE, **EXPERTS, "shared_expert_intermediate_size": 96},
@@ -40,13 +49,24 @@ FIELDS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "swiglu_limit": 7.0,
     },
+    "gemma4": GEMMA4_TINY,
+    "gemma4-moe": {
+        **GEMMA4_TINY,
+        "enable_moe_block": True,
+        "num_experts": 16,
+        "top_k_experts": 4,
+        "moe_intermediate_size": 64,
+    },
 }
 
 
 def mixture(name: str, hot: int = 256) -> Shape:
     """Tiny, with the sizes of FIELDS."""
     plain = tiny(hot=hot)
-    return Shape(name, plain.source, plain.num_plain, hot, {**plain.fields, "attention_bias": False, **FIELDS[name]})
+    fields = {**plain.fields, "attention_bias": False, **FIELDS[name]}
+    if name.startswith("gemma4"):  # its RoPE differs by layer
+        fields = {field: value for field, value in fields.items() if not field.startswith("rope_")}
+    return Shape(name, plain.source, plain.num_plain, hot, fields)
 
 
 def is_supported(shape: Shape) -> bool:

@@ -73,6 +73,8 @@ PARAMETERS = {
     "deepseek-v2-lite": 15.71,
     "deepseek-v3-1gpu": 48.47,
     "gpt-oss-20b": 20.91,
+    "gemma-4-31b": 32.11,
+    "gemma-4-26b-a4b": 25.97,
 }
 # Its ring is long enough for a few hundred rounds to be a fair sample of places.
 LONG = tiny(hot=1024)

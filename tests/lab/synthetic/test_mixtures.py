@@ -76,7 +76,7 @@ def routed(recipe: Recipe, text: list[int]) -> list[torch.Tensor]:
 
     class Noting:
         def __init__(self, mlp: MixtureMLP) -> None:
-            self.mlp, self.read = mlp, mlp.read
+            self.mlp, self.read, self.router = mlp, mlp.read, mlp.router
 
         def __call__(self, rows: RoutedRows, live: torch.Tensor | None = None) -> torch.Tensor:
             seen.append(route(rows.logits, self.mlp.bias, self.mlp.routing)[0])
@@ -85,6 +85,8 @@ def routed(recipe: Recipe, text: list[int]) -> list[torch.Tensor]:
     for layer in target.layers:
         if isinstance(layer.mlp, MixtureMLP):
             layer.mlp = Noting(layer.mlp)
+        elif getattr(layer, "beside", None) is not None:
+            layer.beside.mixture = Noting(layer.beside.mixture)
     target(DensePass(torch.tensor([text]), target.layer_specs, torch.arange(len(text))[None]))
     return seen
 

@@ -1,0 +1,174 @@
+"""Sends lines to a server and waits for their answers, over HTTP or to an application in this process.
+
+A failure that says nothing about the line itself is retried: a full queue, a restarting server, a lost connection.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import cycle
+from typing import Any
+from urllib.parse import SplitResult, urlsplit
+
+import httpx
+import msgspec
+
+from espalier.batch_jobs.lines import Line, LineError, Response
+from espalier.errors import EspalierError, one_line, shown
+
+# A request's connection may be silent for this long: some answers take many minutes.
+ANSWER_S = 3600.0
+CONNECT_S = 10.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 10.0
+# A line that the server lost this often may be the cause of its crashes.
+MAX_LOST = 5
+RETRIED_STATUSES = (429, 502, 503)
+NOT_FOUND = 404
+App = Callable[..., Awaitable[None]]
+
+
+class NotAnswered(Exception):
+    """The line was not answered.  final: a retry would fail too; lost: the server had accepted the line."""
+
+    def __init__(self, why: str, retry_after_s: float = 0.0, final: bool = False, lost: bool = False):
+        super().__init__(why)
+        self.retry_after_s = retry_after_s
+        self.final = final
+        self.lost = lost
+
+
+class Sender:
+    """clients: one for each server, used in turn; the servers have the same models.
+
+    give_up_s: time limit without any answer; None: no limit.  priority: for bodies that have none.
+    """
+
+    def __init__(
+        self, clients: Sequence[httpx.AsyncClient], give_up_s: float | None = None, priority: int | None = None
+    ):
+        self.clients = clients
+        self.give_up_s = give_up_s
+        self.priority = priority
+        self._turns = cycle(clients)
+        self._answered_at = asyncio.get_running_loop().time()
+
+    async def answer(self, name: str, line: Line) -> Response:
+        """The response to a line.  name: sent as the request's id.
+
+        Raises LineError if this line cannot be answered, EspalierError if the server does not answer any more.
+        """
+        body = line.body
+        if self.priority is not None and "priority" not in body:
+            body = {**body, "priority": self.priority}
+        data, pause, num_lost = msgspec.json.encode(body), FIRST_PAUSE_S, 0
+        while True:
+            try:
+                response = await self._try(next(self._turns), name, line, data)
+            except NotAnswered as why:
+                self._give_up(why)
+                num_lost += why.lost
+                if num_lost == MAX_LOST:
+                    message = f"the line was lost {num_lost} times ({why}); send it alone to see why"
+                    raise LineError("no_answer", message, line.custom_id) from None
+                await asyncio.sleep(max(why.retry_after_s, pause * (0.5 + random.random())))
+                pause = min(2 * pause, MAX_PAUSE_S)
+            else:
+                self._answered_at = asyncio.get_running_loop().time()
+                return response
+
+    def _give_up(self, why: NotAnswered) -> None:
+        """Raises EspalierError if a retry is useless."""
+        silent_s = asyncio.get_running_loop().time() - self._answered_at
+        if why.final:
+            raise EspalierError(str(why))
+        if self.give_up_s is not None and silent_s > self.give_up_s:
+            raise EspalierError(f"no line was answered for {silent_s:.0f} s ({why}); see the server's log")
+
+    async def _try(self, client: httpx.AsyncClient, name: str, line: Line, data: bytes) -> Response:
+        """Raises NotAnswered or LineError."""
+        headers = {"content-type": "application/json", "x-request-id": name}
+        try:
+            got = await client.post(line.url, content=data, headers=headers)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            raise NotAnswered(f"{client.base_url} cannot be reached: {one_line(error)}") from None
+        except httpx.TransportError as error:
+            raise NotAnswered(f"the connection to {client.base_url} was lost: {one_line(error)}", lost=True) from None
+        try:
+            body = msgspec.json.decode(got.content)
+        except msgspec.DecodeError:
+            body = None
+        _require_answer(got, body)
+        if not isinstance(body, dict):
+            message = f"the server answered {got.status_code} without a JSON object; is it an OpenAI-compatible server?"
+            raise LineError("invalid_response", message, line.custom_id)
+        return Response(got.status_code, got.headers.get("x-request-id", name), body)
+
+
+def _require_answer(got: httpx.Response, body: Any) -> None:
+    """Raises NotAnswered for a status that says nothing about the line itself."""
+    body = body if isinstance(body, dict) else {}
+    error = body.get("error") or {}
+    error = error if isinstance(error, dict) else {"message": str(error)}
+    why = f"status {got.status_code}: {error.get('message') or 'no message'}"
+    if got.status_code in (401, 403):
+        raise NotAnswered(f"the server refuses the API key ({why}); give the right one with --api-key", final=True)
+    # Some servers put an error's fields beside each other, without "error".
+    if got.status_code == NOT_FOUND and not error and "message" not in body:
+        here = f"{got.request.url} answers {NOT_FOUND} without an error of OpenAI's form, {shown(got.text)}"
+        raise NotAnswered(f"{here}: nothing is served there; correct --url, or url in the lines", final=True)
+    if got.status_code in RETRIED_STATUSES:
+        after = got.headers.get("retry-after", "")
+        raise NotAnswered(
+            why,
+            min(float(after), MAX_PAUSE_S) if after.isdecimal() else 0.0,
+            final=got.headers.get("x-should-retry") == "false",
+            lost=error.get("code") == "engine_gone" and not after,
+        )
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of a server's address.  Raises EspalierError for another URL."""
+    try:
+        parts = urlsplit(url)
+        # httpx refuses further hosts.
+        known = parts.scheme in ("http", "https") and httpx.URL(url).host and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
+        known = False
+    if not known or parts.query or parts.fragment:
+        raise EspalierError(f"--url={url} is not supported; use an address such as http://127.0.0.1:8000")
+    return parts
+
+
+def http_client(url: str, api_key: str | None, concurrency: int) -> httpx.AsyncClient:
+    """A client of a server.  url: with or without /v1.  Raises EspalierError."""
+    split_url(url)
+    limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    base = url.rstrip("/").removesuffix("/v1")
+    timeout = httpx.Timeout(ANSWER_S, connect=CONNECT_S)
+    return httpx.AsyncClient(base_url=base, headers=_headers(api_key), timeout=timeout, limits=limits)
+
+
+def app_client(app: App, api_key: str | None = None) -> httpx.AsyncClient:
+    """A client of an application in this process."""
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://batch", headers=_headers(api_key), timeout=None)
+
+
+def _headers(api_key: str | None) -> dict[bytes, bytes]:
+    # As bytes: httpx takes ASCII texts alone, and the server compares UTF-8.
+    return {} if api_key is None else {b"authorization": f"Bearer {api_key}".encode()}
+
+
+async def require_reachable(clients: Sequence[httpx.AsyncClient]) -> None:
+    """Raises EspalierError for a server to which there is no connection, or a path that is no server's."""
+    for client in clients:
+        try:
+            response = await client.get("/v1/models")
+        except httpx.TransportError as error:
+            raise EspalierError(
+                f"--url {client.base_url} cannot be reached ({one_line(error)}); start a server there, or correct it"
+            ) from None
+        if response.status_code == NOT_FOUND:
+            raise EspalierError(
+                f"--url {client.base_url} has no /v1/models: no OpenAI server is there; correct the path"
+            )

@@ -1,0 +1,108 @@
+"""Rank 0's executor: each call goes to the other ranks, then to the executor of this one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from espalier.engine.executor import Executor, Handle, StagedHandle
+from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.engine.masks import AskRows, BeamRows, GuideRows, RowMasks, Trees
+from espalier.engine.ranks import Answered, RankFailed, Ranks, Resumed, Settled, Wanted
+from espalier.layout import LaunchForm
+from espalier.speculate.round import ModelRunner
+
+
+class LeadExecutor:
+    """An Executor (executor.py).  own: of this rank.  Closing it ends the other ranks.
+
+    Every method raises RankFailed, if a rank has failed.
+    """
+
+    def __init__(self, own: Executor, ranks: Ranks) -> None:
+        self.own = own
+        self.ranks = ranks
+
+    @property
+    def runner(self) -> ModelRunner:
+        return self.own.runner
+
+    @property
+    def captured_passes(self) -> tuple[LaunchForm, ...]:
+        return self.own.captured_passes
+
+    @property
+    def failure(self) -> Exception | None:
+        return self.ranks.failure
+
+    def launch(self, launch_input: LaunchInput) -> Handle:
+        with explaining(self.ranks):
+            number = self.ranks.launch(launch_input)
+            return LeadHandle(self.ranks, number, self.own.launch(launch_input))
+
+    def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
+        with explaining(self.ranks):
+            number = self.ranks.launch(launch_input)
+            return LeadStagedHandle(self.ranks, number, self.own.launch_staged(launch_input))
+
+    def close(self) -> None:
+        if self.ranks.failure is not None:
+            # They end what this rank waits for.
+            self.ranks.end()
+        try:
+            self.own.close()
+        finally:
+            self.ranks.end()
+
+
+class LeadHandle:
+    def __init__(self, ranks: Ranks, number: int, own: Handle) -> None:
+        self.ranks = ranks
+        self.number = number
+        self.own = own
+
+    def wait(self) -> None:
+        with explaining(self.ranks):
+            self.own.wait()
+
+    def result(self) -> list[RequestResult]:
+        with explaining(self.ranks):
+            self.ranks.send(Wanted(self.number))
+            results = self.own.result()
+            self.ranks.require_equal(self.number, results)
+            return results
+
+
+class LeadStagedHandle(LeadHandle):
+    own: Any  # a StagedHandle
+
+    def resume(self, guide: GuideRows | None, ask: AskRows) -> None:
+        def ask_for_all(tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
+            answer = ask(tokens, ancestor_bits)
+            self.ranks.send(Answered(answer))
+            return answer
+
+        with explaining(self.ranks):
+            self.ranks.send(Resumed(guide))
+            self.own.resume(guide, ask_for_all)
+
+    def trees(self) -> Trees:
+        with explaining(self.ranks):
+            return self.own.trees()
+
+    def settle(self, masks: RowMasks) -> None:
+        with explaining(self.ranks):
+            self.ranks.send(Settled(masks))
+            self.own.settle(masks)
+
+
+@contextmanager
+def explaining(ranks: Ranks) -> Iterator[None]:
+    """Replace an error by the failure of another rank that caused it."""
+    try:
+        yield
+    except RankFailed:
+        raise
+    except Exception as error:
+        raise ranks.explained(error) from error

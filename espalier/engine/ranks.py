@@ -1,0 +1,345 @@
+"""The other ranks as rank 0 sees them: what it sends them, what they answer, and how they fail.
+
+Rank 0 schedules.  It sends each launch as plain values, and what the host says in the middle of a launch.  Every rank
+runs the same launches and picks the same tokens, so no decision is sent.  The answers say what was decided: ranks that
+differ are an error.
+
+A thread watches the other ranks.  Whatever ends one of them ends all, with one reason:
+- a process that has ended, at once;
+- one that is stopped or hangs, after SILENT_S without a beat;
+- one that does not take up the last launch, after BEHIND_S.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from signal import Signals
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.engine.masks import BeamRows, GuideRows, RowMasks
+from espalier.errors import EspalierError
+
+# A rank sends a beat each BEAT_S.
+BEAT_S, SILENT_S, BEHIND_S = 0.5, 10.0, 10.0
+# One failure makes others: the watch waits for all that come within this time, and takes the first cause.
+GRACE_S = 0.5
+# Until the first beat, while a process imports PyTorch; and until a process has ended that was asked to.
+START_S, END_S = 120.0, 5.0
+
+
+class RankFailed(RuntimeError):
+    """A rank has ended, is stopped, is behind, or decides otherwise.  All ranks are ended."""
+
+
+# From rank 0.
+
+
+@dataclass(frozen=True)
+class Load:
+    """source: its `load(rank, collectives_file)` makes the rank's executor."""
+
+    source: Any
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The `number`-th launch, from 1; a staged one stops before `Resumed`."""
+
+    number: int
+    launch_input: LaunchInput
+
+
+@dataclass(frozen=True)
+class Resumed:
+    guide: GuideRows | None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer to the draft's next question."""
+
+    beams: BeamRows
+
+
+@dataclass(frozen=True)
+class Settled:
+    masks: RowMasks
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Rank 0 reads the result of this launch."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Unload:
+    """Free the engine."""
+
+
+# To rank 0.
+
+
+@dataclass(frozen=True)
+class Beat:
+    """taken: the last launch that the rank has taken up."""
+
+    taken: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """number: of the load; 0 when the process has started."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Decided:
+    """decisions: `decisions_of` the results of a launch."""
+
+    number: int
+    decisions: bytes
+
+
+@dataclass(frozen=True)
+class Failed:
+    """refused: whether it was an EspalierError.  is_memory: whether memory ran out."""
+
+    error: str
+    refused: bool
+    is_memory: bool = False
+
+
+def decisions_of(results: Sequence[RequestResult]) -> bytes:
+    """What a launch decided, log-probabilities and trees included: the same bytes on every rank."""
+    parts = []
+    for each in results:
+        parts.append(repr((each.tokens, each.finite, each.tree_sum)).encode())
+        parts += [rows.tobytes() for rows in (each.logprobs, each.prompt_logprobs) if rows is not None]
+    return b"|".join(parts)
+
+
+class Process(Protocol):
+    """As subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+@dataclass
+class Peer:
+    """Another rank.  silent_s, behind_s: how long it has been so."""
+
+    rank: int
+    connection: Connection
+    process: Process
+    answers: dict[tuple[type, int], Any] = field(default_factory=dict)
+    silent_s: float = 0.0
+    behind_s: float = 0.0
+    taken: int = 0
+    is_up: bool = False
+    failed: Failed | None = None
+    is_gone: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} (process {self.process.pid})"
+
+    def kill(self) -> None:
+        with suppress(OSError):
+            self.process.kill()
+
+
+class Ranks:
+    """Ranks 1 to N - 1.
+
+    collectives: rank 0's, to be aborted when a rank fails; None before the ranks are joined.  folder: for files with
+    which ranks find one another.
+    """
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self.peers = tuple(peers)
+        self.collectives: Any = None
+        self.failure: Exception | None = None
+        self.num_launched = self.num_loaded = self.num_answered = 0
+        self.folder = TemporaryDirectory(prefix="espalier-ranks-")
+        self._changed = threading.Condition()
+        self._is_ending = threading.Event()
+        self._to_wake, self._wake = Pipe(duplex=False)
+        self._watcher = threading.Thread(target=self._watch, name="espalier-ranks", daemon=True)
+        self._watcher.start()
+
+    def send(self, message: Any) -> None:
+        """Send to every rank.  Raises RankFailed."""
+        for peer in self.peers:
+            try:
+                peer.connection.send(message)
+            except OSError as error:
+                raise self.explained(error) from None
+
+    def load(self, source: Any) -> None:
+        """Begin to load on every rank."""
+        self.num_loaded += 1
+        self.send(Load(source))
+
+    def loaded(self) -> None:
+        """Wait until every rank has loaded, or has started if nothing was sent.  Raises as `expect`."""
+        if self.num_answered <= self.num_loaded:
+            self.expect(Loaded, self.num_loaded)
+            self.num_answered = self.num_loaded + 1
+
+    def launch(self, launch_input: LaunchInput) -> int:
+        """The number of the launch."""
+        self.num_launched += 1
+        self.send(Launched(self.num_launched, launch_input))
+        return self.num_launched
+
+    def expect(self, kind: type, number: int = 0) -> list[Any]:
+        """Wait for this answer of every rank.  Raises RankFailed, or a rank's EspalierError."""
+
+        def all_answered() -> bool:
+            return self.failure is not None or all((kind, number) in peer.answers for peer in self.peers)
+
+        with self._changed:
+            self._changed.wait_for(all_answered)
+            if self.failure is not None:
+                raise self.failure
+            return [peer.answers.pop((kind, number)) for peer in self.peers]
+
+    def require_equal(self, number: int, results: Sequence[RequestResult]) -> None:
+        """Raises RankFailed if a rank has decided otherwise."""
+        own = decisions_of(results)
+        for peer, answer in zip(self.peers, self.expect(Decided, number), strict=True):
+            if answer.decisions != own:
+                self._fail(RankFailed(f"{peer.name} has decided otherwise than rank 0 in launch {number}"))
+                assert self.failure is not None
+                raise self.failure
+
+    def explained(self, error: BaseException) -> BaseException:
+        """The failure of a rank that is behind an error of rank 0, else the error.  All ranks are ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None, 2 * GRACE_S)
+        if self.failure is None:
+            self._fail(RankFailed(f"rank 0 has failed: {error}"))
+            return error
+        return self.failure
+
+    def end(self) -> None:
+        """End the processes.  None is left when this returns.  Idempotent."""
+        if self._is_ending.is_set():
+            return
+        self._is_ending.set()
+        self._wake.send(None)
+        self._watcher.join()
+        for peer in self.peers:
+            # A rank ends when its connection does.
+            with suppress(OSError):
+                peer.connection.close()
+        deadline = time.monotonic() + (END_S if self.failure is None else 0)
+        for peer in self.peers:
+            with suppress(Exception):
+                peer.process.wait(max(deadline - time.monotonic(), 0))
+            if peer.process.poll() is None:
+                peer.kill()
+                with suppress(Exception):
+                    peer.process.wait(END_S)
+        self.folder.cleanup()
+
+    # The watch
+
+    def _watch(self) -> None:
+        last = time.monotonic()
+        while not self._is_ending.is_set() and self.failure is None:
+            self._read(BEAT_S)
+            now = time.monotonic()
+            # A suspended machine, or job, counts as one beat.
+            passed, last = min(now - last, 2 * BEAT_S), now
+            if not self._is_ending.is_set():
+                self._judge(passed)
+
+    def _read(self, seconds: float) -> None:
+        """Take what has arrived within this time."""
+        open_peers = {peer.connection: peer for peer in self.peers if not peer.is_gone}
+        for ready in wait([*open_peers, self._to_wake], seconds):
+            if ready is self._to_wake:
+                return
+            peer = open_peers[ready]  # type: ignore[index]
+            try:
+                self._take(peer, peer.connection.recv())
+            except (EOFError, OSError):
+                peer.is_gone = True
+
+    def _take(self, peer: Peer, message: Any) -> None:
+        peer.silent_s, peer.is_up = 0.0, True
+        if isinstance(message, Beat):
+            peer.taken = message.taken
+        elif isinstance(message, Failed):
+            peer.failed = message
+        else:
+            with self._changed:
+                peer.answers[type(message), message.number] = message
+                self._changed.notify_all()
+
+    def _judge(self, passed: float) -> None:
+        if any(peer.is_gone or peer.failed is not None for peer in self.peers):
+            deadline = time.monotonic() + GRACE_S
+            while (left := deadline - time.monotonic()) > 0 and not all(peer.is_gone for peer in self.peers):
+                self._read(left)
+            if not self._is_ending.is_set():
+                self._fail(self._first_cause())
+            return
+        for peer in self.peers:
+            peer.silent_s += passed
+            peer.behind_s = peer.behind_s + passed if peer.taken < self.num_launched else 0.0
+            limit = SILENT_S if peer.is_up else START_S
+            if peer.silent_s > limit:
+                self._fail(RankFailed(f"{peer.name} does not answer for {limit:g} s: it is stopped, or hangs"))
+            elif peer.behind_s > BEHIND_S and peer.silent_s <= 3 * BEAT_S:
+                self._fail(RankFailed(f"{peer.name} is behind: it has not taken up launch {self.num_launched}"))
+
+    def _first_cause(self) -> Exception:
+        """A refusal, memory that ran out and a killed process come before an error, which may follow from those."""
+        causes: list[tuple[int, Exception]] = []
+        for peer in self.peers:
+            if peer.failed is not None:
+                place = 0 if peer.failed.refused else 1 if peer.failed.is_memory else 3
+                error = f"rank {peer.rank}: {peer.failed.error}"
+                causes.append((place, EspalierError(error) if peer.failed.refused else RankFailed(error)))
+            elif peer.is_gone:
+                causes.append((2, RankFailed(f"{peer.name} has ended{_how(peer.process)}")))
+        return min(causes, key=lambda cause: cause[0])[1]
+
+    def _fail(self, failure: Exception) -> None:
+        with self._changed:
+            if self.failure is None:
+                self.failure = failure
+            self._changed.notify_all()
+        for peer in self.peers:
+            peer.kill()
+        if self.collectives is not None:
+            # Whatever it raises says less than the failure.
+            with suppress(Exception):
+                self.collectives.abort()
+
+
+def _how(process: Process) -> str:
+    with suppress(Exception):
+        process.wait(GRACE_S)
+    code = process.poll()
+    if code is None:
+        return ""
+    return f" with exit code {code}" if code >= 0 else f" by {Signals(-code).name}"

@@ -1,0 +1,133 @@
+"""The names of settings in vLLM, SGLang, transformers and others, with Espalier's name for each.
+
+The tables serve keywords in Python and flags on the command line, where a flag is the name with dashes.
+"""
+
+from collections.abc import Collection
+from types import MappingProxyType
+
+# Espalier's setting (with "=value" if the other name implies a value): the other engines' names for it.
+TABLE = MappingProxyType(
+    {
+        "EngineConfig.model": "model_path model_name model_name_or_path pretrained_model_name_or_path",
+        "EngineConfig.model_overrides": "hf_overrides json_model_override_args",
+        "EngineConfig.draft": "speculative_model speculative_draft_model_path draft_model spec_model",
+        "EngineConfig.attention": "attention_backend decode_attention_backend prefill_attention_backend",
+        "EngineConfig.kv_dtype": "kv_cache_dtype",
+        "EngineConfig.tensor_parallel": "tensor_parallel_size tp_size tp",
+        "EngineConfig.page_size": "block_size",
+        "EngineConfig.num_pages": "max_total_tokens num_gpu_blocks_override",
+        "EngineConfig.max_batch": "max_num_seqs max_running_requests",
+        "EngineConfig.max_context": "max_model_len context_length max_seq_len",
+        "EngineConfig.chunk_size": "max_num_batched_tokens chunked_prefill_size max_prefill_tokens",
+        "EngineConfig.prefix_cache": "enable_prefix_caching",
+        "EngineConfig.prefix_cache=False": "disable_radix_cache no_enable_prefix_caching",
+        "EngineConfig.overlap": "async_scheduling",
+        "EngineConfig.overlap=False": "disable_overlap_schedule no_async_scheduling",
+        "EngineConfig.graph_batch": "cuda_graph_max_bs max_cudagraph_capture_size cuda_graph_sizes",
+        "EngineConfig.graph_batch=0": "enforce_eager disable_cuda_graph",
+        "EngineConfig.seed": "random_seed",
+        "EngineConfig.speculation": "speculative_config",
+        "SpeculationConfig.algorithm": "speculative_algorithm speculative_algo",
+        "SpeculationConfig.steps": "speculative_num_steps num_speculative_tokens num_assistant_tokens",
+        "SpeculationConfig.topk": "speculative_eagle_topk",
+        "SpeculationConfig.num_draft_tokens": "speculative_num_draft_tokens",
+        "SamplingParams.max_tokens": "max_new_tokens max_completion_tokens n_predict",
+        "SamplingParams.min_tokens": "min_new_tokens",
+        "SamplingParams.temperature=0": "greedy",
+        "SamplingParams.n": "num_return_sequences num_samples",
+        "SamplingParams.stop": "stop_sequences stop_strings",
+        "SamplingParams.stop_token_ids": "eos_token_id",
+        "SamplingParams.include_stop_str_in_output": "no_stop_trim",
+        "SamplingParams.seed": "sampling_seed",
+        "SamplingParams.logit_bias": "bad_words allowed_token_ids",
+        "SamplingParams.grammar=espalier.Grammar(...)": "structured_outputs guided_decoding guided_json guided_regex "
+        "guided_choice guided_grammar json_schema regex ebnf structural_tag response_format",
+        "serve.cors_origin": "allowed_origins",
+        "serve.log_level": "uvicorn_log_level log_level_http",
+        "serve.max_queue": "max_queued_requests",
+        # Also Espalier's name, but a request has no such field.
+        "serve.chat_template": "",
+        "serve.api_key": "admin_api_key",
+        "serve.tool_format": "tool_call_parser",
+        "serve.reasoning_format": "reasoning_parser",
+        "serve.replicas": "data_parallel_size dp_size dp",
+    }
+)
+# The reason why Espalier has no such setting: the other engines' names for it.
+NONE = MappingProxyType(
+    {
+        "the KV cache takes a share of the free memory, or as many pages as num_pages says": "gpu_memory_utilization "
+        "mem_fraction_static kv_cache_memory_bytes",
+        "several GPUs share a model by tensor_parallel alone": "pipeline_parallel_size pp_size pp "
+        "expert_parallel_size ep_size enable_expert_parallel nnodes node_rank",
+        "a checkpoint says how its weights are quantized": "quantization load_in_8bit load_in_4bit",
+        "adapters are not supported": "enable_lora lora_modules lora_paths max_loras",
+        "Espalier never runs a checkpoint's code": "trust_remote_code",
+        "a request brings no code (use logit_bias or a grammar)": "logits_processors logits_processor "
+        "custom_logit_processor",
+        "xgrammar makes the grammars": "grammar_backend guided_decoding_backend",
+        "tool calls and reasoning need no switch": "enable_auto_tool_choice enable_reasoning",
+        "Espalier uses the model's tokenizer": "tokenizer tokenizer_path tokenizer_mode skip_tokenizer_init",
+        "the KV cache is not swapped to the CPU": "swap_space cpu_offload_gb",
+        "the server has no TLS (put a reverse proxy in front of it)": "ssl_keyfile ssl_certfile",
+        "outputs are not ranked (set n, and choose one of them)": "best_of use_beam_search num_beams beam_width",
+        "LLM.generate shows no progress bar (use on_chunk)": "use_tqdm",
+        "temperature=0 is greedy decoding, and any other value samples": "do_sample",
+    }
+)
+# The argument of LLM.generate and LLM.stream: the other engines' name for it.
+ARGUMENTS = MappingProxyType({"sampling_params": "params"})
+# The kind of Grammar: the names for it.
+_KINDS = MappingProxyType(
+    {"guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "ebnf"}
+    | {kind: kind for kind in ("json_schema", "regex", "choice", "ebnf", "structural_tag", "json_object")}
+)
+_OURS = MappingProxyType({name: ours for ours, names in TABLE.items() for name in names.split()})
+_REASONS = MappingProxyType({name: why for why, names in NONE.items() for name in names.split()})
+
+
+def keyword(name: str, known: Collection[str], python: bool = True) -> str | None:
+    """The advice for an unknown keyword: Espalier's name for it, or why it has none; None for an unknown name.
+
+    python: False gives no advice to write Python, for a client of the server.
+    """
+    if name in _KINDS and {"kind", "spec"} <= set(known):
+        return f'use Grammar("{_KINDS[name]}", "...")'
+    if name in _REASONS:
+        return f"{_REASONS[name]}; leave it out"
+    if ARGUMENTS.get(name) in known:
+        return f"use {ARGUMENTS[name]}"
+    # Or the name is Espalier's, but of another class.
+    ours = _OURS.get(name) or next((each for each in TABLE if each.partition(".")[2] == name), None)
+    if ours is None:
+        return None
+    owner, _, setting = ours.partition(".")
+    if owner == "serve":
+        return f"use espalier serve --{setting.replace('_', '-')}"
+    if setting.partition("=")[0] in known:
+        return f"use {setting}"
+    if not python:
+        return None
+    return f"use {owner}({setting if '=' in setting else f'{setting}=...'})"
+
+
+def flag(name: str, flags: Collection[str], arguments: Collection[str] = ()) -> str | None:
+    """The advice for an unknown flag, among a command's `flags` and its `arguments`, which have no flag.
+
+    name: with underscores, without leading dashes; arguments: names such as "model".
+    """
+    if name in _REASONS:
+        return f"{_REASONS[name]}; leave it out"
+    owner, _, setting = _OURS.get(name, "").partition(".")
+    ours, _, value = setting.partition("=")
+    if name == "speculative_config":
+        return "use --draft, --steps, --topk and --num-draft-tokens"
+    if (ours or name) in arguments:
+        return f"write the {ours or name} after the command, without a flag"
+    written = "--" + ours.replace("_", "-")
+    if not ours or written not in flags:
+        return f"use espalier serve {written}" if owner == "serve" else None
+    if value == "False":
+        return f"use --no-{written[2:]}"
+    return f"use {written} {value}".rstrip()

@@ -1,0 +1,133 @@
+"""The parts into which ranks divide a model, and the contract of the operations that join the ranks' results.
+
+A rank is a process that holds a part of every layer.  All ranks run the same launches.  A part is declared where its
+weight is made: in place of a number of rows or columns stands a `Part`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from espalier.errors import EspalierError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Entries begin .. end-1 of `size`."""
+
+    begin: int
+    end: int
+    size: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self) == self.size
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.begin, self.end)
+
+    def times(self, entries: int) -> "Part":
+        """The part of a tensor that has `entries` for each of these."""
+        return Part(self.begin * entries, self.end * entries, self.size * entries)
+
+    def in_units(self, unit: int) -> "Part":
+        """The part of a tensor that has one entry for `unit` of these, the last for fewer.
+
+        Raises EspalierError for a part that begins or ends inside an entry.
+        """
+        if self.begin % unit or (self.end % unit and self.end != self.size):
+            raise EspalierError(
+                f"entries {self.begin} to {self.end - 1} of {self.size} cannot be cut out, because {unit} are stored "
+                "as one; use a smaller tensor_parallel, or another checkpoint"
+            )
+        return Part(self.begin // unit, -(-self.end // unit), -(-self.size // unit))
+
+
+# A number of rows or columns: all of them, or a part.
+Size = int | Part
+
+
+def part_of(size: Size) -> Part:
+    """The part; of an int all entries."""
+    return size if isinstance(size, Part) else Part(0, size, size)
+
+
+class Collectives(Protocol):
+    """Joins tensors of all ranks.  Each rank calls the same operations in the same order, with equal shapes.
+
+    The results have the same bits on every rank.
+    """
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """x [...] of each rank -> [ranks, ...], in the order of the ranks."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks.  It may overwrite x."""
+        ...
+
+    def abort(self) -> None:
+        """End what waits for other ranks, with an error or a wrong result.  Called from another thread."""
+        ...
+
+
+@dataclass(frozen=True)
+class Shards:
+    """What one rank holds: the `rank`-th part of `count`.  collectives: None for one rank, or before ranks are joined.
+
+    Parts are equal.  Where `count` divides no size, the model is refused before its weights are read
+    (models/shard_sizes.py).
+    """
+
+    rank: int = 0
+    count: int = 1
+    collectives: Collectives | None = None
+
+    def part(self, size: int, what: str) -> Part:
+        """The rank's part of `size` entries.  what: their name, in the error.  Raises EspalierError."""
+        if size % self.count:
+            raise EspalierError(
+                f"tensor_parallel={self.count} does not divide this model's {what} ({size}); use {divisors(size)}"
+            )
+        own = size // self.count
+        return Part(self.rank * own, (self.rank + 1) * own, size)
+
+    def kv_heads(self, count: int) -> Part:
+        """The rank's K/V heads: a part, or one head that several ranks hold.  Raises EspalierError."""
+        if self.count % count:
+            return self.part(count, "number of K/V heads")
+        head = self.rank * count // self.count
+        return Part(head, head + 1, count)
+
+    def tokens(self, vocab_size: int) -> Part:
+        """The rank's part of the vocabulary.  Those of the last ranks may be shorter, or empty."""
+        begin, end = (min(rank * self.tokens_each(vocab_size), vocab_size) for rank in (self.rank, self.rank + 1))
+        return Part(begin, end, vocab_size)
+
+    def tokens_each(self, vocab_size: int) -> int:
+        """The longest part of the vocabulary."""
+        return -(-vocab_size // self.count)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """As Collectives.all_gather."""
+        return x[None] if self.collectives is None else self.collectives.all_gather(x)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """As Collectives.all_reduce."""
+        return x if self.collectives is None else self.collectives.all_reduce(x)
+
+
+# Of one rank: the whole model.
+WHOLE = Shards()
+
+
+def divisors(*sizes: int) -> str:
+    """The numbers of ranks that divide all of these, as text."""
+    numbers: Sequence[int] = [n for n in range(1, min(sizes) + 1) if not any(size % n for size in sizes)]
+    return " or ".join(map(str, numbers[:8]))

@@ -1,0 +1,50 @@
+"""Joins ranks on a CPU, through PyTorch's gloo over the loopback interface.
+
+Sums are gathered and added in the order of the ranks, so every rank holds the same bits.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import FileStore, ProcessGroupGloo
+
+# Of joining, where every rank is known to be alive.
+JOIN_LIMIT = timedelta(seconds=60)
+# Of one operation.  The host that watches the ranks ends it long before (engine/ranks.py).
+OPERATION_LIMIT = timedelta(days=1)
+
+
+class GlooCollectives:
+    """A Collectives (shards/base.py).  file: one for all ranks, on a disk that all of them see."""
+
+    def __init__(self, file: Path, rank: int, count: int) -> None:
+        gloo: Any = ProcessGroupGloo  # whose stub lacks most of it
+        options = gloo._Options()
+        options._timeout = JOIN_LIMIT
+        # Loopback alone, and a free port, which the file tells the others.
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
+        store = FileStore(str(file), count)
+        self.count = count
+        self.group = gloo(store, rank, count, options)
+        self.group._set_default_timeout(OPERATION_LIMIT)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty(self.count, *x.shape)
+        if x.numel():
+            # As bytes: gloo knows few dtypes.
+            own, all_ranks = (each.reshape(-1).view(torch.uint8) for each in (x.contiguous(), gathered))
+            self.group._allgather_base(all_ranks, own).wait()
+        return gathered
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        parts = self.all_gather(x).to(torch.promote_types(x.dtype, torch.float32))
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total.to(x.dtype)
+
+    def abort(self) -> None:
+        """Nothing: an operation ends with an error when another rank's process has ended."""

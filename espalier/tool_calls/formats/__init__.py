@@ -1,0 +1,69 @@
+"""The formats of tool calls and of reasoning, by name.  A model's formats are found by its chat template."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TypeVar
+
+from espalier.errors import EspalierError
+from espalier.tool_calls.base import ReasoningFormat, ToolFormat
+from espalier.tool_calls.formats import deepseek, glm, harmony, hermes, llama, mistral, qwen_coder
+from espalier.tool_calls.reasoning import MISTRAL, THINK
+
+# In the order in which a template's signs are looked for: a format whose signs include another's comes first.
+_TOOLS = (
+    harmony.FORMAT,
+    glm.FORMAT,
+    qwen_coder.FORMAT,
+    hermes.FORMAT,
+    deepseek.V3,
+    deepseek.FORMAT,
+    mistral.FORMAT,
+    mistral.LIST,
+    llama.FORMAT,
+)
+_REASONING = (harmony.REASONING, MISTRAL, THINK)
+TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType({each.name: each for each in _TOOLS})
+REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType({each.name: each for each in _REASONING})
+AUTO, NONE = "auto", "none"
+F = TypeVar("F", ToolFormat, ReasoningFormat)
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of a model, None where it has none."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+
+def find_formats(template: str, tool_format: str = AUTO, reasoning_format: str = AUTO) -> Formats:
+    """The formats of a model by the text of its chat template, or by name.
+
+    Raises EspalierError for a name that does not exist.
+    """
+    # One format reads both.
+    if tool_format == harmony.FORMAT.name and reasoning_format == AUTO:
+        reasoning_format = harmony.REASONING.name
+    if reasoning_format == harmony.REASONING.name and tool_format == AUTO:
+        tool_format = harmony.FORMAT.name
+    tools = _find("tool_format", tool_format, TOOL_FORMATS, template)
+    reasoning = _find("reasoning_format", reasoning_format, REASONING_FORMATS, template)
+    if tools is not None and tools.name == harmony.FORMAT.name and (reasoning is None or not reasoning.whole):
+        raise EspalierError("tool_format='harmony' needs reasoning_format='harmony': its calls stand in channels too")
+    if reasoning is not None and reasoning.whole and tools is not None and tools.name != reasoning.name:
+        raise EspalierError(
+            f"reasoning_format={reasoning.name!r} with tool_format={tools.name!r} is not supported; use "
+            f"{reasoning.name!r} or 'none' for tools"
+        )
+    return Formats(tools, reasoning)
+
+
+def _find(flag: str, name: str, formats: Mapping[str, F], template: str) -> F | None:
+    if name == AUTO:
+        return next((each for each in formats.values() if all(sign in template for sign in each.signs)), None)
+    if name == NONE:
+        return None
+    if name not in formats:
+        raise EspalierError(f"{flag}={name!r} is not supported; use {', '.join((AUTO, NONE, *sorted(formats)))}")
+    return formats[name]

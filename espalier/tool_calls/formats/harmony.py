@@ -1,0 +1,103 @@
+"""GPT-OSS (harmony): messages in channels.
+
+The channel analysis is reasoning, a message to functions.NAME is a call, everything else is content.  A message to
+assistant is one to the user: GPT-OSS writes it at times.
+
+openai-harmony is not used: it reads the ids of its own vocabulary, which it downloads.
+"""
+
+import re
+
+from espalier.tool_calls.base import CallSyntax, CallWriter, ReasoningFormat, ToolFormat, Writer, read_call
+from espalier.tool_calls.json_calls import is_absent, read_arguments
+from espalier.tool_calls.reader import Broken, Markers, Reader, Steps
+
+START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
+END, CALL, RETURN, CONSTRAIN = "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"
+SPECIAL = (START, CHANNEL, MESSAGE, END, CALL, RETURN, CONSTRAIN)
+# A message also ends where the next one begins.
+ENDS = Markers(END, CALL, RETURN, START, CHANNEL)
+HEADER_ENDS = Markers(MESSAGE, END, CALL, RETURN)
+RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+CHANNEL_NAME = re.compile(re.escape(CHANNEL) + r"(\w+)")
+TO = r"(?: *to=[^\s<]*)?"
+HEADER = re.compile(
+    rf"^(?:{re.escape(START)})?\w*{TO}(?:{re.escape(CHANNEL)}\w*)?{TO}(?: *{re.escape(CONSTRAIN)}\w*| json)?"
+)
+FUNCTIONS = "functions."
+# A message to one of them is no call.
+ROLES = ("assistant", "user", "system", "developer", "all")
+
+
+def parse(reader: Reader, writer: Writer) -> Steps[None]:
+    """Reads an output whose prompt ends with <|start|>assistant."""
+    opening = yield from reader.literal(CHANNEL, START, " to=")
+    while True:
+        if opening is None:
+            # Text outside of a message.
+            opening = yield from reader.until(ENDS, writer.content)
+        if opening is None:
+            return
+        if opening in (END, CALL, RETURN):
+            opening = yield from reader.literal(CHANNEL, START)
+        else:
+            opening = yield from _message(reader, writer, opening)
+
+
+def _message(reader: Reader, writer: Writer, opening: str) -> Steps[str | None]:
+    """Read a message.  Returns the marker that ends it, None if what follows is text."""
+    parts = [opening]
+    marker = yield from reader.until(HEADER_ENDS, parts.append)
+    header = "".join(parts)
+    recipient, channel = RECIPIENT.search(header), CHANNEL_NAME.search(header)
+    if recipient is not None and recipient[1] not in ROLES:
+        return (yield from _call(reader, writer, header, marker, recipient[1]))
+    if marker != MESSAGE:
+        # A header that is cut off has no text.
+        if text := HEADER.sub("", header, count=1):
+            writer.content(text)
+        return marker
+    writer.in_reasoning = channel is not None and channel[1] == "analysis"
+    marker = yield from reader.until(ENDS, writer.reasoning if writer.in_reasoning else writer.content)
+    writer.in_reasoning = False
+    return marker
+
+
+def _call(reader: Reader, writer: Writer, header: str, marker: str | None, recipient: str) -> Steps[str | None]:
+    """Read a call after its header, which `marker` ends."""
+
+    def read(call: CallWriter) -> Steps[None]:
+        call.name(recipient.removeprefix(FUNCTIONS))
+        if marker is None:
+            yield from is_absent(reader)
+        if marker != MESSAGE:
+            return
+        yield from reader.space()
+        yield from read_arguments(reader, call, *ENDS.texts)
+        yield from reader.space()
+        if (yield from reader.peek()) not in ("", "<"):
+            raise Broken("the tool call goes on after its arguments")
+
+    if not (yield from read_call(reader, writer, header + (marker or ""), read)):
+        return None
+    return marker if marker != MESSAGE else (yield from reader.literal(*ENDS.texts))
+
+
+FORMAT = ToolFormat(
+    name="harmony",
+    signs=(CHANNEL, START),
+    special_tokens=SPECIAL,
+    parse=parse,
+    syntax=CallSyntax(f"{CHANNEL}commentary to={FUNCTIONS}", f" {CONSTRAIN}json{MESSAGE}", ""),
+    one_call=True,
+)
+REASONING = ReasoningFormat(
+    name="harmony",
+    signs=(CHANNEL, START),
+    special_tokens=SPECIAL,
+    begin=f"{CHANNEL}analysis{MESSAGE}",
+    end=f"{END}{START}assistant",
+    answer=f"{CHANNEL}final{MESSAGE}",
+    whole=True,
+    turn=f"{START}assistant",
+)

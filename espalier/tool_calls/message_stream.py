@@ -1,0 +1,99 @@
+"""Turns a request's tokens into the deltas of a message, and finds stop strings in its content.
+
+The engine process and the front run the same stream over the same tokens: the one ends the request at the token that
+completes a stop string, the other ends the content there.
+"""
+
+from collections.abc import Sequence
+
+from espalier.request import Output, OutputChunk, OutputForm, ResolvedParams
+from espalier.stop_strings import StopFinder
+from espalier.text import TextStream
+from espalier.tool_calls.base import Delta
+from espalier.tool_calls.formats import REASONING_FORMATS, TOOL_FORMATS, Formats
+from espalier.tool_calls.parser import OutputParser
+
+
+class MessageStream:
+    """A request.TextSink whose stop strings are those of the content; its text is what the model wrote.
+
+    text: makes text from tokens, without stop strings; num_reasoning: tokens of the reasoning so far.
+    """
+
+    def __init__(self, text: TextStream, parser: OutputParser, params: ResolvedParams):
+        self.text = text
+        self.parser = parser
+        self.finder = StopFinder(params.stop, params.include_stop_str_in_output)
+        self.min_tokens = params.min_tokens
+        self.keep_stop = params.include_stop_str_in_output
+        self.num_reasoning = 0
+        self._texts: list[str] = []
+        self._deltas: list[Delta] = []
+
+    def push(self, token_id: int) -> str | None:
+        """Add a token.  Returns the stop string once one is complete in the content, else None."""
+        was_reasoning = self.parser.in_reasoning
+        self.text.push(token_id)
+        self._read(final=False)
+        self.num_reasoning += was_reasoning or self.parser.in_reasoning
+        return self.finder.stopped
+
+    def take(self, final: bool) -> str:
+        """The new text since the last take, with the marks of calls and reasoning and with the stop string."""
+        self._read(final)
+        text, self._texts, self._deltas = "".join(self._texts), [], []
+        return text
+
+    def read(self, output: OutputChunk | Output) -> list[Delta]:
+        """The deltas that an output adds, up to a stop string in the content.  A stop token has no text."""
+        is_last = output.finish_reason is not None
+        ends_by_token = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
+        tokens = output.token_ids[:-1] if ends_by_token and not self.keep_stop else output.token_ids
+        if self.finder.stop or self.parser.may_reason:
+            for token in tokens:
+                self.push(token)
+            self.num_reasoning += len(output.token_ids[len(tokens) :]) * self.parser.in_reasoning
+        else:
+            self.text.push_all(tokens)
+        self._read(is_last)
+        if is_last:
+            self._add(self.parser.finish(is_cut=output.finish_reason != "stop"))
+            self._flush()
+        deltas, self._texts, self._deltas = self._deltas, [], []
+        return deltas
+
+    def ends(self, output: OutputChunk | Output) -> tuple[str | None, int | str | None]:
+        """(finish_reason, stop_reason) of an output that was read: text of a broken call may have a stop string too."""
+        if self.finder.stopped and output.finish_reason in ("stop", "length"):
+            return "stop", self.finder.stopped
+        return output.finish_reason, output.stop_reason
+
+    def _read(self, final: bool) -> None:
+        text = self.text.take(final)
+        self._texts.append(text)
+        self._add(self.parser.feed(text))
+
+    def _add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            if self.finder.stopped:
+                return
+            if delta.kind == "content":
+                self.finder.add(delta.text, counts=self.text.pushed > self.min_tokens)
+                self._put(self.finder.take(final=False))
+                continue
+            if delta.kind == "call":
+                # A call ends a piece of content.
+                self._flush()
+            self._deltas.append(delta)
+
+    def _flush(self) -> None:
+        self._put(self.finder.take(final=True))
+
+    def _put(self, content: str) -> None:
+        if content:
+            self._deltas.append(Delta("content", content))
+
+
+def parser_of(form: OutputForm) -> OutputParser:
+    formats = Formats(TOOL_FORMATS.get(form.tool_format), REASONING_FORMATS.get(form.reasoning_format))
+    return OutputParser(formats, form.schemas, form.begun)

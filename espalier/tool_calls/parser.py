@@ -1,0 +1,133 @@
+"""Reads the output of one sample: text in, deltas of a message out."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from espalier.tool_calls.base import Delta, Writer, call_id
+from espalier.tool_calls.formats import Formats, harmony
+from espalier.tool_calls.reader import Reader, Steps
+from espalier.tool_calls.reasoning import split
+
+
+class OutputParser:
+    """The joined deltas do not depend on how the text was cut.
+
+    schemas: by the name of each tool that may be called; begun: the text with which the prompt begins the answer.
+    """
+
+    def __init__(
+        self,
+        formats: Formats,
+        schemas: Mapping[str, Mapping[str, Any]],
+        begun: str = "",
+        make_id: Callable[[], str] | None = None,
+    ):
+        self._reader = Reader()
+        ids = formats.tools.make_id if formats.tools is not None else call_id
+        self._writer = Writer(schemas, make_id or ids)
+        self._steps = _parse(self._reader, self._writer, formats)
+        # Text of the prompt that may begin a mark.
+        self._held = ""
+        self._read()
+        if begun:
+            self._writer.resume(self.feed(begun))
+            self._held = self._reader.buffer
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside the reasoning."""
+        return self._writer.in_reasoning
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether reasoning may still come or go on."""
+        return self._writer.may_reason
+
+    def feed(self, text: str) -> list[Delta]:
+        """The deltas that a text adds.  Text that may become a part of a mark is held back."""
+        if not text:
+            return []
+        self._reader.buffer += text
+        return self._read()
+
+    def finish(self, is_cut: bool = False) -> list[Delta]:
+        """The deltas of what was held back.  is_cut: the output did not end by itself."""
+        self._reader.ended, self._reader.is_cut = True, is_cut
+        return self._read()
+
+    def _read(self) -> list[Delta]:
+        next(self._steps, None)
+        deltas = self._writer.take()
+        return self._without_held(deltas) if self._held and deltas else deltas
+
+    def _without_held(self, deltas: list[Delta]) -> list[Delta]:
+        """The deltas without the prompt's text at their beginning."""
+        first = deltas[0]
+        size = min(len(self._held), len(first.text))
+        if first.kind not in ("content", "reasoning") or first.text[:size] != self._held[:size]:
+            self._held = ""
+            return deltas
+        self._held, rest = self._held[size:], first.text[size:]
+        return [Delta(first.kind, rest), *deltas[1:]] if rest else deltas[1:]
+
+
+def _parse(reader: Reader, writer: Writer, formats: Formats) -> Steps[None]:
+    reasoning, tools = formats.reasoning, formats.tools
+    if reasoning is not None and reasoning.whole:
+        yield from harmony.parse(reader, writer)
+        return
+    if reasoning is not None:
+        yield from split(reader, writer, reasoning)
+    writer.may_reason = False
+    if tools is not None and writer.schemas:
+        yield from tools.parse(reader, writer)
+        return
+    while (yield from reader.peek()):
+        writer.content(reader.take(len(reader.buffer)))
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool.  arguments: a JSON object, as text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """In OpenAI's form."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class Message:
+    """An assistant's message.  errors: why calls were broken; their text is in the content."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+def message_of(deltas: Iterable[Delta]) -> Message:
+    """The message that deltas add up to."""
+    content: list[str] = []
+    reasoning: list[str] = []
+    errors: list[str] = []
+    # By index: the first delta of a call, and its arguments.
+    calls: dict[int, tuple[Delta, list[str]]] = {}
+    for delta in deltas:
+        if delta.kind == "content":
+            content.append(delta.text)
+        elif delta.kind == "reasoning":
+            reasoning.append(delta.text)
+        elif delta.kind == "call":
+            calls[delta.index] = delta, []
+        elif delta.kind == "arguments":
+            calls[delta.index][1].append(delta.text)
+        elif delta.kind == "broken":
+            calls.pop(delta.index, None)
+            errors.append(delta.text)
+    whole = [ToolCall(call.id, call.text, "".join(arguments)) for call, arguments in calls.values()]
+    return Message("".join(content), "".join(reasoning), whole, errors)

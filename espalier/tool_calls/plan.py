@@ -1,0 +1,152 @@
+"""What the tools and the formats of one conversation make of its prompt, its parameters and its output.
+
+LLM.chat and the server's endpoints share it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from espalier.errors import EspalierError
+from espalier.request import OutputForm, ResolvedParams
+from espalier.text import Tokenizer
+from espalier.tool_calls.definitions import Tools
+from espalier.tool_calls.forced import output_grammar
+from espalier.tool_calls.formats import TOOL_FORMATS, Formats
+from espalier.tool_calls.history import with_calls
+from espalier.tool_calls.parser import OutputParser
+
+# Tokens at the prompt's end that are searched for an open reasoning mark.
+TAIL = 16
+
+
+class ChatPlan:
+    """One conversation.  Raises EspalierError if the model cannot call the tools."""
+
+    def __init__(self, tokenizer: Tokenizer | None, formats: Formats, tools: Tools):
+        self.tokenizer = tokenizer
+        self.tools = tools
+        # The last prompt that was asked for, and its last turn.
+        self._turn: tuple[Sequence[int], str] | None = None
+        self._takes_text = formats.tools is not None and formats.tools.takes_text
+        calls = bool(tools.callable)
+        if calls and not self.shows("tools"):
+            raise EspalierError(
+                "tools needs a chat template that reads them, and this model's does not; give one with "
+                '--chat-template, or send tool_choice="none"'
+            )
+        if calls and formats.tools is None:
+            raise EspalierError(
+                "tools needs a format of tool calls, and this model's chat template has no known one; name it with "
+                f'--tool-format ({", ".join(TOOL_FORMATS)}), or send tool_choice="none"'
+            )
+        self.formats = formats if calls else Formats(None, formats.reasoning)
+
+    @property
+    def has_parser(self) -> bool:
+        """Whether the output has parts that are not content."""
+        return self.formats.tools is not None or self.formats.reasoning is not None
+
+    def shows(self, variable: str) -> bool:
+        """Whether the chat template reads a variable."""
+        return self.tokenizer is not None and self.tokenizer.shows(variable)
+
+    def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The messages as this model's chat template takes them."""
+        return [self._message(each) for each in messages]
+
+    def _message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        if message.get("tool_calls"):
+            message = with_calls(message, self._takes_text)
+        reasoning = self.formats.reasoning
+        if (
+            reasoning is not None
+            and reasoning.whole
+            and message.get("reasoning_content")
+            and not message.get("content")
+        ):
+            return {**message, "thinking": message["reasoning_content"]}
+        return message
+
+    def params(self, params: ResolvedParams, prompt: Sequence[int]) -> ResolvedParams:
+        """The parameters with the grammar of the calls, and with the special tokens that the parser reads.
+
+        Raises EspalierError.
+        """
+        if not self.has_parser or self.tokenizer is None:
+            return params
+        names = {name for each in (self.formats.tools, self.formats.reasoning) if each for name in each.special_tokens}
+        return replace(
+            params,
+            grammar=self._grammar(params, prompt),
+            shown_special_tokens=self.tokenizer.special_ids(names),
+            form=self._form(prompt) if params.stop else None,
+        )
+
+    def _form(self, prompt: Sequence[int]) -> OutputForm:
+        tools, reasoning = (each.name if each else "" for each in (self.formats.tools, self.formats.reasoning))
+        return OutputForm(tools, reasoning, self.tools.schemas, self.begun(prompt))
+
+    def _grammar(self, params: ResolvedParams, prompt: Sequence[int]) -> Any:
+        reasoning, tools, answer = self.formats.reasoning, self.formats.tools, params.grammar
+        # A grammar that says when it begins begins there.
+        after = None if answer is None else answer.after
+        reasons = reasoning is not None and after is None and self._reasons(prompt)
+        if reasoning is not None and reasons and self._is_open(prompt):
+            # In a format of messages another one may come before the answer.
+            after, reasons = reasoning.end, reasoning.whole
+        if tools is None and not reasons:
+            return None if answer is None else replace(answer, after=after)
+        return output_grammar(self.tools, tools, answer, reasoning if reasons else None, after)
+
+    def _reasons(self, prompt: Sequence[int]) -> bool:
+        """Whether the model is expected to reason before its answer."""
+        reasoning = self.formats.reasoning
+        if reasoning is None or self.tokenizer is None:
+            return False
+        if self._is_open(prompt):
+            return True
+        if reasoning.whole:
+            return not self.begun(prompt)
+        is_closed = reasoning.end in self._last_turn(prompt)
+        return not is_closed and any(map(self.tokenizer.shows, reasoning.switches))
+
+    def _is_open(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends inside the reasoning."""
+        parser = self.parser(prompt)
+        return parser is not None and parser.in_reasoning
+
+    def begun(self, prompt: Sequence[int]) -> str:
+        """The text with which the prompt begins the answer: reasoning that is open, or a message of a whole format."""
+        reasoning = self.formats.reasoning
+        if reasoning is None or not reasoning.begin or self.tokenizer is None:
+            return ""
+        turn = self._last_turn(prompt)
+        if reasoning.whole:
+            return turn.removeprefix(reasoning.turn) if turn.startswith(reasoning.turn) else ""
+        start = turn.rfind(reasoning.begin)
+        return "" if start < 0 or reasoning.end in turn[start:] else turn[start:]
+
+    def _last_turn(self, prompt: Sequence[int]) -> str:
+        """The prompt's text from its last turn mark on: a special token that is no mark of the formats.
+
+        Where its turns have no such token, only a mark at its very end counts: the user may have written others.
+        """
+        if self._turn is None or self._turn[0] is not prompt:
+            self._turn = prompt, self._find_turn(prompt)
+        return self._turn[1]
+
+    def _find_turn(self, prompt: Sequence[int]) -> str:
+        reasoning, tokenizer = self.formats.reasoning, self.tokenizer
+        assert reasoning is not None and tokenizer is not None
+        marks = {*reasoning.special_tokens, *(self.formats.tools.special_tokens if self.formats.tools else ())}
+        found = tokenizer.last_turn(prompt, {mark for mark in marks if not reasoning.turn.startswith(mark)})
+        if found is not None:
+            return found
+        tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
+        at_end = (mark for mark in (reasoning.begin, reasoning.end) if tail.rstrip().endswith(mark))
+        return next((tail[tail.rindex(mark) :] for mark in at_end), "")
+
+    def parser(self, prompt: Sequence[int]) -> OutputParser | None:
+        """A parser for one output, None if all of it is content."""
+        return OutputParser(self.formats, self.tools.schemas, self.begun(prompt)) if self.has_parser else None

@@ -1,0 +1,38 @@
+"""The measured limits of a GPU."""
+
+from dataclasses import dataclass
+
+import torch
+
+from espalier.bench.timing import SECONDS, TURNS, Stopwatch, timed
+
+PEAK_SIDE = 8192
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Measured limits of a GPU.  bandwidth: bytes/s read; peak: FLOP/s of a large bf16 matrix product."""
+
+    bandwidth: float
+    peak: float
+
+
+def measured_ceilings(stopwatch: Stopwatch, device: torch.device) -> Ceilings:
+    return Ceilings(stopwatch.bandwidth(device), PeakMeter(stopwatch, device).measure())
+
+
+class PeakMeter:
+    """Measures the FLOP/s of a bf16 matrix product, again and again.
+
+    It is made once: while it is made, a hot GPU cools down.
+    """
+
+    def __init__(self, stopwatch: Stopwatch, device: torch.device) -> None:
+        a, b = (torch.randn(PEAK_SIDE, PEAK_SIDE, device=device, dtype=torch.bfloat16) for _ in range(2))
+        # The graph reads them, and does not keep them.
+        self._inputs = (a, b)
+        self._graph = stopwatch.capture(lambda: a @ b)
+
+    def measure(self) -> float:
+        (ms,) = timed([self._graph], TURNS, SECONDS)
+        return 2 * PEAK_SIDE**3 / ms * 1e3

@@ -1,0 +1,53 @@
+"""The synthetic models of a named shape on several ranks.  Each rank makes its own part."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from espalier.config import ResolvedConfig
+from espalier.models.shard_sizes import require_shards
+from espalier.shards import Shards
+from espalier.startup.build import Loaded
+from espalier.startup.load import build_engine_of_ranks
+from espalier.startup.ranks import starting_ranks
+from lab.bench.synthetic_models import RunningEngine, SyntheticModels
+from lab.synthetic.checkpoint import Recipe, build
+
+
+class RankedModels(SyntheticModels):
+    """Every engine is started anew, with its ranks and their models."""
+
+    def make(self, position_rows: int) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def engine_of(self, config: ResolvedConfig, num_pages: int | None) -> Iterator[RunningEngine]:
+        """As SyntheticModels.engine_of."""
+        require_shards(self.recipe.shape.target, config.tensor_parallel)
+        work = partial(models_of_recipe, self.recipe)
+        with (
+            starting_ranks(config.tensor_parallel) as ranks,
+            self._running(lambda: build_engine_of_ranks(ranks, config, num_pages, work)[0]) as running,
+        ):
+            yield running
+
+
+def synthetic_models(
+    recipe: Recipe, settings: Mapping[str, Any], dtype: torch.dtype, device: torch.device, position_rows: int
+) -> SyntheticModels:
+    """The models for engines of these settings of LLM."""
+    kind = RankedModels if settings.get("tensor_parallel", 1) > 1 else SyntheticModels
+    return kind(recipe, dtype, device, position_rows)
+
+
+def models_of_recipe(recipe: Recipe, config: ResolvedConfig, shards: Shards) -> Loaded:
+    """What one rank holds (espalier/startup/rank_work.py:Models)."""
+    dtype, device = getattr(torch, config.dtype), torch.device(config.device)
+    target, draft = build(recipe, dtype, device, config.layout.position_rows, shards)
+    if config.algorithm != draft.spec.algorithm:
+        target.capture = ()
+        return Loaded(config, target, None, shards)
+    return Loaded(config, target, draft, shards)

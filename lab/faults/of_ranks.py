@@ -1,0 +1,78 @@
+"""Faults of several ranks (planted.py).  With one rank they change nothing."""
+
+from dataclasses import replace
+
+from lab.faults.base import Fault
+
+
+def _own_product(right):
+    return lambda weight, own, bias: own if bias is None else own + bias
+
+
+def _other_prompts(right):
+    """The same number of tokens, in another order."""
+
+    def launch(follower, message):
+        given = message.launch_input
+        inits = tuple(replace(each, tokens=each.tokens[::-1]) for each in given.slot_inits)
+        right(follower, replace(message, launch_input=replace(given, slot_inits=inits)))
+
+    return launch
+
+
+def _next_part(right):
+    """The last rank has its own."""
+
+    def own_size(weights, experts):
+        part = right(weights, experts)
+        begin = min(part.end, part.size - len(part))
+        return replace(part, begin=begin, end=begin + len(part))
+
+    return own_size
+
+
+def _scales_across(right):
+    """Of the matrices whose columns are divided, as many scales of other rows."""
+
+    def stack(weights, names, stored, cuts=()):
+        if not cuts or "scale" not in stored[0].suffix or len(names) > 1:
+            return right(weights, names, stored, cuts)
+        whole = right(weights, names, stored)
+        own = [each.stop - each.start for each in cuts[0]]
+        if own[0] < whole.shape[0] or own[-1] == whole.shape[-1]:
+            return whole[cuts[0]]
+        rows = whole.shape[0] * own[-1] // whole.shape[-1]
+        return whole[weights.shards.rank * rows :][:rows].reshape(own)
+
+    return stack
+
+
+FAULTS_OF_RANKS = {
+    fault.name: fault
+    for fault in (
+        Fault(
+            "product-not-summed",
+            "each rank goes on with its own part of a product that the ranks should sum",
+            "espalier.models.weight_formats.sharded:SummedWeight.joined",
+            _own_product,
+        ),
+        Fault(
+            "prompt-of-another-launch",
+            "a rank runs a launch with other prompts than rank 0",
+            "espalier.engine.follow:Follower._launch",
+            _other_prompts,
+        ),
+        Fault(
+            "experts-one-part-off",
+            "each rank but the last holds the next rank's part of the experts",
+            "espalier.models.expert_loading:_own_size",
+            _next_part,
+        ),
+        Fault(
+            "scales-across",
+            "the scales of a matrix whose columns are divided are cut along its rows",
+            "espalier.models.weights:Weights._stack",
+            _scales_across,
+        ),
+    )
+}
