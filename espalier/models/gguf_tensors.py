@@ -1,6 +1,6 @@
 """The tensors of a GGUF file under the names that they have in a Hugging Face checkpoint.
 
-Tensors in blocks are bytes [rows, bytes of a row].  What llama.cpp's converter changed is undone: the order of rows of
+Tensors in blocks are bytes [rows, blocks of a row, bytes of a block].  What llama.cpp's converter changed is undone: the order of rows of
 q and k, and the 1 that it adds to Gemma's norms.
 """
 
@@ -61,7 +61,7 @@ class GGUFTensors(Mapping[str, Tensor]):
             # Copied, as the place in the file need not be a multiple of the numbers' size.
             tensor = raw.clone().view(DTYPES[place.type]).reshape(place.shape)
         else:
-            tensor = raw.reshape(*place.shape[:-1], -1)
+            tensor = raw.reshape(*place.shape[:-1], -1, BY_NUMBER[place.type].nbytes)
         return self._changed_back(name, tensor)
 
     def _changed_back(self, name: str, tensor: Tensor) -> Tensor:

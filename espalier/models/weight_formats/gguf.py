@@ -51,19 +51,21 @@ class BlockWeight(Weight):
 
 @dataclass(frozen=True)
 class GGUFFormat(WeightFormat):
-    """`.weight` uint8 [out, bytes of a row].  type: a name of BLOCK_TYPES."""
+    """`.weight` uint8 [out, blocks of a row, bytes of a block].  type: a name of BLOCK_TYPES."""
 
     type: str
     name = GGUF_METHOD
+    has_shards = True
     embeds = True
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         kind = BLOCK_TYPES[self.type]
         require_multiple(f"{self.name} ({self.type})", "columns", columns, kind.values)
-        return (StoredTensor(".weight", (rows, kind.row_bytes(columns)), torch.uint8, row_dim=0),)
+        shape = (rows, columns // kind.values, kind.nbytes)
+        return (StoredTensor(".weight", shape, torch.uint8, 0, 1, column_unit=kind.values),)
 
     def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> BlockWeight:
-        return BlockWeight(BlockMatrix(BLOCK_TYPES[self.type], tensors[".weight"]))
+        return BlockWeight(BlockMatrix(BLOCK_TYPES[self.type], tensors[".weight"].flatten(1)))
 
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
         return dtype == torch.uint8

@@ -54,6 +54,7 @@ class Nvfp4Format(QuantisedFormat):
     names: Names
     has_inputs: bool = False
     name = NVFP4_NAME
+    has_shards = True
 
     @property
     def note(self) -> str | None:
@@ -64,8 +65,9 @@ class Nvfp4Format(QuantisedFormat):
         names = self.names
         inputs = (StoredTensor(names.inputs, (1,), torch.float32),) if self.has_inputs else ()
         return (
-            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, row_dim=0),
-            StoredTensor(names.scales, (rows, columns // GROUP), FP8, row_dim=0),
+            # A part has whole groups, of which one has eight bytes of codes.
+            StoredTensor(names.codes, (rows, columns // 2), torch.uint8, 0, 1, column_unit=2),
+            StoredTensor(names.scales, (rows, columns // GROUP), FP8, 0, 1, column_unit=GROUP),
             StoredTensor(names.factor, (1,), torch.float32),
             *inputs,
         )
