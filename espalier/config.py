@@ -124,7 +124,8 @@ class EngineConfig:
 class ResolvedConfig:
     """An EngineConfig in which every value is chosen.  The engine runs on this.
 
-    layout: the trees and the sizes of passes; num_pages: includes the dummy page.
+    layout: the trees and the sizes of passes; num_pages: includes the dummy page; pauses_draft: whether rounds leave
+    out guesses that do not pay (engine/draft_pause.py).
     """
 
     model: str
@@ -144,6 +145,7 @@ class ResolvedConfig:
     graph_batch: int
     model_overrides: dict[str, Any]
     seed: int
+    pauses_draft: bool = False
     tensor_parallel: int = 1
 
     def as_dict(self) -> dict[str, Any]:

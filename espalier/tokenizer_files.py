@@ -117,14 +117,14 @@ def _config_of_type(path: Path) -> Any:
 def tokenizer_class(path: Path) -> Any:
     """The class of transformers that loads the tokenizer in a directory; for any other path, AutoTokenizer.
 
-    AutoTokenizer takes two seconds to import, most of it PyTorch's compiler.  Where it is known to choose
-    PreTrainedTokenizerFast, only that class is imported.
+    Where no class is named, tokenizer.json is taken as it stands: AutoTokenizer would guess by the model's type, and
+    some classes replace what the file says.  AutoTokenizer takes two seconds to import, most of it PyTorch's compiler.
+    Where it is known to choose PreTrainedTokenizerFast, only that class is imported.
     """
-    declared = _fields(path / "tokenizer_config.json")
-    if (
-        declared.get("tokenizer_class") in PLAIN_CLASSES
-        and _fields(path / "config.json").get("model_type") in PLAIN_MODEL_TYPES
-    ):
+    config = _fields(path / "config.json")
+    named = _fields(path / "tokenizer_config.json").get("tokenizer_class") or config.get("tokenizer_class")
+    is_whole = named is None and (path / "tokenizer.json").is_file()
+    if is_whole or (named in PLAIN_CLASSES and config.get("model_type") in PLAIN_MODEL_TYPES):
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast

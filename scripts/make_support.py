@@ -63,11 +63,14 @@ def targets() -> str:
             f"`{f.model_type}`",
             keeps,
             f"by `{f.qk_norm}`" if isinstance(f.qk_norm, str) else yes(f.qk_norm),
+            yes(f.in_drafts),
             yes(f.mtp is not None),
+            codes(f.multimodal) or "-",
             codes(f.honours) or "-",
         ]
 
-    head = ["architecture", "model_type", "layers keep", "q and k norms", "own MTP layers", "fields with any value"]
+    head = ["architecture", "model_type", "layers keep", "q and k norms", "in drafts", "own MTP layers"]
+    head += ["text part of", "fields with any value"]
     return table(head, map(row, FAMILIES.values()))
 
 
@@ -195,7 +198,10 @@ GB.
 
 Supported are rope scaling of types {codes(ROPE_TYPES)}; sliding windows per
 layer; tied or own output head; biases; attention sinks; weights in one safetensors file or in shards. A family supports
-any value of the fields in its last column. Its EAGLE-3 heads have a dense MLP.
+any value of the fields in its last column. Its EAGLE-3 heads have a dense MLP; "in drafts" says whether a draft's own
+layers may be the family's. Of a multimodal checkpoint ("text part of") only the text part is loaded, and requests with
+images are refused. A model with LongRoPE keeps to the frequencies of long texts if `--max-context` is above its
+original length, else to those of short ones; the log says which.
 
 ## Quantised weights
 

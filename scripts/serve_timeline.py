@@ -116,7 +116,9 @@ class PacedExecutor:
         seconds = num_rows * self.row_s if launch_input.is_prefill else self.round_s
         self.free_at = max(time.perf_counter(), max(begun, self.free_at) + seconds)
         tokens = [300] * (1 if launch_input.is_prefill else ACCEPT_LENGTH)
-        return PacedHandle(self.free_at, [RequestResult(tokens, True, TreeSize(8, 4)) for _ in launch_input.slots])
+        return PacedHandle(
+            self.free_at, [RequestResult(tokens, True, TreeSize((2, 2, 2, 2))) for _ in launch_input.slots]
+        )
 
     def launch_staged(self, launch_input: LaunchInput) -> StagedHandle:
         raise NotImplementedError

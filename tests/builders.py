@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
     Dots1Config,
@@ -23,13 +24,27 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    GraniteMoeSharedConfig,
+    LagunaConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
+    MixtralConfig,
+    MuseGlimmerConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {
@@ -52,6 +67,26 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "dots1": Dots1Config,
+    "mixtral": MixtralConfig,
+    "phi3": Phi3Config,
+    "ministral": MinistralConfig,
+    "ministral3": Ministral3Config,
+    "granite": GraniteConfig,
+    "granitemoe": GraniteMoeConfig,
+    "granitemoeshared": GraniteMoeSharedConfig,
+    "granitemoehybrid": GraniteMoeHybridConfig,
+    "smollm3": SmolLM3Config,
+    "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
+    "laguna": LagunaConfig,
+    "muse_glimmer": MuseGlimmerConfig,
+}
+# Of Granite, no factor 1.
+FACTORS: dict[str, Any] = {
+    "embedding_multiplier": 1.7,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 0.8,
 }
 # Fields of families with experts.
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -77,8 +112,34 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 4.0,
     "tie_word_embeddings": True,
 }
+# Families that transformers has only as the text part of a multimodal model: fields of the whole.
+WHOLES_OF: dict[str, dict[str, Any]] = {
+    "muse_glimmer": {"image_token_id": 99, "video_token_id": 99, "out_hidden_size": 32, "projector_hidden_size": 8}
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "image_size": 4,
+    "patch_size": 2,
+    "head_dim": 8,
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "ministral": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    # The temperature changes at every 16th position.
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 256.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.7,
+        }
+    },
     # Caps that bend many logits.
     "gemma2": {
         "sliding_window": 7,
@@ -125,6 +186,41 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, **ROUTED, "n_group": 1, "topk_group": 1},
     "dots1": {**ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     # The limit of the activation cuts part of the values.
+    "granite": FACTORS,
+    "granitemoe": {**FACTORS, "num_local_experts": 6, "num_experts_per_tok": 2},
+    "granitemoeshared": {**FACTORS, "num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 20},
+    # As Granite 4: dense, with the MLP of the shared expert.
+    "granitemoehybrid": {
+        **FACTORS,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "layer_types": ["full_attention"] * 3,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+    },
+    "laguna": {
+        **EXPERTS,
+        "shared_expert_intermediate_size": 20,
+        "num_attention_heads_per_layer": [4, 2, 6],
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "moe_routed_scaling_factor": 2.5,
+    },
+    "muse_glimmer": {
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        "layer_rope_theta": [0, 10000.0, 10000.0],
+        "post_norm_eps": 0.1,
+        "qk_scale_factor": 1.7,
+        "output_multiplier": 0.6,
+        "final_logit_softcapping": 3.0,
+        "attention_bias": True,
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "olmo3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "phi3": {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0}},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 0.8},
 }
 
@@ -187,7 +283,7 @@ def make_target(
         fields = {"qk_rope_head_dim": head_dim, **fields, "num_key_value_heads": heads, **config}
         # Transformers takes it for the size of the rotated part.
         fields["head_dim"] = fields["qk_rope_head_dim"]
-    if family.startswith(("gemma3", "gemma4")) and "rope_type" in fields.get("rope_parameters", {}):
+    if family.startswith(("gemma3", "gemma4", "olmo3", "laguna")) and "rope_type" in fields.get("rope_parameters", {}):
         fields["rope_parameters"] = {
             kind: dict(fields["rope_parameters"]) for kind in ("full_attention", "sliding_attention")
         }
@@ -204,19 +300,28 @@ def _files_of_target(family: str, fields: dict[str, Any], seed: int) -> dict[str
     """The content of each file of a target's directory, made once a process: many tests begin with the same one."""
     key = repr((family, sorted(fields.items()), seed))
     if key not in _files:
-        model = AutoModelForCausalLM.from_config(CONFIGS[family](**fields), dtype=torch.float64)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(_draw(name, tuple(parameter.shape), generator))
-            for name, buffer in model.named_buffers():
-                if name.endswith(("e_score_correction_bias", "layer_scalar")):
-                    buffer.copy_(_draw(name, tuple(buffer.shape), generator))
-        model.tie_weights()
+        kind: Any = AutoModelForCausalLM
+        if family in WHOLES_OF:
+            kind = AutoModelForImageTextToText
+            fields = {"text_config": fields, "vision_config": VISION, **WHOLES_OF[family]}
+        model = kind.from_config(CONFIGS[family](**fields), dtype=torch.float64)
+        draw_weights(model, seed)
         with TemporaryDirectory() as made:
             model.save_pretrained(made)
             _files[key] = {file.name: file.read_bytes() for file in Path(made).iterdir()}
     return _files[key]
+
+
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
+    """Draw every weight of a model of transformers."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(_draw(name, tuple(parameter.shape), generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                buffer.copy_(_draw(name, tuple(buffer.shape), generator))
+    model.tie_weights()
 
 
 def make_eagle3(
@@ -229,6 +334,7 @@ def make_eagle3(
     unless the vocabularies are one).
     """
     target = json.loads((Path(target_path) / "config.json").read_text())
+    target = target.get("text_config", target)
     vocab, hidden, layers = target["vocab_size"], target["hidden_size"], target["num_hidden_layers"]
     own_embed, own_head = config.pop("own_embed", False), config.pop("own_head", draft_vocab is not None)
     fields = {

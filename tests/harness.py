@@ -15,7 +15,7 @@ from espalier.layout import RoundLayout, TreeShape, max_draft_tokens
 from espalier.models import CausalLM, DraftModel, load_target, read_config
 from espalier.request import Request, SamplingParams
 from espalier.speculate.drafters.registry import drafter_without_files, load_draft, read_draft
-from espalier.startup.build import Loaded, assemble, without_files
+from espalier.startup.build import Loaded, assemble, config_of_layout
 from espalier.stats import SpeculationStats
 from tests.builders import add_kv_scales, make_eagle3, make_target
 from tests.folders import new_folder
@@ -155,7 +155,7 @@ class Setup:
     def config(self, dtype: torch.dtype = DTYPE, device: torch.device = CPU, **chosen: Any) -> ResolvedConfig:
         """chosen: fields of ResolvedConfig that are no fields here."""
         layout = self.layout
-        return without_files(
+        return config_of_layout(
             layout,
             self.algorithm,
             self.attention,

@@ -53,6 +53,9 @@ class LatentAttention:
         q, latent = self.q(rows).unflatten(1, (self.heads, -1)), self.latent(rows)[:, None]
         return p.write(layer, q, latent, p.rotation(self.rope), LatentForm(self.norm, EPS), self.k_up)
 
+    def gate(self, rows: object, kept: Tensor | None) -> None:
+        """There is none."""
+
     def project(self, attended: Tensor) -> Tensor:
         values = torch.einsum("bqhr,hvr->bqhv", attended, self.v_up)
         return self.out.in_parts(values.flatten(2).flatten(0, 1))

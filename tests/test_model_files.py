@@ -19,7 +19,7 @@ from espalier.errors import EspalierError
 from espalier.llm import LLM
 from espalier.model_files import MAX_CONFIG_BYTES, MAX_DEPTH, read_json, require_files
 from espalier.models import load_target, read_config
-from espalier.models.weights import INDEX, shards_of
+from espalier.models.weight_files import INDEX, shards_of
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.checkpoints import find_target
 from tests.block import block_directories

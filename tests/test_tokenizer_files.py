@@ -86,13 +86,40 @@ SCALINGS: list[Any] = [
 def test_a_tokenizer_does_not_depend_on_what_transformers_knows_of_the_model(
     model_type: object, tokenizer_class: str | None, tmp_path: Path
 ) -> None:
-    # Where no class is named, transformers makes Gemma's own tokenizer of the files, by the model's type alone.
-    named = tokenizer_class or ("PreTrainedTokenizerFast" if model_type == "gemma3_text" else None)
-    declared = {} if named is None else {"tokenizer_class": named}
+    declared = {} if tokenizer_class is None else {"tokenizer_class": tokenizer_class}
     for scaling in SCALINGS:
         config = {"model_type": model_type, "rope_scaling": scaling, "hidden_size": 10**12, "num_hidden_layers": 10**9}
         tokenizer = load_tokenizer(directory(tmp_path, config, declared), 300)
         assert tokenizer is not None and tokenizer.encode("abéb") == BYTE_LEVEL.encode("abéb").ids
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int] | str:
+    """The ids, or the error: Gemma's class needs tokens that this file lacks."""
+    try:
+        return list(tokenizer(text).input_ids)
+    except Exception as error:
+        return str(error)
+
+
+CLASSES = ("PreTrainedTokenizerFast", "LlamaTokenizerFast", "GemmaTokenizer", "Qwen2Tokenizer", "GPT2TokenizerFast")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen2", "own_type"])
+@pytest.mark.parametrize("file", ["tokenizer_config", "config"])
+@pytest.mark.parametrize("tokenizer_class", CLASSES)
+def test_the_class_that_is_named_loads_it(tokenizer_class: str, file: str, model_type: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, PreTrainedConfig
+
+    path = directory(tmp_path, {"model_type": model_type}, {})
+    fields = json.loads((path / f"{file}.json").read_text())
+    (path / f"{file}.json").write_text(json.dumps({**fields, "tokenizer_class": tokenizer_class}))
+    config = PreTrainedConfig()
+    config.model_type, config.tokenizer_class = model_type, tokenizer_class
+    expected = AutoTokenizer.from_pretrained(str(path), config=config)
+    tokenizer = load_tokenizer(path, 300)
+    assert tokenizer is not None
+    for text in ("ab", " a b\n", "abéb", "<bos>a"):
+        assert ids_of(tokenizer.hf, text) == ids_of(expected, text)
 
 
 def test_the_trainer_loads_it_alike(nobody_asks: Path) -> None:

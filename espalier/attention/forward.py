@@ -16,6 +16,7 @@ from espalier.attention.grouped import GroupedBackend
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.ops.rope import Rotation
+from espalier.kernels.ops.tree import gather_rows
 
 
 class Rope(Hashable, Protocol):
@@ -107,7 +108,7 @@ class Pass:
     needed: Tensor | None
 
     def __post_init__(self) -> None:
-        self._rotations: dict[Hashable, Rotation] = {}
+        self._looked_up: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], Attention] = {}
 
     def write(self, layer: int, *values: Any) -> Tensor:
@@ -154,13 +155,23 @@ class Pass:
 
     def rotation(self, rope: Rope) -> Rotation:
         """cos and sin of the rows' positions, looked up once a pass."""
-        if rope not in self._rotations:
+        if rope not in self._looked_up:
             self.looked_up(rope, rope.rows(self.positions))
-        return self._rotations[rope]
+        return self._looked_up[rope]
+
+    def at_positions(self, layer: int, table: Tensor) -> Tensor:
+        """The entries of `table` [position_rows] at the positions of the rows that the layer computes, [B, Q, 1, 1].
+
+        They are looked up once a pass.
+        """
+        if table not in self._looked_up:
+            self._looked_up[table] = gather_rows(self.positions.reshape(1, -1), table[None, :, None])
+        found, kept = self._looked_up[table].view(-1), self.kept(layer)
+        return (found if kept is None else found[kept]).view(len(self.tokens), -1, 1, 1)
 
     def looked_up(self, rope: Rope, rotation: Rotation) -> None:
         """Keep what a launch for another purpose has looked up (espalier/models/layers/embedding.py)."""
-        self._rotations[rope] = rotation
+        self._looked_up[rope] = rotation
 
     @cached_property
     def rows(self) -> Tensor:

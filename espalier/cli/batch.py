@@ -17,7 +17,15 @@ from espalier.cli import INTERRUPTED
 from espalier.cli.serve import add_chat_flags, front_options, sendable
 from espalier.errors import EspalierError, require_int, require_number
 from espalier.terminal.console import progress, waiting
-from espalier.terminal.flags import add_engine_flags, add_key_flag, api_key, engine_settings, flag_of, given_flags
+from espalier.terminal.flags import (
+    add_engine_flags,
+    add_key_flag,
+    add_plain_flag,
+    api_key,
+    engine_settings,
+    flag_of,
+    given_flags,
+)
 
 if TYPE_CHECKING:
     from espalier.batch_jobs.journal import Journal
@@ -27,6 +35,7 @@ FOR_URL = ("api_key", "priority")
 # Flags of the front of an own engine, with their defaults.
 FOR_ENGINE = MappingProxyType(
     {
+        "no_speculation": False,
         "served_model_name": None,
         "chat_template": None,
         "allow_special_tokens_in_messages": False,
@@ -76,6 +85,7 @@ def add_flags(parser: ArgumentParser) -> None:
     )
     add_chat_flags(parser.add_argument_group("chat"))
     add_engine_flags(parser)
+    add_plain_flag(parser)
 
 
 def run(args: Namespace) -> int:

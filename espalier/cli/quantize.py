@@ -17,7 +17,7 @@ from espalier.llm import prepare
 from espalier.models.draft import draft_verifier
 from espalier.models.quantise import QuantiseReport, quantise
 from espalier.models.quantisers import GROUPS
-from espalier.models.weights import shards_of
+from espalier.models.weight_files import shards_of
 from espalier.speculate.drafters.registry import is_draft
 from espalier.startup.checkpoints import find_target
 from espalier.startup.resolve import choose_device

@@ -13,7 +13,7 @@ from espalier.errors import EspalierError
 from espalier.server import logs
 from espalier.server.logs import LEVELS
 from espalier.terminal.console import read_text
-from espalier.terminal.flags import add_engine_flags, add_key_flag, api_keys, engine_settings, flag_of
+from espalier.terminal.flags import add_engine_flags, add_key_flag, add_plain_flag, api_keys, engine_settings, flag_of
 
 if TYPE_CHECKING:
     from espalier.server.front import FrontOptions
@@ -142,6 +142,7 @@ def add_flags(parser: ArgumentParser) -> None:
     http.add_argument("--log-json", action="store_true", help="log a JSON object per line")
     _add_replica_flags(parser)
     add_engine_flags(parser, leave_out=("model",))
+    add_plain_flag(parser)
 
 
 def _add_replica_flags(parser: ArgumentParser) -> None:

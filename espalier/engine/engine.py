@@ -62,7 +62,7 @@ class Engine:
     observer: sees every launch; None, the default, costs nothing.
     """
 
-    def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool):
+    def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool, pauses_draft: bool = False):
         runner = executor.runner
         self.layout = runner.layout
         self.vocab_size = runner.target.config.vocab_size
@@ -78,6 +78,7 @@ class Engine:
             rounds_in_flight=2 if overlap else 1,
             vocab_size=self.vocab_size,
             captured_passes=executor.captured_passes,
+            pauses_draft=pauses_draft,
         )
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None

@@ -8,7 +8,7 @@ lock-step it is the caller's thread.  The GPU executor is engine/cuda.py.
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -200,6 +200,7 @@ class CpuExecutor:
 
     def __init__(self, runner: ModelRunner, overlap: bool):
         self.runner = runner
+        self.plain = runner.plain
         self.results = Results(runner.layout, runner.target.config.vocab_size, 1, runner.pages.device)
         threads = torch.get_num_threads()
         self.worker = ThreadPoolExecutor(1, "espalier-stream", torch.set_num_threads, (threads,)) if overlap else None
@@ -223,7 +224,7 @@ class CpuExecutor:
         masks = None if launch_input.masks is None else torch.from_numpy(launch_input.masks)
         device_launch = self._to_device(launch_input)
         output = execute(
-            self.runner,
+            self._runner_of(launch_input),
             self.results,
             device_launch,
             launch_input.width,
@@ -235,7 +236,9 @@ class CpuExecutor:
 
     @torch.inference_mode()
     def begin(self, launch_input: LaunchInput) -> StagedRound:
-        staged = StagedRound(self.runner, self.results, self._to_device(launch_input), launch_input.needs)
+        staged = StagedRound(
+            self._runner_of(launch_input), self.results, self._to_device(launch_input), launch_input.needs
+        )
         staged.begin()
         return staged
 
@@ -250,9 +253,12 @@ class CpuExecutor:
 
     @torch.inference_mode()
     def settle(self, launch_input: LaunchInput, staged: StagedRound, masks: RowMasks) -> list[RequestResult]:
-        nodes = self.runner.layout.at(len(launch_input.slots)).num_draft_tokens
+        nodes = staged.proposed.runner.layout.num_draft_tokens
         staged.settle(torch.from_numpy(masks.whole(len(launch_input.slots))[:, :nodes]))
         return self._read_rows(launch_input, None)
+
+    def _runner_of(self, launch_input: LaunchInput) -> ModelRunner:
+        return replace(self.runner, trims_trees=True) if launch_input.drafts else self.plain
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
         form = launch_input.form(self.captured_passes)

@@ -16,6 +16,11 @@ from espalier.slots import SlotInit
 # Kernels read all sampling parameters on the device, so one graph serves all requests.
 ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
 NOTHING_COMMITTED = CommittedLengths((), exact=True)
+# Why a request ends whose RequestResult is not finite.
+NOT_FINITE = (
+    "the target's logits are not finite (NaN) for this request or for a token drafted for it; its tokens so far are "
+    "valid and other requests continue: check the checkpoint, or use a wider dtype"
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class LaunchInput:
     cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
     traced: whether results carry the trees.
     prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None for none.
+    drafts: False for a round in which nobody can use guesses.  A GPU drafts all the same: its graphs have one form.
     is_staged: a round that runs in stages, because a request of it has a grammar.
     masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None for all.
     committed: upper bounds of the committed lengths, by slot, of a prefill pass by piece; nothing for dummy slots.
@@ -51,6 +57,7 @@ class LaunchInput:
     cleared_pages: tuple[int, ...] = ()
     traced: bool = False
     prompt_rows: PromptRows | None = None
+    drafts: bool = True
     is_staged: bool = False
     masks: np.ndarray | None = None
     committed: CommittedLengths = NOTHING_COMMITTED
@@ -100,10 +107,18 @@ class RoundTrace:
 
 @dataclass(frozen=True)
 class TreeSize:
-    """The number of draft tokens in a tree, and the depth of the deepest one."""
+    """The size of a tree.  at_depth: its draft tokens of each depth, from 1 on."""
 
-    drafted: int = 0
-    depth: int = 0
+    at_depth: tuple[int, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """Of the deepest draft token."""
+        return len(self.at_depth)
+
+    def drafted(self, depth: int) -> int:
+        """Draft tokens down to this depth."""
+        return sum(self.at_depth[:depth])
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,7 @@ def read(
     length, num_finite = entry[:, fields.length][:, 0].tolist(), entry[:, fields.num_finite][:, 0].tolist()
     emitted = entry[:, fields.emitted].tolist()
     is_node = entry[:, fields.tokens] != VOID
-    drafted = np.maximum(is_node.sum(1) - 1, 0).tolist()
-    depth = (entry[:, fields.depths] * is_node).max(1).tolist()
+    depths = entry[:, fields.depths] * is_node
     sums = (entry[:, fields.tokens.start : fields.parents.stop] @ fields.weights).tolist()
     logprobs = _logprobs(fields, entry, launch_input.num_logprobs, num_finite)
     of_prompts = _of_prompts(prompt_logprobs, launch_input.prompt_rows, len(length))
@@ -115,7 +114,7 @@ def read(
         RequestResult(
             emitted[b][: num_finite[b]],
             num_finite[b] == length[b],
-            TreeSize(drafted[b], depth[b]),
+            TreeSize(tuple(np.bincount(depths[b])[1:].tolist())),
             _tree(fields, entry[b], length[b]) if launch_input.traced and is_node[b].any() else None,
             logprobs[b],
             of_prompts[b],

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
+from espalier.engine.draft_pause import Drafting
 from espalier.engine.launch_input import (
+    NOT_FINITE,
     LaunchInput,
     RequestResult,
     RoundTrace,
@@ -39,17 +41,11 @@ class Launch:
     members: list[tuple[Request, int, bool]]
 
 
-NOT_FINITE = (
-    "the target's logits are not finite (NaN) for this request or for a token drafted for it; its tokens so far are "
-    "valid and other requests continue: check the checkpoint, or use a wider dtype"
-)
-
-
 class Scheduler:
     """num_rounds: rounds launched so far, by the number of requests in the batch.
 
     on_round: called with a RoundTrace for each request of each round; set it to trace trees.
-    captured_passes: as Executor has them.
+    captured_passes: as Executor has them; pauses_draft: whether guesses may pause (draft_pause.py).
     """
 
     def __init__(
@@ -60,8 +56,10 @@ class Scheduler:
         rounds_in_flight: int,
         vocab_size: int,
         captured_passes: tuple[LaunchForm, ...] = (),
+        pauses_draft: bool = False,
     ):
         self.layout = layout
+        self.drafting = Drafting(layout.steps, pauses_draft)
         self.captured_passes = captured_passes
         self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
@@ -140,6 +138,7 @@ class Scheduler:
                 self._read_prompt(request, row)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
+        self.drafting.read(launch.launch_input, rows)
 
     def stop(self, error: str) -> None:
         """Abort every request and forget the launches in flight."""
@@ -269,6 +268,7 @@ class Scheduler:
             request.num_prefilled += length
         self._last_was_prefill = True
         self._idle_rows = 0.0
+        self.drafting.restart()
         return self._launch(batch, committed, made, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
@@ -281,7 +281,7 @@ class Scheduler:
         rows = PASS_OVERHEAD_ROWS + len(batch) * self.layout.at(len(batch)).num_draft_tokens
         self._idle_rows += rows * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed)
+        return self._launch(batch, committed, drafts=self.drafting.next_drafts(batch))
 
     def _launch(
         self,
@@ -290,6 +290,7 @@ class Scheduler:
         prefill: PrefillPass = NO_PREFILL,
         pieces: tuple[tuple[int, int], ...] = (),
         prompt_rows: PromptRows | None = None,
+        drafts: bool = True,
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
@@ -305,6 +306,7 @@ class Scheduler:
             cleared_pages=tuple(self._to_clear),
             traced=self.on_round is not None,
             prompt_rows=prompt_rows,
+            drafts=drafts,
             is_staged=not prefill.width and any(r.masker for r in batch),
             masks=self.masks.of_prompts(batch) if prefill.width else None,
             committed=committed,
@@ -344,13 +346,11 @@ class Scheduler:
         if not row.finite and not request.done:
             self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
-        depth_limit = request.params.depth_limit(self.layout.steps)
-        depth = min(depth_limit, max(max_accept_depth, 0), row.tree_size.depth)
-        # A request without speculation has nodes too, for the shape of the batch.
-        drafted = row.tree_size.drafted if depth_limit else 0
+        depth = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0), row.tree_size.depth)
         if kept:
             for stats in (request.stats, self.totals):
-                stats.add(kept, min(kept, num_accepted), drafted, depth)
+                # The tree may have deeper nodes, for the shape of the batch.
+                stats.add(kept, min(kept, num_accepted), row.tree_size.drafted(depth), depth)
         if self.on_round is not None and row.tree is not None:
             trace = RoundTrace(request.id, row.tree, before, row.tokens, [*pages], self.layout.page_size)
             self.on_round(trace)

@@ -3,22 +3,23 @@
 The defaults of missing fields differ by family, so each family file declares them.  The reading is shared.
 """
 
-import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from espalier.cache.layer_spec import LayerSpec
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
-from espalier.kernels.ops.experts import Routing
+from espalier.model_files import MAX_SIZE
 from espalier.models.config_values import cap_of, count_of, eos_ids, heads_and_size, require_kinds, rotated_size
 from espalier.models.latent_config import LatentConfig, read_latent
+from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts, LayerNames, LayerNorms
 from espalier.models.mtp_family import MTPFamily
-from espalier.models.rope import SPELLINGS, RopeConfig, RopeTables, read_rope, rope_overrides, with_rope_type
+from espalier.models.overrides import with_overrides
+from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, RopeTables, read_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 Raw = dict[str, Any]
@@ -37,6 +38,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "final_logit_softcapping": (None, 0, 0.0),
     "partial_rotary_factor": (None, 1, 1.0),
     "rotary_pct": (None, 1, 1.0),
+    "llama_4_scaling_beta": (None, 0, 0.0),
     "embedding_multiplier": (None, 1, 1.0),
     "residual_multiplier": (None, 1, 1.0),
     "attention_multiplier": (None,),
@@ -53,6 +55,15 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "topk_method": (None, "greedy"),
     "routed_scaling_factor": (None, 1, 1.0),
     "no_rope_layers": (None, []),
+    "position_embedding_type": (None, "rope"),
+    "layer_rope_theta": (None,),
+    "num_attention_heads_per_layer": (None,),
+    "gating": (None, False),
+    "qk_scale_factor": (None, 1, 1.0),
+    "output_multiplier": (None, 1, 1.0),
+    "shared_intermediate_size": (None, 0),
+    "moe_router_logit_softcapping": (None, 0, 0.0),
+    "moe_apply_router_weight_on_input": (None, False),
     "attention_chunk_size": (None,),
     "use_mrope": (None, False),
     "use_bidirectional_attention": (None, False),
@@ -77,47 +88,7 @@ INERT = (
     "transformers_version",
     "use_cache",
 )
-# Fields that choose the family, before anything is overridden.
-OF_FAMILY = ("architectures", "model_type")
 RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The mixture-of-experts layers of a model.
-
-    layers: their indices; other layers have a dense MLP.  size: intermediate size of an expert.
-    shared_size: intermediate size of the shared expert; 0: there is none.
-    shared_name: name of the shared expert's weights.  shared_bias: whether its projections have a bias.
-    shared_gate: name of the weight [1, H] that gates the shared expert; None without a gate.
-    router_name: name of the router's weight, and of its bias if routing.logit_bias is set.
-    scale_name: name of a factor of each expert's weight [E]; None without one.
-    stored: how the checkpoint stores the experts (espalier/models/expert_loading.py).
-    biases: whether gate, up and down have biases.
-    """
-
-    layers: frozenset[int]
-    routing: Routing
-    size: int
-    shared_size: int = 0
-    shared_name: str = ""
-    shared_gate: str | None = None
-    shared_bias: bool = False
-    router_name: str = "gate"
-    scale_name: str | None = None
-    stored: Literal["apart", "stacked", "joined"] = "apart"
-    biases: bool = False
-    activation: Activation = SILU
-
-
-@dataclass(frozen=True)
-class LayerNorms:
-    """Names of a layer's RMS norms: before each block, and behind it, of its output; None: there is none."""
-
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
-    behind_attention: str | None = None
-    behind_mlp: str | None = None
 
 
 @dataclass(frozen=True)
@@ -129,22 +100,30 @@ class Family:
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
     to, itself included.
     qk_norm: whether q and k are normed for each head, or the name of the field that says so.
-    layer_norms: where a layer has norms.  Drafts have layers of the default alone.
+    wide_qk_norm: whether these are norms of all of q and all of k, not of each head.
+    layer_norms: where a layer has norms.  names: of the other weights of a layer.
     norm_offset: what is added, in float32 at least, to the weight of every RMS norm.
     sinks: whether each head has an attention sink, a logit that joins the softmax and has no value.
     experts: from the completed config, the layers with experts; None if there are none.  It raises EspalierError for
     experts that the family cannot run yet.
     embedding_scale, softmax_scale: from the completed config; softmax_scale: None for head_size ** -0.5.
+    residual_scale: from the completed config, the factor of each block's output before it is added to the residual.
+    logit_scale: from the completed config, the factor of logits, before they are bounded.
     ropes: from the completed config, the RoPE fields of each layer, which replace those of the config for read_rope,
-    and its head_dim if heads differ by layer; None: all layers have those of the config.
+    and its head_dim if heads differ by layer, or None for a layer without RoPE; None: all layers have those of the
+    config.
     load_embedding: makes the token embedding; None: a table of vocab_size rows.
     load_layer: makes a layer of the family's own; None: the layer of norms, attention and MLP in layer_loading.py.
     layer_specs: what each layer keeps, from the config; None: as layer_loading.py:layer_specs_of says.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
     values of them.
+    multimodal: architectures of multimodal checkpoints whose text part may be of the family.
     mtp: the multi-token prediction layers of the family's checkpoints; None if they have none.
+    mlp_size_field: the field that holds the intermediate size of dense MLPs.
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
+    in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have the family's layers.  A draft
+    builds its first layer itself, so these are layers of norms before each block, attention and a gated MLP.
     """
 
     architecture: str
@@ -154,20 +133,27 @@ class Family:
     out_bias: Callable[[Raw], bool]
     windows: Callable[[Raw], Windows]
     qk_norm: bool | str = False
-    layer_norms: LayerNorms = LayerNorms()
+    wide_qk_norm: bool = False
+    layer_norms: LayerNorms = PLAIN_NORMS
+    names: LayerNames = PLAIN_NAMES
     norm_offset: float = 0.0
     sinks: bool = False
     experts: Callable[[Raw], Experts | None] = lambda full: None
     embedding_scale: Callable[[Raw], float] = lambda full: 1.0
     softmax_scale: Callable[[Raw], float | None] = lambda full: None
-    ropes: Callable[[Raw], Sequence[Raw]] | None = None
+    residual_scale: Callable[[Raw], float] = lambda full: 1.0
+    logit_scale: Callable[[Raw], float] = lambda full: 1.0
+    ropes: Callable[[Raw], Sequence[Raw | None]] | None = None
     load_embedding: "LoadEmbedding | None" = None
     load_layer: "LoadLayer | None" = None
     layer_specs: "MakeSpecs | None" = None
     latent: bool = False
     honours: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
+    mlp_size_field: str = "intermediate_size"
     activation_field: str = "hidden_act"
+    in_drafts: bool = False
+    multimodal: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -181,9 +167,11 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    layer_norms, norm_offset, embedding_scale, softmax_scale, load_embedding, load_layer, layer_specs, mtp: see Family.
+    wide_qk_norm, layer_norms, names, norm_offset, embedding_scale, softmax_scale, residual_scale, logit_scale,
+    load_embedding, load_layer, layer_specs, mtp: see Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
+    text_part_of: the architecture of the multimodal checkpoint whose text part this is; None: it is a whole.
     """
 
     architecture: str
@@ -203,13 +191,17 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    wide_qk_norm: bool
     layer_norms: LayerNorms
+    names: LayerNames
     norm_offset: float
     sinks: bool
     windows: Windows
     experts: Experts | None
     embedding_scale: float
     softmax_scale: float | None
+    residual_scale: float
+    logit_scale: float
     softcap: float | None
     logit_cap: float | None
     activation: Activation
@@ -222,6 +214,7 @@ class ModelConfig:
     mtp: MTPFamily | None
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
+    text_part_of: str | None = None
 
     @property
     def declared_kv_dtype(self) -> str | None:
@@ -257,26 +250,6 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
     raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
 
 
-def with_overrides(raw: Raw, overrides: Mapping[str, Any], known: set[str]) -> Raw:
-    """raw with fields replaced, nested objects merged key by key.  Raises EspalierError for a name not in `known`."""
-    merged, overrides = with_rope_type(raw), rope_overrides(raw, overrides)
-    for name, value in overrides.items():
-        if name in OF_FAMILY and value != raw.get(name):
-            raise EspalierError(
-                f"model_overrides: {name} says which family the model is of, and cannot be replaced; edit config.json"
-            )
-        if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1)
-            remedy = f"did you mean {near[0]!r}?" if near else "see config.json, or leave it out"
-            raise EspalierError(f"model_overrides: no field {name!r} in this model's config; {remedy}")
-        old = merged.get(name)
-        merged[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value
-    for name in SPELLINGS:
-        if "rope_theta" in overrides and "rope_theta" in (merged.get(name) or {}):
-            merged[name] = {**merged[name], "rope_theta": overrides["rope_theta"]}
-    return merged
-
-
 def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
@@ -287,7 +260,7 @@ def parse(
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
     full = {**{name: value for name, value in family.defaults.items() if name not in replaced}, **given}
     require_kinds(full, path)
-    full = _with_partial_rotation(full)
+    full = _lifted(full)
     refuse_unsupported(full, path, family.honours)
     count = partial(count_of, full, path)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
@@ -304,7 +277,7 @@ def parse(
         heads=heads,
         kv_heads=kv_heads,
         head_size=head_size,
-        intermediate_size=count("intermediate_size"),
+        intermediate_size=count(family.mlp_size_field),
         rms_norm_eps=float(full["rms_norm_eps"]),
         rope=ropes[0],
         ropes=ropes,
@@ -314,13 +287,17 @@ def parse(
         out_bias=family.out_bias(full),
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
+        wide_qk_norm=family.wide_qk_norm,
         layer_norms=family.layer_norms,
+        names=family.names,
         norm_offset=family.norm_offset,
         sinks=family.sinks,
         windows=windows,
         experts=_read_experts(full, family, path),
         embedding_scale=_declared(family.embedding_scale, full, path),
         softmax_scale=_declared(family.softmax_scale, full, path),
+        residual_scale=_declared(family.residual_scale, full, path),
+        logit_scale=_declared(family.logit_scale, full, path),
         softcap=cap_of(full, "attn_logit_softcapping", path),
         logit_cap=cap_of(full, "final_logit_softcapping", path),
         activation=_read_activation(full, family.activation_field, path),
@@ -346,7 +323,9 @@ def refuse_unsupported(full: Raw, path: Path, honoured: tuple[str, ...]) -> None
         if name in full and name not in honoured and full[name] not in neutral:
             value = full[name]
             supported = " or ".join(repr(v) for v in neutral)
-            raise EspalierError(f"{path}: {name} = {value!r} is not supported, only {supported}; use another model")
+            raise EspalierError(
+                f"{path}: {name} = {shown(value)} is not supported, only {supported}; use another model"
+            )
 
 
 def _read_activation(full: Raw, field: str, path: Path) -> Activation:
@@ -358,13 +337,10 @@ def _read_activation(full: Raw, field: str, path: Path) -> Activation:
     return ACTIVATIONS[name]
 
 
-def _with_partial_rotation(full: Raw) -> Raw:
-    """The config with partial_rotary_factor at its top level.  Transformers 5 writes it into rope_parameters."""
-    name = "partial_rotary_factor"
-    nested = [
-        source[name] for field in ("rope_parameters", "rope_scaling") if name in (source := full.get(field) or {})
-    ]
-    return {**full, name: nested[0]} if nested else full
+def _lifted(full: Raw) -> Raw:
+    """The config with the attention's fields at its top level.  Transformers 5 writes them into rope_parameters."""
+    ropes = [full.get(field) or {} for field in reversed(SPELLINGS)]
+    return full | {name: rope[name] for rope in ropes for name in OF_ATTENTION if name in rope}
 
 
 def _read_ropes(
@@ -374,7 +350,10 @@ def _read_ropes(
     own = [{}] * full["num_hidden_layers"] if family.ropes is None else _declared(family.ropes, full, path)
     read = []
     for each in own:
-        fields = _with_partial_rotation({**full, **each})
+        if each is None:
+            read.append((RopeConfig(head_size, 1.0, "none"), longest))
+            continue
+        fields = _lifted({**full, **each})
         refuse_unsupported(fields, path, family.honours)
         size = each.get("head_dim", head_size)
         rotated = latent.rope_size if latent else rotated_size(fields, size, path)
@@ -407,7 +386,8 @@ def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
 def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows:
     types = full.get("layer_types")
     if types is not None:
-        unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention"})
+        # "attention" is what Granite 4 calls full attention.
+        unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention", "attention"})
         if unknown:
             raise EspalierError(
                 f"{path}: layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "
@@ -436,8 +416,9 @@ def _read_experts(full: Raw, family: Family, path: Path) -> Experts | None:
     experts = _declared(family.experts, full, path)
     if experts is not None:
         for name, value, least in (("size", experts.size, 1), ("shared size", experts.shared_size, 0)):
-            if not isinstance(value, int) or value < least:
+            if not isinstance(value, int) or not least <= value <= MAX_SIZE:
                 raise EspalierError(
-                    f"{path}: experts of {name} {value!r}; an integer of at least {least} is needed; correct the config"
+                    f"{path}: experts of {name} {shown(value)}; an integer, {least} to {MAX_SIZE}, is needed; correct "
+                    "the config"
                 )
     return experts

@@ -1,6 +1,7 @@
 """Checks the single values of a config.json: their kinds and ranges.  What they mean together is config.py's."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,46 @@ MOST: Mapping[str, int] = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(HEAD
 KINDS: tuple[tuple[str, Any, str], ...] = (
     ("rms_norm_eps", int | float, "a positive number"),
     ("rope_theta", int | float, "a positive number or null"),
+    ("original_max_position_embeddings", int, "a positive number or null"),
     ("rope_scaling", Mapping, "an object or null"),
     ("rope_parameters", Mapping, "an object or null"),
     ("layer_types", list, "a list or null"),
     ("mlp_layer_types", list, "a list or null"),
     ("mlp_only_layers", list, "a list or null"),
 )
+
+NUMBERS = tuple(
+    "attn_logit_softcapping final_logit_softcapping partial_rotary_factor rotary_pct embedding_multiplier "
+    "residual_multiplier attention_multiplier logits_scaling logit_scale query_pre_attn_scalar routed_scaling_factor "
+    "clip_qkv swiglu_limit swiglu_alpha".split()
+)
+COUNTS = tuple(
+    "num_experts num_local_experts n_routed_experts n_shared_experts shared_expert_intermediate_size "
+    "first_k_dense_replace num_nextn_predict_layers".split()
+)
+TEXTS = ("scoring_func", "topk_method")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_NUMBER
+
+
+def _is_count(value: Any, most: int) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _optional() -> Iterator[tuple[str, tuple[Callable[[Any], bool], str]]]:
+    for name in NUMBERS:
+        yield name, (_is_number, "a number of at least 0")
+    for name in COUNTS:
+        most = MAX_LAYERS if "layers" in name else MAX_SIZE
+        yield name, (partial(_is_count, most=most), f"0 to {most}")
+    for name in TEXTS:
+        yield name, (lambda value: isinstance(value, str), "text")
+
+
+# Of fields that a family may honour, or that are supported with few values: what tells a right kind, and in words.
+OPTIONAL: Mapping[str, tuple[Callable[[Any], bool], str]] = dict(_optional())
 
 
 def require_kinds(full: Raw, path: Path) -> None:
@@ -36,11 +71,18 @@ def require_kinds(full: Raw, path: Path) -> None:
             raise EspalierError(
                 f"{path}: {name} = {shown(value)}; {words} is needed; correct it or pass model_overrides"
             )
-    count = full.get("num_nextn_predict_layers")
-    if count is not None and (type(count) is not int or not 0 <= count <= MAX_LAYERS):
-        raise EspalierError(
-            f"{path}: num_nextn_predict_layers = {shown(count)}; 0 to {MAX_LAYERS} or null is needed; correct it"
-        )
+    for name, (is_right_kind, words) in OPTIONAL.items():
+        value = full.get(name)
+        if value is not None and not is_right_kind(value):
+            raise EspalierError(f"{path}: {name} = {shown(value)}; {words} or null is needed; correct it")
+
+
+def positive(full: Raw, name: str) -> float:
+    """The positive number of a field.  Raises EspalierError, without the path, naming a field that has none."""
+    value = full.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
+        raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
+    return float(value)
 
 
 def rotated_size(full: Raw, head_size: int, path: Path) -> int:
@@ -51,7 +93,7 @@ def rotated_size(full: Raw, head_size: int, path: Path) -> int:
     if type_of_rope(full) == "proportional":
         return head_size
     share = full.get("partial_rotary_factor")
-    size = head_size if share is None else int(head_size * share) if isinstance(share, int | float) else 0
+    size = head_size if share is None else int(head_size * share) if _is_number(share) else 0
     if size % 2 or not 0 < size <= head_size:
         raise EspalierError(
             f"{path}: partial_rotary_factor = {share!r} of heads of {head_size} values is not supported; the rotated "

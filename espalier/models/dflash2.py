@@ -20,7 +20,7 @@ from espalier.models.layers.decoder import DecoderLayer, capped
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.weights import Weights
 
@@ -49,8 +49,9 @@ class Convolved(NamedTuple):
     base: Tensor
     width: int
 
-    def after(self, norm: RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    def after(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """As espalier/models/layers/stream.py:Pending."""
+        assert isinstance(norm, RMSNorm)
         return block_conv_norm(self.output, self.coefficients, self.base, x, norm.weight, norm.eps, self.width)
 
 
@@ -80,7 +81,7 @@ class Unrounded:
     """A Reader of the norm as a tensor."""
 
     @staticmethod
-    def read(norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    def read(norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         return norm.after(delta, x)
 
 

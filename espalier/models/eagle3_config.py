@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from espalier.errors import EspalierError
-from espalier.models.config import Family, LayerNorms, ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import DraftSpec, draft_vocab_of, ids_of, object_of, refuse_sizes
 from espalier.models.families import FAMILIES
 from espalier.models.families.deepseek import V2, V3
@@ -118,7 +118,7 @@ def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
     """
     named_latent = architecture_of(dict(flat)) in LATENT_ARCHITECTURES
     is_latent = bool(flat.get("kv_lora_rank")) or named_latent
-    able = (family for family in FAMILIES.values() if family.latent == is_latent and family.layer_norms == LayerNorms())
+    able = (family for family in FAMILIES.values() if family.latent == is_latent and family.in_drafts)
     by_type = {family.model_type: family for family in able}
     declared = flat.get("model_type", "llama")
     if declared not in (*by_type, *WRAPPERS) and not named_latent:

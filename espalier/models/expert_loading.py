@@ -2,12 +2,13 @@
 
 A checkpoint stores the experts in one of three ways (`Experts.stored`).
 
-apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H, I], for each expert.
+apart: `experts.3.gate_proj.weight` [I, H], `up_proj` [I, H] and `down_proj` [H, I], for each expert (or as
+`Experts.names` says).
 stacked: `experts.gate_up_proj` [E, H, 2·I], whose columns are gate, up, gate, up, ..., and `experts.down_proj`
 [E, I, H]; with biases `experts.gate_up_proj_bias` [E, 2·I], in the same order, and `experts.down_proj_bias` [E, H].
 Quantised experts that are stacked keep rows of gate, up, gate, up, ... (weight_formats/mxfp4.py).
-joined: `experts.gate_up_proj` [E, 2·I, H], gate over up, and `experts.down_proj` [E, H, I].  Where these are missing,
-the experts are apart, as those who quantise a model store them.
+joined: `experts.gate_up_proj` [E, 2·I, H], gate over up, and `experts.down_proj` [E, H, I] (or as
+`Experts.joined_names` says).  Where these are missing, the experts are apart, as those who quantise a model store them.
 
 All become gate_up [E, 2·I, H], gate over up, and down [E, H, I].
 """
@@ -40,14 +41,15 @@ def load_experts(
     gate_up, down, biases = read(weights, experts, prefix, hidden)
     scale = bias = shared = shared_gate = None
     if routing.correction_bias or routing.logit_bias:
-        name = f"{experts.router_name}.bias" if routing.logit_bias else "gate.e_score_correction_bias"
+        name = f"{experts.router_name}.bias" if routing.logit_bias else experts.correction_name
         bias = weights.take_exact(f"{prefix}{name}", routing.num_experts)
     if experts.scale_name is not None:
         scale = weights.take_exact(f"{prefix}{experts.scale_name}", routing.num_experts)
     if experts.shared_size:
-        name = f"{prefix}{experts.shared_name}."
+        under = prefix if experts.shared_under is None else prefix.removesuffix(experts.under) + experts.shared_under
+        sizes, name = (hidden, experts.shared_size), f"{under}{experts.shared_name}."
         # The mixture sums it with the routed experts.
-        shared = weights.mlp(name, hidden, experts.shared_size, experts.shared_bias, of_shared, summed=False)
+        shared = weights.mlp(name, *sizes, experts.shared_bias, of_shared, False, experts.shared_names)
     if experts.shared_gate is not None:
         shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
     return MixtureMLP(
@@ -66,11 +68,11 @@ def load_experts(
 
 
 def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
-    name, count, size = f"{prefix}experts.", experts.routing.num_experts, experts.size
-    if f"{name}gate_up_proj" not in weights:
+    gate_up, down = (f"{prefix}{name}" for name in experts.joined_names)
+    count, size = experts.routing.num_experts, experts.size
+    if gate_up not in weights:
         return _apart(weights, experts, prefix, hidden)
-    gate_up = weights.take(f"{name}gate_up_proj", count, 2 * size, hidden)
-    return gate_up, weights.take(f"{name}down_proj", count, hidden, size), None
+    return weights.take(gate_up, count, 2 * size, hidden), weights.take(down, count, hidden, size), None
 
 
 def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:
@@ -78,9 +80,9 @@ def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matr
         raise EspalierError("experts that are stored apart are supported only without biases; use another model")
     count, size = experts.routing.num_experts, _own_size(weights, experts)
     names = [f"{prefix}experts.{expert}." for expert in range(count)]
-    halves = [f"{name}{half}_proj" for name in names for half in ("gate", "up")]
+    halves = [f"{name}{half}" for name in names for half in experts.names.gate_up]
     gate_up = weights.matrix(halves, [size] * len(halves), hidden)
-    down = weights.matrix([f"{name}down_proj" for name in names], [hidden] * count, size)
+    down = weights.matrix([f"{name}{experts.names.down}" for name in names], [hidden] * count, size)
     return _of_experts(gate_up, count), _of_experts(down, count), None
 
 

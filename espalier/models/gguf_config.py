@@ -230,7 +230,8 @@ def _rope(gguf: GGUF, own: Raw) -> Raw:
     if FREQUENCIES in gguf.tensors:
         if scaling is not None:
             raise EspalierError(f"{gguf.path} has both {FREQUENCIES!r} and rope.scaling.type = {shown(kind)}")
-        scaling = {"rope_type": "divided", "divisors": _frequencies(gguf)}
+        divisors = _frequencies(gguf)
+        scaling = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
     return {} if scaling is None else {"rope_scaling": scaling}
 
 

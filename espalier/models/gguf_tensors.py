@@ -1,7 +1,7 @@
 """The tensors of a GGUF file under the names that they have in a Hugging Face checkpoint.
 
-Tensors in blocks are bytes [rows, blocks of a row, bytes of a block].  What llama.cpp's converter changed is undone: the
-order of rows of q and k, and the 1 that it adds to Gemma's norms.
+Tensors in blocks are bytes [rows, blocks of a row, bytes of a block].  What llama.cpp's converter changed is undone:
+the order of rows of q and k, and the 1 that it adds to Gemma's norms.
 """
 
 import mmap

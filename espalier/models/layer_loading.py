@@ -7,13 +7,15 @@ from espalier.kernels.ops.rope import HeadNorms, LatentForm
 from espalier.models.config import ModelConfig
 from espalier.models.expert_loading import load_experts
 from espalier.models.latent_config import LatentConfig
-from espalier.models.layers.attention import Attention
+from espalier.models.layers.attention import Attention, WideNorms
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.mlp import GatedMLP
+from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
 from espalier.models.rope import RopeTables
-from espalier.models.weights import Weights
+from espalier.models.weight_formats.gguf import BlockWeight
+from espalier.models.weights import Weights, one_each
 from espalier.shards import Size
 
 HEADS = "number of attention heads"
@@ -35,7 +37,13 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
     """The token embedding.  scale: of its values."""
-    return Embedding(weights.embedding("model.embed_tokens", config.vocab_size, config.hidden_size), scale)
+    name, shape = "model.embed_tokens", (config.vocab_size, config.hidden_size)
+    if not weights.format_of(name).embeds:
+        return Embedding(weights.take(f"{name}.weight", *shape), scale)
+    weight, table = weights.weight([name], shape[:1], shape[1]), weights.empty(*shape)
+    assert isinstance(weight, BlockWeight)
+    weight.write_to(table)
+    return Embedding(table, scale)
 
 
 def load_attention(
@@ -48,19 +56,23 @@ def load_attention(
     """
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope)
-    size, shards = config.head_size, weights.shards
+    size, shards, names = config.head_size, weights.shards, config.names
     heads, kv_heads = shards.part(config.heads, HEADS), shards.kv_heads(config.kv_heads)
     q_rows, kv_rows = heads.times(size), kv_heads.times(size)
-    rows = (q_rows, kv_rows, kv_rows)
-    qkv = weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, columns, config.attention_bias)
-    out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
-    norms = sink = None
-    if config.qk_norm:
+    rows = one_each(names.qkv, (q_rows, kv_rows, kv_rows))
+    qkv = weights.linear(prefix, names.qkv, rows, columns, config.attention_bias)
+    out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
+    norms = wide_norms = sink = None
+    if config.qk_norm and config.wide_qk_norm:
+        sizes = (("q", len(q_rows)), ("k", len(kv_rows)))
+        eps = config.rms_norm_eps
+        wide_norms = WideNorms(*(weights.norm(f"{prefix}{name}_norm", width, eps) for name, width in sizes))
+    elif config.qk_norm:
         q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
         norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
     if config.sinks:
         sink = weights.take_exact(f"{prefix}sinks", config.heads)[heads.slice]
-    return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink)
+    return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, wide_norms)
 
 
 def _load_latent_attention(
@@ -104,22 +116,31 @@ def load_layer(
     same.
     """
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
-    hidden, names = config.hidden_size, config.layer_norms
+    hidden, norms = config.hidden_size, config.layer_norms
+
+    def before(name: str | None) -> AnyNorm:
+        return Unnormed() if name is None else norm(name)
 
     def norm(name: str) -> RMSNorm:
         return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.norm_offset)
 
-    attention = f"{prefix}self_attn."
     return DecoderLayer(
         index=layer if index is None else index,
-        attention_norm=norm(names.before_attention),
-        attention=load_attention(weights, config, attention, hidden, rope),
-        mlp_norm=norm(names.before_mlp),
+        attention_norm=before(norms.before_attention),
+        attention=load_attention(weights, config, f"{prefix}self_attn.", hidden, rope),
+        mlp_norm=before(norms.before_mlp),
         mlp=(
-            weights.mlp(f"{prefix}mlp.", hidden, config.intermediate_size, config.mlp_bias, config.activation)
+            load_mlp(weights, config, prefix)
             if experts is None
-            else load_experts(weights, experts, f"{prefix}mlp.", hidden, config.activation)
+            else load_experts(weights, experts, f"{prefix}{experts.under}", hidden, config.activation)
         ),
-        post_attention_norm=norm(names.behind_attention) if names.behind_attention else None,
-        post_mlp_norm=norm(names.behind_mlp) if names.behind_mlp else None,
+        post_attention_norm=norm(norms.behind_attention) if norms.behind_attention else None,
+        post_mlp_norm=norm(norms.behind_mlp) if norms.behind_mlp else None,
+        residual_scale=config.residual_scale,
     )
+
+
+def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:
+    """The dense MLP of the layer under `prefix`."""
+    sizes, names = (config.hidden_size, config.intermediate_size), config.names
+    return weights.mlp(f"{prefix}{names.under_mlp}", *sizes, config.mlp_bias, config.activation, names=names.mlp)

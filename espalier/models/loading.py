@@ -1,6 +1,8 @@
 """Loads a target from a directory: finds its family, reads its config, builds the model from its weights."""
 
+import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from espalier.errors import EspalierError
 from espalier.gguf_file import is_gguf
 from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, find_family, parse
+from espalier.models.config import ModelConfig, architecture_of, find_family, parse
 from espalier.models.families import FAMILIES
 from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer
@@ -20,11 +22,14 @@ from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.rope import RopeTables
 from espalier.models.shard_sizes import require_shards
+from espalier.models.text_part import is_multimodal, text_config
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
 from espalier.models.weight_formats.modelopt import read_hf_quant_config
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards
+
+log = logging.getLogger(__name__)
 
 
 def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -37,8 +42,12 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) ->
     raw = read_raw(path)
     generation = path / "generation_config.json"
     with naming_config(path):
+        whole = architecture_of(raw) if is_multimodal(raw, FAMILIES.values()) else None
+        if whole is not None:
+            raw = text_config(raw, FAMILIES.values(), path)
         family = find_family({**raw, **(overrides or {})}, FAMILIES, path)
-        return parse(raw, family, path, overrides, read_json(generation) if generation.exists() else None)
+        config = parse(raw, family, path, overrides, read_json(generation) if generation.exists() else None)
+        return replace(config, text_part_of=whole)
 
 
 def read_raw(path: Path) -> dict[str, Any]:
@@ -62,11 +71,13 @@ def load_target(
     position_rows: int,
     capture: tuple[int, ...] = (),
     overrides: Mapping[str, Any] | None = None,
+    max_context: int | None = None,
     shards: Shards = WHOLE,
 ) -> CausalLM:
     """Load a target, or what one rank holds of it.
 
-    position_rows: rotary tables cover positions 0 .. position_rows-1.
+    position_rows: rotary tables cover positions 0 .. position_rows-1.  max_context: tokens of the longest text; None:
+    as many.
     capture: layers whose inputs every pass returns, in this order; num_layers means the input of the final norm.
     """
     config = read_config(path, overrides)
@@ -77,16 +88,31 @@ def load_target(
             "that the draft was trained for"
         )
     require_shards(config, shards.count)
-    weights = Weights(Path(path), dtype, device, config.formats, shards=shards)
-    return make_target(weights, config, capture, position_rows)
+    is_text_part = config.text_part_of is not None
+    weights = Weights(Path(path), dtype, device, config.formats, is_text_part=is_text_part, shards=shards)
+    if is_text_part:
+        others = ", ".join(sorted(weights.other_parts)) or "none"
+        log.info("%s: only the text part of %s is loaded (other parts: %s)", path, config.text_part_of, others)
+    return make_target(weights, config, capture, position_rows, max_context)
 
 
-def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...], position_rows: int) -> Decoder:
-    """Build the target from its weights.  Raises EspalierError for a weight that is missing, misshapen or not used."""
+def make_target(
+    weights: Weights,
+    config: ModelConfig,
+    capture: tuple[int, ...],
+    position_rows: int,
+    max_context: int | None = None,
+) -> Decoder:
+    """Build the target from its weights; see load_target.
+
+    Raises EspalierError for a weight that is missing, misshapen or not used.
+    """
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
     embed = (config.load_embedding or load_embedding)(weights, config, scale)
-    tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in config.ropes}
+    sizes = position_rows, weights.dtype, weights.device, max_context
+    tables = {rope: RopeTables(rope, *sizes) for rope in dict.fromkeys(config.ropes)}
+    _log_longrope(config, max_context or position_rows)
     load = config.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
     kv_scales = tuple(
@@ -99,6 +125,16 @@ def make_target(weights: Weights, config: ModelConfig, capture: tuple[int, ...],
     weights.finish()
     own_specs = of_rank(layer_specs, weights.shards)
     return Decoder(config, own_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
+
+
+def _log_longrope(config: ModelConfig, context: int) -> None:
+    """Say which frequencies are used, because the text of short prompts depends on it."""
+    for original in {rope.original_max_position for rope in config.ropes if rope.type == "longrope"}:
+        which, other = ("long", "at most") if context > original else ("short", "more than")
+        log.info(
+            "%s: LongRoPE's %s frequencies, because max_context is %d; with a max_context of %s %d, the others",
+            *(config.path, which, context, other, original),
+        )
 
 
 def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:

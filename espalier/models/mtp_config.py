@@ -12,7 +12,7 @@ from typing import Any, get_args
 import torch
 
 from espalier.errors import EspalierError
-from espalier.models.config import Family, LayerNorms, ModelConfig, Raw, architecture_of, parse
+from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
 from espalier.models.draft import MAX_MODULES, DraftSpec, Form, count_of, object_of, refuse_sizes
 from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of
@@ -97,14 +97,14 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
     count = target.raw.get(COUNT)
     if target.mtp is None or not isinstance(count, int) or count < 1:
         return False
-    weights = Weights(path, torch.float32, "cpu")
+    weights = Weights(path, torch.float32, "cpu", is_text_part=target.text_part_of is not None)
     names = [f"{target.mtp.prefix_of(layer, target.num_layers)}{target.mtp.project}" for layer in range(count)]
     return all(weights.has_matrix(name) for name in names)
 
 
 def _family_of(base: Mapping[str, Any], path: Path) -> Family:
     """The family of a head's layers, by model_type."""
-    by_type = {family.model_type: family for family in FAMILIES.values() if family.layer_norms == LayerNorms()}
+    by_type = {family.model_type: family for family in FAMILIES.values() if family.in_drafts}
     declared = base.get("model_type")
     if declared not in by_type:
         raise EspalierError(

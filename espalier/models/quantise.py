@@ -22,9 +22,9 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.models.loading import read_config, read_raw
 from espalier.models.quantisers import QUANTISERS, Quantiser
-from espalier.models.weight_files import write_weights
+from espalier.models.weight_files import INDEX, shards_of, write_weights
 from espalier.models.weight_formats import QUANTISATION_FIELDS
-from espalier.models.weights import INDEX, PLAIN_DTYPES, shards_of
+from espalier.models.weights import PLAIN_DTYPES
 
 To = Literal["fp8", "int4"]
 
@@ -99,7 +99,10 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) ->
     for name in QUANTISATION_FIELDS:
         if config.get(name) is not None:
             raise EspalierError(f"{path} is quantised already ({name}); give the unquantised model (bfloat16)")
-    experts = None if is_draft else read_config(path).experts
+    target = None if is_draft else read_config(path)
+    if target is not None and target.text_part_of is not None:
+        raise EspalierError(f"{path} is multimodal ({target.text_part_of}), which quantize does not support")
+    experts = None if target is None else target.experts
     is_stacked = experts is not None and experts.stored != "apart"
     if is_stacked or (is_draft and _stacks_experts(path)):
         raise EspalierError(f"{path} stores its experts stacked, which quantize does not support; use another model")

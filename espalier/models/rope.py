@@ -22,7 +22,7 @@ from espalier.model_files import MAX_NUMBER
 
 Raw = dict[str, Any]
 
-TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "proportional", "divided")
+TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 # Types that need a factor.
 SCALED = ("linear", "dynamic", "llama3", "yarn")
 RAMP = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
@@ -30,7 +30,10 @@ POSITIVE = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow"),
 )
-NOT_NUMBERS, BOOLS = ("rope_type", "truncate", "finetuned", "divisors"), ("truncate", "finetuned")
+BOOLS = ("truncate", "finetuned")
+# LongRoPE's divisors of the frequencies: in texts of at most the original length, and in longer ones.
+DIVISORS = ("short_factor", "long_factor")
+NOT_NUMBERS = ("rope_type", *BOOLS, *DIVISORS)
 FIELDS = (
     *RAMP,
     "rope_type",
@@ -40,9 +43,13 @@ FIELDS = (
     "mscale",
     "mscale_all_dim",
     "partial_rotary_factor",
+    "llama_4_scaling_beta",
+    "max_position_embeddings",
     "finetuned",
-    "divisors",
+    *DIVISORS,
 )
+# Fields that the configuration of a RoPE may hold although they are the attention's: config.py has them at its top.
+OF_ATTENTION = ("partial_rotary_factor", "llama_4_scaling_beta")
 SPELLINGS = ("rope_parameters", "rope_scaling")
 
 
@@ -51,13 +58,16 @@ class RopeConfig:
     """The RoPE of one model.
 
     dim: rotated channels of a head: all of them, or, in latent attention, the rope part.
-    type: one of TYPES.  A dynamic model has unscaled frequencies up to its trained length.
-    `ModelConfig.max_position` limits it to that length: beyond it, every new token would change the rotation of all
-    cached keys.
+    type: one of TYPES, or "none" for a layer without RoPE: its frequencies are 0, so no bit is changed.  A dynamic
+    model has unscaled frequencies up to its trained length.  `ModelConfig.max_position` limits it to that length:
+    beyond it, every new token would change the rotation of all cached keys.
     rotated: of a proportional RoPE, the share of the channels, low frequencies excluded, that turn at all.
-    divisors: of each frequency, for the type "divided": GGUF files hold them for llama3.
     latent_mscale: YaRN's factor of q and of k for mscale_all_dim.  Latent attention multiplies its softmax scale by its
     square; other attention ignores it.
+    divisors: LongRoPE's, one for each frequency: of contexts up to original_max_position, and of longer ones.  A model
+    keeps to the one or the other (RopeTables), because a change would rotate all cached keys.
+    query_beta: β of Llama 4's attention temperature: the query at position p is multiplied by
+    1 + β · ln(1 + floor(p / original_max_position)), after its rotation.
     """
 
     dim: int
@@ -73,23 +83,27 @@ class RopeConfig:
     attention_factor: float = 1.0
     rotated: float = 1.0
     latent_mscale: float = 1.0
-    divisors: tuple[float, ...] = ()
+    query_beta: float = 0.0
+    divisors: tuple[tuple[float, ...], tuple[float, ...]] = ((), ())
 
-    def inverse_frequencies(self) -> Tensor:
-        """[dim / 2] float32, radians per position."""
+    def inverse_frequencies(self, context: int = 0) -> Tensor:
+        """[dim / 2] float32, radians per position.  context: tokens of the longest text, which LongRoPE depends on."""
         plain = 1.0 / self._periods()
         match self.type:
             case "linear":
                 return plain / self.factor
-            case "divided":
-                return plain / torch.tensor(self.divisors)
             case "proportional":
                 turning = torch.arange(self.dim // 2) < int(self.rotated * self.dim // 2)
                 return torch.where(turning, plain / self.factor, 0.0)
             case "llama3":
                 return self._llama3(plain)
+            case "none":
+                return torch.zeros(self.dim // 2)
             case "yarn":
                 return self._yarn()
+            case "longrope":
+                divisors = self.divisors[context > self.original_max_position]
+                return 1.0 / (torch.tensor(divisors, dtype=torch.float32) * self._periods())
             case _:
                 return plain
 
@@ -128,16 +142,31 @@ class RopeTables:
     """cos and sin for positions 0 .. rows-1, [rows, dim] each, in two halves as in Hugging Face's rotate_half.
 
     The first half of sin is negated, so RoPE is x·cos + swap_halves(x)·sin (kernels/layers/rope.py).
+    context: tokens of the longest text; None: as many as there are rows.
+    query_scales: [rows], in the model's dtype, factors of rotated queries; None without an attention temperature
+    (RopeConfig.query_beta).
     """
 
-    __slots__ = ("cos", "sin")
+    __slots__ = ("cos", "sin", "query_scales")
 
-    def __init__(self, config: RopeConfig, rows: int, dtype: torch.dtype, device: torch.device | str) -> None:
-        dtype = dtype if dtype == torch.float64 else torch.float32
-        angles = torch.arange(rows, dtype=dtype)[:, None] * config.inverse_frequencies().to(dtype)
+    def __init__(
+        self,
+        config: RopeConfig,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        context: int | None = None,
+    ) -> None:
+        exact = torch.promote_types(dtype, torch.float32)
+        frequencies = config.inverse_frequencies(rows if context is None else context)
+        angles = torch.arange(rows, dtype=exact)[:, None] * frequencies.to(exact)
         cos, sin = angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
         self.cos = torch.cat((cos, cos), dim=-1).to(device)
         self.sin = torch.cat((-sin, sin), dim=-1).to(device)
+        self.query_scales = None
+        if config.query_beta:
+            lengths = torch.arange(rows, dtype=exact) // config.original_max_position
+            self.query_scales = (1 + config.query_beta * torch.log(1 + lengths)).to(device, dtype)
 
     def rows(self, positions: Tensor) -> Rotation:
         """cos and sin for positions of any shape, in order."""
@@ -202,26 +231,13 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         raise EspalierError(
             f"{path}: rope_parameters differ by layer type; only one set for all layers is supported; use another model"
         )
-    unknown = [name for name in parameters if name not in FIELDS]
-    if kind not in TYPES or unknown:
-        what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
-        raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(TYPES)}")
-    for name, value in parameters.items():
-        is_number = (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and abs(value) <= MAX_NUMBER
-            and (name not in POSITIVE or value > 0)
-        )
-        if name not in NOT_NUMBERS and value is not None and not is_number:
-            words = "a positive number" if name in POSITIVE else "a number"
-            raise EspalierError(f"{path}: rope parameter {name} = {value!r}; {words} is needed; correct it")
-        if name in BOOLS and not isinstance(value, bool | None):
-            raise EspalierError(f"{path}: rope parameter {name} = {value!r}; true or false is needed; correct it")
+    _require_values(parameters, kind, longest, path)
     theta = parameters.get("rope_theta") or full.get("rope_theta") or 10000.0
     if theta <= 1:
         raise EspalierError(f"{path}: rope_theta = {theta!r}; a number above 1 is needed; correct it")
-    original = int(parameters.get("original_max_position_embeddings") or longest)
+    # As in transformers, the config's own field has priority.
+    name = "original_max_position_embeddings"
+    original = int(full.get(name) or parameters.get(name) or longest)
     scaled = kind in SCALED
     if kind == "default" and parameters.get("factor") not in (None, 1):
         raise EspalierError(
@@ -238,23 +254,65 @@ def read_rope(full: Raw, rotated: int, longest: int, path: Path) -> tuple[RopeCo
         theta=float(theta),
         type=kind,
         original_max_position=original,
-        attention_factor=_yarn_attention_factor(parameters) if kind == "yarn" else 1.0,
+        attention_factor=_attention_factor(parameters, kind, original, longest),
+        query_beta=float(full.get("llama_4_scaling_beta") or 0),
         latent_mscale=_yarn_mscale(parameters["factor"], parameters.get("mscale_all_dim") or 0) if scaled else 1.0,
+        divisors=_divisors(parameters, rotated, path) if kind == "longrope" else ((), ()),
         rotated=_rotated_share(parameters, path) if kind == "proportional" else 1.0,
-        divisors=_divisors(parameters, rotated, path) if kind == "divided" else (),
         **{name: parameters[name] for name in RAMP if parameters.get(name) is not None},
     )
     extended = int(original * rope.factor) if kind == "yarn" else longest
     return rope, max(longest, extended)
 
 
-def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[float, ...]:
-    """Of each frequency.  Raises EspalierError for anything but as many positive numbers."""
-    given = parameters.get("divisors")
-    are_numbers = isinstance(given, list) and all(type(each) is float and 0 < each <= MAX_NUMBER for each in given)
-    if not are_numbers or len(given or ()) != rotated // 2:
-        raise EspalierError(f"{path}: rope type 'divided' needs {rotated // 2} positive divisors, not {shown(given)}")
-    return tuple(given or ())
+def _require_values(parameters: Raw, kind: object, longest: int, path: Path) -> None:
+    """Raises EspalierError for a type or a parameter that is not supported, and for a value that is not of its kind."""
+    unknown = [name for name in parameters if name not in FIELDS]
+    if kind not in TYPES or unknown:
+        what = f"rope type {kind!r}" if kind not in TYPES else f"rope parameter {unknown[0]!r}"
+        raise EspalierError(f"{path}: {what} is not supported; supported types are {', '.join(TYPES)}")
+    for name, value in parameters.items():
+        is_number = (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and abs(value) <= MAX_NUMBER
+            and (name not in POSITIVE or value > 0)
+        )
+        if name not in NOT_NUMBERS and value is not None and not is_number:
+            words = "a positive number" if name in POSITIVE else "a number"
+            raise EspalierError(f"{path}: rope parameter {name} = {value!r}; {words} is needed; correct it")
+        if name in BOOLS and not isinstance(value, bool | None):
+            raise EspalierError(f"{path}: rope parameter {name} = {value!r}; true or false is needed; correct it")
+    if parameters.get("max_position_embeddings") not in (None, longest):
+        raise EspalierError(
+            f"{path}: rope parameter max_position_embeddings = {parameters['max_position_embeddings']!r}, but the "
+            f"model has max_position_embeddings = {longest}; remove the rope parameter"
+        )
+
+
+def _divisors(parameters: Raw, rotated: int, path: Path) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """LongRoPE's divisors.  Raises EspalierError if there is not one for each frequency."""
+    for name in DIVISORS:
+        values = parameters.get(name)
+        if (
+            not isinstance(values, list)
+            or len(values) != rotated // 2
+            or not all(isinstance(value, int | float) and 0 < value <= MAX_NUMBER for value in values)
+        ):
+            raise EspalierError(
+                f"{path}: rope parameter {name} = {shown(values)}; a list of {rotated // 2} positive numbers is "
+                "needed, half as many as a head has rotated values; correct it"
+            )
+    short, long = (tuple(map(float, parameters[name])) for name in DIVISORS)
+    return short, long
+
+
+def _attention_factor(parameters: Raw, kind: str, original: int, longest: int) -> float:
+    """The factor of cos and sin."""
+    if kind == "longrope" and parameters.get("attention_factor") is None:
+        factor = float(parameters.get("factor") or longest / original)
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return _yarn_attention_factor(parameters) if kind in ("yarn", "longrope") else 1.0
 
 
 def _rotated_share(parameters: Raw, path: Path) -> float:

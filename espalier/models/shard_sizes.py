@@ -6,10 +6,18 @@ from espalier.cache.layer_spec import of_rank
 from espalier.errors import EspalierError
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.models.config import Experts, ModelConfig
+from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames
 from espalier.models.layer_loading import HEADS, layer_specs_of
 from espalier.models.weight_formats import StoredTensor, quantisation_of
 from espalier.shards import Part, Shards, Size, part_of
 
+# The architectures whose layers are divided: those that tests/properties/test_ranks.py compares with one process.
+DIVIDED = (
+    *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM"),
+    *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"),
+    *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Dots1ForCausalLM"),
+)
 # (name, rows, columns) of a matrix; one of the two is a part.
 Matrix = tuple[str, Size, Size]
 
@@ -18,12 +26,11 @@ def require_shards(config: ModelConfig, count: int) -> None:
     """Raises EspalierError if `count` ranks cannot divide this model, naming what they cannot divide."""
     if count == 1:
         return
-    if config.load_layer is not None or config.layer_specs is not None:
+    if config.architecture not in DIVIDED:
         raise EspalierError(
-            f"tensor_parallel={count} is not supported for {config.architecture}, whose layers have no parts; use 1"
+            f"tensor_parallel={count} is not supported for {config.architecture}, whose layers have no parts; use 1, "
+            f"or one of {', '.join(DIVIDED)}"
         )
-    if config.experts is not None and config.experts.stored == "joined":
-        raise EspalierError(f"tensor_parallel={count} is not supported for experts of {config.architecture}; use 1")
     if any(described.get("desc_act") for described in quantisation_of(config.raw).values()):
         raise EspalierError(
             f"tensor_parallel={count} is not supported with desc_act, which puts a group's columns anywhere; use 1, or "
@@ -56,7 +63,7 @@ def _matrices(config: ModelConfig, shards: Shards) -> Iterator[Matrix]:
         prefix = f"model.layers.{layer}."
         yield from _of_attention(config, shards, f"{prefix}self_attn.")
         if config.experts is not None and layer in config.experts.layers:
-            yield from _of_experts(config, config.experts, shards, f"{prefix}mlp.")
+            yield from _of_experts(config, config.experts, shards, f"{prefix}{config.experts.under}")
         else:
             yield from _of_mlp(f"{prefix}mlp.", config.hidden_size, shards, config.intermediate_size)
     if not config.tie_word_embeddings:
@@ -77,17 +84,24 @@ def _of_attention(config: ModelConfig, shards: Shards, prefix: str) -> Iterator[
     yield f"{prefix}o_proj", hidden, heads.times(latent.v_size)
 
 
-def _of_mlp(prefix: str, hidden: int, shards: Shards, size: int, what: str = "intermediate size") -> Iterator[Matrix]:
+def _of_mlp(
+    prefix: str,
+    hidden: int,
+    shards: Shards,
+    size: int,
+    what: str = "intermediate size",
+    names: MLPNames = GATE_UP_DOWN,
+) -> Iterator[Matrix]:
     own = shards.part(size, what)
-    for name in ("gate_proj", "up_proj"):
+    for name in names.gate_up:
         yield f"{prefix}{name}", own, hidden
-    yield f"{prefix}down_proj", hidden, own
+    yield f"{prefix}{names.down}", hidden, own
 
 
 def _of_experts(config: ModelConfig, experts: Experts, shards: Shards, prefix: str) -> Iterator[Matrix]:
     hidden, what = config.hidden_size, "intermediate size of experts"
     if experts.stored == "apart":
-        yield from _of_mlp(f"{prefix}experts.0.", hidden, shards, experts.size, what)
+        yield from _of_mlp(f"{prefix}experts.0.", hidden, shards, experts.size, what, experts.names)
     else:
         own = shards.part(experts.size, what)
         yield from ((f"{prefix}experts", own.times(2), hidden), (f"{prefix}experts", hidden, own))

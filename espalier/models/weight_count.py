@@ -12,9 +12,11 @@ from espalier.gguf_file import is_gguf
 from espalier.model_files import require_regular
 from espalier.models.gguf_config import PLAIN
 from espalier.models.gguf_tensors import GGUFTensors
-from espalier.models.weight_files import BIN, read_bin
+from espalier.models.text_part import name_in_text
+from espalier.models.weight_files import BIN, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf
-from espalier.models.weights import EMBEDDING, shards_of
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,10 @@ class WeightCount:
         return WeightCount(self.num_cast + other.num_cast, self.kept_bytes + other.kept_bytes)
 
 
-def stored_weights(path: Path, formats: FormatOf, unread: tuple[str, ...] = ()) -> WeightCount:
-    """The size of the weights that `Weights` reads, without those whose names begin with `unread`.
+def stored_weights(
+    path: Path, formats: FormatOf, unread: tuple[str, ...] = (), is_text_part: bool = False
+) -> WeightCount:
+    """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
 
     An unreadable safetensors file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index
     or pytorch_model.bin.
@@ -51,7 +55,10 @@ def stored_weights(path: Path, formats: FormatOf, unread: tuple[str, ...] = ()) 
         try:
             require_regular(file)
             with safe_open(file, framework="pt") as tensors:
-                for name in (each for each in tensors.keys() if not each.startswith(unread)):  # noqa: SIM118
+                for name in tensors.keys():  # noqa: SIM118
+                    own = name_in_text(name) if is_text_part else name
+                    if own is None or own.startswith(unread):
+                        continue
                     # get_tensor maps the file into memory and reads no data.
                     count += _count(name, tensors.get_tensor(name), formats)
         except (OSError, SafetensorError):

@@ -1,4 +1,4 @@
-"""Reads pytorch_model.bin, and writes safetensors files."""
+"""The files of weights in a model's directory: which they are, how an old one is read, and how a new one is written."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,13 +9,25 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from espalier.errors import EspalierError, one_line
-from espalier.model_files import require_regular
+from espalier.model_files import MAX_BYTES, file_named, read_json, require_regular
 
+INDEX = "model.safetensors.index.json"
 BIN = "pytorch_model.bin"
 
 
+def shards_of(path: Path) -> list[Path]:
+    """The model's safetensors files: those of the index, else model.safetensors, else all of the directory."""
+    index = path / INDEX
+    if index.exists():
+        files = read_json(index, MAX_BYTES).get("weight_map")
+        if not isinstance(files, dict):
+            raise EspalierError(f"{index} has no weight_map; download the file again")
+        return sorted({file_named(path, file, index) for file in files.values()})
+    whole = path / "model.safetensors"
+    return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
+
+
 def read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
-    """The tensors of pytorch_model.bin.  Raises EspalierError if it is missing, not `allowed`, or unreadable."""
     file = path / BIN
     if not file.exists():
         kinds = f"*.safetensors or {BIN}" if allowed else "*.safetensors"
@@ -31,7 +43,6 @@ def read_bin(path: Path, allowed: bool) -> Mapping[str, Tensor]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, or its kind."""
     return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
 
 

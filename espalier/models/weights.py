@@ -1,4 +1,4 @@
-"""Reads weights from disk, tensor by tensor, and writes files of them.
+"""Reads weights from disk, tensor by tensor.
 
 A weight that is read is checked, cast and copied to its place on the device.  One that is missing, unused, misshapen or
 truncated is an error that names the file and the weight.
@@ -24,16 +24,17 @@ from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.state.kv_scales import KVScales
-from espalier.model_files import MAX_BYTES, file_named, read_json, require_regular
+from espalier.model_files import require_regular
 from espalier.models.gguf_tensors import GGUFTensors
+from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.weight_files import first_line, read_bin
+from espalier.models.text_part import name_in_text, names_as_stored
+from espalier.models.weight_files import first_line, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
-from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.models.weight_formats.sharded import SummedWeight
 from espalier.shards import WHOLE, Shards, Size, part_of
 
@@ -51,8 +52,6 @@ KV_SCALES = (
     ("kv_scale", "kv_scale"),
     ("k_proj.output_scale", "v_proj.output_scale"),
 )
-INDEX = "model.safetensors.index.json"
-EMBEDDING = "model.embed_tokens.weight"
 # A slice for each dimension of a stored tensor.
 Cut = tuple[slice, ...]
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
@@ -69,6 +68,8 @@ class Weights:
     tensor is dense, whatever `formats` says: checkpoints leave layers out that their config.json does not name.
     shards: what this rank holds of the matrices that are declared in parts.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
+    is_text_part: whether this is a multimodal checkpoint, of which only the text part is read, under the names that it
+    has in a checkpoint of its own (espalier/models/text_part.py).  other_parts: what the others are called.
     """
 
     shards: Shards = WHOLE
@@ -80,20 +81,25 @@ class Weights:
         device: torch.device | str,
         formats: FormatOf = all_dense,
         allow_bin: bool = False,
+        is_text_part: bool = False,
         shards: Shards = WHOLE,
     ) -> None:
         self.shards = shards
         self.path = path
         self.dtype = dtype
         self.device = device
-        self.formats = formats
+        self.is_text_part = is_text_part
+        self.other_parts: set[str] = set()
         self._loaded: Mapping[str, Tensor] = {}
-        self._files: dict[str, safe_open] = {}
+        # By name, the file and the name that it has there.
+        self._files: dict[str, tuple[safe_open, str]] = {}
         files = [] if is_gguf(path) else shards_of(path)
         for file in files:
             self._open(file)
         if not files:
             self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
+        stored = [stored for _, stored in self._files.values()]
+        self.formats = names_as_stored(formats, stored) if is_text_part else formats
         self._names = frozenset((*self._files, *self._loaded))
         self._not_taken = set(self._names)
 
@@ -124,7 +130,8 @@ class Weights:
         """The shape of a stored weight.  Its data is not read."""
         if name in self._loaded:
             return tuple(self._loaded[name].shape)
-        return tuple(self._files[name].get_slice(name).get_shape())
+        file, stored = self._files[name]
+        return tuple(file.get_slice(stored).get_shape())
 
     def take(self, name: str, *shape: int) -> Tensor:
         """A plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
@@ -208,16 +215,6 @@ class Weights:
                 parts[-1].require_kernels(self.dtype)
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
 
-    def embedding(self, name: str, rows: int, columns: int) -> Tensor:
-        """The table of an embedding, in the model's dtype."""
-        if not self.format_of(name).embeds:
-            return self.take(f"{name}.weight", rows, columns)
-        weight = self.weight([name], [rows], columns)
-        assert isinstance(weight, BlockWeight)
-        table = self.empty(rows, columns)
-        weight.write_to(table)
-        return table
-
     def format_of(self, name: str) -> WeightFormat:
         """The storage format of a matrix."""
         declared = self.formats(name)
@@ -235,7 +232,8 @@ class Weights:
         """Whether a tensor is stored as floating-point numbers that need no scales.  Its data is not read."""
         if name in self._loaded:
             return self._loaded[name].dtype in PLAIN_DTYPES
-        return name in self._files and self._files[name].get_slice(name).get_dtype() in PLAIN_NAMES
+        file, stored = self._files.get(name, (None, name))
+        return file is not None and file.get_slice(stored).get_dtype() in PLAIN_NAMES
 
     def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor | QuantisedMatrix:
         """As `weight`, but the matrix itself, dense or quantised."""
@@ -368,12 +366,19 @@ class Weights:
         return scale.reshape(size).expand(kv_heads).contiguous()
 
     def mlp(
-        self, prefix: str, hidden: int, inner: int, bias: bool, activation: Activation = SILU, summed: bool = True
+        self,
+        prefix: str,
+        hidden: int,
+        inner: int,
+        bias: bool,
+        activation: Activation = SILU,
+        summed: bool = True,
+        names: MLPNames = GATE_UP_DOWN,
     ) -> GatedMLP:
         """summed: as `linear` takes it."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, ("gate_proj", "up_proj"), (own, own), hidden, bias)
-        return GatedMLP(gate_up, self.linear(prefix, ("down_proj",), (hidden,), own, bias, summed), activation)
+        gate_up = self.linear(prefix, names.gate_up, one_each(names.gate_up, (own, own)), hidden, bias)
+        return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
         """Allow these weights to stay unused."""
@@ -421,27 +426,25 @@ class Weights:
             raise EspalierError(
                 f"{shard} is truncated or corrupt ({first_line(error)}); download the file again"
             ) from None
-        for name in names:
-            if name in self._files:
-                raise EspalierError(f"weight {name!r} is in two files of {self.path}; remove one of them")
-            self._files[name] = file
+        for stored in names:
+            name = name_in_text(stored) if self.is_text_part else stored
+            if name is None:
+                self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
+            elif name in self._files:
+                raise EspalierError(f"weight {stored!r} is in two files of {self.path}; remove one of them")
+            else:
+                self._files[name] = file, stored
 
     def _read(self, name: str) -> Tensor:
+        file, stored = self._files[name]
         try:
-            return self._files[name].get_tensor(name)
+            return file.get_tensor(stored)
         except (SafetensorError, OSError) as error:
             raise EspalierError(
                 f"weight {name!r} in {self.path} is truncated or corrupt ({first_line(error)}); download it again"
             ) from None
 
 
-def shards_of(path: Path) -> list[Path]:
-    """The model's safetensors files: those of the index, else model.safetensors, else all of the directory."""
-    index = path / INDEX
-    if index.exists():
-        files = read_json(index, MAX_BYTES).get("weight_map")
-        if not isinstance(files, dict):
-            raise EspalierError(f"{index} has no weight_map; download the file again")
-        return sorted({file_named(path, file, index) for file in files.values()})
-    whole = path / "model.safetensors"
-    return [whole] if whole.exists() else sorted(path.glob("*.safetensors"))
+def one_each(names: Sequence[str], rows: tuple[Size, ...]) -> tuple[Size, ...]:
+    """The rows of each stored matrix, where `rows` are of parts that are stored apart, or all in one."""
+    return rows if len(names) == len(rows) else (sum(part_of(size).size for size in rows),)

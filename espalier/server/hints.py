@@ -8,6 +8,8 @@ from collections.abc import Mapping
 
 _SENDER = "describes the sender; the server does not use it"
 CACHE = "the prefix cache always shares equal prompt prefixes"
+# Marks of a message, an item, a part of one or a tool: Anthropic's, and OpenAI's.
+CACHE_MARKS = ("cache_control", "prompt_cache_breakpoint")
 _ROUTING = "the server chooses the engine"
 
 HINTS: Mapping[str, str] = {

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from espalier.server.fields import FIRST, FUNCTIONS, TEXT_ONLY, Body, NoEffect, Nothing
-from espalier.server.hints import CACHE
+from espalier.server.hints import CACHE, CACHE_MARKS
 from espalier.tool_calls.definitions import MAX_TOOLS
 
 CACHE_CONTROL: Any = Annotated[Any, NoEffect(CACHE)]
@@ -16,6 +16,7 @@ class TextPart(Body):
     type: Literal["text"] = Field(description="this server supports only text")
     text: str
     cache_control: CACHE_CONTROL = None
+    prompt_cache_breakpoint: CACHE_CONTROL = None
 
 
 class FunctionCall(Body):
@@ -59,6 +60,7 @@ class Message(Body):
     reasoning: str | None = Field(None, description="another name of reasoning_content")
     refusal: str | None = Field(None, description="an earlier refusal; the text of a message without content")
     cache_control: CACHE_CONTROL = None
+    prompt_cache_breakpoint: CACHE_CONTROL = None
     reasoning_details: Annotated[Any, COPIED] = None
     thinking_blocks: Annotated[Any, COPIED] = None
     provider_specific_fields: Annotated[Any, NoEffect("describes the answer of another server")] = None
@@ -88,9 +90,10 @@ class Message(Body):
     def join_parts(self) -> None:
         """Replace the parts of the content by their text."""
         if isinstance(self.content, list):
-            marks = [part.cache_control for part in self.content if part.cache_control is not None]
-            if marks and self.cache_control is None:
-                self.cache_control = marks[0]
+            for name in CACHE_MARKS:
+                marks = [mark for part in self.content if (mark := getattr(part, name)) is not None]
+                if marks and getattr(self, name) is None:
+                    setattr(self, name, marks[0])
             self.content = self.text
 
     def turn(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from espalier.server.fields import (
     inside,
 )
 from espalier.server.formats import Constrained
-from espalier.server.hints import HINTS
+from espalier.server.hints import CACHE_MARKS, HINTS
 from espalier.server.messages import Message
 from espalier.tool_calls.definitions import MAX_TOOLS, Tools, checked_tools
 
@@ -222,15 +222,15 @@ class ChatRequest(Conversing, Generating):
     verbosity: Annotated[str | None, VERBOSITY] = None
     web_search_options: Annotated[None, Refused("the server has no web search; leave it out")] = None
     store: Annotated[bool | None, NOT_STORED] = None
-    _has_marked_tools: bool = PrivateAttr(default=False)
+    _tool_marks: list[str] = PrivateAttr(default=[])
 
     @model_validator(mode="after")
     def _unmark_tools(self) -> "ChatRequest":
-        """Take cache_control out of the tools, which the chat template would show."""
-        plain = [_unmarked(tool) for tool in self.tools or ()]
-        self._has_marked_tools = plain != (self.tools or [])
-        if self._has_marked_tools:
-            self.tools = plain
+        """Take cache marks out of the tools, which the chat template would show."""
+        tools = self.tools or []
+        self._tool_marks = [name for name in CACHE_MARKS if any(_is_marked(tool, name) for tool in tools)]
+        if self._tool_marks:
+            self.tools = [_unmarked(tool) for tool in tools]
         return self
 
     def check(self) -> None:
@@ -255,16 +255,20 @@ class ChatRequest(Conversing, Generating):
         return checked_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def without_effect(self) -> list[str]:
-        marks = ["tools.cache_control"] * self._has_marked_tools
+        marks = [f"tools.{name}" for name in self._tool_marks]
         return super().without_effect() + inside("messages", self.messages) + marks
 
 
+def _is_marked(tool: dict[str, Any], mark: str) -> bool:
+    return mark in tool or (isinstance(tool.get("function"), dict) and mark in tool["function"])
+
+
 def _unmarked(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool without cache_control, beside its function or in it."""
+    """A tool without cache marks, beside its function or in it."""
     return {
-        name: {key: each for key, each in value.items() if key != "cache_control"} if name == "function" else value
+        name: _unmarked(value) if name == "function" and isinstance(value, dict) else value
         for name, value in tool.items()
-        if name != "cache_control"
+        if name not in CACHE_MARKS
     }
 
 

@@ -20,6 +20,7 @@ from espalier.server.fields import (
     at_most,
     inside,
 )
+from espalier.server.hints import CACHE_MARKS
 from espalier.server.openai import HINT_FIELDS, MAX_METADATA, SAMPLING_FIELDS, ChatRequest
 from espalier.tool_calls.definitions import MAX_TOOLS
 
@@ -108,7 +109,8 @@ class ResponsesRequest(_Sampling):
     modalities: Annotated[Nothing | None, TEXT_ONLY] = None
 
     def without_effect(self) -> list[str]:
-        return super().without_effect() + inside("text", [self.text] if self.text else [])
+        in_text = inside("text", [self.text] if self.text else [])
+        return super().without_effect() + in_text + [f"input.{name}" for name in _marks_of(self.input)]
 
     def as_chat(self) -> ChatRequest:
         """The same request as a chat completion.  Raises EspalierError or ApiError."""
@@ -148,13 +150,27 @@ def _chat_format(form: Mapping[str, Any]) -> dict[str, Any]:
 
 # The fields of each type of item, and those of them that must be there.
 ITEM_FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "message": (("role", "content"), ("id", "status")),
+    "message": (("role", "content"), ("id", "status", "phase")),
     "function_call": (("call_id", "name", "arguments"), ("id", "status")),
     "function_call_output": (("call_id", "output"), ("id", "status", "name")),
     "reasoning": ((), ("id", "summary", "content", "encrypted_content", "status")),
 }
+# Of an item or a part of one.  phase: whether a message came before the answer or is one.
+NO_EFFECT = (*CACHE_MARKS, "phase")
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def _marks_of(given: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the fields without effect that items or their parts have."""
+    items = [] if isinstance(given, str) else given
+    parts = [part for item in items for part in _parts_of(item)]
+    return [name for name in NO_EFFECT if any(each.get(name) is not None for each in (*items, *parts))]
+
+
+def _parts_of(item: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    lists = [parts for name in ("content", "output", "summary") if isinstance(parts := item.get(name), list)]
+    return [part for parts in lists for part in parts if isinstance(part, Mapping)]
 
 
 def messages_of(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
@@ -188,7 +204,7 @@ def _kind_of(place: str, item: Mapping[str, Any]) -> str:
     needed, optional = ITEM_FIELDS[kind]
     for name in item:
         # OpenAI's client writes all fields of an item that it gives back, most of them null.
-        if item[name] is not None and name not in ("type", *needed, *optional):
+        if item[name] is not None and name not in ("type", *needed, *optional, *CACHE_MARKS):
             raise unknown_name(place, name, (*needed, *optional))
     for name in needed:
         if item.get(name) is None:

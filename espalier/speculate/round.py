@@ -20,7 +20,7 @@ from espalier.attention import CommittedLengths, ModelCache, Nodes, Prefix
 from espalier.cache.kv import PagedKV
 from espalier.kernels.ops.state import NodeRows, advance, chain, gather
 from espalier.kernels.ops.tree import Path, accept, gather_rows
-from espalier.layout import RoundLayout, logit_rows, node_slices
+from espalier.layout import PLAIN, RoundLayout, logit_rows, node_slices
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
@@ -30,7 +30,7 @@ from espalier.slots import BatchState, ScatterUpdate, SlotTable
 from espalier.speculate.drafters.base import Drafter, Grow
 from espalier.speculate.pieces import PieceRows, Pieces
 from espalier.speculate.sampler import Sampler, make_sampler
-from espalier.speculate.tree import Tree
+from espalier.speculate.tree import VOID, Tree
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,8 @@ class ModelRunner:
     cache: where the target's layers keep their rows.
     coupled_scores: whether the draft scores children with the noise that the target will draw with.  Without it fewer
     sampled tokens are accepted; False exists to measure how many.
+    trims_trees: whether a round runs no more nodes than it has guesses.  The host waits for the tree then, and shapes
+    differ from round to round, as no CUDA graph can.
     """
 
     layout: RoundLayout
@@ -48,6 +50,7 @@ class ModelRunner:
     target: CausalLM
     drafter: Drafter
     coupled_scores: bool = True
+    trims_trees: bool = False
 
     def at(self, batch: int) -> "ModelRunner":
         """The runner for rounds of `batch` requests, whose tree may be smaller.  Models and buffers are shared.
@@ -65,6 +68,16 @@ class ModelRunner:
     @property
     def captures_prefill(self) -> bool:
         return self.cache.backend.captures_prefill and self.drafter.captures_prefill
+
+    def with_nodes(self, nodes: int) -> "ModelRunner":
+        """The same runner for trees of fewer nodes, behind the drafter."""
+        return replace(self, layout=self.layout.with_tree(replace(self.layout.tree, num_draft_tokens=nodes)))
+
+    @property
+    def plain(self) -> "ModelRunner":
+        """The runner for rounds without guesses.  Models and buffers are shared."""
+        layout = self.layout.with_tree(PLAIN)
+        return replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
 
     def prepare(self, lengths: CommittedLengths) -> None:
         """Called on the host before each launch.  lengths: the target's committed rows."""
@@ -117,7 +130,10 @@ class Begun:
 
 @dataclass(frozen=True)
 class Proposed:
-    """The state after the propose stage.  runner: for this batch size; slots: the batch; tree: one for each slot."""
+    """The state after the propose stage.
+
+    runner: for this batch size and these trees; slots: the batch; tree: one for each slot.
+    """
 
     runner: ModelRunner
     slots: BatchState
@@ -155,7 +171,12 @@ def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
     sampler = replace(begun.sampler, guide=guide)
     tree = begun.grow(sampler)
     check_tree(begun.runner.layout, tree, begun.slots.batch)
-    return Proposed(begun.runner, begun.slots, sampler, tree)
+    runner = begun.runner
+    if runner.trims_trees:
+        nodes = num_offered(tree, begun.slots.max_accept_depth)
+        if nodes < runner.layout.num_draft_tokens:
+            runner, tree = runner.with_nodes(nodes), tree.first(nodes)
+    return Proposed(runner, begun.slots, sampler, tree)
 
 
 def verify(proposed: Proposed) -> Verified:
@@ -263,6 +284,13 @@ def logprobs_of_prompt(
     following = rows.of(slots.history_at(positions + 1))
     max_rows = logit_rows(runner.target.config.vocab_size)
     return prompt_logprobs(runner.target.logits, rows.of(hidden), following, max_rows, rows.count)
+
+
+def num_offered(tree: Tree, max_accept_depth: Tensor) -> int:
+    """Nodes of the largest tree, without those at the end that are void or too deep to be accepted."""
+    is_offered = ((tree.tokens != VOID) & (tree.depths <= max_accept_depth[:, None])).any(0)
+    is_offered[0] = True
+    return 1 + int(is_offered.nonzero()[-1])
 
 
 def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,27 @@ if TYPE_CHECKING:
     from espalier.kernels.sampling.logit_processors import SlotRows
 
 ALL_NODES = slice(None)
+
+
+class DraftRows(NamedTuple):
+    """The draft's logits, whose best tokens become children.
+
+    logits: [B, Q, draft vocabulary]; d2t: target id of each draft id, None if both vocabularies are the same;
+    offset + row · stride: position of a row's children, from Sampler.first; scores: [B, Q] float32, path scores of the
+    rows; above: drafted tokens between the root and each row.
+    """
+
+    logits: Tensor
+    d2t: Tensor | None
+    offset: int
+    scores: Tensor
+    above: Above | None = None
+    stride: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Q"""
+        return self.logits.shape[1]
 
 
 @dataclass(frozen=True)
@@ -57,42 +78,18 @@ class Sampler(ABC):
     def pick_last(self, logits: Tensor, mask: Tensor | None = None) -> SampledTokens:
         """Sample the token after a prompt chunk.  logits: [B, 1, V]; mask: [B, 1, words]."""
 
-    def children(
-        self,
-        logits: Tensor,
-        d2t: Tensor | None,
-        offset: int,
-        scores: Tensor,
-        topk: int,
-        above: Above | None,
-        stride: int = 0,
-    ) -> tuple[Tensor, Tensor]:
-        """The topk best children of each draft row: target token ids [B, Q, K] and path scores [B, Q, K] float32.
-
-        logits: [B, Q, draft vocabulary]; d2t: target id of each draft id, None if both vocabularies are the same;
-        offset + row · stride: position of a row's children, from `first`; scores: [B, Q], path scores of the rows;
-        above: drafted tokens between the root and each row.
-        """
+    def children(self, rows: DraftRows, topk: int) -> tuple[Tensor, Tensor]:
+        """The topk best children of each row: target token ids [B, Q, K] and path scores [B, Q, K] float32."""
         only, mask = None, None
         if self.guide is not None:
-            levels = self.guide.of_levels(offset + 1, logits.shape[1]) if stride else None
-            only, mask = levels or self.guide.of_rows(offset + 1, *(above or (None, None)))
-            mask = mask.expand(-1, logits.shape[1], -1)
-        found = self._best_children(logits, d2t, offset, scores, topk, above, mask, stride)
-        return found if only is None else force(only, *found, scores)
+            levels = self.guide.of_levels(rows.offset + 1, rows.num_rows) if rows.stride else None
+            only, mask = levels or self.guide.of_rows(rows.offset + 1, *(rows.above or (None, None)))
+            mask = mask.expand(-1, rows.num_rows, -1)
+        found = self._best_children(rows, topk, mask)
+        return found if only is None else force(only, *found, rows.scores)
 
     @abstractmethod
-    def _best_children(
-        self,
-        logits: Tensor,
-        d2t: Tensor | None,
-        offset: int,
-        scores: Tensor,
-        topk: int,
-        above: Above | None,
-        mask: Tensor | None,
-        stride: int,
-    ) -> tuple[Tensor, Tensor]:
+    def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """As `children`, of the target ids that `mask` [B, Q, words] allows."""
 
     @abstractmethod
@@ -126,36 +123,24 @@ class TorchSampler(Sampler):
     def _pick(self, logits: Tensor, offsets: Tensor, above: Above | None) -> SampledTokens:
         return pick(logits, self.rows, self.needs, self.first[:, None] + offsets, self._noise(offsets), above)
 
-    def _best_children(
-        self,
-        logits: Tensor,
-        d2t: Tensor | None,
-        offset: int,
-        scores: Tensor,
-        topk: int,
-        above: Above | None,
-        mask: Tensor | None,
-        stride: int,
-    ) -> tuple[Tensor, Tensor]:
-        logp, ids = self._child_scores(logits, d2t, offset, stride, above, mask)
+    def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        logp, ids = self._child_scores(rows, mask)
         best, index = ordered_topk(logp.float(), topk)
-        return (index if ids is None else ids[index]), scores[..., None] + best.clamp(max=0)
+        return (index if ids is None else ids[index]), rows.scores[..., None] + best.clamp(max=0)
 
     def next_depth(self, edges: LowRankEdges, d2t: Tensor | None, depth: int, rows: Rows, out: Candidates) -> Rows:
         factors, states = edges.factors(depth, rows)
-        logits, topk, no_scores = edges.logits(depth, factors), out.tokens.shape[2], torch.zeros_like(rows.scores)
-        children = self.children(logits, d2t, depth, no_scores, topk, None)
+        drafted = DraftRows(edges.logits(depth, factors), d2t, depth, torch.zeros_like(rows.scores))
+        children = self.children(drafted, out.tokens.shape[2])
         return fill_depth(*children, rows, out, edges.is_recurrent)._replace(states=states)
 
-    def _child_scores(
-        self, logits: Tensor, d2t: Tensor | None, offset: int, stride: int, above: Above | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scores of all children, and the target id of each column; the arguments are those of `children`.
+    def _child_scores(self, rows: DraftRows, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Scores of all children, and the target id of each column.
 
         mask: [B, Q, words], the target ids that may be drafted.  With sampling parameters the columns are the target's
         vocabulary and ids are None: the column is the id.
         """
-        precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        d2t, precise = rows.d2t, rows.logits.to(torch.promote_types(rows.logits.dtype, torch.float32))
         if mask is not None:
             allowed = unpack_mask(mask, self.vocab)
             precise = precise.masked_fill(~(allowed if d2t is None else allowed[..., d2t]), -torch.inf)
@@ -163,8 +148,10 @@ class TorchSampler(Sampler):
             return torch.log_softmax(precise, -1), d2t
         if d2t is not None:
             precise = precise.new_full((*precise.shape[:-1], self.vocab), -torch.inf).index_copy_(-1, d2t, precise)
-        offsets = (offset + stride * torch.arange(logits.shape[1], device=logits.device)).expand(logits.shape[:2])
-        processed = process_logits(precise, self.rows, self.needs, self.first[:, None] + offsets, above)
+        offsets = (rows.offset + rows.stride * torch.arange(rows.num_rows, device=precise.device)).expand(
+            precise.shape[:2]
+        )
+        processed = process_logits(precise, self.rows, self.needs, self.first[:, None] + offsets, rows.above)
         noise = self._noise(offsets)
         if noise is None:
             return torch.log_softmax(processed, -1), None
@@ -203,19 +190,10 @@ class KernelSampler(Sampler):
         found = pick_triton(logits, self.slot_rows, self.first, offsets, above, first_above=first_above, mask=mask)
         return SampledTokens(*found)
 
-    def _best_children(
-        self,
-        logits: Tensor,
-        d2t: Tensor | None,
-        offset: int,
-        scores: Tensor,
-        topk: int,
-        above: Above | None,
-        mask: Tensor | None,
-        stride: int,
-    ) -> tuple[Tensor, Tensor]:
+    def _best_children(self, rows: DraftRows, topk: int, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         from espalier.kernels.tree.draft_topk import draft_topk_triton
 
+        logits, d2t, offset, scores, above, stride = rows
         return draft_topk_triton(
             *(logits, d2t, self.slot_rows, self.first, offset, scores, topk, above, self.coupled, mask, stride)
         )

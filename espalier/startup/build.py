@@ -56,7 +56,7 @@ class Loaded:
         return cache_specs(self.target.layer_specs, drafts, self.config.kv_dtype, self.config.draft_kv_dtype)
 
 
-def without_files(
+def config_of_layout(
     layout: RoundLayout, algorithm: str, attention: str, dtype: torch.dtype, device: torch.device, **chosen: Any
 ) -> ResolvedConfig:
     """The configuration of an engine whose models have no files: by default without overlap, prefix cache and graphs,
@@ -119,7 +119,7 @@ def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = F
     """
     config = loaded.config
     graphs = (config.graph_batch, keep_graphs, capture_stages)
-    return engine_of(make_runner(loaded), config.overlap, config.prefix_cache, *graphs)
+    return engine_of(make_runner(loaded), config.overlap, config.prefix_cache, *graphs, config.pauses_draft)
 
 
 def engine_of(
@@ -129,9 +129,11 @@ def engine_of(
     graph_batch: int = 0,
     keep_graphs: bool = False,
     capture_stages: bool = False,
+    pauses_draft: bool = False,
 ) -> Engine:
     """An engine on the buffers of `runner`, which no other engine may use."""
-    return Engine(executor_of(runner, overlap, graph_batch, keep_graphs, capture_stages), overlap, prefix_cache)
+    executor = executor_of(runner, overlap, graph_batch, keep_graphs, capture_stages)
+    return Engine(executor, overlap, prefix_cache, pauses_draft)
 
 
 def executor_of(

@@ -149,8 +149,14 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
     if device.type == "cpu":
         use_threads(resolved.threads)
     how = {"dtype": dtype, "device": device, "position_rows": resolved.layout.position_rows}
-    path, capture = checkpoint.target_path, checkpoint.spec.capture
-    target = load_target(path, capture=capture, overrides=resolved.model_overrides, shards=shards, **how)
+    target = load_target(
+        checkpoint.target_path,
+        capture=checkpoint.spec.capture,
+        overrides=resolved.model_overrides,
+        max_context=resolved.layout.max_context,
+        shards=shards,
+        **how,
+    )
     # The draft is whole on every rank: to join the ranks at each of its levels would take longer than its weights.
     draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, **how)
     return Loaded(resolved, target, draft, shards)
@@ -211,7 +217,8 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     # The target's own MTP layers are read if they are the draft, and then counted with it.
     is_own = checkpoint.draft_path == checkpoint.target_path
     unread = () if is_own else mtp_prefixes(checkpoint.target)
-    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread)
+    is_text_part = checkpoint.target.text_part_of is not None
+    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, is_text_part)
     if ranks > 1:
         target = target.of_rank(ranks, checkpoint.target.vocab_size * checkpoint.target.hidden_size)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:

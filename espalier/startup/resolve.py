@@ -264,6 +264,8 @@ def resolve(
         graph_batch=_graph_batch(config, layout, device),
         model_overrides=dict(config.model_overrides),
         seed=_value_or(config.seed, secrets.randbits(63)),
+        # Whoever names a tree gets it in every round.
+        pauses_draft=device.type == "cpu" and spec.algorithm == "ngram" and speculation == SpeculationConfig(),
         tensor_parallel=config.tensor_parallel,
     )
 

@@ -18,6 +18,7 @@ from espalier.request import SPELLED_ALIKE, ResolvedParams, SamplingParams
 NOT_GIVEN = None
 # The alternative to --api-key, whose value every user of the machine can see in the list of processes.
 KEY_VARIABLE = "ESPALIER_API_KEY"
+PLAIN_FLAG = "--no-speculation"
 
 
 def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) -> None:
@@ -29,6 +30,16 @@ def add_engine_flags(parser: ArgumentParser, leave_out: Collection[str] = ()) ->
     tree = parser.add_argument_group("speculation")
     for f in fields(SpeculationConfig):
         _add(tree, f)
+
+
+def add_plain_flag(parser: ArgumentParser) -> None:
+    """Add the flag of EngineConfig.speculation=None, for a command whose requests have flags of their own or none."""
+    parser.add_argument(
+        PLAIN_FLAG,
+        action="store_true",
+        dest="no_speculation",
+        help="plain decoding for all requests; no draft is loaded",
+    )
 
 
 def add_json_flag(parser: ArgumentParser) -> None:
@@ -83,6 +94,11 @@ def engine_settings(args: Namespace) -> dict[str, Any]:
     """The keywords of LLM from the flags that were given."""
     given = _given(args, EngineConfig)
     tree = _given(args, SpeculationConfig)
+    if getattr(args, "no_speculation", False):
+        if tree or "draft" in given:
+            named = next(iter(tree), "draft")
+            raise EspalierError(f"{PLAIN_FLAG} is beside {flag_of(named)}, which is for a tree; leave one out")
+        return {**given, "speculation": None}
     return {**given, "speculation": SpeculationConfig(**tree)} if tree else given
 
 

@@ -23,7 +23,7 @@ from espalier.kernels.ops.drafts import MAX_STEPS
 from espalier.layout import LaunchForm, RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES
-from espalier.startup.build import Loaded, assemble, without_files
+from espalier.startup.build import Loaded, assemble, config_of_layout
 from espalier.startup.load import build_engine_of_models
 from lab.bench.instrument import count_kernels
 from lab.synthetic.checkpoint import Recipe, build, total_bytes
@@ -148,7 +148,7 @@ class SyntheticModels:
         """
         algorithm = self.draft.spec.algorithm if layout.steps else "none"
         sizes = {f.name: getattr(layout, f.name) for f in fields(layout)}
-        config = without_files(
+        config = config_of_layout(
             layout if all_buckets else OneBucket(**sizes),
             algorithm,
             attention or default_backend(self.device.type, self.dtype),

@@ -21,9 +21,9 @@ from espalier.kernels.layers.tuning_table import DENSE
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
 from espalier.models.loading import make_target
-from espalier.models.weight_files import write_weights
+from espalier.models.weight_files import INDEX, write_weights
 from espalier.models.weight_formats import all_dense
-from espalier.models.weights import INDEX, Weights
+from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.base import DraftFormat
 from espalier.speculate.drafters.registry import format_of

@@ -172,6 +172,14 @@ def test_flags_become_settings():
     )
 
 
+@pytest.mark.parametrize("command", [["serve", "bundled"], ["batch", "a", "b"]])
+def test_plain_decoding_is_a_setting_of_the_engine(command):
+    assert "speculation" not in engine_settings(parse(command))
+    assert engine_settings(parse([*command, "--no-speculation"]))["speculation"] is None
+    with pytest.raises(EspalierError, match="--no-speculation is beside --topk"):
+        engine_settings(parse([*command, "--no-speculation", "--topk", "2"]))
+
+
 def test_generate_writes_text_to_stdout_and_figures_to_stderr(tiny, capsys):
     assert run("generate", "abc", "--max-tokens", "8", "--temperature", "0", *tiny) == 0
     out, err = capsys.readouterr()

@@ -193,7 +193,7 @@ class SymbolicDevice:
         nodes = self.layout.num_draft_tokens
         tree = DraftTree([0] * nodes, [0] * nodes, [0] * nodes, [0.0] * nodes, list(range(length)))
         num_finite = sum(self._sound(slot, first + i) for i in range(1, length + 1))
-        tree_size = TreeSize(nodes - 1, self.layout.steps)
+        tree_size = TreeSize((nodes - 1, *[0] * (self.layout.steps - 1)) if nodes > 1 else ())
         return RequestResult(slot.tokens[first + 1 :][:num_finite], num_finite == length, tree_size, tree)
 
     def _sound(self, slot: Slot, length: int) -> bool:

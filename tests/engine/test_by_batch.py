@@ -131,7 +131,9 @@ def drafted_state(engine: Engine, r: Request) -> tuple[torch.Tensor, list[torch.
 def test_a_draft_that_paused_goes_on_as_if_it_never_had(temperature):
     always, states = paused((), temperature)
     rounds, paused_states = paused(((2, PLAIN),), temperature)
-    single = [trace for trace in rounds if sum(token >= 0 for token in trace.tree.tokens) == 1]
+    # The last rounds may accept no guess, and have none.
+    end = 7 + 60 - 2
+    single = [t for t in rounds if sum(token >= 0 for token in t.tree.tokens) == 1 and t.prefix_len < end]
     last = single[-1].prefix_len
     assert len(single) >= 13
     both = sorted(states.keys() & paused_states.keys())

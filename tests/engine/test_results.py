@@ -1,5 +1,7 @@
 """What a launch gives back survives the ring: every field, floats to the bit, entries apart."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -62,10 +64,23 @@ def test_a_round():
     scores = TREE.scores.tolist()
     assert rows_of(results, 1, 2) == [
         RequestResult(
-            [6, 9], False, TreeSize(3, 2), DraftTree([5, 6, 7, 9], [0, 0, 0, 1], [0, 1, 1, 2], scores[0], [0, 1, 3])
+            [6, 9], False, TreeSize((2, 1)), DraftTree([5, 6, 7, 9], [0, 0, 0, 1], [0, 1, 1, 2], scores[0], [0, 1, 3])
         ),
-        RequestResult([8], True, TreeSize(1, 1), DraftTree([1, 2, -1, -1], [0, 0, 0, 0], [0, 1, 1, 1], scores[1], [0])),
+        RequestResult([8], True, TreeSize((1,)), DraftTree([1, 2, -1, -1], [0, 0, 0, 0], [0, 1, 1, 1], scores[1], [0])),
     ]
+
+
+def test_other_trees_have_other_sums():
+    """Other tokens, the same ones in another order, other parents; and the ring's entry does not matter."""
+    changed = [TREE.tokens + 1, TREE.tokens[:, [0, 2, 1, 3]], TREE.tokens.roll(1, 1)]
+    trees = [
+        TREE,
+        *(TREE._replace(tokens=tokens) for tokens in changed),
+        TREE._replace(parents=TREE.parents.roll(1, 1)),
+    ]
+    sums = [rows_of(written(replace(ROUND, tree=tree), 0), 0, 2)[0].tree_sum for tree in trees]
+    assert len(set(sums)) == len(trees)
+    assert sums[0] == rows_of(written(ROUND, 1), 1, 2, traced=False)[0].tree_sum
 
 
 def test_a_smaller_tree_has_void_nodes_at_its_end():
@@ -73,7 +88,7 @@ def test_a_smaller_tree_has_void_nodes_at_its_end():
     results = Results(layout, LOGITS.shape[2], 1, torch.device("cpu"))
     results.write(torch.tensor([0]), ROUND)
     row = rows_of(results, 0, 2)[0]
-    assert (row.tokens, row.tree_size) == ([6, 9], TreeSize(3, 2))
+    assert (row.tokens, row.tree_size) == ([6, 9], TreeSize((2, 1)))
     assert row.tree is not None
     assert (row.tree.tokens, row.tree.path_rows) == ([5, 6, 7, 9, -1, -1], [0, 1, 3])
     assert row.tree.scores == [*TREE.scores[0].tolist(), float("-inf"), float("-inf")]

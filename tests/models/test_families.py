@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import Dots1Config, Gemma3TextConfig, Qwen2Config, Qwen2MoeConfig, Qwen3Config
+from transformers import Dots1Config, Gemma3TextConfig, Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from espalier.cache.layer_spec import KVHeads
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
+from espalier.models.eagle3_config import read_eagle3
+from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of
-from espalier.speculate.drafters.registry import read_draft
+from espalier.models.mtp_config import read_mtp
 from tests.builders import CONFIGS, make_eagle3, make_target
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
@@ -26,6 +30,9 @@ LENGTH = 40
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 40, "beta_fast": 32, "beta_slow": 1}
 YARN |= {"mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16}
 YARN_LITE = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}
+# As Phi-4-mini, whose heads are rotated in part.  The numbers are not in order.
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.5, 1.1]}
+LONGROPE |= {"long_factor": [3.0, 17.0]}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, one kv head": ("llama", {"kv_heads": 1}),
@@ -147,6 +154,67 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite, layers by type": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
     "dots1": ("dots1", {}),
     "dots1, window on upper layers": ("dots1", {"sliding_window": 5, "max_window_layers": 1}),
+    "ministral": ("ministral", {}),
+    "ministral3": ("ministral3", {}),
+    "ministral3, window": ("ministral3", {"sliding_window": 6}),
+    "phi3": ("phi3", {}),
+    "phi3, longrope, a long text": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
+    "phi3, longrope, a short text": (
+        "phi3",
+        {"rope_parameters": {**LONGROPE, "attention_factor": 1.2}, "original_max_position_embeddings": LENGTH},
+    ),
+    "phi3, all rotated, window": ("phi3", {"rope_parameters": {"rope_theta": 10000.0}, "sliding_window": 6}),
+    "granite": ("granite", {}),
+    "granite, biases, tied": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "granitemoe": ("granitemoe", {}),
+    "granitemoeshared": ("granitemoeshared", {}),
+    "granitemoehybrid": ("granitemoehybrid", {}),
+    "granitemoehybrid, experts, no RoPE": (
+        "granitemoehybrid",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "position_embedding_type": None},
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3, biases, by interval, windows": (
+        "smollm3",
+        {
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2, one kv head, biases": ("olmo2", {"kv_heads": 1, "attention_bias": True}),
+    "olmo3": ("olmo3", {}),
+    "olmo3, scaled in full layers": (
+        "olmo3",
+        {
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            }
+        },
+    ),
+    "laguna": ("laguna", {}),
+    "laguna, a gate of each value, layers by type": (
+        "laguna",
+        {
+            "gating": "per-element",
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "attention_bias": True,
+            "num_attention_heads_per_layer": None,
+            "layer_types": None,
+        },
+    ),
+    "muse_glimmer": ("muse_glimmer", {}),
+    "muse_glimmer, by their places": (
+        "muse_glimmer",
+        {"layers": 5, "layer_types": None, "layer_rope_theta": None, "attention_bias": False},
+    ),
+    "mixtral": ("mixtral", {}),
+    "mixtral, window": ("mixtral", {"sliding_window": 6}),
 }
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
@@ -170,6 +238,22 @@ def test_logits_and_captured_inputs(variant: str, tmp_path: Path) -> None:
             relative(out.captured, torch.cat([inputs[i] for i in (2, 0, 1)], dim=-1)),
         )
         assert difference <= tolerance, f"{variant} {dtype}: {difference:.1e}"
+
+
+def test_longrope_keeps_to_the_frequencies_of_max_context(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The rows of the tables reach past max_context, and published configs call LongRoPE by older names."""
+    path = make_target(tmp_path, "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64)
+    raw = json.loads((path / "config.json").read_text())
+    for name, context in product(("longrope", "su", "yarn"), (64, 65)):
+        scaling = {field: value for field, value in LONGROPE.items() if field != "rope_type"}
+        old = {"rope_scaling": {**scaling, "type": name}, "rope_parameters": None}
+        (path / "config.json").write_text(json.dumps({**raw, **old}))
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "espalier"):
+            model = load_target(path, dtype=torch.float32, device="cpu", position_rows=99, max_context=context)
+        theirs = ROPE_INIT_FUNCTIONS["longrope"](Phi3Config.from_pretrained(path), "cpu", seq_len=context)[0]
+        torch.testing.assert_close(model.rope.cos[1, :2], theirs.cos() * model.config.rope.attention_factor)
+        assert f"LongRoPE's {('short', 'long')[context > 64]} frequencies" in caplog.text
 
 
 def test_windows_reach_the_geometry(tmp_path: Path) -> None:
@@ -242,7 +326,7 @@ def test_gemma3_in_the_old_spelling(tmp_path: Path) -> None:
         ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar = 0; a positive number"),
         (
             {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-            "rope_parameters has 'rope_type': 'linear'; Gemma 3 has",
+            "rope_parameters has 'rope_type': 'linear'; this family has",
         ),
         ({"rope_theta": 7.0}, "rope_theta is 7.0, but rope_theta of 'full_attention' in rope_parameters is"),
         ({"rope_parameters": {"full_attention": {"partial_rotary_factor": 0.5}}}, "partial_rotary_factor = 0.5 is not"),
@@ -252,6 +336,74 @@ def test_gemma3_in_the_old_spelling(tmp_path: Path) -> None:
 def test_gemma3_refuses_what_it_cannot_compute(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(EspalierError, match=f"^{tmp_path}.*{message}"):
         read_config(make_target(tmp_path, "gemma3"), fields)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0; a positive number"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling = '8'; a positive number"),
+        ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "layer_types names 'mamba'; supported are"),
+        ("granitemoehybrid", {"layer_types": None}, "layer_types is missing, so all layers keep recurrent state"),
+        ("llama", {"position_embedding_type": "nope"}, "position_embedding_type = 'nope' is not supported"),
+        ("llama", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers = .* is not supported"),
+        ("llama", {"output_multiplier": 0.5}, "output_multiplier = 0.5 is not supported"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers = .*; 0 or 1 is needed for each of 3 layers"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers = .*; 0 or 1 is needed"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval = 0; a positive"),
+        ("olmo3", {"sliding_window": None}, "sliding_window = None; sliding layers need"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 2]}, "num_attention_heads_per_layer = .* each of 3 layers"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 3, 2]}, "num_attention_heads_per_layer = .*; a multiple of"),
+        ("laguna", {"gating": "per-token"}, "gating = 'per-token' is not supported, only"),
+        ("laguna", {"moe_router_logit_softcapping": 5.0}, "moe_router_logit_softcapping = 5.0 is not supported"),
+        ("laguna", {"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input = True is not"),
+        ("muse_glimmer", {"layer_rope_theta": [0, 5.0, 0]}, "layer_rope_theta = .*; 0 or the model's rope_theta"),
+        ("muse_glimmer", {"qk_scale_factor": None}, "qk_scale_factor = None; a positive number"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 0}}, "partial_rotary_factor = 0 of heads"),
+    ],
+    ids=str,
+)
+def test_what_a_family_cannot_compute_is_refused(
+    family: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Before a weight is taken."""
+    path = make_target(tmp_path, family)
+    with pytest.raises(EspalierError, match=f"^{tmp_path}.*{message}"):
+        load_target(path, dtype=torch.float64, device="cpu", position_rows=8, overrides=fields)
+
+
+def test_layers_by_their_places(tmp_path: Path) -> None:
+    """Older configs leave out what transformers writes for each layer."""
+    for family, fields, windows, with_rope in (
+        ("olmo3", {"layer_types": None}, (7, 7, 7, None, 7), (True,) * 5),
+        ("smollm3", {"no_rope_layers": None, "layer_types": None}, (None,) * 5, (True, True, True, False, True)),
+        (
+            "muse_glimmer",
+            {"layer_types": None, "layer_rope_theta": None},
+            (None, 7, 7, 7, None),
+            (False, *[True] * 3, False),
+        ),
+        ("ministral", {"layer_types": None}, (7,) * 5, (True,) * 5),
+    ):
+        path = make_target(
+            tmp_path / family, family, layers=5, **{"no_rope_layers": None, "layer_types": None, **fields}
+        )
+        config = read_config(path, fields)
+        assert config.windows == windows and tuple(rope.type != "none" for rope in config.ropes) == with_rope, family
+
+
+def test_a_draft_has_layers_only_of_families_that_declare_it(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    config = read_config(target)
+    head = json.loads((make_eagle3(tmp_path / "head", target) / "config.json").read_text())
+    not_in_drafts = {family.model_type for family in FAMILIES.values() if not family.in_drafts}
+    assert "gemma3_text" in not_in_drafts
+    for kind in not_in_drafts:
+        with pytest.raises(EspalierError, match=f"a draft layer of model_type '{kind}' is not supported"):
+            read_eagle3(tmp_path, {**head, "model_type": kind}, config)
+        mtp = {"speculators_model_type": "mtp", "transformer_layer_config": {**head, "model_type": kind}}
+        with pytest.raises(EspalierError, match=f"MTP layers of model_type '{kind}'"):
+            read_mtp(tmp_path, mtp, config)
 
 
 NOT_ROTATED = {"rope_type": "proportional", "partial_rotary_factor": 0}
@@ -267,7 +419,7 @@ NOT_ROTATED = {"rope_type": "proportional", "partial_rotary_factor": 0}
         ({"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "layer_types ends with 'sliding"),
         ({"rope_theta": 7.0}, "rope_theta = 7.0 has no effect in Gemma 4"),
         ({"rope_parameters": {"sliding_attention": None}}, "rope_parameters has None for 'sliding_attention'"),
-        ({"rope_parameters": {"full_attention": NOT_ROTATED}}, "partial_rotary_factor = 0; a share"),
+        ({"rope_parameters": {"full_attention": NOT_ROTATED}}, "partial_rotary_factor = 0; "),
         ({"per_layer_config": {"2": {"sliding_window": 3}}}, "per_layer_config has 'sliding_window'; supported are"),
         ({"per_layer_config": {"2": 3}}, "per_layer_config = {'2': 3.*}; an object for each layer"),
         ({"per_layer_config": {"0": {"num_key_value_heads": 3}}}, "4 heads over 3 key-value heads"),
@@ -315,13 +467,6 @@ def test_gemma4_ignores_what_layers_that_share_rows_still_store(tmp_path: Path) 
     save_file(weights, path / "model.safetensors")
     loaded = load_target(path, dtype=torch.float64, device="cpu", position_rows=8)
     assert [spec.shares for spec in loaded.layer_specs] == [None, None, 0, 1]
-
-
-def test_a_draft_whose_layers_are_gemma3s_is_refused(tmp_path: Path) -> None:
-    target = make_target(tmp_path / "target", "gemma3")
-    head = make_eagle3(tmp_path / "head", target, model_type="gemma3_text")
-    with pytest.raises(EspalierError, match="a draft layer of model_type 'gemma3_text' is not supported"):
-        read_draft(head, read_config(target))
 
 
 def test_mistrals_window_is_in_every_layer_or_the_config_is_refused(tmp_path: Path) -> None:

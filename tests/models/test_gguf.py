@@ -195,11 +195,15 @@ def changed(path: Path, metadata: dict[str, Any] | None = None, tensors: dict[st
         ({}, {"blk.0.ffn_up.weight": Stored((64, 48), 2, b"")}, r"rows of 48 values, which blocks of 32 \(Q4_0\)"),
         ({}, {"z.weight": Stored((4096, 4096), 0, b"")}, "is cut short in tensor 'z.weight'"),
         ({}, {"z.weight": Stored((2**40, 2**40), 0, b"")}, "tensor 'z.weight' has the shape"),
-        ({}, {"rope_freqs.weight": plain(torch.tensor([1.0, 2.0]))}, "rope type 'divided' needs 4 positive divisors"),
+        (
+            {},
+            {"rope_freqs.weight": plain(torch.tensor([1.0, 2.0]))},
+            "rope parameter short_factor = .*a list of 4 positive",
+        ),
         (
             {},
             {"rope_freqs.weight": plain(torch.tensor([1.0, 0, 1, 1]))},
-            "rope type 'divided' needs 4 positive divisors",
+            "rope parameter short_factor = .*a list of 4 positive",
         ),
     ],
 )

@@ -7,17 +7,13 @@ from espalier.request import SamplingParams
 from tests.harness import DTYPE, Setup, directories, prompts, request, run
 from tests.models.reference import load_reference
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_e", "deepseek_v3_dense")
+DENSE = (
+    *("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gemma4", "gemma4_e", "deepseek_v3_dense"),
+    *("ministral", "ministral3", "phi3", "granite", "granitemoehybrid", "smollm3", "olmo2", "olmo3", "muse_glimmer"),
+)
 MIXTURES = (
-    "gemma4_moe",
-    "qwen2_moe",
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "dots1",
+    *("gemma4_moe", "qwen2_moe", "qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"),
+    *("dots1", "mixtral", "granitemoe", "granitemoeshared", "laguna"),
 )
 # Both sides compute in float64, and report in float32.
 TOLERANCE = 1e-5

@@ -21,7 +21,7 @@ from espalier.models import load_target, read_config
 from espalier.speculate.drafters.registry import draft_algorithm, load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 from tests.harness import LATENT_HEAD
-from tests.models.reference import _norm_float64, _rotary_float64
+from tests.models.reference import in_float64
 from tests.oracles.dense import DensePass
 
 WIDTH = 24
@@ -72,10 +72,6 @@ class Oracle:
         self.attention = self._filled(attention, "midlayer.self_attn.")
         self.mlp = self._filled(DeepseekV3MLP(config), "midlayer.mlp.")
         self.rotary = DeepseekV3RotaryEmbedding(config)
-        self.rotary.forward = _rotary_float64.__get__(self.rotary)
-        for module in attention.modules():
-            if type(module).__name__.endswith("RMSNorm"):
-                module.forward = _norm_float64.__get__(module)
 
     def _filled(self, module: nn.Module, prefix: str) -> nn.Module:
         own = {name.removeprefix(prefix): value for name, value in self.weights.items() if name.startswith(prefix)}
@@ -83,6 +79,7 @@ class Oracle:
         return module
 
     @torch.no_grad()
+    @in_float64
     def __call__(self, embedded: Tensor, captured: Tensor) -> tuple[Tensor, Tensor]:
         """embedded: [1, Q, H], the tokens'; captured: [1, Q, 3·H].  (what is handed on, what the head reads)."""
         weights, raw = self.weights, self.raw

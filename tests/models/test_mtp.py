@@ -18,7 +18,7 @@ from espalier.models.mtp import MTPDraft
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup import load
 from tests.builders import make_target
-from tests.models.reference import load_reference
+from tests.models.reference import in_float64, load_reference
 from tests.mtp import LAYERS, mtp_directories
 from tests.oracles.dense import DensePass
 from tests.oracles.plain_mtp import plain_modules
@@ -69,7 +69,8 @@ def test_a_layer_is_transformers_decoder_layer_behind_the_papers_projection(fami
     for i, plain in enumerate(plain_modules(target_path, draft_path, target, draft)):
         out = draft.modules[i](DensePass(tokens, draft.layer_specs[i : i + 1], positions), hidden)
         x = plain.joined(tokens, hidden)
-        x = theirs.layers[LAYERS + i](x, position_embeddings=theirs.rotary_emb(x, positions))
+        angles = in_float64(theirs.rotary_emb)(x, positions)
+        x = in_float64(theirs.layers[LAYERS + i])(x, position_embeddings=angles)
         expected = plain.norm(x[0] if isinstance(x, tuple) else x, "norm")
         torch.testing.assert_close(out.hidden, expected)
         torch.testing.assert_close(draft.modules[i].logits(out), expected @ plain.head.T)

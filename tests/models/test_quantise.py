@@ -11,7 +11,8 @@ from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.quantise import quantise
 from espalier.models.quantisers import QUANTISERS
-from espalier.models.weights import INDEX, Weights
+from espalier.models.weight_files import INDEX
+from espalier.models.weights import Weights
 from tests.builders import make_target
 
 CPU = torch.device("cpu")

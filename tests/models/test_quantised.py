@@ -22,6 +22,7 @@ from espalier.models.weight_formats.fp8 import Fp8Format
 from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weights import Weights
 from tests.builders import make_target
+from tests.oracles.dense import DensePass
 from tests.quantised import FLOAT4, FP8, INPUT, KINDS, ROUNDS_INPUTS, Stored, quantise
 
 DTYPE = torch.float64
@@ -118,6 +119,20 @@ def test_a_cpu_does_not_round_inputs(tmp_path, monkeypatch, kind):
     x = torch.randn(5, 32, dtype=DTYPE)
     product = F.linear(x, meant_of(meant, QKV[0]))
     torch.testing.assert_close(loaded(path).weight(*QKV).apply(x, None), product, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_q_k_and_v_may_be_stored_as_one_matrix(tmp_path, monkeypatch, kind):
+    """And gate and up, as in Phi-3: they stay one, in every format."""
+    monkeypatch.undo()
+    path, meant = made(tmp_path, kind, "phi3")
+    dense = make_target(tmp_path / "dense", "phi3")
+    save_file(meant, dense / "model.safetensors")
+    tokens = torch.arange(12)[None]
+    stored, plain = (load_target(each, **LOADING) for each in (path, dense))
+    assert stored.layers[1].attention.qkv.weight.format != "dense"
+    out, expected = (each.logits(each(DensePass(tokens, each.layer_specs)).hidden) for each in (stored, plain))
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
 EXPERT_KINDS = tuple(kind for kind in KINDS if kind not in ("fp8-tensor-static", "gptq-v2-ordered"))

@@ -59,22 +59,41 @@ def test_frequencies(scaling: str, head_dim: int, theta: float, tmp_path: Path) 
     assert rope.attention_factor == pytest.approx(factor, abs=0)
 
 
+def test_frequencies_of_longrope(tmp_path: Path) -> None:
+    scaling = {"rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 7.0], "long_factor": [1.0, 3.0, 5.0, 20.0]}
+    for own in ({}, {"factor": 8.0}, {"factor": 0.5}, {"attention_factor": 1.3}):
+        parameters = {**scaling, **own, "rope_theta": 5e5, "original_max_position_embeddings": 256}
+        path = make_target(tmp_path, rope_parameters=parameters)
+        rope = read_config(path).rope
+        for context in (256, 257):
+            config = CONFIGS["llama"].from_pretrained(path)
+            theirs, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=context)
+            assert torch.equal(rope.inverse_frequencies(context), theirs)
+            assert rope.attention_factor == pytest.approx(factor, abs=0)
+
+
 # Every scaling where it is read in a way of its own: plainly, with factors of the scores, or for a part of a head.
 # Others with the scaling that changes frequencies and sizes; `test_frequencies` has the rest.
 OWN_READERS = ("llama", "deepseek_v3", "gpt_oss", "glm4_moe")
 CHANGES_ALL = "yarn, given ramp"
+# Ministral 3 has no RoPE without these.
+MINISTRAL3 = {"llama_4_scaling_beta": 0.3, "max_position_embeddings": 4096}
 CELLS = [
     pytest.param(scaling, family, marks=() if family in OWN_READERS or scaling == CHANGES_ALL else pytest.mark.full)
     for scaling in SCALINGS
     for family in CONFIGS
     # Transformers does not find `truncate` among the parameters of a layer type.
     if not (family == "gemma3" and "truncate" in SCALINGS[scaling])
+    # Phi-3 has LongRoPE alone.
+    and family != "phi3"
+    and not (family == "ministral3" and "original_max_position_embeddings" not in SCALINGS[scaling])
 ]
 
 
 @pytest.mark.parametrize(("scaling", "family"), CELLS)
 def test_logits(scaling: str, family: str, tmp_path: Path) -> None:
-    path = make_target(tmp_path, family, rope_parameters={**SCALINGS[scaling], "rope_theta": 10000.0})
+    own = MINISTRAL3 if family == "ministral3" else {}
+    path = make_target(tmp_path, family, rope_parameters={**SCALINGS[scaling], **own, "rope_theta": 10000.0})
     tokens = torch.randint(0, 16, (1, 300), generator=torch.Generator().manual_seed(1))
     # Which numbers are rounded to float32, and where, does not depend on the scaling.
     in_float32 = ((torch.float32, 1e-5),) if scaling == CHANGES_ALL else ()

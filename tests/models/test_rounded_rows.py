@@ -1,5 +1,7 @@
 """Blocks of a layer given inputs that the norm before has rounded to FP8: the same results as from a tensor."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -39,9 +41,9 @@ def test_an_mlp(kernel_device, kind):
 
 def test_attention(kernel_device):
     kind = "fp8-channel-inputs"
-    attention = Attention(
-        layer(HIDDEN, HIDDEN, kernel_device, kind), layer(HIDDEN, HIDDEN, kernel_device, kind), HEADS, rope=None
-    )
+    rope = SimpleNamespace(query_scales=None)
+    qkv, out = (layer(HIDDEN, HIDDEN, kernel_device, kind) for _ in range(2))
+    attention = Attention(qkv, out, HEADS, rope)
     seen = []
 
     class Written:

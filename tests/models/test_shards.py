@@ -227,6 +227,8 @@ REFUSED = [
     ("llama", {"intermediate_size": 96}, KINDS["fp8-block-32"][0], 2, "tensor_parallel=2, .* 32 are stored as one"),
     ("llama", {}, KINDS["gptq-v2-ordered"][0], 2, "tensor_parallel=2 is not supported with desc_act"),
     ("gemma4", {}, None, 2, "tensor_parallel=2 is not supported for Gemma4ForCausalLM, whose layers have no parts"),
+    ("phi3", {}, None, 2, "tensor_parallel=2 is not supported for Phi3ForCausalLM, whose layers have no parts"),
+    ("olmo2", {}, None, 2, "tensor_parallel=2 is not supported for Olmo2ForCausalLM, whose layers have no parts"),
 ]  # fmt: skip
 
 

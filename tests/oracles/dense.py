@@ -44,7 +44,7 @@ class DensePass(Pass):
         self.specs, self.mask, self.apply_window, self.scales, self.past = layer_specs, mask, apply_window, scales, past
         self.planes: dict[int, Planes] = {}
         self.k_up: dict[int, Tensor] = {}
-        self._rotations = {}
+        self._looked_up = {}
 
     def write(self, layer: int, *values: Any) -> Tensor:
         spec = self.specs[layer]

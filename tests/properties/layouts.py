@@ -33,6 +33,8 @@ ARRAY_LAYOUTS = {**LAYOUTS, "page_size": (1, 3, 16, 256), "steps": (0, 1, 3, 15)
 OWN_LATENT = ("deepseek_v2", "deepseek_v3")
 # Soft-caps; heads of different sizes and K as V; the same with experts; rows of earlier layers.  All have windows.
 GEMMAS = ("gemma2", "gemma4", "gemma4_moe", "gemma4_e")
+# Families of `family_cells`.
+OTHERS = ("laguna", "mixtral", "phi3", "granitemoeshared", "granitemoehybrid", "smollm3", "olmo3", "muse_glimmer")
 # What it is crossed with: pairwise by choice, in the whole product in turn.
 AROUND: dict[str, Sequence[Any]] = {
     "algorithm": ("eagle3", "ngram"),
@@ -85,7 +87,8 @@ STYLES = (
 class Cell:
     """One cell of the product.  nodes: "2", "middle" or "bound", the bound being MOST_NODES at most.
 
-    keeps: "kv" or "latent", as in tests/harness.py:models, or the family of a target, one of OWN_LATENT or GEMMAS.
+    keeps: "kv" or "latent", as in tests/harness.py:models, or the family of a target, one of OWN_LATENT, GEMMAS
+    or OTHERS.
     sinks: of GPT-OSS, which has experts, and a window in every second layer.  kv: a key of CACHES.
     """
 
@@ -128,7 +131,7 @@ class Cell:
 
     @property
     def names_family(self) -> bool:
-        return self.keeps in (*OWN_LATENT, *GEMMAS)
+        return self.keeps in (*OWN_LATENT, *GEMMAS, *OTHERS)
 
     @property
     def family(self) -> str:
@@ -136,7 +139,10 @@ class Cell:
             return self.keeps
         if self.sinks:
             return "gpt_oss"
-        return "qwen3_moe" if self.experts else "mistral" if self.window else "llama"
+        if self.experts:
+            return "qwen3_moe"
+        # Of Ministral 3, the temperature of a node depends on its position.
+        return "mistral" if self.window else "ministral3" if self.overlap and self.keeps == "kv" else "llama"
 
     @property
     def setup(self) -> Setup:
@@ -233,6 +239,13 @@ def gemma_cells() -> list[Cell]:
         for turn, (topk, page_size) in enumerate(product((2, 4, 1, 8), pages))
         for i, family in enumerate(GEMMAS[turn % 4 :] + GEMMAS[: turn % 4])
     ]
+
+
+def family_cells() -> list[Cell]:
+    """Two cells of each family that differs from those of the array in more than sizes, the most special first."""
+    factors = {"keeps": OTHERS, "page_size": (3, 16)}
+    fixed = {"topk": 4, "steps": 3, "nodes": "middle", "batch": 3}
+    return [Cell(**row, **fixed, overlap=i % 3 == 0) for i, row in enumerate(rows_of(factors))]
 
 
 def refused_cells() -> list[Cell]:

@@ -12,6 +12,7 @@ from tests.properties.layouts import (
     Cell,
     all_cells,
     corner_cells,
+    family_cells,
     gemma_cells,
     impossible,
     is_refused,
@@ -23,8 +24,8 @@ from tests.properties.layouts import (
 from tests.properties.summary import CELL, REFUSED
 from tests.properties.watch import Watch, run_watched
 
-DEFAULT = list(dict.fromkeys([*pairwise_cells(), *corner_cells(), *gemma_cells()[:6]]))
-MORE = [*pairwise_cells(LAYOUTS), *all_cells(), *latent_cells(), *gemma_cells()]
+DEFAULT = list(dict.fromkeys([*pairwise_cells(), *corner_cells(), *gemma_cells()[:6], *family_cells()[:2]]))
+MORE = [*pairwise_cells(LAYOUTS), *all_cells(), *latent_cells(), *family_cells(), *gemma_cells()]
 FULL = [cell for cell in dict.fromkeys(MORE) if cell not in DEFAULT]
 
 

@@ -15,6 +15,8 @@ import torch
 
 from espalier.engine.engine import Engine
 from espalier.engine.ranks import RankFailed
+from espalier.models.loading import read_config
+from espalier.models.shard_sizes import DIVIDED
 from espalier.request import Request, SamplingParams
 from espalier.shards import WHOLE
 from espalier.startup.build import assemble
@@ -39,7 +41,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 24},
     "deepseek_v3": {"moe_intermediate_size": 24},
     "deepseek_v2": {"moe_intermediate_size": 24, "q_lora_rank": None},
-    "glm4_moe": {"moe_intermediate_size": 24},
+    **{family: {"moe_intermediate_size": 24} for family in ("glm4_moe", "glm4_moe_lite", "dots1")},
 }
 # As formats need it: groups and blocks of 16 and 32 in every part.
 WIDE: dict[str, Any] = {"hidden": 96, "heads": 6, "kv_heads": 6, "head_dim": 32}
@@ -149,7 +151,10 @@ SMALLER = [
     Case("latent-experts", 3, family="deepseek_v3", draft="ngram", setup=OVERLAP),
     Case("gptq", 3, kind="gptq", draft="none"),
 ]
-FAMILIES = ("llama", "qwen2", "gemma3", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+    *("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"),
+)
 LARGER = [
     *(Case(f"{family}-{draft}", count, family, draft, traffic=traffic, setup=setup)
       for family in FAMILIES for count in (2, 3)
@@ -164,6 +169,12 @@ LARGER = [
     *(Case("kv-scales", count, kind="kv-scales", setup=IN_FP8) for count in (2, 3)),
     *(Case("held-kv", 2, kv_heads=1, traffic=traffic) for traffic in (styled, in_grammars, hitting)),
 ]  # fmt: skip
+
+
+@pytest.mark.full
+def test_every_architecture_that_is_divided_is_compared():
+    files = [case.files[0] for case in (*SMALLER, *LARGER) if case.draft in ("none", "mtp") and case.kind is None]
+    assert {read_config(path).architecture for path in files} == set(DIVIDED)
 
 
 @pytest.fixture(scope="module")

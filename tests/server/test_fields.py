@@ -14,6 +14,7 @@ from espalier.server.front import MAX_TEXT_CHARS
 from espalier.server.hints import HINTS
 from espalier.server.messages import Message
 from espalier.server.openai import ChatRequest
+from espalier.server.responses import ResponsesRequest, messages_of
 from espalier.text import load_tokenizer
 from tests.server.bodies import BODIES
 from tests.server.scripted import scripted
@@ -105,6 +106,14 @@ BESIDE = [
         {"messages": [{**HI[0], "content": [{"type": "text", "text": HI[0]["content"], "cache_control": MARK}]}]},
         "messages.cache_control",
     ),
+    (
+        {
+            "messages": [
+                {**HI[0], "content": [{"type": "text", "text": HI[0]["content"], "prompt_cache_breakpoint": MARK}]}
+            ]
+        },
+        "messages.prompt_cache_breakpoint",
+    ),
     ({"messages": [{**HI[0], "reasoning_details": [{}], "thinking_blocks": []}]}, "messages.reasoning_details"),
 ]
 
@@ -124,6 +133,30 @@ def test_a_mark_of_a_tool_is_not_shown_to_the_model(other):
     bodies = [ChatRequest.model_validate({**CHAT, "tools": [each]}) for each in (tool, marked)]
     assert bodies[0].options() == bodies[1].options()
     assert [body.without_effect() for body in bodies] == [[], ["tools.cache_control"]]
+
+
+@pytest.mark.parametrize("mark", ["cache_control", "prompt_cache_breakpoint"])
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "user", "content": "hi"},
+        {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "hi"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hi"}]},
+    ],
+)
+def test_a_mark_of_an_item_or_its_part_is_named_and_changes_nothing(item, mark):
+    parts = next((name for name in ("content", "output", "summary") if isinstance(item.get(name), list)), None)
+    marked = [{**item, mark: MARK}] + ([{**item, parts: [{**item[parts][0], mark: MARK}]}] if parts else [])
+    for each in marked:
+        assert ResponsesRequest(model="m", input=[item, each]).without_effect() == [f"input.{mark}"]
+        assert messages_of([item, each], None) == messages_of([item, item], None)
+
+
+def test_the_phase_of_a_message_is_named():
+    item = {"type": "message", "role": "assistant", "content": "hi", "phase": "final_answer"}
+    assert ResponsesRequest(model="m", input=[item]).without_effect() == ["input.phase"]
 
 
 def test_a_response_takes_what_plain_code_of_openai_sends(served):

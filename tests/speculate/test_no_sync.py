@@ -56,6 +56,8 @@ def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
     # In inference mode reads of a number are not dispatched, and would not be seen.
     plainly = CpuExecutor.run.__wrapped__
     monkeypatch.setattr(CpuExecutor, "run", torch.no_grad()(plainly))
+    # As a GPU's executor runs it.
+    monkeypatch.setattr(CpuExecutor, "_runner_of", lambda executor, launch_input: executor.runner)
     drafter = engine.executor.runner.drafter
     for verb in ("begin", "extend"):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))

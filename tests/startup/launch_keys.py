@@ -44,7 +44,7 @@ from espalier.sampling.mask import mask_words
 from espalier.sampling.prompt import PromptRows
 from espalier.speculate.drafters.registry import DRAFT_FORMATS
 from espalier.speculate.round import ModelRunner
-from espalier.startup.build import Loaded, make_runner, without_files
+from espalier.startup.build import Loaded, config_of_layout, make_runner
 from espalier.startup.dummies import dummy_pass, fullest_pass, smaller_passes
 
 META = torch.device("meta")
@@ -169,7 +169,9 @@ def runner_of(name: str, num_layers: int, layout: RoundLayout, stored: str = DEN
         draft = DRAFT_FORMATS[spec.algorithm].make(weights, shape.draft_config, model, layout.position_rows)
     algorithm = spec.algorithm if spec else "none"
     sizes = {"num_pages": 64, "overlap": True}
-    return make_runner(Loaded(without_files(layout, algorithm, "triton", torch.bfloat16, META, **sizes), model, draft))
+    return make_runner(
+        Loaded(config_of_layout(layout, algorithm, "triton", torch.bfloat16, META, **sizes), model, draft)
+    )
 
 
 @dataclass(frozen=True)

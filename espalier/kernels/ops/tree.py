@@ -49,6 +49,11 @@ class Tree(NamedTuple):
     def num_words(self) -> int:
         return self.ancestors.shape[2]
 
+    def first(self, nodes: int) -> Tree:
+        """The trees of the first nodes."""
+        cut = Tree(*(part[:, :nodes].contiguous() for part in self))
+        return cut._replace(ancestors=cut.ancestors[..., : -(-nodes // ANCESTOR_BITS)].contiguous())
+
     def mask(self) -> Tensor:
         """[B, D, D] bool: node j is an ancestor of node i, or i itself."""
         return unpack(self.ancestors, self.tokens.shape[1])

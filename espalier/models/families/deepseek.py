@@ -121,6 +121,7 @@ V2 = Family(
     out_bias=lambda full: bool(full["attention_bias"]),
     windows=full_attention,
     latent=True,
+    in_drafts=True,
     honours=EXPERT_FIELDS,
     experts=_experts_v2,
 )

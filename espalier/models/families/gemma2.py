@@ -25,4 +25,5 @@ FAMILY = replace(
     qk_norm=False,
     ropes=None,
     honours=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+    multimodal=(),
 )

@@ -245,12 +245,14 @@ FAMILY = Family(
     layer_specs=_specs,
     honours=("final_logit_softcapping", "partial_rotary_factor", "use_bidirectional_attention", "num_experts"),
     activation_field="hidden_activation",
+    multimodal=("Gemma4ForConditionalGeneration",),
 )
 # The 12B: a model of its own in transformers, with other defaults, without experts and inputs of layers.
 UNIFIED = replace(
     FAMILY,
     architecture="Gemma4UnifiedForCausalLM",
     model_type="gemma4_unified_text",
+    multimodal=("Gemma4UnifiedForConditionalGeneration",),
     defaults={
         **FAMILY.defaults,
         "max_position_embeddings": 262144,

@@ -16,18 +16,23 @@ from espalier.models.mtp_family import NEXTN
 UNGROUPED = {"n_group": 1, "topk_group": 1}
 
 
-def _experts_by_type(full: Raw) -> Experts | None:
-    """The experts of the layers that `mlp_layer_types` calls sparse; without that field, as in DeepSeek-V3."""
+def sparse_layers(full: Raw) -> frozenset[int] | None:
+    """The layers that `mlp_layer_types` calls sparse; None without that field."""
     types = full.get("mlp_layer_types")
     if types is None:
-        return V3.experts(full)
+        return None
     if len(types) != full["num_hidden_layers"] or {*types} - {"dense", "sparse"}:
         raise EspalierError(
             f"mlp_layer_types = {types!r}; 'dense' or 'sparse' is needed for each of "
             f"{full['num_hidden_layers']} layers; correct the config"
         )
-    sparse = frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
-    return routed_experts(full, ("noaux_tc",), sparse)
+    return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
+
+
+def _experts_by_type(full: Raw) -> Experts | None:
+    """The experts of the sparse layers; without `mlp_layer_types`, as in DeepSeek-V3."""
+    layers = sparse_layers(full)
+    return V3.experts(full) if layers is None else routed_experts(full, ("noaux_tc",), layers)
 
 
 GLM = Family(
@@ -56,6 +61,7 @@ GLM = Family(
     out_bias=lambda full: False,
     windows=full_attention,
     qk_norm="use_qk_norm",
+    in_drafts=True,
     honours=(*V3.honours, "partial_rotary_factor"),
     experts=V3.experts,
     mtp=NEXTN,

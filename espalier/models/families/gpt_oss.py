@@ -1,16 +1,12 @@
 """GPT-OSS (20b, 120b): attention sinks, a window in every second layer, YaRN, experts with biases in every layer."""
 
-from espalier.errors import EspalierError
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw, Windows, windows_by_layer_type
+from espalier.models.config_values import positive
 
 
 def _experts(full: Raw) -> Experts:
-    for name in ("swiglu_alpha", "swiglu_limit"):
-        value = full.get(name)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise EspalierError(f"{name} = {value!r}; a positive number is needed; correct the config")
     return Experts(
         frozenset(range(int(full["num_hidden_layers"]))),
         Routing(full["num_local_experts"], full["num_experts_per_tok"], "topk_softmax", logit_bias=True),
@@ -18,7 +14,7 @@ def _experts(full: Raw) -> Experts:
         router_name="router",
         stored="stacked",
         biases=True,
-        activation=Activation(alpha=float(full["swiglu_alpha"]), up_offset=1.0, limit=float(full["swiglu_limit"])),
+        activation=Activation(positive(full, "swiglu_alpha"), up_offset=1.0, limit=positive(full, "swiglu_limit")),
     )
 
 
@@ -56,6 +52,7 @@ FAMILY = Family(
     out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
     sinks=True,
+    in_drafts=True,
     experts=_experts,
     honours=("num_experts", "num_local_experts", "swiglu_alpha", "swiglu_limit"),
 )

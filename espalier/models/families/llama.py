@@ -18,4 +18,5 @@ FAMILY = Family(
     qkv_bias=lambda full: bool(full["attention_bias"]),
     out_bias=lambda full: bool(full["attention_bias"]),
     windows=full_attention,
+    in_drafts=True,
 )

@@ -1,7 +1,13 @@
-"""Mistral: no biases; if the config sets a sliding window, every layer has it."""
+"""Mistral, Ministral and Ministral 3: no biases; sliding windows where the config sets one.
+
+Ministral has the window in the layers that `layer_types` names, the others in every layer.  Ministral 3 has YaRN, and
+Llama 4's attention temperature.
+"""
+
+from dataclasses import replace
 
 from espalier.errors import EspalierError
-from espalier.models.config import Family, Raw, Windows
+from espalier.models.config import Family, Raw, Windows, windows_by_layer_type
 
 
 def windows(full: Raw) -> Windows:
@@ -12,7 +18,7 @@ def windows(full: Raw) -> Windows:
     window = full["sliding_window"]
     if window is not None and "full_attention" in (full.get("layer_types") or ()):
         raise EspalierError(
-            "layer_types with 'full_attention' and a sliding_window are both set, but MistralForCausalLM uses the "
+            "layer_types with 'full_attention' and a sliding_window are both set, but this architecture uses the "
             "window in every layer; remove one of them with model_overrides"
         )
     return (window,) * int(full["num_hidden_layers"])
@@ -33,4 +39,37 @@ FAMILY = Family(
     qkv_bias=lambda full: False,
     out_bias=lambda full: False,
     windows=windows,
+    in_drafts=True,
+    multimodal=("Mistral3ForConditionalGeneration",),
+)
+MINISTRAL = replace(
+    FAMILY,
+    architecture="MinistralForCausalLM",
+    model_type="ministral",
+    windows=lambda full: windows_by_layer_type(full, default=lambda layer: True),
+    multimodal=(),
+)
+MINISTRAL3 = replace(
+    FAMILY,
+    architecture="Ministral3ForCausalLM",
+    model_type="ministral3",
+    defaults={
+        **FAMILY.defaults,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e6,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+    honours=("llama_4_scaling_beta",),
 )

@@ -32,4 +32,5 @@ FAMILY = Family(
     qkv_bias=lambda full: True,
     out_bias=lambda full: False,
     windows=qwen_windows,
+    in_drafts=True,
 )

@@ -20,4 +20,5 @@ FAMILY = Family(
     out_bias=lambda full: bool(full["attention_bias"]),
     windows=qwen_windows,
     qk_norm=True,
+    in_drafts=True,
 )

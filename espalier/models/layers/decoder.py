@@ -20,33 +20,35 @@ from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """x + scale · attention(norm(x)), then x + scale · mlp(norm(x)).
 
     index: the layer's place in the pass, from 0.
     attention_norm: None for the first layer of a draft head, whose input the embedding makes.
     post_attention_norm, post_mlp_norm: of a block's output, before it is added; None: it is added as it is.
+    residual_scale: the factor of a block's output.
     """
 
     __slots__ = (
         *("index", "attention_norm", "attention", "mlp_norm", "mlp"),
-        *("post_attention_norm", "post_mlp_norm"),
+        *("post_attention_norm", "post_mlp_norm", "residual_scale"),
     )
 
     def __init__(
         self,
         index: int,
-        attention_norm: RMSNorm | None,
+        attention_norm: AnyNorm | None,
         attention: Attention | LatentAttention,
-        mlp_norm: RMSNorm,
+        mlp_norm: AnyNorm,
         mlp: GatedMLP | MixtureMLP,
         post_attention_norm: RMSNorm | None = None,
         post_mlp_norm: RMSNorm | None = None,
+        residual_scale: float = 1.0,
     ) -> None:
         self.index = index
         self.attention_norm = attention_norm
@@ -55,13 +57,17 @@ class DecoderLayer:
         self.mlp = mlp
         self.post_attention_norm = post_attention_norm
         self.post_mlp_norm = post_mlp_norm
+        self.residual_scale = residual_scale
 
     def __call__(self, s: Stream, p: Pass) -> None:
-        q = self.attention.write(self.index, s.normed(self.attention_norm, self.attention), p)
+        rows = s.normed(self.attention_norm, self.attention)
+        q = self.attention.write(self.index, rows, p)
+        gate = self.attention.gate(rows, p.kept(self.index))
         s.keep(p.kept(self.index))
         attended = p.attend(self.index, q, self.attention.sink)
-        s.add(self.attention.project(attended), self.post_attention_norm)
-        s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm)
+        attended = attended if gate is None else attended * gate.view(*attended.shape[:3], -1)
+        s.add(self.attention.project(attended), self.post_attention_norm, self.residual_scale)
+        s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm, self.residual_scale)
 
 
 class Decoder:
@@ -100,7 +106,7 @@ class Decoder:
         return ModelOutput(hidden=hidden, inputs=tuple(inputs[i] for i in self.capture))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return capped(self.head(hidden), self.config.logit_cap)
+        return capped(self.head(hidden), self.config.logit_cap, self.config.logit_scale)
 
 
 def capped(logits: Tensor, cap: float | None, scale: float = 1.0) -> Tensor:

@@ -5,18 +5,23 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.kernels.ops.embedding import DraftHidden, EmbeddingTables, embed_rows
 from espalier.kernels.ops.rope import Rotation
+from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
 
 
 class Embedding:
-    """weight [vocab, hidden]; scale: factor of every embedding, a number that the model's dtype holds."""
+    """weight [vocab, hidden]; scale: factor of every embedding, a number that the model's dtype holds.
 
-    __slots__ = ("weight", "scale")
+    row_norm: of every embedding, before the factor; None: there is none.
+    """
 
-    def __init__(self, weight: Tensor, scale: float = 1.0) -> None:
+    __slots__ = ("weight", "scale", "row_norm")
+
+    def __init__(self, weight: Tensor, scale: float = 1.0, row_norm: RMSNorm | None = None) -> None:
         self.weight = weight
         self.scale = scale
+        self.row_norm = row_norm
 
     def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
         """The stream of the pass's B · Q rows.  rope: the one that most layers use.
@@ -28,4 +33,5 @@ class Embedding:
         p.looked_up(rope, Rotation(rows.cos, rows.sin))
         if beside is not None:
             return Stream(rows.residual, rows.live, rows.x)
-        return Stream(rows.x if self.scale == 1 else rows.x * self.scale, rows.live)
+        x = rows.x if self.row_norm is None else self.row_norm(rows.x)
+        return Stream(x if self.scale == 1 else x * self.scale, rows.live)

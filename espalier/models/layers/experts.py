@@ -26,7 +26,7 @@ from espalier.kernels.ops.linear import linear_parts, sum_parts
 from espalier.kernels.ops.norm import norm_router, rounds_norm, takes_router
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm
 from espalier.shards import WHOLE, Shards
 
 # For few rows: a router has few outputs, so it is split along its inputs, and `route` adds the parts.  A single part
@@ -89,14 +89,14 @@ class MixtureMLP:
         if shared is not None and shared_gate is None and biases is None and are_silu:
             self.shared_tiles = _as_tiles(shared, gate_up, down)
 
-    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, RoutedRows]:
+    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, RoutedRows]:
         """As espalier/models/layers/stream.py:Reader.
 
         For a few rows the norm and the router are one launch.  The launch that norms also rounds what experts take
         rounded.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        if delta is not None and takes_router(x):
+        if delta is not None and norm.weight is not None and takes_router(x):
             total, normed, rounded, logits = norm_router.triton(delta, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
         total, normed, rounded = norm.both_after(delta, x, rounding)

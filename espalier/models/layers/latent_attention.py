@@ -13,7 +13,7 @@ from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import LatentForm, head_product
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.rope import RopeTables
 
 # eps of the norms of both latents.  The publishers' code fixes it; rms_norm_eps of config.json is for the other norms.
@@ -54,7 +54,7 @@ class LatentAttention:
         self.row_size = row_size
         self.rope = rope
 
-    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.down.read(norm, delta, x)
 
@@ -66,6 +66,9 @@ class LatentAttention:
             q = self.q(self.q_norm(q))
         q = q.unflatten(1, (self.k_up.shape[0], -1))
         return p.write(layer, q, latent, p.rotation(self.rope), self.form, self.k_up)
+
+    def gate(self, rows: Rows, kept: Tensor | None) -> None:
+        """As espalier/models/layers/attention.py:Attention.gate: there is none."""
 
     def project(self, attended: Tensor) -> Tensor:
         """As espalier/models/layers/attention.py:Attention.project, of weighted sums of latents."""

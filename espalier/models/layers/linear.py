@@ -4,7 +4,7 @@ from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm
 from espalier.models.weight_formats import Weight
 
 
@@ -30,7 +30,7 @@ class Linear:
         """How a norm must round the inputs of this layer that it gives as RoundedRows; None: it gives a tensor."""
         return self.weight.rounding
 
-    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return norm.rounded_after(delta, x, self.weight.rounding)
 

@@ -1,4 +1,6 @@
-"""RMS normalisation with a weight, alone or fused with the residual addition before it."""
+"""RMS normalisation with a weight, alone or fused with the residual addition before it; and no normalisation."""
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -75,3 +77,28 @@ class RMSNorm:
             total = residual + (delta if delta.ndim == 2 else sum_parts.reference(delta, residual.dtype))
             return total, norm_by_length(total, *self._constants)
         return add_rms_norm(delta, residual, self.weight, self.eps)
+
+
+class Unnormed:
+    """In the place of a norm before a block, for families that norm only behind it: the sum itself."""
+
+    weight: ClassVar[None] = None
+
+    def rounded_after(
+        self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
+    ) -> tuple[Tensor, Rows]:
+        return self.after(delta, residual)
+
+    def both_after(
+        self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
+    ) -> tuple[Tensor, Tensor, Rows]:
+        total, _ = self.after(delta, residual)
+        return total, total, total
+
+    def after(self, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(residual + delta, the same).  delta: as RMSNorm.after takes it."""
+        total = residual if delta is None else residual + sum_parts(delta, residual.dtype)
+        return total, total
+
+
+AnyNorm = RMSNorm | Unnormed

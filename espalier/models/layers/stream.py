@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from espalier.kernels.ops.linear import sum_parts
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm, RMSNorm
 
 
 class Reader(Protocol):
     """A block, or a linear layer, that reads the norm of the stream."""
 
-    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Any]:
+    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Any]:
         """(x + delta, the norm of that sum in the form that the block takes).  delta: as RMSNorm.after takes it."""
         ...
 
@@ -22,7 +22,7 @@ class Reader(Protocol):
 class Pending(Protocol):
     """A block's output that only its own kernel adds."""
 
-    def after(self, norm: RMSNorm, x: Tensor) -> tuple[Tensor, Tensor]:
+    def after(self, norm: AnyNorm, x: Tensor) -> tuple[Tensor, Tensor]:
         """(x + the output, the norm of that sum)."""
         ...
 
@@ -47,7 +47,7 @@ class Stream:
         self.inputs: dict[int, Tensor] = {}
         self._capturing: int | None = None
 
-    def normed(self, norm: RMSNorm | None, reader: Reader) -> Any:
+    def normed(self, norm: AnyNorm | None, reader: Reader) -> Any:
         """Add what the last block gave.  Returns the norm of the sum, as `reader` takes it.
 
         norm: None for a first block whose input the embedding made.
@@ -65,11 +65,17 @@ class Stream:
             self.inputs[self._capturing], self._capturing = self.x, None
         return rows
 
-    def add(self, delta: Tensor | Pending, norm: RMSNorm | None = None) -> None:
-        """Take a block's output, [N, H] or parts of it.  norm: of the output, for families that norm behind a block."""
+    def add(self, delta: Tensor | Pending, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
+        """Take a block's output, [N, H] or parts of it.
+
+        norm: of the output, for families that norm behind a block; scale: the output's factor.
+        """
         if norm is not None:
             assert isinstance(delta, Tensor)
             delta = norm(sum_parts(delta, self.x.dtype))
+        if scale != 1:
+            assert isinstance(delta, Tensor)
+            delta = delta * scale
         self.delta = delta
 
     def keep(self, rows: Tensor | None) -> None:

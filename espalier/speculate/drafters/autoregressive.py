@@ -23,7 +23,7 @@ from espalier.speculate.drafters.base import Grow
 from espalier.speculate.drafters.feeds import Feed, ModuleRows, feed_name, feeds_of, module_rows
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.pieces import LastTokens
-from espalier.speculate.sampler import Sampler
+from espalier.speculate.sampler import DraftRows, Sampler
 from espalier.speculate.tree import VOID, Pool, Tree
 
 
@@ -87,7 +87,9 @@ class AutoregressiveDrafter(ModelDrafter[DraftModel]):
         pool, path_scores = Pool(self.layout.topk), self.root_trees.scores[: logits.shape[0]]
         above: Above | None = None
         for level in range(1, self.layout.steps + 1):
-            tokens, scores = sampler.children(logits, self.draft.d2t, level - 1, path_scores, self.layout.topk, above)
+            tokens, scores = sampler.children(
+                DraftRows(logits, self.draft.d2t, level - 1, path_scores, above), self.layout.topk
+            )
             pool.add(tokens, scores)
             if level < self.layout.steps:
                 first, end = self.layout.beams_above(level), self.layout.beams_above(level + 1)

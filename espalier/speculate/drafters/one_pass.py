@@ -26,7 +26,7 @@ from espalier.slots import BatchState
 from espalier.speculate.drafters.base import Grow
 from espalier.speculate.drafters.model_drafter import ModelDrafter
 from espalier.speculate.pieces import LastTokens
-from espalier.speculate.sampler import Sampler
+from espalier.speculate.sampler import DraftRows, Sampler
 from espalier.speculate.tree import Tree
 
 
@@ -87,7 +87,7 @@ def best_paths(
     """The tree of the best paths.  roots: [B, 1]; logits: [B, steps, draft vocabulary], without edges."""
     if edges is None:
         no_scores = roots.scores.expand(-1, logits.shape[1])
-        candidates = without_edges(*sampler.children(logits, d2t, 0, no_scores, layout.topk, None, stride=1))
+        candidates = without_edges(*sampler.children(DraftRows(logits, d2t, 0, no_scores, stride=1), layout.topk))
     else:
         candidates = with_edges(roots, layout.steps, layout.topk, partial(sampler.next_depth, edges, d2t))
     return select_paths(roots.tokens[:, 0], candidates, layout.num_draft_tokens)

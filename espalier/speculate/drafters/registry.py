@@ -27,7 +27,9 @@ from espalier.models.config import ModelConfig, Raw, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.families import FAMILIES
 from espalier.models.loading import read_raw
-from espalier.models.weights import Weights, shards_of
+from espalier.models.text_part import is_multimodal
+from espalier.models.weight_files import shards_of
+from espalier.models.weights import Weights
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import Drafter, DrafterWithoutFiles, DraftFormat, NoDrafter
 from espalier.speculate.drafters.ngram import NgramDrafter
@@ -107,7 +109,7 @@ NOT_BUILT = {
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
     **dict.fromkeys(
         ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
-        "an assistant that reads the target's K and V",
+        "Gemma 4's assistants, which read the target's K and V",
     ),
     **dict.fromkeys(("eagle", *eagle3_config.EAGLE_1_2), "EAGLE-1/2 heads"),
 }
@@ -194,6 +196,8 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
     if is_gguf(path):
         return False
     raw = read_json(path / "config.json")
+    if is_multimodal(raw, FAMILIES.values()):
+        return False
     is_family = raw.get("speculators_model_type") is None and architecture_of(raw) in FAMILIES
     if is_family and _holds_first_layer(path):
         return False
@@ -255,8 +259,8 @@ def make_drafter(algorithm: str, draft: DraftModel | None, layout: RoundLayout, 
 
     Raises EspalierError if the algorithm needs a draft and `draft` is None.
     """
-    if without_files := drafter_without_files(algorithm):
-        return without_files(layout, RootTrees(layout.max_batch, cache.pages.device))
+    if drafter := drafter_without_files(algorithm):
+        return drafter(layout, RootTrees(layout.max_batch, cache.pages.device))
     if draft is None:
         raise EspalierError(f"algorithm={algorithm!r} needs a draft and none is loaded; pass draft=")
     return DRAFT_FORMATS[algorithm].drafter(draft, layout, cache)

@@ -1,0 +1,46 @@
+"""Layers by type, for families whose layers with full attention and those with a window differ in more than that."""
+
+from collections.abc import Mapping, Sequence
+
+from espalier.errors import EspalierError, shown
+from espalier.models.config import Raw, Windows
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# By type of layer, the field that older configs have for the base of its RoPE, and its default.
+Bases = Mapping[str, tuple[str, float]]
+
+
+def windows_of(full: Raw, kinds: Sequence[str]) -> Windows:
+    """Raises EspalierError for sliding layers without a window."""
+    window = full["sliding_window"]
+    if SLIDING in kinds and (not isinstance(window, int) or window < 1):
+        raise EspalierError(f"sliding_window = {shown(window)}; sliding layers need a positive integer; correct it")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def ropes_of(full: Raw, kinds: Sequence[str], bases: Bases) -> list[Raw]:
+    """The RoPE of each layer, by its type.  rope_scaling is of layers with full attention, as in transformers."""
+    given = full.get("rope_parameters") or {}
+    for name, value in given.items():
+        if name not in bases or not isinstance(value, Mapping | None):
+            raise EspalierError(
+                f"rope_parameters has {name!r}: {shown(value)}; this family has an object for {FULL!r} and one for "
+                f"{SLIDING!r}; put the parameters of a layer type into its object"
+            )
+    own = {
+        kind: {"rope_scaling": None, "rope_parameters": _rope(full, kind, bases, given.get(kind) or {})}
+        for kind in bases
+    }
+    own[FULL]["rope_scaling"] = full.get("rope_scaling")
+    return [own[kind] for kind in kinds]
+
+
+def _rope(full: Raw, kind: str, bases: Bases, given: Raw) -> Raw:
+    field, default = bases[kind]
+    base = full.get(field)
+    if base is not None and given.get("rope_theta", base) != base:
+        raise EspalierError(
+            f"{field} is {shown(base)}, but rope_theta of {kind!r} in rope_parameters is {shown(given['rope_theta'])}; "
+            "remove one of the two"
+        )
+    return {"rope_theta": default if base is None else base, **given}

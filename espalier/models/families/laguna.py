@@ -1,0 +1,128 @@
+"""Laguna: heads by layer, a gate of each head's output, RoPE by type of layer, experts beside a shared one."""
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.cache.layer_spec import KVHeads, LayerSpec
+from espalier.errors import EspalierError, shown
+from espalier.kernels.ops.experts import Routing
+from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
+from espalier.models.config_values import positive
+from espalier.models.families.by_type import FULL, SLIDING, Bases, ropes_of, windows_of
+from espalier.models.families.glm4_moe import sparse_layers
+from espalier.models.layer_loading import load_layer
+from espalier.models.layers.attention import Attention, OutputGate
+from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.rope import RopeTables
+from espalier.models.weights import Weights
+
+BASES: Bases = {FULL: ("", 5e5), SLIDING: ("", 1e4)}
+PER_HEAD, PER_VALUE = (True, "per-head"), ("per-element",)
+
+
+def _kinds(full: Raw) -> list[str]:
+    return full.get("layer_types") or [FULL] * full["num_hidden_layers"]
+
+
+def _heads(full: Raw) -> list[int]:
+    """The query heads of each layer.  Raises EspalierError for numbers that fit no layer."""
+    layers, given = full["num_hidden_layers"], full.get("num_attention_heads_per_layer")
+    if given is None:
+        return [full["num_attention_heads"]] * layers
+    kv_heads = full["num_key_value_heads"]
+    is_list = isinstance(given, list) and len(given) == layers
+    if not is_list or any(type(heads) is not int or heads < 1 or heads % kv_heads for heads in given):
+        raise EspalierError(
+            f"num_attention_heads_per_layer = {shown(given)}; a multiple of num_key_value_heads = {kv_heads} is needed "
+            f"for each of {layers} layers; correct it"
+        )
+    return given
+
+
+def _windows(full: Raw) -> Windows:
+    _heads(full)
+    if full["gating"] not in (*PER_HEAD, *PER_VALUE):
+        raise EspalierError(
+            f"gating = {shown(full['gating'])} is not supported, only true, 'per-head' or 'per-element'"
+        )
+    return windows_of(full, _kinds(full))
+
+
+def _experts(full: Raw) -> Experts:
+    layers = sparse_layers(full)
+    return Experts(
+        frozenset(range(1, full["num_hidden_layers"])) if layers is None else layers,
+        Routing(
+            full["num_experts"],
+            full["num_experts_per_tok"],
+            "sigmoid",
+            norm_topk_prob=True,
+            routed_scaling_factor=positive(full, "moe_routed_scaling_factor"),
+            correction_bias=True,
+        ),
+        full["moe_intermediate_size"],
+        full["shared_expert_intermediate_size"],
+        "shared_expert",
+        correction_name="experts.e_score_correction_bias",
+    )
+
+
+def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
+    layers = zip(_heads(config.raw), config.windows, strict=True)
+    return tuple(LayerSpec(heads, keeps, window) for heads, window in layers)
+
+
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
+    heads = _heads(config.raw)[layer]
+    made = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
+    assert isinstance(made.attention, Attention)
+    columns = heads if config.raw["gating"] in PER_HEAD else heads * config.head_size
+    project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (columns,), config.hidden_size, bias=False)
+    made.attention.output_gate = OutputGate(project, _softplus)
+    return made
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return F.softplus(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+
+FAMILY = Family(
+    architecture="LagunaForCausalLM",
+    model_type="laguna",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "sliding_window": 512,
+        "gating": True,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "moe_routed_scaling_factor": 1.0,
+        "rope_parameters": {
+            FULL: {"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+            SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        },
+    },
+    qkv_bias=lambda full: bool(full["attention_bias"]),
+    out_bias=lambda full: bool(full["attention_bias"]),
+    windows=_windows,
+    qk_norm=True,
+    ropes=lambda full: ropes_of(full, _kinds(full), BASES),
+    experts=_experts,
+    load_layer=_load_layer,
+    layer_specs=_layer_specs,
+    honours=(
+        *("num_experts", "shared_expert_intermediate_size", "partial_rotary_factor"),
+        *("num_attention_heads_per_layer", "gating"),
+    ),
+)

@@ -1,0 +1,107 @@
+"""The text part of Muse-Glimmer: normed embeddings, norms before and behind each block, q and k normed without weights.
+
+Each value of the attention's output has a gate, and layers with full attention have no RoPE.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from espalier.errors import EspalierError, shown
+from espalier.kernels.ops.rope import HeadNorms
+from espalier.models.config import Family, LayerNorms, ModelConfig, Raw, Windows
+from espalier.models.config_values import positive
+from espalier.models.families.by_type import FULL, SLIDING, windows_of
+from espalier.models.layer_loading import load_embedding, load_layer
+from espalier.models.layers.attention import Attention, OutputGate
+from espalier.models.layers.decoder import DecoderLayer
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.rope import RopeTables
+from espalier.models.weights import Weights
+
+
+def _is_fourth(full: Raw, layer: int) -> bool:
+    """Counted from the last layer."""
+    return (full["num_hidden_layers"] - 1 - layer) % 4 == 0
+
+
+def _kinds(full: Raw) -> list[str]:
+    given = full.get("layer_types")
+    return given or [FULL if _is_fourth(full, layer) else SLIDING for layer in range(full["num_hidden_layers"])]
+
+
+def _windows(full: Raw) -> Windows:
+    for name in ("qk_scale_factor", "post_norm_eps"):
+        positive(full, name)
+    return windows_of(full, _kinds(full))
+
+
+def _ropes(full: Raw) -> list[Raw | None]:
+    """`layer_rope_theta` is 0 for layers without RoPE.  Transformers gives all others the base of rope_parameters."""
+    layers, given = full["num_hidden_layers"], full.get("layer_rope_theta")
+    if given is None:
+        return [None if _is_fourth(full, layer) else {} for layer in range(layers)]
+    base = (full.get("rope_parameters") or full).get("rope_theta", 10000.0)
+    if not isinstance(given, list) or len(given) != layers or any(theta not in (0, base) for theta in given):
+        raise EspalierError(
+            f"layer_rope_theta = {shown(given)}; 0 or the model's rope_theta, {base}, is needed for each of {layers} "
+            "layers; correct it"
+        )
+    return [{} if theta else None for theta in given]
+
+
+def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
+    embed = load_embedding(weights, config, scale)
+    embed.row_norm = RMSNorm(torch.ones_like(embed.weight[0]), config.rms_norm_eps)
+    return embed
+
+
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
+    # Norms of layers are stored less 1; the last norm is not.
+    made = load_layer(weights, replace(config, norm_offset=1.0), prefix, layer, rope)
+    eps, size = positive(config.raw, "post_norm_eps"), config.head_size
+    assert isinstance(made.attention, Attention) and made.post_attention_norm and made.post_mlp_norm
+    made.post_attention_norm = RMSNorm(made.post_attention_norm.weight, eps)
+    made.post_mlp_norm = RMSNorm(made.post_mlp_norm.weight, eps)
+    ones = torch.ones_like(weights.empty(size))
+    made.attention.norms = HeadNorms(ones * positive(config.raw, "qk_scale_factor"), ones, config.rms_norm_eps)
+    columns = config.heads * size
+    project = weights.linear(f"{prefix}self_attn.", ("gate_proj",), (columns,), config.hidden_size, bias=False)
+    made.attention.output_gate = OutputGate(project, torch.sigmoid)
+    return made
+
+
+FAMILY = Family(
+    architecture="MuseGlimmerForCausalLM",
+    model_type="muse_glimmer_text",
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "post_norm_eps": 1e-8,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_activation": "silu",
+        "sliding_window": 2048,
+        "final_logit_softcapping": 20.0,
+        "qk_scale_factor": 3.87,
+        "output_multiplier": 0.19611613513818404,
+    },
+    qkv_bias=lambda full: bool(full["attention_bias"]),
+    out_bias=lambda full: bool(full["attention_bias"]),
+    windows=_windows,
+    layer_norms=LayerNorms(
+        before_mlp="pre_feedforward_layernorm",
+        behind_attention="post_attention_layernorm",
+        behind_mlp="post_feedforward_layernorm",
+    ),
+    logit_scale=lambda full: positive(full, "output_multiplier"),
+    ropes=_ropes,
+    load_embedding=_load_embedding,
+    load_layer=_load_layer,
+    honours=("layer_rope_theta", "qk_scale_factor", "output_multiplier", "final_logit_softcapping"),
+    activation_field="hidden_activation",
+    multimodal=("MuseGlimmerForConditionalGeneration",),
+)

@@ -1,0 +1,49 @@
+"""SmolLM3: Llama, with layers without RoPE; these may have a sliding window."""
+
+from dataclasses import replace
+
+from espalier.errors import EspalierError, shown
+from espalier.models.config import Raw, Windows, windows_by_layer_type
+from espalier.models.families.llama import FAMILY as LLAMA
+
+
+def _with_rope(full: Raw) -> list[bool]:
+    """Of each layer, whether it has RoPE: as `no_rope_layers` says, which has 1 for yes."""
+    layers, given = full["num_hidden_layers"], full["no_rope_layers"]
+    if given is None:
+        every = full["no_rope_layer_interval"]
+        if not isinstance(every, int) or every < 1:
+            raise EspalierError(f"no_rope_layer_interval = {shown(every)}; a positive integer is needed; correct it")
+        return [layer % every != 0 for layer in range(1, layers + 1)]
+    if not isinstance(given, list) or len(given) < layers or not set(map(repr, given)) <= {"0", "1"}:
+        raise EspalierError(
+            f"no_rope_layers = {shown(given)}; 0 or 1 is needed for each of {layers} layers; correct it"
+        )
+    return [bool(value) for value in given[:layers]]
+
+
+def _windows(full: Raw) -> Windows:
+    window, with_rope = full["sliding_window"] if full["use_sliding_window"] else None, _with_rope(full)
+    return windows_by_layer_type({**full, "sliding_window": window}, default=lambda layer: not with_rope[layer])
+
+
+FAMILY = replace(
+    LLAMA,
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    defaults={
+        **LLAMA.defaults,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 4,
+        "rope_theta": 2e6,
+    },
+    windows=_windows,
+    ropes=lambda full: [{} if rope else None for rope in _with_rope(full)],
+    honours=("no_rope_layers",),
+    in_drafts=False,
+)
