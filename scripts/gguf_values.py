@@ -16,7 +16,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_
 
 def main(paths: list[str]) -> None:
     for path in paths:
-        matrices, values, types, largest = 0, 0, set(), 0.0
+        matrices, values, types, largest = 0, 0, set[str](), 0.0
         for tensor in gguf.GGUFReader(path).tensors:
             name = tensor.tensor_type.name
             if name not in BLOCK_TYPES:
