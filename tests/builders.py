@@ -45,6 +45,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {
@@ -80,6 +81,8 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "olmo3": Olmo3Config,
     "laguna": LagunaConfig,
     "muse_glimmer": MuseGlimmerConfig,
+    # Without a native family.
+    "starcoder2": Starcoder2Config,
 }
 # Of Granite, no factor 1.
 FACTORS: dict[str, Any] = {

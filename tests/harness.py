@@ -75,9 +75,10 @@ def models(
     position_rows: int = MAX_POSITIONS,
     keeps: str = "kv",
     kv_scales: bool = False,
+    model_impl: str = "auto",
 ) -> tuple[CausalLM, DraftModel | None]:
     """(target, draft) loaded in float64; the target alone captures nothing.  keeps: "kv", or as in tests/latent.py."""
-    target, draft = _loaded(family, seed, speculative, window, draft_vocab, position_rows, kv_scales)
+    target, draft = _loaded(family, seed, speculative, window, draft_vocab, position_rows, kv_scales, model_impl)
     if keeps != "kv":
         make_latent(target, draft, keeps, seed)
     return target, draft
@@ -91,13 +92,14 @@ def _loaded(
     draft_vocab: int | None,
     position_rows: int,
     kv_scales: bool,
+    model_impl: str,
 ) -> tuple[CausalLM, DraftModel | None]:
     target_path, draft_path = directories(family, seed, window, draft_vocab, kv_scales)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
     if not speculative:
-        return load_target(target_path, **how), None
-    capture = read_draft(draft_path, read_config(target_path)).spec.capture
-    target = load_target(target_path, capture=capture, **how)
+        return load_target(target_path, model_impl=model_impl, **how), None
+    capture = read_draft(draft_path, read_config(target_path, model_impl=model_impl)).spec.capture
+    target = load_target(target_path, capture=capture, model_impl=model_impl, **how)
     return target, load_draft(draft_path, target, **how)
 
 
@@ -127,6 +129,7 @@ class Setup:
     kv_dtype: str = "float64"
     kv_scales: bool = False
     draft_kv_dtype: str = "float64"
+    model_impl: str = "auto"
 
     @property
     def reentry(self) -> int:
@@ -144,9 +147,8 @@ class Setup:
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
         is_drafted = self.algorithm == "eagle3"
-        return models(
-            self.family, self.seed, is_drafted, self.window, self.draft_vocab, position_rows, self.keeps, self.kv_scales
-        )
+        of_files = self.family, self.seed, is_drafted, self.window, self.draft_vocab
+        return models(*of_files, position_rows, self.keeps, self.kv_scales, self.model_impl)
 
     def engine(self) -> Engine:
         # As many positions as the layout says and no more, so that one too many is an error here.

@@ -68,6 +68,10 @@ def run(args: Namespace) -> int:
             f"heads, {target.kv_heads} KV heads, vocabulary {target.vocab_size}, {target.max_position} positions"
         )
     )
+    if target.probed is not None:
+        console.print(Text(f"  it runs by transformers; modules that are replaced by ours: {target.probed.in_words}"))
+    else:
+        console.print(Text("  it runs by Espalier's own layers (native)"))
     console.print(Text("this configuration is supported and fits here", QUIET))
     return 0
 

@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.layers.experts_plan import expected_touched
 from espalier.layout import PLAIN, TreeShape, next_bucket
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
+from espalier.models.layer_loading import layer_specs_of
 
 # Smaller trees that are compared with the configured one.  Of a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
@@ -97,15 +99,31 @@ def _seconds(read: float, products: float, layers: int, chip: ChipFigures) -> fl
 
 def pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
     """The numbers of weights of a target and its draft.  draft: None for a drafter without weights."""
-    experts, hidden, latent = target.experts, target.hidden_size, target.latent
-    attention_and_head = _attention_weights(target) * target.num_layers + target.vocab_size * hidden
+    probed = target.probed
+    if probed is not None:
+        # A pass reads few rows of an embedding that is not the head too.
+        apart = 0 if target.tie_word_embeddings else target.vocab_size * target.hidden_size
+        return replace(
+            _pass_weights(target, draft),
+            dense=probed.num_weights - probed.expert_weights - apart,
+            kept=sum(spec.values_per_token for spec in probed.specs),
+            expert=probed.expert_weights // probed.num_experts,
+            num_experts=probed.num_experts,
+            top_k=probed.top_k,
+        )
+    return _pass_weights(target, draft)
+
+
+def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
+    experts, hidden = target.experts, target.hidden_size
+    specs = layer_specs_of(target)
+    attention_and_head = sum(_attention_weights(target, spec) for spec in specs) + target.vocab_size * hidden
     num_mixtures = 0 if experts is None else len(experts.layers)
     inner = (target.num_layers - num_mixtures) * target.intermediate_size
-    row = latent.row_size if latent is not None else 2 * target.kv_heads * target.head_size
     of_draft = PassWeights(
         dense=attention_and_head + 3 * hidden * inner,
         layers=target.num_layers,
-        kept=target.num_layers * row,
+        kept=sum(spec.values_per_token for spec in specs),
         draft=0 if draft is None else _draft_weights(draft),
         draft_layers=0 if draft is None else len(draft.spec.layers) if draft.spec.block_rows else 1,
         block_rows=0 if draft is None else draft.spec.block_rows,
@@ -130,15 +148,20 @@ def _draft_weights(draft: DraftConfig) -> int:
     """
     layer, spec = draft.layer, draft.spec
     layers, inputs = (len(spec.layers), 1) if spec.block_rows else (1, 2)
-    each = inputs * _attention_weights(layer) + 3 * layer.hidden_size * layer.intermediate_size
+    each = (
+        inputs * _attention_weights(layer, layer_specs_of(layer)[0]) + 3 * layer.hidden_size * layer.intermediate_size
+    )
     return layers * each + layer.hidden_size * spec.vocab_size
 
 
-def _attention_weights(config: ModelConfig) -> int:
+def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
     """Weights of one layer's attention."""
-    latent, hidden, heads = config.latent, config.hidden_size, config.heads
+    latent, hidden, heads = config.latent, config.hidden_size, spec.heads
     if latent is None:
-        return 2 * hidden * (heads + config.kv_heads) * config.head_size
+        # Gemma 4 may have one projection for K and V where it has no window.
+        of_keys = 1 if config.raw.get("attention_k_eq_v") and spec.window is None else 2
+        kv_heads = 0 if spec.shares is not None else of_keys * spec.keeps.kv_heads
+        return hidden * (2 * heads + kv_heads) * spec.keeps.k_size
     rank = latent.q_rank or hidden
     queries = (hidden * rank if latent.q_rank else 0) + rank * heads * latent.head_size
     up = heads * latent.kv_rank * (latent.nope_size + latent.v_size)
