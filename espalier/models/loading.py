@@ -10,6 +10,7 @@ import torch
 
 from espalier.cache.layer_spec import of_rank, with_rows
 from espalier.errors import EspalierError
+from espalier.gguf_file import is_gguf
 from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
@@ -17,6 +18,7 @@ from espalier.models.families import FAMILIES
 from espalier.models.find_family import find_family, has_family
 from espalier.models.from_transformers.config import is_known, read_by_transformers
 from espalier.models.from_transformers.load import load_by_transformers
+from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
@@ -62,7 +64,12 @@ def _runs_by_transformers(raw: Raw, model_impl: str) -> bool:
 
 
 def read_raw(path: Path) -> dict[str, Any]:
-    """config.json of a target or a draft, and the quantisation that ModelOpt describes in a file of its own."""
+    """config.json of a target or a draft, and the quantisation that ModelOpt describes in a file of its own.
+
+    Of a GGUF file, the config.json that says the same.
+    """
+    if is_gguf(path):
+        return gguf_config(path)
     raw = read_json(path / "config.json")
     if any(raw.get(name) is not None for name in QUANTISATION_FIELDS):
         return raw

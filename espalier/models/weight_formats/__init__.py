@@ -19,6 +19,7 @@ from espalier.models.weight_formats.base import (
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.dense import DENSE_FORMAT, dense_weight
 from espalier.models.weight_formats.fp8 import read_fp8
+from espalier.models.weight_formats.gguf import GGUF_METHOD, read_gguf_types
 from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weight_formats.kv_cache import kv_scheme
 from espalier.models.weight_formats.modelopt import MODELOPT, read_modelopt
@@ -56,6 +57,7 @@ FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
+    GGUF_METHOD: read_gguf_types,
     "gptq": read_gptq,
     MODELOPT: read_modelopt,
     "mxfp4": read_mxfp4,
