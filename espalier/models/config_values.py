@@ -35,7 +35,7 @@ COUNTS = tuple(
     "num_experts num_local_experts n_routed_experts n_shared_experts shared_expert_intermediate_size "
     "first_k_dense_replace num_nextn_predict_layers shared_intermediate_size".split()
 )
-TEXTS = ("scoring_func", "topk_method")
+TEXTS = ("scoring_func", "topk_method", "position_embedding_type")
 
 
 def _is_number(value: Any) -> bool:

@@ -22,12 +22,13 @@ from espalier.models import (
     read_config,
 )
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.loading import mtp_prefixes
+from espalier.models.loading import unread_prefixes
 from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_count import WeightCount, stored_weights
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.registry import (
     draft_algorithm,
+    draft_shards,
     drafter_without_files,
     load_draft,
     own_draft,
@@ -110,14 +111,17 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
 def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConfig:
     """Resolve each "auto" of `config` for this machine and these files."""
     device, shards = choose_device(config), Shards(0, config.tensor_parallel)
+    of_draft = draft_shards(checkpoint.spec.algorithm, shards)
     require_shards(checkpoint.target, shards.count)
+    if checkpoint.draft is not None:
+        require_shards(checkpoint.draft.layer, of_draft.count)
     facts = Facts(
         # The ranks on a CPU share its memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
         weights=weights_of(checkpoint, shards.count),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
         max_position=checkpoint.target.max_position,
-        layer_specs=(*of_rank(layer_specs_of(checkpoint.target), shards), *checkpoint.spec.layers),
+        layer_specs=(*of_rank(layer_specs_of(checkpoint.target), shards), *of_rank(checkpoint.spec.layers, of_draft)),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
@@ -160,8 +164,7 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
         **of_target,
         **how,
     )
-    # The draft is whole on every rank: to join the ranks at each of its levels would take longer than its weights.
-    draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, **how)
+    draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, shards=shards, **how)
     return Loaded(resolved, target, draft, shards)
 
 
@@ -211,7 +214,7 @@ def build_engine_of_models(
 def _say_resolved(loaded: Loaded) -> None:
     config = loaded.config
     log.info("resolved configuration\n%s", config.block())
-    log.info("%s", cache_size(loaded.specs, config.num_pages, config.layout.page_size, loaded.dtype))
+    log.info("%s", cache_size(config, loaded.specs, loaded.dtype))
     if config.kv_dtype == FP8_KV and not any(loaded.target.kv_scales):
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
 
@@ -220,7 +223,7 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     """What each rank holds: a part of the target, with the whole embedding, and the whole draft."""
     # The target's own MTP layers are read if they are the draft, and then counted with it.
     is_own = checkpoint.draft_path == checkpoint.target_path
-    unread = () if is_own else mtp_prefixes(checkpoint.target)
+    unread = tuple(checkpoint.target.unread) if is_own else unread_prefixes(checkpoint.target)
     is_text_part = checkpoint.target.text_part_of is not None
     target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, is_text_part)
     if ranks > 1:
