@@ -299,7 +299,7 @@ A field that changes the computation is refused, unless it has a value that chan
 
 {neutral()}
 
-Models with recurrent state (Mamba, RWKV and their hybrids among them) are refused by name.
+Other models with recurrent state (Jamba and RWKV among them) are refused by name.
 """
 
 

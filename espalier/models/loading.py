@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from espalier.cache.layer_spec import of_rank
+from espalier.cache.layer_spec import of_rank, with_rows
 from espalier.errors import EspalierError
 from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
@@ -98,10 +98,14 @@ def load_target(
     if config.probed is not None:
         return load_by_transformers(Path(path), config, dtype, device, tuple(capture))
     is_text_part = config.text_part_of is not None
-    weights = Weights(Path(path), dtype, device, config.formats, is_text_part=is_text_part, shards=shards)
+    parts: dict[str, Any] = {"is_text_part": is_text_part, "shards": shards}
+    weights = Weights(Path(path), dtype, device, config.formats, prefix=config.stored_prefix, **parts)
     if is_text_part:
         others = ", ".join(sorted(weights.other_parts)) or "none"
         log.info("%s: only the text part of %s is loaded (other parts: %s)", path, config.text_part_of, others)
+    for unread, what in config.unread.items():
+        if weights.holds_under(unread):
+            log.info("%s holds %s (%s*), which are not loaded", path, what, unread)
     return make_target(weights, config, capture, position_rows, max_context)
 
 
@@ -124,13 +128,14 @@ def make_target(
     _log_longrope(config, max_context or position_rows)
     load = config.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
+    own_rows = [i for i in with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares is None]
     kv_scales = tuple(
-        None if spec.shares is not None else weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps)
+        weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
         for i, spec in enumerate(layer_specs)
     )
-    norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps, config.norm_offset)
+    norm = weights.norm(config.final_norm, config.hidden_size, config.rms_norm_eps, config.norm_offset)
     head = _head(weights, config, embed)
-    weights.ignore_under(mtp_prefixes(config))
+    weights.ignore_under(unread_prefixes(config))
     weights.finish()
     own_specs = of_rank(layer_specs, weights.shards)
     return Decoder(config, own_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
@@ -146,10 +151,12 @@ def _log_longrope(config: ModelConfig, context: int) -> None:
         )
 
 
-def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """The prefixes of a target's own MTP layers.  They are a draft (mtp.py): the target's output does not need them."""
+def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """The prefixes of weights that the target's output does not need: its own MTP layers, which are a draft (mtp.py),
+    and what the family does not read."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
-    return () if config.mtp is None else tuple(config.mtp.prefix_of(i, config.num_layers) for i in range(count))
+    mtp = () if config.mtp is None else (config.mtp.owned(i, config.num_layers) for i in range(count))
+    return (*config.unread, *mtp)
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:

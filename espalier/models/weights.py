@@ -56,6 +56,7 @@ class Weights:
     """The stored tensors of one directory, by name.  `finish` refuses tensors that nothing has taken.
 
     formats: the storage format of each matrix; all other weights are plain tensors.
+    prefix: what stored names have for "model.", where they have it.
     shards: what this rank holds of the matrices that are declared in parts.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
     is_text_part: whether this is a multimodal checkpoint, of which only the text part is read, under the names that it
@@ -71,11 +72,13 @@ class Weights:
         device: torch.device | str,
         formats: FormatOf = all_dense,
         allow_bin: bool = False,
+        prefix: str = "model.",
         is_text_part: bool = False,
         shards: Shards = WHOLE,
     ) -> None:
         self.shards = shards
         self.path = path
+        self.prefix = prefix
         self.dtype = dtype
         self.device = device
         self.is_text_part = is_text_part
@@ -101,7 +104,11 @@ class Weights:
 
         `NAME.weight in weights` is that question for plain tensors alone.
         """
-        return any(stored.startswith(f"{name}.") for stored in self._names)
+        return self.holds_under(f"{name}.")
+
+    def holds_under(self, prefix: str) -> bool:
+        """Whether the name of any stored tensor begins with `prefix`."""
+        return any(stored.startswith(prefix) for stored in self._names)
 
     def has_matrix_of(self, name: str, rows: int, columns: int) -> bool:
         """Whether the matrix `name` is stored in its format with this shape.  Its data is not read.
@@ -388,7 +395,7 @@ class Weights:
                 f"{shard} is truncated or corrupt ({first_line(error)}); download the file again"
             ) from None
         for stored in names:
-            name = name_in_text(stored) if self.is_text_part else stored
+            name = name_in_text(stored) if self.is_text_part else re.sub(f"^{re.escape(self.prefix)}", "model.", stored)
             if name is None:
                 self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
             elif name in self._files:

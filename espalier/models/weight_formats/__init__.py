@@ -3,6 +3,7 @@
 To add a format, add a file to this package and an entry to FORMATS.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ __all__ = [
 QUANTISATION_FIELDS = ("quantization_config", "compression_config")
 
 
+# What the names of a model's weights begin with.
+MODEL = "model."
+
+
 def all_dense(name: str) -> WeightFormat:
     return DENSE_FORMAT
 
@@ -73,8 +78,11 @@ def declared_kv_dtype(full: Mapping[str, Any]) -> str | None:
     return kv_scheme(full, QUANTISATION_FIELDS)
 
 
-def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
-    """The formats of a completed config.json.  Raises EspalierError naming a format that is not in FORMATS."""
+def read_formats(full: Mapping[str, Any], path: Path, prefix: str = MODEL) -> FormatOf:
+    """The formats of a completed config.json.  Raises EspalierError naming a format that is not in FORMATS.
+
+    prefix: what the names in the checkpoint have for "model."; a name is looked up as the checkpoint has it.
+    """
     field = next((name for name in QUANTISATION_FIELDS if full.get(name) is not None), QUANTISATION_FIELDS[0])
     quantisation = full.get(field)
     method = quantisation.get("quant_method", "?") if isinstance(quantisation, Mapping) else quantisation
@@ -85,6 +93,9 @@ def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
             "(bfloat16)"
         )
     try:
-        return FORMATS[method](quantisation or {})
+        formats = FORMATS[method](quantisation or {})
     except EspalierError as error:
         raise EspalierError(f"{path}: {error}") from None
+    if prefix == MODEL:
+        return formats
+    return lambda name: formats(name if name.startswith(prefix) else re.sub(f"^{re.escape(MODEL)}", prefix, name))
