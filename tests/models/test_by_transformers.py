@@ -88,12 +88,12 @@ def test_what_cannot_run_is_refused_before_weights_are_read(
 
 
 def test_auto_prefers_a_native_family(tmp_path: Path) -> None:
-    llama, phi3 = directories("llama")[0], directories("phi3")[0]
+    llama, starcoder2 = directories("llama")[0], directories("starcoder2")[0]
     assert read_config(llama).probed is None
     assert read_config(llama, model_impl="transformers").probed is not None
-    assert read_config(phi3).probed is not None
-    with pytest.raises(EspalierError, match=r"architecture 'Phi3ForCausalLM' is not supported; supported are Llama"):
-        read_config(phi3, model_impl="native")
+    assert read_config(starcoder2).probed is not None
+    with pytest.raises(EspalierError, match=r"'Starcoder2ForCausalLM' is not supported; supported are Llama"):
+        read_config(starcoder2, model_impl="native")
 
 
 @pytest.mark.parametrize("captures_last", [False, True])
@@ -171,7 +171,7 @@ def test_a_rope_does_not_change_with_the_longest_position(
 
 
 def test_code_of_a_checkpoint_never_runs(tmp_path: Path) -> None:
-    path = make_target(tmp_path / "model", "phi3")
+    path = make_target(tmp_path / "model", "starcoder2")
     ran = tmp_path / "ran"
     (path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
     raw = json.loads((path / "config.json").read_text())

@@ -48,7 +48,7 @@ AROUND: dict[str, Sequence[Any]] = {
     "kv": ("float64", "fp8", "fp8_target"),
 }
 # Of different make: a plain one; windows, norms behind blocks and scaled embeddings; sinks and experts; merged
-# projections; LayerNorms, biases and a window.  The last two have no native family.
+# projections; LayerNorms, biases and a window.  The last has no native family.
 HOSTED = ("llama", "gemma3", "gpt_oss", "phi3", "starcoder2")
 HOSTED_LAYOUTS = {"page_size": (1, 256), "topk": (1, 4), "steps": (3,), "nodes": ("middle",), "batch": (3,)}
 # Dtypes of K and V, of the target and of the draft.  "fp8" has the checkpoint's scales, "fp8_target" has none.
