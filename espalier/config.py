@@ -92,6 +92,11 @@ class EngineConfig:
     num_pages: int | Literal["auto"] | None = option(
         "pages of the KV cache; by default as many as fit a share of the free memory", low=2
     )
+    num_snapshots: int | Literal["auto"] = option(
+        "snapshots of recurrent states for the prefix cache, of models that have such states; by default four for each "
+        "request of the batch, if they fit a quarter of the memory of pages",
+        low=0,
+    )
     max_batch: int | Literal["auto"] = option("requests that run at the same time", low=1)
     max_context: int | Literal["auto"] = option("tokens of one request, prompt and output", low=2)
     chunk_size: int | Literal["auto"] = option("tokens of one prefill pass", low=16)
@@ -130,7 +135,8 @@ class ResolvedConfig:
     """An EngineConfig in which every value is chosen.  The engine runs on this.
 
     layout: the trees and the sizes of passes; num_pages: includes the dummy page; pauses_draft: whether rounds leave
-    out guesses that do not pay (engine/draft_pause.py).
+    out guesses that do not pay (engine/draft_pause.py); num_snapshots: 0 for a model without recurrent states, or
+    without a prefix cache.
     """
 
     model: str
@@ -145,6 +151,7 @@ class ResolvedConfig:
     attention: str
     draft_attention: str
     num_pages: int
+    num_snapshots: int
     prefix_cache: bool
     overlap: bool
     graph_batch: int

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Unpack
 
 from espalier.chat import ChatOptions, ChatTemplate, Rendering, Steps, finish
 from espalier.errors import tokenizing
+from espalier.gguf_file import is_gguf, read_gguf
 from espalier.stop_strings import StopFinder
 from espalier.tokenizer_files import hugging_face_tokenizer
 
@@ -189,11 +190,11 @@ class Tokenizer:
 
 
 def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
-    """The tokenizer in a model's directory; None if there is none, then prompts must be token ids.
+    """The tokenizer in a model's directory or GGUF file; None if there is none, then prompts must be token ids.
 
     Raises EspalierError if its files cannot be loaded.
     """
-    if not any((path / name).exists() for name in TOKENIZER_FILES):
+    if not _has_tokenizer(path):
         log.info("%s has no tokenizer: prompts must be token ids, and outputs have no text", path)
         return None
     hf = hugging_face_tokenizer(path)
@@ -208,6 +209,12 @@ def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer | None:
             vocab_size,
         )
     return tokenizer
+
+
+def _has_tokenizer(path: Path) -> bool:
+    if is_gguf(path):
+        return read_gguf(path).metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
+    return any((path / name).exists() for name in TOKENIZER_FILES)
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -4,12 +4,15 @@ Nothing here depends on the architecture: a tokenizer loads although transformer
 """
 
 import json
+import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError, one_line, shown
+from espalier.gguf_file import is_gguf, read_gguf
 from espalier.model_files import read_json, require_files
 
 # Transformers has no tokenizer class of its own for these model types, and takes the one that tokenizer_config.json
@@ -18,20 +21,59 @@ PLAIN_MODEL_TYPES = ("llama", "gpt_oss")
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # A pattern that repeats a part up to this often is taken for one that repeats it without end.
 FEW_REPEATS = 10
+log = logging.getLogger("espalier")
 QUANTIFIER = re.compile(r"(?:(?P<sign>[*+?])|\{(?P<low>\d*)(?P<comma>,?)(?P<high>\d*)\})(?P<suffix>[?+]?)")
 
 
 def hugging_face_tokenizer(path: Path) -> Any:
-    """The tokenizer of transformers in a directory.  Code of the directory never runs.
+    """The tokenizer of transformers in a directory or a GGUF file.  Code of the directory never runs.
 
     Raises EspalierError for files that cannot be loaded, that name code, or whose patterns may not end.
     """
+    if is_gguf(path):
+        return _of_gguf(path)
     require_files(path)
     _refuse_code(path)
     kind = tokenizer_class(path)
+    given = {"config": _config_of_type(path)} if kind.__name__ == "AutoTokenizer" else {}
+    return _loaded(path, partial(kind.from_pretrained, str(path), trust_remote_code=False, **given))
+
+
+def _of_gguf(path: Path) -> Any:
+    """The tokenizer that a GGUF file describes, with its chat template.
+
+    Its kind of splits has a name that transformers may not know.  Then it takes GPT-2's, which is logged.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    metadata = read_gguf(path).metadata
+    split = metadata.get("tokenizer.ggml.pre")
+    if metadata["tokenizer.ggml.model"] == "gpt2" and str(split) not in _splits():
+        log.warning(
+            "%s: transformers does not know the tokenizer's splits %s and takes GPT-2's, so some texts, as of numbers, "
+            "may have other tokens than the model was trained with; use the Hugging Face directory, or token ids",
+            path,
+            shown(split),
+        )
+    load = partial(PreTrainedTokenizerFast.from_pretrained, str(path.parent), gguf_file=path.name)
+    return _loaded(path, load)
+
+
+def _splits() -> Set[str]:
+    """The names of splits in GGUF files that transformers knows, and those of GPT-2's."""
     try:
-        given = {"config": _config_of_type(path)} if kind.__name__ == "AutoTokenizer" else {}
-        hf = kind.from_pretrained(str(path), trust_remote_code=False, local_files_only=True, **given)
+        from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    except ImportError:
+        raise EspalierError(
+            "tokenizers of GGUF files need transformers 5.24 or newer; pip install -U transformers, or use token ids"
+        ) from None
+    return {str(None), "default", "gpt-2", *GGUF_PRE_TOKENIZER_SPLITS}
+
+
+def _loaded(path: Path, load: Callable[..., Any]) -> Any:
+    """The tokenizer that `load` makes.  Raises EspalierError as hugging_face_tokenizer."""
+    try:
+        hf = load(local_files_only=True)
     except Exception as error:  # transformers raises many types
         raise EspalierError(
             f"the tokenizer in {path} cannot be loaded ({one_line(error)}); "

@@ -4,9 +4,12 @@
     quantisers/bin/pip install torch compressed-tensors numpy
     quantisers/bin/pip download --no-deps --no-binary autoawq autoawq && tar xzf autoawq-*.tar.gz
     quantisers/bin/pip download --no-deps auto-gptq==0.7.1 && unzip auto_gptq-*.whl -d auto_gptq
-    quantisers/bin/python scripts/make_quantised_fixtures.py --autoawq autoawq-0.2.9 --autogptq auto_gptq
+    quantisers/bin/pip download --no-deps nvidia-modelopt && unzip nvidia_modelopt-*.whl -d modelopt
+    quantisers/bin/python scripts/make_quantised_fixtures.py --autoawq autoawq-0.2.9 --autogptq auto_gptq \\
+        --modelopt modelopt
 
-AutoAWQ and AutoGPTQ need old versions of other packages, so only their packing modules are loaded, from their files.
+AutoAWQ, AutoGPTQ and ModelOpt need old versions of other packages, or many, so only their packing modules are loaded,
+from their files.
 Each fixture is one matrix: the stored tensors, `meant` (what the library reads back), and quantization_config as JSON.
 """
 
@@ -30,6 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--autoawq", type=Path, required=True, help="folder of AutoAWQ's source")
     parser.add_argument("--autogptq", type=Path, required=True, help="folder of AutoGPTQ's unpacked wheel")
+    parser.add_argument("--modelopt", type=Path, required=True, help="folder of ModelOpt's unpacked wheel")
     args = parser.parse_args()
     torch.manual_seed(0)
     for name, (scheme, format) in compressed_tensors_schemes().items():
@@ -37,6 +41,10 @@ def main() -> None:
     write("awq", *awq(args.autoawq))
     for ordered in (False, True):
         write(f"gptq{'-desc-act' * ordered}", *gptq(args.autogptq, ordered))
+    torch.manual_seed(1)
+    for has_inputs in (False, True):
+        write(f"ct-nvfp4{'-inputs' * has_inputs}", *compressed_nvfp4(has_inputs))
+    write("modelopt-nvfp4", *modelopt_nvfp4(args.modelopt))
 
 
 def write(name: str, stored: dict[str, Tensor], meant: Tensor, config: dict[str, Any]) -> None:
@@ -79,6 +87,70 @@ def compressed(weights: dict[str, Any], format: str) -> tuple[dict[str, Tensor],
     group = {"targets": ["Linear"], "weights": args.model_dump(mode="json")}
     config = {"quant_method": "compressed-tensors", "format": format, "ignore": [], "config_groups": {"0": group}}
     return stored, meant, config
+
+
+def compressed_nvfp4(has_inputs: bool) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+    from compressed_tensors.quantization.quant_scheme import NVFP4, NVFP4A16
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    preset, weight = NVFP4 if has_inputs else NVFP4A16, torch.randn(ROWS, COLUMNS)
+    scheme = QuantizationScheme(targets=["Linear"], **preset)
+    assert scheme.weights is not None
+    factor = generate_gparam(weight.amin().reshape(1), weight.amax().reshape(1))
+    groups = weight.unflatten(1, (-1, 16))
+    scale, _ = calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights, factor)
+    state = {"weight": weight, "weight_scale": scale, "weight_global_scale": factor}
+    if has_inputs:
+        state["input_global_scale"] = torch.tensor([37.0])
+    stored = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized").compress(state, scheme)
+    # As decompress does it, but in float32, where it takes bfloat16.
+    codes = unpack_fp4_from_uint8(stored["weight_packed"], ROWS, COLUMNS, dtype=torch.float32)
+    meant = dequantize(
+        codes, stored["weight_scale"].float(), args=scheme.weights, dtype=torch.float32, global_scale=factor
+    )
+    group = scheme.model_dump(mode="json") | {"format": "nvfp4-pack-quantized"}
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": []}
+    return stored, meant, {**config, "config_groups": {"0": group}}
+
+
+def modelopt_nvfp4(path: Path) -> tuple[dict[str, Tensor], Tensor, dict[str, Any]]:
+    class Base:
+        def __init__(self, shape: torch.Size, dtype: torch.dtype, codes: Tensor) -> None:
+            self.metadata, self._quantized_data = {"shape": shape, "dtype": dtype}, codes
+
+    def block_largest(weight: Tensor, block_sizes: dict[int, int]) -> Tensor:
+        return weight.unflatten(1, (-1, block_sizes[-1])).abs().amax(2)
+
+    module = module_of(
+        path / "modelopt" / "torch" / "quantization" / "qtensor" / "nvfp4_tensor.py",
+        "stand_in.qtensor.nvfp4_tensor",
+        stand_in={"__path__": []},
+        stand_in_dot_qtensor={"__path__": []},
+        stand_in_dot_qtensor_dot_base_qtensor={"BaseQuantizedTensor": Base},
+        stand_in_dot_backends={"__path__": []},
+        stand_in_dot_backends_dot_utils={"fp4_compatible": lambda: False},
+        stand_in_dot_utils={
+            "__path__": [],
+            "reduce_amax": lambda weight: weight.abs().amax(),
+            "reduce_block_amax": block_largest,
+            "reduce_block_padding": lambda weight, block_sizes: weight,
+        },
+        stand_in_dot_utils_dot_numeric_utils={
+            "E2M1_MAX": 6.0,
+            "E4M3_MAX": 448.0,
+            "fp8_max_for_normalization": lambda *args, **kwargs: 448.0,
+        },
+    )
+    weight = torch.randn(ROWS, COLUMNS)
+    tensor, scale, factor = module.NVFP4QTensor.quantize(weight, 16)
+    meant = tensor.dequantize(torch.float32, scale=scale, double_scale=factor, block_sizes={-1: 16})
+    stored = {"weight": tensor._quantized_data, "weight_scale": scale, "weight_scale_2": factor}
+    stored["input_scale"] = torch.tensor(0.0123)
+    return stored, meant, {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "exclude_modules": []}
 
 
 def module_of(path: Path, name: str, **stand_ins: Any) -> Any:

@@ -11,11 +11,13 @@ from espalier.grammar.formats import ANNOTATING, INTEGERS
 from espalier.grammar.formats import FORMATS as STRING_FORMATS
 from espalier.grammar.schema import ANNOTATIONS, COMBINING, KEYWORDS
 from espalier.grammar.schema_values import MAX_MULTIPLE, MAX_VALUES
+from espalier.kernels.layers.blocks import BLOCK_TYPES
 from espalier.layout import MAX_PAGE_SIZE
 from espalier.models.block_config import EDGE_KINDS
 from espalier.models.config import NEUTRAL, Family
 from espalier.models.draft import MAX_MODULES
 from espalier.models.families import FAMILIES
+from espalier.models.gguf_config import ARCHITECTURES
 from espalier.models.rope import TYPES as ROPE_TYPES
 from espalier.models.weight_formats import FORMATS, QUANTISATION_FIELDS
 from espalier.models.weight_formats.kv_cache import STRATEGIES
@@ -72,6 +74,14 @@ def targets() -> str:
     return table(head, map(row, FAMILIES.values()))
 
 
+# Of formats whose checkpoints ask for inputs in 4 bits.
+W4A4 = ", with a warning where the checkpoint asks for 4 bits (W4A4)"
+
+
+def gguf_architectures() -> str:
+    return codes(ARCHITECTURES)
+
+
 def quantised() -> str:
     as_is = "as they are"
     rows = [
@@ -91,10 +101,18 @@ def quantised() -> str:
             as_is,
         ],
         [
+            "compressed-tensors",
+            "`nvfp4-pack-quantized`: E2M1 in groups of 16 with scales in E4M3, and a divisor in float32",
+            as_is + W4A4,
+        ],
+        [
             "modelopt",
             "`quant_algo` FP8, in config.json or hf_quant_config.json: E4M3, one scale",
             "static with one scale",
         ],
+        ["modelopt", "`quant_algo` NVFP4, W4A16_NVFP4: as above, with a factor", as_is + W4A4],
+        ["modelopt", "`quant_algo` MIXED_PRECISION: one of these for each of `quantized_layers`", "as of each"],
+        ["gguf", f"files of llama.cpp (below): {', '.join(BLOCK_TYPES)}", as_is],
         ["awq", "4 bits, `gemm`, with zero points", as_is],
         ["gptq", "4 bits, `gptq` or `gptq_v2`, `desc_act`", as_is],
         ["mxfp4", "GPT-OSS's experts", as_is],
@@ -207,13 +225,24 @@ original length, else to those of short ones; the log says which.
 ## Quantised weights
 
 Targets and drafts may be quantised; `quant_method` in config.json names the format. Layers that the checkpoint leaves
-out stay dense. A scheme that is not in this table is refused by name when config.json is read.
+out stay dense, whether config.json names them or only the files hold them so. A draft, or MTP layers, may be in another
+format than its target, and projections that are computed together may be in several. A scheme that is not in this table
+is refused by name when config.json is read.
 
 {quantised()}
 
-A GPU needs compute capability 8.9 for FP8, and bfloat16 for MXFP4. A CPU does not round inputs. Experts may have every
-format, but no static input scales of their own and no `desc_act` orders of their own. This command writes a quantised
-copy of a target or a draft: `espalier quantize path/to/model --to fp8 --out DIR`.
+A GPU needs compute capability 8.9 for FP8, and bfloat16 for MXFP4 and NVFP4. A CPU does not round inputs. Experts may
+have every format but `gguf`, no static input scales of their own and no `desc_act` orders of their own. This command
+writes a quantised copy of a target or a draft: `espalier quantize path/to/model --to fp8 --out DIR`.
+
+## GGUF files
+
+A `.gguf` file, the first of several of one model, or a directory whose only weights are one, is a model wherever a
+path is taken: `espalier serve --model model.gguf`. Its architecture is one of {gguf_architectures()}. Config, tokenizer
+and chat template come from the file; tokenizers need transformers 5.24. A field that is not understood is refused by
+name, and so is a block type that is not in the table above; F16, BF16 and F32 are dense. Blocks stay as they are in the
+file, also those of a tied head; the embedding becomes a table in the model's dtype. Drafts are not read from GGUF, but
+any draft may serve such a target.
 
 ## K and V in FP8
 
@@ -299,7 +328,7 @@ A field that changes the computation is refused, unless it has a value that chan
 
 {neutral()}
 
-Models with recurrent state (Mamba, RWKV and their hybrids among them) are refused by name.
+Other models with recurrent state (Jamba and RWKV among them) are refused by name.
 """
 
 

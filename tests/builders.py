@@ -29,12 +29,14 @@ from transformers import (
     GraniteMoeHybridConfig,
     GraniteMoeSharedConfig,
     LagunaConfig,
+    Lfm2Config,
     LlamaConfig,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
     MuseGlimmerConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
@@ -42,8 +44,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
     Starcoder2Config,
 )
@@ -68,6 +73,12 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "dots1": Dots1Config,
+    "granite_hybrid": GraniteMoeHybridConfig,
+    "lfm2": Lfm2Config,
+    "nemotron_h": NemotronHConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5": Qwen3_5TextConfig,
+    "qwen3_5_moe": Qwen3_5MoeTextConfig,
     "mixtral": MixtralConfig,
     "phi3": Phi3Config,
     "ministral": MinistralConfig,
@@ -105,6 +116,14 @@ ROUTED: dict[str, Any] = {
 }
 # Fields of families with latent attention: sizes that are all different.
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "v_head_dim": 10}
+# Fields of families with the gated delta rule, in all layers but every second one; all sizes are different.
+DELTA: dict[str, Any] = {
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+}
 # Fields of Gemma 4: larger heads, and fewer of them, where attention is full.
 GEMMA4: dict[str, Any] = {
     "sliding_window": 7,
@@ -180,6 +199,35 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "use_double_wide_mlp": True,
     },
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 20},
+    "qwen3_next": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 20},
+    "granite_hybrid": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 20,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 6,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 3.0,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "moe_shared_expert_intermediate_size": 20,
+        "routed_scaling_factor": 1.5,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 6,
+        "n_groups": 2,
+        "ssm_state_size": 5,
+    },
+    "lfm2": {"full_attn_idxs": [1], "block_multiple_of": 10, "tie_word_embeddings": False},
+    "qwen3_5": DELTA,
+    "qwen3_5_moe": {**EXPERTS, **DELTA, "shared_expert_intermediate_size": 20},
     "qwen3_moe": {**EXPERTS, "norm_topk_prob": True, "mlp_only_layers": [1]},
     "deepseek_v2": {**LATENT, **ROUTED, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
     "deepseek_v3": {**LATENT, **ROUTED},
@@ -338,7 +386,8 @@ def make_eagle3(
     """
     target = json.loads((Path(target_path) / "config.json").read_text())
     target = target.get("text_config", target)
-    vocab, hidden, layers = target["vocab_size"], target["hidden_size"], target["num_hidden_layers"]
+    vocab, hidden = target["vocab_size"], target["hidden_size"]
+    layers = target.get("num_hidden_layers") or len(target["layers_block_type"])
     own_embed, own_head = config.pop("own_embed", False), config.pop("own_head", draft_vocab is not None)
     fields = {
         "architectures": ["LlamaForCausalLMEagle3"],

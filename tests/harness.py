@@ -20,6 +20,7 @@ from espalier.stats import SpeculationStats
 from tests.builders import add_kv_scales, make_eagle3, make_target
 from tests.folders import new_folder
 from tests.latent import make_latent
+from tests.recurrent import make_recurrent
 
 VOCAB = 16
 DTYPE = torch.float64
@@ -40,6 +41,13 @@ LATENT_HEADS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT_HEAD,
     "glm4_moe_lite": LATENT_HEAD,
     "deepseek_v3_wide": {**LATENT_HEAD, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+}
+
+
+# The blocks that keep a state, by layer; the last layer computes only rows that are read.
+HYBRIDS: dict[str, tuple[str | None, ...]] = {
+    "hybrid": ("delta", None, "added"),
+    "hybrid_conv": (None, "conv", "delta"),
 }
 
 
@@ -77,9 +85,14 @@ def models(
     kv_scales: bool = False,
     model_impl: str = "auto",
 ) -> tuple[CausalLM, DraftModel | None]:
-    """(target, draft) loaded in float64; the target alone captures nothing.  keeps: "kv", or as in tests/latent.py."""
+    """(target, draft) loaded in float64; the target alone captures nothing.
+
+    keeps: "kv", as in tests/latent.py, or one of HYBRIDS.
+    """
     target, draft = _loaded(family, seed, speculative, window, draft_vocab, position_rows, kv_scales, model_impl)
-    if keeps != "kv":
+    if keeps in HYBRIDS:
+        make_recurrent(target, HYBRIDS[keeps], seed)
+    elif keeps != "kv":
         make_latent(target, draft, keeps, seed)
     return target, draft
 
@@ -130,6 +143,7 @@ class Setup:
     kv_scales: bool = False
     draft_kv_dtype: str = "float64"
     model_impl: str = "auto"
+    num_snapshots: int = 12
 
     @property
     def reentry(self) -> int:
@@ -169,6 +183,7 @@ class Setup:
             prefix_cache=self.prefix_cache,
             kv_dtype=self.kv_dtype,
             draft_kv_dtype=self.draft_kv_dtype,
+            num_snapshots=self.num_snapshots,
             **chosen,
         )
 

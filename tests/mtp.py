@@ -22,6 +22,14 @@ NAMED = {
     "project": "input_proj",
     "norm": "final_layernorm",
 }
+# Beside the layer, one each for all modules.
+SHARED = {
+    "embed_norm": "pre_fc_norm_embedding",
+    "hidden_norm": "pre_fc_norm_hidden",
+    "project": "fc",
+    "norm": "norm",
+}
+QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 PER_LAYER = ("layer_types", "mlp_layer_types", "mlp_only_layers")
 
 
@@ -34,6 +42,7 @@ def mtp_directories(
     root = new_folder("mtp-")
     slides = {} if window is None else {"sliding_window": window, "use_sliding_window": True}
     fields: dict[str, Any] = {"layers": LAYERS + modules, "seed": 40, "vocab": vocab, **slides}
+    fields |= types_of(family, modules)
     target = make_target(root / "target", "qwen2" if family == "mimo" else family, **fields)
     weights, config = load_file(target / "model.safetensors"), json.loads((target / "config.json").read_text())
     own = {name: tensor for name, tensor in weights.items() if layer_of(name) >= LAYERS}
@@ -42,22 +51,29 @@ def mtp_directories(
     config |= {name: config[name][:LAYERS] for name in PER_LAYER if isinstance(config.get(name), list)}
     if family == "mimo":
         config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
-    has_own = family.removesuffix("_dense") in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo")
+    has_own = family.removesuffix("_dense") in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo", *QWEN)
     config["num_nextn_predict_layers"] = modules if has_own else 0
     prefix, names = "mtp_layers.{}.", NAMED
     if has_own:
         prefix, names = ("model.mtp_layers.{}.", NAMED) if family == "mimo" else ("model.layers.{}.", NEXTN)
+        prefix, names = ("mtp.layers.{}.", SHARED) if family in QWEN else (prefix, names)
         config["mtp_form"] = form
     first = LAYERS if names is NEXTN else 0
     layers = {f"{prefix.format(first + layer_of(name) - LAYERS)}{after(name)}": value for name, value in own.items()}
     generator, hidden = torch.Generator().manual_seed(41), config["hidden_size"]
     for module in range(modules):
-        layers |= joined(prefix.format(first + module), names, hidden, generator)
+        layers |= joined("mtp." if names is SHARED else prefix.format(first + module), names, hidden, generator)
     if has_own:
         weights |= layers
     (target / "config.json").write_text(json.dumps(config))
     save_file(weights, target / "model.safetensors")
     return target, target if has_own else write_head(root / "draft", config, modules, form, layers)
+
+
+def types_of(family: str, modules: int) -> dict[str, Any]:
+    """The types of a target's layers and of its MTP layers, which have attention."""
+    linear, full = "linear_attention", "full_attention"
+    return {"layer_types": [linear, full, linear, *[full] * modules]} if family in QWEN else {}
 
 
 def without_target(path: Path, alone: Path, prefix: str) -> Path:

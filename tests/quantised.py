@@ -95,6 +95,24 @@ def packed(weight: Tensor, group: int, symmetric: bool) -> tuple[Stored, Tensor]
     return stored, meaning(q, zeros, scales)
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+
+def nvfp4(weight: Tensor, names: tuple[str, str, str], divides: bool, **inputs: Tensor) -> tuple[Stored, Tensor]:
+    """names: of the codes, the scales and the factor, a power of two of its own for each matrix."""
+    grouped = weight.unflatten(1, (-1, 16))
+    factor = 2.0 ** (448 * 6 / weight.abs().max()).log2().floor()
+    scales = (grouped.abs().amax(2) / 6 * factor).float().to(FP8)
+    exact = scales.double() / factor
+    table = torch.cat([E2M1, -E2M1])
+    q = (grouped / exact[:, :, None]).nan_to_num()[..., None].sub(table).abs().argmin(-1)
+    pairs = q.flatten(1).unflatten(1, (-1, 2))
+    codes = (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8).contiguous()
+    stored = (factor if divides else 1 / factor).float()
+    tensors = dict(zip(names, (codes, scales, stored.reshape(1) if divides else stored), strict=True))
+    return {**tensors, **inputs}, (table[q] * exact[:, :, None]).flatten(1)
+
+
 def group_of(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, format: str) -> dict[str, Any]:
     """A quantization_config of compressed-tensors with one group."""
     scheme = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
@@ -104,6 +122,8 @@ def group_of(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None, forma
 
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 INT = {"num_bits": 4, "type": "int"}
+FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+CT_NVFP4 = ("weight_packed", "weight_scale", "weight_global_scale")
 GATES = ["mlp.gate", "shared_expert_gate"]
 INPUT = torch.tensor([0.03])
 # By kind: quantization_config, and a function weight -> (tensors by suffix, what they mean).
@@ -159,6 +179,16 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Stored, Tensor]]
     "packed-channel-zeros": (
         group_of({**INT, "strategy": "channel", "symmetric": False}, None, "pack-quantized"),
         lambda w: packed(w, 0, symmetric=False),
+    ),
+    "nvfp4": (group_of(FLOAT4, None, "nvfp4-pack-quantized"), lambda w: nvfp4(w, CT_NVFP4, divides=True)),
+    "nvfp4-inputs": (
+        group_of(FLOAT4, {**FLOAT4, "dynamic": "local"}, "nvfp4-pack-quantized"),
+        lambda w: nvfp4(w, CT_NVFP4, divides=True, input_global_scale=w.abs().max().float().reshape(1)),
+    ),
+    "nvfp4-modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16,
+         "exclude_modules": ["lm_head", "*mlp.gate", "*shared_expert_gate"]},
+        lambda w: nvfp4(w, ("weight", "weight_scale", "weight_scale_2"), False, input_scale=torch.tensor(0.5)),
     ),
 }  # fmt: skip
 ROUNDS_INPUTS = ("fp8-tensor-static", "fp8-channel-token", "fp8-block", "fp8-block-32", "fp8-tensor")

@@ -73,18 +73,6 @@ def test_only_regular_files_are_opened(kind: str, tmp_path: Path) -> None:
         shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("what", ["a file", "no file", "a folder", "a folder with config.json", "mixed case"])
-def test_gguf_is_named(what: str, tmp_path: Path) -> None:
-    path = make_target(tmp_path / "model")
-    (path / "model.safetensors").rename(path / ("model.GGUF" if what == "mixed case" else "model.gguf"))
-    if what in ("a folder", "mixed case"):
-        (path / "config.json").unlink()
-    given = {"a file": path / "model.gguf", "no file": Path("owner/model.gguf")}.get(what, path)
-    for setting in ("model", "draft"):
-        said = refusal(lambda setting=setting: LLM(**{setting: given}))
-        assert f"{setting}='{given}' is in the GGUF format" in said and "give the Hugging Face directory" in said
-
-
 def test_gguf_beside_safetensors_does_not_matter(tmp_path: Path) -> None:
     path = make_target(tmp_path)
     (path / "model.gguf").write_bytes(b"")

@@ -15,7 +15,7 @@ from espalier.attention.sdpa import SdpaBackend
 from espalier.attention.support import By, Library, Support
 from espalier.attention.triton import TritonBackend
 from espalier.attention.trtllm import TrtllmBackend
-from espalier.cache.layer_spec import Keeps, LayerSpec, groups_of
+from espalier.cache.layer_spec import Keeps, LayerSpec, groups_of, with_rows
 from espalier.errors import EspalierError
 
 # In order of preference.  A file with a new backend registers it: BACKENDS[New.support.name] = New.
@@ -57,8 +57,12 @@ def default_backend(device: str, dtype: torch.dtype | None = None, keeps: Keeps 
 def choose_backends(
     configured: str | None, device: str, dtype: torch.dtype, specs: Sequence[LayerSpec], layers: Sequence[int]
 ) -> str:
-    """The backend's name for `layers`, or one name per group of layers if they differ.  configured: None for auto."""
-    names = [configured or default_backend(device, dtype, keeps) for keeps in groups_of(specs, layers)]
+    """The backend's name for `layers`, or one name per group of layers if they differ.  configured: None for auto.
+
+    Layers that keep a state have none.
+    """
+    groups = groups_of(specs, with_rows(specs, layers)) or (None,)
+    names = [configured or default_backend(device, dtype, keeps) for keeps in groups]
     return names[0] if len(set(names)) == 1 else SEPARATOR.join(names)
 
 
@@ -76,7 +80,7 @@ def grouped_backend(
 
     Raises EspalierError if a backend cannot run its layers.
     """
-    groups = groups_of(specs, layers)
+    groups = groups_of(specs, with_rows(specs, layers))
     group_names = names.split(SEPARATOR)
     group_names *= len(groups) if len(group_names) == 1 else 1
     if len(group_names) != len(groups):

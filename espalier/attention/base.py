@@ -83,11 +83,13 @@ class Nodes:
     positions: [B, Q], of the queries; row_positions: [B, R], of the staged rows; ancestor_bits: [B, Q, W] int64, the
     staged rows that a query sees (its ancestors and itself), or None for a chain, where each row follows the previous
     one.  The queries are some of the R rows; in a chain Q = R.
+    parents: [B, R], the row before each row, of the root itself, for layers that keep a state; None for a chain.
     """
 
     positions: Tensor
     row_positions: Tensor
     ancestor_bits: Tensor | None
+    parents: Tensor | None = None
 
     @classmethod
     def chain(cls, positions: Tensor) -> "Nodes":
@@ -169,4 +171,4 @@ class Attention:
 
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [rows, kv_heads, size] of all pages of a layer, as they are stored."""
-        return self.specs[layer].keeps.read(self.pages.layers[layer])
+        return self.specs[layer].rows.read(self.pages.layers[layer])

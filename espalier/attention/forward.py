@@ -14,7 +14,9 @@ from torch import Tensor
 from espalier.attention.base import Attention, Nodes, Prefix
 from espalier.attention.grouped import GroupedBackend
 from espalier.cache.kv import PagedKV, StagedKV
-from espalier.cache.layer_spec import LayerSpec
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
+from espalier.cache.states import PassStates, StateAccess, StateTable
+from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.tree import gather_rows
 
@@ -32,6 +34,7 @@ class ModelCache:
     """Where the layers of one model keep their rows, and the backends that attend to them.
 
     specs: of all layers in the pages, the target's first, the draft's last; layers: this model's.
+    states: of the layers that keep one; None without such layers.
     """
 
     specs: Sequence[LayerSpec]
@@ -39,6 +42,7 @@ class ModelCache:
     pages: PagedKV
     staging: StagedKV
     backend: GroupedBackend
+    states: StateTable | None = None
 
     def begin(
         self,
@@ -53,6 +57,7 @@ class ModelCache:
         page_rows: Tensor | None = None,
         by_layer: bool = False,
         needed: Tensor | None = None,
+        access: StateAccess | None = None,
     ) -> "Pass":
         """A pass of the model over new rows behind a committed prefix.
 
@@ -63,6 +68,7 @@ class ModelCache:
         page_rows: [B · Q], where `Pass.commit` copies each row, 0 for padding; None: the caller commits, or nobody.
         by_layer: each layer commits before it attends, because pieces read one another through the pages, or because
         draft modules fill different rows.
+        access: the states that the layers read; None: no layer of the pass keeps one.
         """
         first = nodes if isinstance(nodes, Nodes) else nodes[0]
         return Pass(
@@ -77,11 +83,28 @@ class ModelCache:
             page_rows=page_rows,
             by_layer=by_layer,
             needed=needed,
+            access=access,
         )
 
-    def commit(self, source: Tensor, rows: Tensor) -> None:
-        """Copy staging rows `source` [N] of all layers to page rows `rows` [N]."""
+    @property
+    def snapshot_rows(self) -> range | None:
+        """Rows of the states for snapshots; None for a model without states."""
+        return None if self.states is None else self.states.snapshot_rows
+
+    def before_launch(self, cleared_pages: Sequence[int], state_copies: Sequence[tuple[int, int]]) -> None:
+        """Zero these pages, then copy rows of the states, (source, destination) each, in this order."""
+        self.pages.clear(cleared_pages)
+        if self.states is not None:
+            self.states.copy(state_copies)
+
+    def commit(self, source: Tensor, rows: Tensor, path: StateAccess | None = None) -> None:
+        """Copy staging rows `source` [N] of all layers to page rows `rows` [N].
+
+        path: of a round: the slots whose accepted paths are these rows, [B, W] in order, and how many are decided.
+        """
         self.pages.commit(self.staging, source, rows)
+        if self.states is not None and path is not None:
+            self.states.commit(path, source.view(len(path.slots), -1))
 
 
 @dataclass(eq=False)
@@ -106,6 +129,7 @@ class Pass:
     page_rows: Tensor | None
     by_layer: bool
     needed: Tensor | None
+    access: StateAccess | None = None
 
     def __post_init__(self) -> None:
         self._looked_up: dict[Hashable, Any] = {}
@@ -116,10 +140,14 @@ class Pass:
 
         layer: its place among those that run; values: as the layer's `keeps.write` takes them.
         Returns the queries of the rows that the layer computes: [B, Q, heads, k_size], or [B, 1, ...] of those needed.
+        A layer that keeps a state gives the rows' inputs [N, channels], gates and convolution, and gets the queries of
+        all rows; one without heads gets the convolution's output [B, Q, channels], or [B, 1, channels].
         """
         index, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
-        spec, planes = self.cache.specs[index], staging.layers[index]
-        shares = spec.shares is not None
+        spec = self.cache.specs[index]
+        if isinstance(spec.keeps, RecurrentState):
+            return self._write_state(layer, *values)
+        planes, shares = staging.layers[index], spec.shares is not None
         # A layer that shares rows writes no heads.
         planes = tuple(plane[:, :0] for plane in planes) if shares else planes
         q = spec.keeps.write(self.rows, planes, pages.scales.get(index), *values)
@@ -131,12 +159,27 @@ class Pass:
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
         """Attention of the queries that `write` returned over the committed rows and the staged rows that they see.
 
-        sink: as Attention.attend takes it.  Returns [B, Q, heads, v_size], or [B, 1, ...] of the rows that are needed.
+        sink: as Attention.attend takes it; of a layer that keeps a state, the factor [heads] of v that is added to each
+        row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] of the rows that are needed.
         """
         index, (batch, queries) = self.layers[layer], self.tokens.shape
+        if isinstance(self.cache.specs[index].keeps, RecurrentState):
+            return self._of_kept(layer, self._states.read(index, q, sink))
         planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
-        k, v = self.cache.specs[index].keeps.read(planes)
+        k, v = self.cache.specs[index].rows.read(planes)
         return self._plan(layer).attend(index, q, k, v, sink)
+
+    def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | None, conv: ShortConv) -> Tensor:
+        """inputs: [N, channels]; gates: [N, 2, heads]."""
+        shape = self.tokens.shape
+        of_rows = None if gates is None else gates.unflatten(0, shape)
+        q = self._states.write(self.layers[layer], inputs.unflatten(0, shape), of_rows, conv)
+        return q if gates is not None else self._of_kept(layer, q)
+
+    def _of_kept(self, layer: int, values: Tensor) -> Tensor:
+        """Of values [B, Q, ...], those of the rows that the layer computes."""
+        kept = self.kept(layer)
+        return values if kept is None else values.flatten(0, 1)[kept][:, None]
 
     def commit(self) -> None:
         """After the last layer: copy the new rows to pages, unless each layer did."""
@@ -177,6 +220,13 @@ class Pass:
     def rows(self) -> Tensor:
         """[B · Q]: the staging rows of this pass, the same for all layers."""
         return self.cache.staging.places(self.tokens, self.width, self.at)
+
+    @cached_property
+    def _states(self) -> PassStates:
+        states, access, nodes = self.cache.states, self.access, self.nodes
+        assert states is not None and access is not None, "layers that keep a state run for a target alone"
+        assert isinstance(nodes, Nodes)
+        return PassStates(states, access, nodes.parents, nodes.seen(None) if access.length is None else None)
 
     @cached_property
     def _needed_rows(self) -> Tensor:

@@ -76,7 +76,7 @@ class SdpaAttention(Attention):
         if self.longest:
             # Of a latent row V is a part of K, which is the whole row.
             planes = self.pages.layers[layer]
-            k, v = spec.keeps.read(self.committed_rows.before((k, v)[: len(planes)], layer, planes))
+            k, v = spec.rows.read(self.committed_rows.before((k, v)[: len(planes)], layer, planes))
         scales = self.scales(layer)
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)

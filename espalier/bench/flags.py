@@ -17,8 +17,8 @@ CHAT, COMPLETIONS = "chat", "completions"
 # Flags of `bench load` that need a --url.
 OF_SERVERS = ("endpoint", "ttft_limit", "itl_limit", "timeout", "extra_body", "api_key", "plot")
 # Formats of a synthetic target: those of espalier/models/quantisers.py; and of its draft, which has no stacked experts.
-SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "mxfp4")
-DRAFT_WEIGHTS = SHAPE_WEIGHTS[:3]
+SHAPE_WEIGHTS = ("fp8", "fp8-block", "int4", "nvfp4", "mxfp4")
+DRAFT_WEIGHTS = SHAPE_WEIGHTS[:4]
 LINEARS, EXPERTS = "linears", "experts"
 
 

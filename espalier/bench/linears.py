@@ -14,7 +14,7 @@ from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.mtp_config import MTPConfig
-from espalier.models.quantisers import GROUP, MX_BLOCK, QUANTISERS
+from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
 
 Shape = tuple[int, int]
 
@@ -55,11 +55,9 @@ class Run:
 
 
 def value_bytes(weights: str) -> float:
-    """Bytes of a number of a matrix, its share of a group's scale included.
-
-    Scales of whole rows and of blocks count as nothing.
-    """
-    return {DENSE: 2, "int4": 0.5 + 2 / GROUP, "mxfp4": 0.5 + 1 / MX_BLOCK}.get(weights, 1)
+    """Bytes of a number of a matrix, its share of a group's scale included; scales of rows and blocks are nothing."""
+    scales = {"int4": 2 / GROUP, "nvfp4": 1 / NV_GROUP, "mxfp4": 1 / MX_BLOCK}
+    return 0.5 + scales[weights] if weights in scales else 2 if weights == DENSE else 1
 
 
 @dataclass(frozen=True)

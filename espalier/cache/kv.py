@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from espalier.cache.layer_spec import LayerSpec, groups_of
+from espalier.cache.states import bytes_of_staged_node, bytes_per_state, table_rows
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.state import commit_rows, page_rows
@@ -165,5 +166,8 @@ def bytes_per_token(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
 def bytes_beside_pages(
     layout: RoundLayout, target: Sequence[LayerSpec], draft: Sequence[LayerSpec], dtype: torch.dtype
 ) -> int:
-    """Cache bytes that do not depend on the number of pages: staging."""
-    return layout.target_rows * bytes_per_token(target, dtype) + layout.draft_rows * bytes_per_token(draft, dtype)
+    """Cache bytes that do not depend on the number of pages: staging, the slots' states and the two others."""
+    states = table_rows(layout, 0) * bytes_per_state(target, dtype)
+    states += layout.verify_rows * bytes_of_staged_node(target, dtype)
+    rows = layout.target_rows * bytes_per_token(target, dtype) + layout.draft_rows * bytes_per_token(draft, dtype)
+    return states + rows

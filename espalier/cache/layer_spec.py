@@ -1,6 +1,6 @@
 """Declares the data that a layer keeps between passes.  Pages, staging, commit and memory sizes follow from it.
 
-A layer keeps one row for each token, in pages.
+A layer keeps one row for each token, in pages; or one state for each slot (cache/states.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
+from espalier.kernels.ops.recurrence import ShortConv, StateRows, convolved, outputs, solve, state_after, unit
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents, write_rows
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.shards import Shards
@@ -130,7 +131,74 @@ class LatentKV:
         return out
 
 
-Keeps = KVHeads | LatentKV
+@dataclass(frozen=True)
+class RecurrentState:
+    """The state of each head, [k_size, v_size], and the inputs of the last taps - 1 rows of a short convolution.
+
+    The convolution's channels are those of q and k [k_heads · k_size] and of v [heads · v_size], in this order.
+    heads: 0 for a layer that has a convolution alone.  taps: 1 for a layer without convolution.
+    delta: whether a row corrects what its key reads (the delta rule), or is added.
+    units: whether q and k are divided by their lengths, and q by the root of k_size.
+    conv_channels: of the convolution, where heads is 0.
+    """
+
+    kind: ClassVar[str] = "a state"
+    dtype: ClassVar[None] = None
+    planes: ClassVar[Mapping[str, RowShape]] = {}
+    values_per_token: ClassVar[int] = 0
+
+    taps: int
+    heads: int = 0
+    k_heads: int = 0
+    k_size: int = 0
+    v_size: int = 0
+    delta: bool = True
+    units: bool = True
+    conv_channels: int = 0
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads
+
+    @property
+    def channels(self) -> int:
+        return self.conv_channels or 2 * self.k_heads * self.k_size + self.heads * self.v_size
+
+    def write(
+        self, inputs: Tensor, gates: Tensor | None, conv: ShortConv, tail: Tensor, parents: Tensor | None
+    ) -> tuple[Tensor, StateRows | None]:
+        """Convolve the inputs [B, R, channels] of new rows.  Returns q [B, R, k_heads, k_size] and what the rows bring.
+
+        gates: as in StateRows.  tail, parents: as `convolved` takes them.  Without heads the convolution's output is
+        returned, [B, R, channels], and the rows bring nothing else.
+        """
+        out = convolved(inputs, tail, parents, conv)
+        if gates is None:
+            return out, None
+        size = self.k_heads * self.k_size
+        q, k, v = out.split((size, size, self.heads * self.v_size), -1)
+        q, k = (x.unflatten(-1, (self.k_heads, self.k_size)) for x in (q, k))
+        if self.units:
+            exact = torch.promote_types(inputs.dtype, torch.float32)
+            q, k = unit(q.to(exact)) * self.k_size**-0.5, unit(k.to(exact))
+        return q, StateRows(k, v.unflatten(-1, (self.heads, self.v_size)), gates)
+
+    def read(self, q: Tensor, rows: StateRows, state: Tensor, seen: Tensor) -> Tensor:
+        """[B, R, heads, v_size]: the output of each row from the state of the row before it.
+
+        state: [B, heads, k_size, v_size], behind which the rows come.  seen: [B, R, R] bool, as `solve` takes it.
+        """
+        return outputs(q, solve(rows, state, seen, self.delta), state, seen)
+
+    def commit(self, rows: StateRows, state: Tensor, seen: Tensor, *counts: Tensor) -> list[Tensor]:
+        """The state behind the first `count` [B] rows of a chain, for each of the counts."""
+        solved = solve(rows, state, seen, self.delta)
+        return [state_after(rows, solved, state, count) for count in counts]
+
+
+Keeps = KVHeads | LatentKV | RecurrentState
+# Of a layer that mixes no rows.
+NOTHING = RecurrentState(taps=1)
 
 
 @dataclass(frozen=True)
@@ -156,6 +224,12 @@ class LayerSpec:
             raise EspalierError(f"a layer that keeps {self.keeps.kind} cannot read the rows of layer {self.shares}")
 
     @property
+    def rows(self) -> KVHeads | LatentKV:
+        """What a layer keeps that keeps rows."""
+        assert not isinstance(self.keeps, RecurrentState), "a layer that keeps a state has no rows to attend to"
+        return self.keeps
+
+    @property
     def softmax_scale(self) -> float:
         return self.keeps.k_size**-0.5 if self.scale is None else self.scale
 
@@ -179,8 +253,16 @@ def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, 
 
 
 def stored_as(specs: Sequence[LayerSpec], dtype: torch.dtype | None) -> tuple[LayerSpec, ...]:
-    """The specs with rows of this dtype.  None: of the model's."""
-    return tuple(replace(spec, keeps=replace(spec.keeps, dtype=dtype)) for spec in specs)
+    """The specs with rows of this dtype.  None: of the model's.  States stay as they are."""
+    return tuple(
+        spec if isinstance(spec.keeps, RecurrentState) else replace(spec, keeps=replace(spec.keeps, dtype=dtype))
+        for spec in specs
+    )
+
+
+def with_rows(specs: Sequence[LayerSpec], layers: Sequence[int]) -> list[int]:
+    """Those of the layers that keep rows, to which an attention backend attends."""
+    return [layer for layer in layers if not isinstance(specs[layer].keeps, RecurrentState)]
 
 
 def of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]:

@@ -5,7 +5,7 @@ only compares keys.  It holds a reference to each of its pages, so a page stays 
 The least recently used leaf is evicted first.  The scheduler decides when to share and when to evict.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -36,11 +36,15 @@ def page_keys(tokens: Sequence[int], count: int, page_size: int) -> Iterator[Has
 
 
 class PrefixTree:
-    """Longest-prefix lookup and LRU eviction.  Eviction costs O(log n) for each page."""
+    """Longest-prefix lookup and LRU eviction.  Eviction costs O(log n) for each page.
+
+    on_removed: called with each page that leaves the tree.
+    """
 
     def __init__(self, pool: PagePool, page_size: int):
         self.pool = pool
         self.page_size = page_size
+        self.on_removed: Callable[[int], None] = lambda page: None
         self._root = Node(DUMMY_PAGE)
         # In order of insertion, so a node comes after its ancestors.
         self._nodes: dict[int, Node] = {}
@@ -127,6 +131,8 @@ class PrefixTree:
         self._leaves.clear()
         self._queued.clear()
         self._num_kept = 0
+        for page in pages:
+            self.on_removed(page)
         self.pool.release(pages)
 
     def _add(self, parent: Node, key: Hashable, page: int) -> Node:
@@ -157,6 +163,7 @@ class PrefixTree:
         assert parent is not None
         del parent.children[leaf.key]
         del self._nodes[leaf.page]
+        self.on_removed(leaf.page)
         self.pool.release([leaf.page])
         if parent is not self._root and not parent.children:
             self._queue(parent)

@@ -54,7 +54,7 @@ def run(args: Namespace) -> int:
     shards = Shards(0, resolved.tensor_parallel)
     drafts = of_rank(checkpoint.spec.layers, draft_shards(resolved.algorithm, shards))
     specs = cache_specs(of_rank(layer_specs_of(target), shards), drafts, resolved.kv_dtype, resolved.draft_kv_dtype)
-    held = cache_size(specs, resolved.num_pages, layout.page_size, getattr(torch, resolved.dtype))
+    held = cache_size(resolved, specs, getattr(torch, resolved.dtype))
     longest = (resolved.num_pages - 1) // layout.table_width
     most = f"{min(longest, layout.max_batch)} of {layout.max_batch}"
     if resolved.tensor_parallel > 1:

@@ -175,7 +175,7 @@ class CudaExecutor:
         self._give_streams_back = weakref.finalize(self, give_streams_back, self.device, streams)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         self.captured_passes = layout.captured_passes if graph_batch and runner.captures_prefill else ()
-        widest = len(pack_launch(runner.table, of_dummies(layout.max_batch), 0, LaunchForm(layout.max_batch)).vector)
+        widest = len(self._pack(of_dummies(layout.max_batch), 0, LaunchForm(layout.max_batch)).vector)
         pinned = partial(torch.zeros, dtype=torch.int64, pin_memory=True)
         self.ring = [HostEntry(entry, pinned(widest), pinned(self.results.ring.shape[1:])) for entry in range(RING)]
         self.num_launched = 0
@@ -226,11 +226,16 @@ class CudaExecutor:
         self.num_launched += 1
         host.copied.synchronize()
         form = self.form(launch_input)
-        return host, form, pack_launch(self.runner.table, launch_input, host.entry, form)
+        return host, form, self._pack(launch_input, host.entry, form)
+
+    def _pack(self, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
+        """As pack_launch.  A graph of layers that keep a state reads marks in every launch."""
+        has_marks = self.runner.cache.states is not None
+        return pack_launch(self.runner.table, launch_input, entry, form, has_marks)
 
     def _prepare(self, launch_input: LaunchInput, form: LaunchForm, in_graph: bool) -> None:
-        """Announce the lengths of a launch to the attention backends, and clear its pages.  Called on its stream."""
-        self.runner.pages.clear(launch_input.cleared_pages)
+        """Announce the lengths of a launch to the backends, clear its pages, copy its states.  Called on its stream."""
+        self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         # A prefill pass announces a length for each piece.
         lengths = launch_input.committed.padded(form.pieces or form.batch)
         self.runner.prepare(replace(lengths, in_graph=in_graph))
@@ -303,7 +308,7 @@ class CudaExecutor:
     def run_eagerly(self, launch_input: LaunchInput) -> None:
         """Run a launch of dummy slots without a graph.  Inside precompile() it only asks for the kernels."""
         form = self.form(launch_input)
-        packed = pack_launch(self.runner.table, launch_input, 0, form)
+        packed = self._pack(launch_input, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare(launch_input, form, in_graph=False)
             if launch_input.is_staged:
@@ -392,7 +397,7 @@ class CudaExecutor:
     def captured(self, form: LaunchForm, pool: Any) -> Graph:
         """A graph of the launches of a form, captured with dummy slots; pool: its memory."""
         dummies = of_dummies(*form)
-        packed = pack_launch(self.runner.table, dummies, 0, form)
+        packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)
             vector = torch.from_numpy(packed.vector).to(self.device)
@@ -422,7 +427,7 @@ class CudaExecutor:
     @torch.inference_mode()
     def _captured_stages(self, batch: int, pool: Any) -> Stages:
         dummies, form = of_dummies(batch), LaunchForm(batch)
-        packed = pack_launch(self.runner.table, dummies, 0, form)
+        packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)
             eager = self._eager_stages(packed, batch)

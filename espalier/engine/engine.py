@@ -16,8 +16,10 @@ from functools import partial
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver, StagedHandle
+from espalier.engine.launch_input import Launch
 from espalier.engine.masks import Maskers
-from espalier.engine.scheduler import Launch, Scheduler
+from espalier.engine.scheduler import Scheduler
+from espalier.engine.state_keeper import make_keeper
 from espalier.errors import EspalierError, too_little_room
 from espalier.request import OutputChunk, Request, check_prompt
 from espalier.stats import SpeculationStats
@@ -78,6 +80,7 @@ class Engine:
             rounds_in_flight=2 if overlap else 1,
             vocab_size=self.vocab_size,
             captured_passes=executor.captured_passes,
+            states=make_keeper(self.layout, self.prefixes, runner.cache.snapshot_rows),
             pauses_draft=pauses_draft,
         )
         self.requests: dict[str, Request] = {}
@@ -193,12 +196,13 @@ class Engine:
         return self.scheduler.totals
 
     def check_pages(self) -> None:
-        """Check that every page is either the dummy page, free, or held as often as it is counted.
+        """Check that every page is either the dummy page, free, or held as often as it is counted; and rows of states.
 
         Raises PageDefect naming the page.
         """
         cached = self.prefixes.pages() if self.prefixes is not None else ()
         self.pool.check([r.pages for r in self.scheduler.running], cached)
+        self.scheduler.states.check()
 
     def close(self) -> None:
         """Free models, pages and graphs, even while somebody still holds a reference to the engine.  Idempotent."""

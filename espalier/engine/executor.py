@@ -138,12 +138,12 @@ def execute(
 ) -> RoundOutput:
     """Run one launch: update the slot table, run a prefill pass of `width` (0: a round), write the results."""
     device_launch.apply(runner.table)
+    launch, marks = device_launch, device_launch.marks
     if width:
-        output = prefill(
-            runner, device_launch.slots, device_launch.lengths, width, needs, device_launch.pieces, prompt_rows, masks
-        )
+        known = (launch.lengths, width, needs, launch.pieces, prompt_rows, masks)
+        output = prefill(runner, launch.slots, *known, marks)
     else:
-        output = decode_round(runner, device_launch.slots, needs, device_launch.appended)
+        output = decode_round(runner, launch.slots, needs, launch.appended, marks)
     results.write(device_launch.entry, output)
     return output
 
@@ -166,7 +166,7 @@ class StagedRound:
     def begin(self) -> None:
         self.device_launch.apply(self.runner.table)
         launch = self.device_launch
-        self.begun = begin(self.runner, launch.slots, self.needs, launch.appended)
+        self.begun = begin(self.runner, launch.slots, self.needs, launch.appended, launch.marks)
 
     def propose(self, guide: DraftGuide | None) -> None:
         # Dropped, because a draft's first logits may be large.
@@ -263,7 +263,7 @@ class CpuExecutor:
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
         form = launch_input.form(self.captured_passes)
         self.runner.prepare(launch_input.committed.padded(form.pieces or form.batch))
-        self.runner.pages.clear(launch_input.cleared_pages)
+        self.runner.cache.before_launch(launch_input.cleared_pages, launch_input.state_copies)
         packed = pack_launch(self.runner.table, launch_input, entry=0, form=form)
         return packed.on(torch.from_numpy(packed.vector))
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from espalier.cache.states import Marks
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import LaunchForm, RoundLayout
@@ -46,7 +47,8 @@ class LaunchBuffer:
 
         entry: [1], the entry of the results ring to write; slots: [B], padded with slot 0; lengths: [B], tokens that a
         prefill pass enters, empty for a round; piece_request, piece_offset: [P], and piece_last: [B], as in
-        speculate/pieces.py, empty in a form without pieces; cleared: slots that get a new request; FIELD.at,
+        speculate/pieces.py, empty in a form without pieces; mark_at, mark_row: [B], as in cache/states.py:Marks, empty
+        without marks; cleared: slots that get a new request; FIELD.at,
         FIELD.values: what is written into a field of the slot table.
         """
         parts = self.vector.split([_aligned(size) for _, size in self.sizes])
@@ -71,6 +73,12 @@ class LaunchBuffer:
         return made if made.request.shape[0] else None
 
     @property
+    def marks(self) -> Marks | None:
+        """None in a launch without marks."""
+        made = Marks(self.parts["mark_at"], self.parts["mark_row"])
+        return made if made.at.shape[0] else None
+
+    @property
     def appended(self) -> ScatterUpdate | None:
         """The pages that a round appends to page tables, which it writes itself (gather).  None for a prefill pass."""
         if self.lengths.shape[0]:
@@ -88,8 +96,12 @@ class LaunchBuffer:
         table.write({name: ScatterUpdate(self.parts[f"{name}.at"], self.parts[f"{name}.values"]) for name in fields})
 
 
-def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, form: LaunchForm) -> LaunchBuffer:
+def pack_launch(
+    table: SlotTable, launch_input: LaunchInput, entry: int, form: LaunchForm, has_marks: bool = False
+) -> LaunchBuffer:
     """Pack a launch input.  entry: entry of the results ring; form: of the launch, padding included.
+
+    has_marks: whether marks are there even if the launch has none, as a graph of layers that keep a state reads them.
 
     Padding requests have slot 0 and no tokens.  Padding pieces have no tokens and belong to the last request.
     Raises EspalierError where the slot table or the vector is too small.
@@ -104,11 +116,14 @@ def pack_launch(table: SlotTable, launch_input: LaunchInput, entry: int, form: L
         "slots": launch_input.slots,
         "lengths": launch_input.lengths,
         **_pieces(launch_input, form),
+        "mark_at": [at for at, _ in launch_input.marks],
+        "mark_row": [row for _, row in launch_input.marks],
         "cleared": [slot_init.slot for slot_init in launch_input.slot_inits],
     }
     for name, (at, values) in updates.items():
         parts |= {f"{name}.at": at, f"{name}.values": values}
     sizes = {name: len(part) for name, part in parts.items()} | _padded_sizes(table.layout, launch_input, form)
+    sizes |= dict.fromkeys(("mark_at", "mark_row"), form.batch if has_marks or launch_input.marks else 0)
     # Filled in place: a round has few numbers, and one more array would cost as much as writing them all.
     vector, begin = np.zeros(sum(map(_aligned, sizes.values())), dtype=np.int64), 0
     for name, size in sizes.items():

@@ -43,6 +43,9 @@ class LaunchInput:
     drafts: False for a round in which nobody can use guesses.  A GPU drafts all the same: its graphs have one form.
     is_staged: a round that runs in stages, because a request of it has a grammar.
     masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None for all.
+    state_copies: (source, destination) rows of the states, which are copied in this order before the launch.
+    marks: (number of tokens, row) by slot, where the launch leaves a snapshot of the state (cache/states.py:Marks), row
+    0 for none; empty for none at all.
     committed: upper bounds of the committed lengths, by slot, of a prefill pass by piece; nothing for dummy slots.
     """
 
@@ -60,6 +63,8 @@ class LaunchInput:
     drafts: bool = True
     is_staged: bool = False
     masks: np.ndarray | None = None
+    state_copies: tuple[tuple[int, int], ...] = ()
+    marks: tuple[tuple[int, int], ...] = ()
     committed: CommittedLengths = NOTHING_COMMITTED
 
     @property
@@ -77,6 +82,14 @@ class LaunchInput:
         if self.is_eager_only:
             return own
         return captured_form(captured, self.width, own.pieces or own.batch) or own
+
+
+@dataclass(frozen=True)
+class Launch:
+    """members: (request, its generation at the launch, whether the whole prefill was launched), in slots' order."""
+
+    launch_input: LaunchInput
+    members: list[tuple[Request, int, bool]]
 
 
 @dataclass(frozen=True)

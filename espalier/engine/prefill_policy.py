@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from espalier.layout import LaunchForm, RoundLayout, captured_form
+from espalier.request import Request
 
 # The cost of a pass beside its rows, in rows: a GPU reads the weights once in the time of some 150 rows (its peak over
 # its bandwidth, in bfloat16), and a round may run before the next pass.
@@ -32,6 +33,28 @@ class PrefillPass(NamedTuple):
 
 # The pass of a launch that runs a round.
 NO_PREFILL = PrefillPass((), 0)
+
+
+def enters_prompts(
+    layout: RoundLayout,
+    prefilling: Sequence[Request],
+    decoding: Sequence[Request],
+    is_read: bool,
+    last_was_prefill: bool,
+    idle_rows: float,
+) -> bool:
+    """Whether the next launch is a prefill pass.
+
+    Where somebody reads tokens as they come, passes and rounds alternate.  Else prompts come first, because a full
+    batch makes the most of a round; but a small pass waits for more prompts until the slots that it leaves idle have
+    cost as much as a pass of its own: idle_rows, rows that a pass could have run since the last one.
+    """
+    if not prefilling or not decoding:
+        return bool(prefilling)
+    if is_read:
+        return not last_was_prefill
+    left = sum(r.prefill_len - r.num_prefilled for r in prefilling)
+    return left >= layout.chunk_size or idle_rows >= PASS_OVERHEAD_ROWS
 
 
 def next_pass(

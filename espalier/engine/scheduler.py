@@ -8,7 +8,7 @@ older generation are dropped.
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
@@ -16,6 +16,7 @@ from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.draft_pause import Drafting
 from espalier.engine.launch_input import (
     NOT_FINITE,
+    Launch,
     LaunchInput,
     RequestResult,
     RoundTrace,
@@ -24,8 +25,16 @@ from espalier.engine.launch_input import (
     slot_init,
 )
 from espalier.engine.masks import MaskBuilder, Maskers
-from espalier.engine.prefill_policy import NO_PREFILL, PASS_OVERHEAD_ROWS, PrefillPass, next_pass, pieces_of
+from espalier.engine.prefill_policy import (
+    NO_PREFILL,
+    PASS_OVERHEAD_ROWS,
+    PrefillPass,
+    enters_prompts,
+    next_pass,
+    pieces_of,
+)
 from espalier.engine.queue import WaitingQueue
+from espalier.engine.state_keeper import Pairs, Stateless
 from espalier.layout import LaunchForm, RoundLayout
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
@@ -33,19 +42,12 @@ from espalier.slots import SlotInit
 from espalier.stats import SpeculationStats
 
 
-@dataclass(frozen=True)
-class Launch:
-    """members: (request, its generation at the launch, whether the whole prefill was launched), in slots' order."""
-
-    launch_input: LaunchInput
-    members: list[tuple[Request, int, bool]]
-
-
 class Scheduler:
     """num_rounds: rounds launched so far, by the number of requests in the batch.
 
     on_round: called with a RoundTrace for each request of each round; set it to trace trees.
-    captured_passes: as Executor has them; pauses_draft: whether guesses may pause (draft_pause.py).
+    captured_passes: as Executor has them; pauses_draft: whether guesses may pause (draft_pause.py); states: of a model
+    without states by default.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Scheduler:
         vocab_size: int,
         captured_passes: tuple[LaunchForm, ...] = (),
         pauses_draft: bool = False,
+        states: Stateless | None = None,
     ):
         self.layout = layout
         self.drafting = Drafting(layout.steps, pauses_draft)
@@ -64,6 +67,7 @@ class Scheduler:
         self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
         self.prefixes = prefixes
+        self.states = states or Stateless()
         self.rounds_in_flight = rounds_in_flight
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -93,31 +97,17 @@ class Scheduler:
         return bool(self.waiting or self.running or self._in_flight or self._chunks)
 
     def next_launch(self) -> Launch | None:
-        """A prefill pass or a round (_enters_prompts).  None: read launches first, or nothing to do."""
+        """A prefill pass or a round (enters_prompts).  None: read launches first, or nothing to do."""
         self._drop_aborted()
         self._fill_slots()
         prefilling = [r for r in self.running if r.num_prefilled < r.prefill_len]
         prefilled = [r for r in self.running if r.num_prefilled >= r.prefill_len]
         decoding = [r for r in prefilled if not r.ends_in_flight(self.layout.max_context)]
         is_read = any(request.streamed for request in decoding)
-        if self._enters_prompts(prefilling, decoding, is_read):
+        if enters_prompts(self.layout, prefilling, decoding, is_read, self._last_was_prefill, self._idle_rows):
             return self._launch_prefill(prefilling, self.layout.max_pass_rows(is_read))
         batch = self._reserve(decoding)
         return self._launch_round(batch) if batch else None
-
-    def _enters_prompts(self, prefilling: list[Request], decoding: list[Request], is_read: bool) -> bool:
-        """Whether the next launch is a prefill pass.
-
-        Where somebody reads tokens as they come, passes and rounds alternate.  Else prompts come first, because a full
-        batch makes the most of a round; but a small pass waits for more prompts until the slots that it leaves idle
-        have cost as much as a pass of its own.
-        """
-        if not prefilling or not decoding:
-            return bool(prefilling)
-        if is_read:
-            return not self._last_was_prefill
-        left = sum(r.prefill_len - r.num_prefilled for r in prefilling)
-        return left >= self.layout.chunk_size or self._idle_rows >= PASS_OVERHEAD_ROWS
 
     def maskers_of(self, launch: Launch) -> Maskers:
         """The grammars of a staged round, once all launches before it are harvested.
@@ -205,11 +195,12 @@ class Scheduler:
             # Cached pages hold no logits.  Rows whose log-probabilities are still missing are computed again.
             start = min(start, len(request.prompt_logprobs))
         request.prefill_len = request.num_known = prefill_len
-        request.num_prefilled, request.rounds_in_flight = start, 0
+        request.num_prefilled, hit = self.states.enter(request, start, cached)
+        request.rounds_in_flight = 0
         if not request.output:
-            request.cached_tokens = cached
+            request.cached_tokens = hit
         insort(self.running, request, key=lambda r: r.place)
-        self._slot_inits.append(slot_init(request, tokens, start, cached, end, self.layout.steps))
+        self._slot_inits.append(slot_init(request, tokens, request.num_prefilled, cached, end, self.layout.steps))
         return True
 
     # Pages
@@ -258,22 +249,23 @@ class Scheduler:
     # Launches
 
     def _launch_prefill(self, prefilling: list[Request], max_rows: int) -> Launch:
-        left = [r.prefill_len - r.num_prefilled for r in prefilling]
+        left = [*map(self.states.next_rows, prefilling)]
         made = next_pass(self.layout, left, max_rows, self.captured_passes)
         batch, pieces = prefilling[: len(made.lengths)], pieces_of(made)
         starts = pieces or [(r, 0) for r in range(len(batch))]
         committed = CommittedLengths(tuple(batch[r].num_prefilled + offset for r, offset in starts), exact=True)
-        prompt_rows = prompt_rows_of(batch, made)
+        prompt_rows, marks = prompt_rows_of(batch, made), self.states.marks_of_pass(batch, made.lengths)
         for request, length in zip(batch, made.lengths, strict=True):
             request.num_prefilled += length
         self._last_was_prefill = True
         self._idle_rows = 0.0
         self.drafting.restart()
-        return self._launch(batch, committed, made, pieces, prompt_rows)
+        return self._launch(batch, committed, marks, made, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
         at_most = tuple(self.layout.committed_at_most(r.num_known, r.rounds_in_flight) for r in batch)
         committed = CommittedLengths(at_most, exact=not any(r.rounds_in_flight for r in batch))
+        marks = self.states.marks_of_round(batch)
         for request in batch:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
@@ -281,14 +273,15 @@ class Scheduler:
         rows = PASS_OVERHEAD_ROWS + len(batch) * self.layout.at(len(batch)).num_draft_tokens
         self._idle_rows += rows * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, drafts=self.drafting.next_drafts(batch))
+        return self._launch(batch, committed, marks, drafts=self.drafting.next_drafts(batch))
 
     def _launch(
         self,
         batch: list[Request],
         committed: CommittedLengths,
+        marks: Pairs,
         prefill: PrefillPass = NO_PREFILL,
-        pieces: tuple[tuple[int, int], ...] = (),
+        pieces: Pairs = (),
         prompt_rows: PromptRows | None = None,
         drafts: bool = True,
     ) -> Launch:
@@ -309,6 +302,8 @@ class Scheduler:
             drafts=drafts,
             is_staged=not prefill.width and any(r.masker for r in batch),
             masks=self.masks.of_prompts(batch) if prefill.width else None,
+            state_copies=self.states.take_copies(),
+            marks=marks,
             committed=committed,
         )
         self._appended, self._to_clear = [], []
@@ -343,6 +338,8 @@ class Scheduler:
         # The last token is sampled from the target, all before it were drafted.  Without finite logits it is missing.
         num_accepted = len(row.tokens) - 1 if row.finite else len(row.tokens)
         kept = self._append(request, row, [at < num_accepted for at in range(len(row.tokens))])
+        if not request.done:
+            self.states.decoded(request)
         if not row.finite and not request.done:
             self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
@@ -429,6 +426,7 @@ class Scheduler:
         if request.error is None and request.num_known > request.prefill_len:
             # Only what rounds have added: the rows of the prefill were filed when its result was read.
             self._file_pages(request, min(request.num_known, request.num_tokens))
+        self.states.left(request)
         self.pool.release(request.pages)
         if request.error == NOT_FINITE:
             # A library may multiply stale rows by zero, and NaN stays NaN.
@@ -447,3 +445,4 @@ class Scheduler:
             num_full = self.layout.whole_pages(rows)
             tokens = request.tokens[: self.layout.tokens_in(num_full)]
             self.prefixes.insert(tokens, request.pages[:num_full])
+            self.states.filed(request, len(tokens))

@@ -25,8 +25,9 @@ class Layer(Protocol):
     def __call__(self, s: Stream, p: Pass) -> None:
         """Take the stream of the pass's rows through the layer.
 
-        The layer calls `p.write` and `p.attend` once each, and goes on with the rows `p.kept` between them.  It does
-        not write to the residual that it gets, because it may have been captured.
+        The layer calls `p.write` and `p.attend` once each, and goes on with the rows `p.kept` between them; one that
+        keeps a convolution alone has nothing to attend to.  It does not write to the residual that it gets, because it
+        may have been captured.
         """
         ...
 

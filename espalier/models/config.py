@@ -18,7 +18,7 @@ from espalier.models.latent_config import LatentConfig, read_latent
 from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts, LayerNames, LayerNorms
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.overrides import with_overrides
-from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, RopeTables, read_rope
+from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, read_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
 Read = TypeVar("Read")
-# (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.
-LoadLayer = Callable[[Any, "ModelConfig", str, int, RopeTables], Any]
+# (weights, config, prefix of the layer's names, its number, its RoPE's tables) -> a models/base.py:Layer.  Of a family
+# with MTP layers it also takes the layer's place in the pass, by default its number.
+LoadLayer = Callable[..., Any]
 # (weights, config, the factor of its values) -> a models/layers/embedding.py:Embedding.
 LoadEmbedding = Callable[[Any, "ModelConfig", float], Any]
 MakeSpecs = Callable[["ModelConfig"], tuple[LayerSpec, ...]]
@@ -73,6 +74,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "num_nextn_predict_layers": (None, 0),
     "swiglu_limit": (None,),
     "swiglu_alpha": (None,),
+    "attn_output_gate": (None, False),
 }
 # The activations of a family that honours hidden_act, or names another field (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
@@ -125,6 +127,11 @@ class Family:
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
     in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have the family's layers.  A draft
     builds its first layer itself, so these are layers of norms before each block, attention and a gated MLP.
+    text_fields: the fields of the text model, from config.json as it is stored.
+    layer_kinds: further names that `layer_types` may hold.
+    stored_prefix: what the names of a checkpoint may have for "model."; unread: beginnings of the names of weights that
+    are not the text model's, and what they are.  final_norm: the name of the last norm.
+    variant: from config.json as it is stored, the family that a config is of in its place; None: this one.
     """
 
     architecture: str
@@ -155,6 +162,12 @@ class Family:
     activation_field: str = "hidden_act"
     in_drafts: bool = False
     multimodal: tuple[str, ...] = ()
+    text_fields: Callable[[Raw], Raw] = lambda raw: raw
+    layer_kinds: tuple[str, ...] = ()
+    stored_prefix: str = "model."
+    unread: Mapping[str, str] = field(default_factory=dict)
+    final_norm: str = "model.norm"
+    variant: "Callable[[Raw], Family | None]" = lambda raw: None
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,7 @@ class ModelConfig:
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
     wide_qk_norm, layer_norms, names, norm_offset, embedding_scale, softmax_scale, residual_scale, logit_scale,
-    load_embedding, load_layer, layer_specs, mtp: see Family.
+    load_embedding, load_layer, layer_specs, mtp, stored_prefix, unread, final_norm: see Family.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     text_part_of: the architecture of the multimodal checkpoint whose text part this is; None: it is a whole.
@@ -214,6 +227,9 @@ class ModelConfig:
     load_layer: "LoadLayer | None" = field(repr=False)
     layer_specs: "MakeSpecs | None" = field(repr=False)
     mtp: MTPFamily | None
+    stored_prefix: str
+    unread: Mapping[str, str]
+    final_norm: str
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
     text_part_of: str | None = None
@@ -236,6 +252,8 @@ def parse(
     raw: Raw, family: Family, path: Path, overrides: Mapping[str, Any] | None = None, generation: Raw | None = None
 ) -> ModelConfig:
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
+    family = family.variant(raw) or family
+    raw = _declared(family.text_fields, raw, path)
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
     given = with_overrides(raw, overrides or {}, known)
     # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
@@ -286,11 +304,14 @@ def parse(
         # An override replaces what generation_config.json says, too.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
-        formats=read_formats(full, path),
+        formats=read_formats(full, path, family.stored_prefix),
         load_embedding=family.load_embedding,
         load_layer=family.load_layer,
         layer_specs=family.layer_specs,
         mtp=family.mtp,
+        stored_prefix=family.stored_prefix,
+        unread=family.unread,
+        final_norm=family.final_norm,
         raw=full,
         path=path,
     )
@@ -369,7 +390,8 @@ def _read_windows(full: Raw, family: Family, layers: int, path: Path) -> Windows
     types = full.get("layer_types")
     if types is not None:
         # "attention" is what Granite 4 calls full attention.
-        unknown = sorted({str(t) for t in types} - {"full_attention", "sliding_attention", "attention"})
+        known = {"full_attention", "sliding_attention", "attention", *family.layer_kinds}
+        unknown = sorted({str(t) for t in types} - known)
         if unknown:
             raise EspalierError(
                 f"{path}: layer_types names {unknown[0]!r}; supported are 'full_attention' and 'sliding_attention'; "

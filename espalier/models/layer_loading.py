@@ -14,6 +14,7 @@ from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
 from espalier.models.rope import RopeTables
+from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.models.weights import Weights, one_each
 from espalier.shards import Size
 
@@ -36,7 +37,13 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
     """The token embedding.  scale: of its values."""
-    return Embedding(weights.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size), scale)
+    name, shape = "model.embed_tokens", (config.vocab_size, config.hidden_size)
+    if not weights.format_of(name).embeds:
+        return Embedding(weights.take(f"{name}.weight", *shape), scale)
+    weight, table = weights.weight([name], shape[:1], shape[1]), weights.empty(*shape)
+    assert isinstance(weight, BlockWeight)
+    weight.write_to(table)
+    return Embedding(table, scale)
 
 
 def load_attention(

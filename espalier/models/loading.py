@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from espalier.cache.layer_spec import of_rank
+from espalier.cache.layer_spec import of_rank, with_rows
 from espalier.errors import EspalierError
+from espalier.gguf_file import is_gguf
 from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
@@ -17,6 +18,7 @@ from espalier.models.families import FAMILIES
 from espalier.models.find_family import find_family, has_family
 from espalier.models.from_transformers.config import is_known, read_by_transformers
 from espalier.models.from_transformers.load import load_by_transformers
+from espalier.models.gguf_config import gguf_config
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
@@ -62,7 +64,12 @@ def _runs_by_transformers(raw: Raw, model_impl: str) -> bool:
 
 
 def read_raw(path: Path) -> dict[str, Any]:
-    """config.json of a target or a draft, and the quantisation that ModelOpt describes in a file of its own."""
+    """config.json of a target or a draft, and the quantisation that ModelOpt describes in a file of its own.
+
+    Of a GGUF file, the config.json that says the same.
+    """
+    if is_gguf(path):
+        return gguf_config(path)
     raw = read_json(path / "config.json")
     if any(raw.get(name) is not None for name in QUANTISATION_FIELDS):
         return raw
@@ -98,10 +105,14 @@ def load_target(
     if config.probed is not None:
         return load_by_transformers(Path(path), config, dtype, device, tuple(capture))
     is_text_part = config.text_part_of is not None
-    weights = Weights(Path(path), dtype, device, config.formats, is_text_part=is_text_part, shards=shards)
+    parts: dict[str, Any] = {"is_text_part": is_text_part, "shards": shards}
+    weights = Weights(Path(path), dtype, device, config.formats, prefix=config.stored_prefix, **parts)
     if is_text_part:
         others = ", ".join(sorted(weights.other_parts)) or "none"
         log.info("%s: only the text part of %s is loaded (other parts: %s)", path, config.text_part_of, others)
+    for unread, what in config.unread.items():
+        if weights.holds_under(unread):
+            log.info("%s holds %s (%s*), which are not loaded", path, what, unread)
     return make_target(weights, config, capture, position_rows, max_context)
 
 
@@ -124,13 +135,14 @@ def make_target(
     _log_longrope(config, max_context or position_rows)
     load = config.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
+    own_rows = [i for i in with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares is None]
     kv_scales = tuple(
-        None if spec.shares is not None else weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps)
+        weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
         for i, spec in enumerate(layer_specs)
     )
-    norm = weights.norm("model.norm", config.hidden_size, config.rms_norm_eps, config.norm_offset)
+    norm = weights.norm(config.final_norm, config.hidden_size, config.rms_norm_eps, config.norm_offset)
     head = _head(weights, config, embed)
-    weights.ignore_under(mtp_prefixes(config))
+    weights.ignore_under(unread_prefixes(config))
     weights.finish()
     own_specs = of_rank(layer_specs, weights.shards)
     return Decoder(config, own_specs, tuple(capture), tables[config.ropes[0]], embed, layers, norm, head, kv_scales)
@@ -146,10 +158,12 @@ def _log_longrope(config: ModelConfig, context: int) -> None:
         )
 
 
-def mtp_prefixes(config: ModelConfig) -> tuple[str, ...]:
-    """The prefixes of a target's own MTP layers.  They are a draft (mtp.py): the target's output does not need them."""
+def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
+    """The prefixes of weights that the target's output does not need: its own MTP layers, which are a draft (mtp.py),
+    and what the family does not read."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
-    return () if config.mtp is None else tuple(config.mtp.prefix_of(i, config.num_layers) for i in range(count))
+    mtp = () if config.mtp is None else (config.mtp.owned(i, config.num_layers) for i in range(count))
+    return (*config.unread, *mtp)
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:

@@ -17,11 +17,10 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.cache.layer_spec import of_rank
 from espalier.kernels.ops.embedding import DraftHidden
-from espalier.models.base import CausalLM
+from espalier.models.base import CausalLM, Layer
 from espalier.models.draft import DraftOutput
 from espalier.models.draft_weights import draft_embedding, is_borrowed
 from espalier.models.layer_loading import load_layer
-from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
@@ -46,7 +45,7 @@ class MTPModule:
     embed_norm: RMSNorm
     hidden_norm: RMSNorm
     project: Linear
-    layer: DecoderLayer
+    layer: Layer
     norm: RMSNorm
     head: Linear
     hands_on_normed: bool
@@ -101,7 +100,7 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
         _load_module(weights, config, rope, embed_of, head_of, module) for module in range(config.spec.modules)
     )
     if config.family is not SPECULATORS:
-        weights.ignore_outside(tuple(config.prefix(module) for module in range(config.spec.modules)))
+        weights.ignore_outside(tuple(config.owned(module) for module in range(config.spec.modules)))
     weights.finish()
     return MTPDraft(config, modules, weights.shards)
 
@@ -115,17 +114,18 @@ def _load_module(
     module: int,
 ) -> MTPModule:
     """embed_of, head_of: by name.  module: from 0."""
-    layer, family, prefix = config.layer, config.family, config.prefix(module)
-    hidden, eps, index = layer.hidden_size, layer.rms_norm_eps, config.num_layers + module
-    own = family.index(module, config.num_layers)
+    layer, family, prefix = config.layer, config.family, config.owned(module)
+    hidden, index, own = layer.hidden_size, config.num_layers + module, family.index(module, config.num_layers)
+    eps_and_offset = layer.rms_norm_eps, layer.norm_offset
+    load = layer.load_layer or load_layer
     return MTPModule(
         embed=embed_of(family.embed.format(own)),
         rope=rope,
-        embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, eps),
-        hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, eps),
+        embed_norm=weights.norm(f"{prefix}{family.embed_norm}", hidden, *eps_and_offset),
+        hidden_norm=weights.norm(f"{prefix}{family.hidden_norm}", hidden, *eps_and_offset),
         project=_projection(weights, f"{prefix}{family.project}", family, hidden),
-        layer=load_layer(weights, layer, prefix, index, rope, index=0),
-        norm=weights.norm(f"{prefix}{family.norm}", hidden, eps),
+        layer=load(weights, layer, config.prefix(module), index, rope, 0),
+        norm=weights.norm(f"{prefix}{family.norm}", hidden, *eps_and_offset),
         head=head_of(family.head.format(own)),
         hands_on_normed=family.hands_on_normed,
         has_experts=layer.experts is not None and index in layer.experts.layers,

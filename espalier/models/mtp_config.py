@@ -49,6 +49,10 @@ class MTPConfig:
         """Of the names of a module's weights.  module: from 0."""
         return self.family.prefix_of(module, self.num_layers)
 
+    def owned(self, module: int) -> str:
+        """As MTPFamily.owned.  module: from 0."""
+        return self.family.owned(module, self.num_layers)
+
 
 def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
     """Read the config.json `raw` of the layers at `path` and check it against the target's.  Loads no weights.
@@ -71,7 +75,7 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
     modules, form = count_of({**base, **raw}, COUNT, path, 1, MAX_MODULES), raw.get(FORM, FORMS[0])
     if form not in FORMS:
         raise EspalierError(f"{path}: {FORM} = {form!r} is not supported; use {' or '.join(map(repr, FORMS))}")
-    layer = parse(_continued(base, modules), family, path)
+    layer = parse(_continued(base, modules, mtp.layer_type), family, path)
     refuse_sizes(path, target, layer.hidden_size, layer.vocab_size)
     num_layers = layer.num_layers - modules
     spec = DraftSpec(
@@ -98,7 +102,7 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
     if target.mtp is None or not isinstance(count, int) or count < 1:
         return False
     weights = Weights(path, torch.float32, "cpu", is_text_part=target.text_part_of is not None)
-    names = [f"{target.mtp.prefix_of(layer, target.num_layers)}{target.mtp.project}" for layer in range(count)]
+    names = [f"{target.mtp.owned(layer, target.num_layers)}{target.mtp.project}" for layer in range(count)]
     return all(weights.has_matrix(name) for name in names)
 
 
@@ -114,7 +118,10 @@ def _family_of(base: Mapping[str, Any], path: Path) -> Family:
     return by_type[declared]
 
 
-def _continued(base: Mapping[str, Any], modules: int) -> Raw:
-    """The config of a model that has the MTP layers as its last ones; each is of the kind of the target's last."""
+def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Raw:
+    """The config of a model that has the MTP layers as its last ones; each is of the kind of the target's last, or has
+    the type `layer_type`."""
     longer = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
+    if layer_type is not None and base.get("layer_types"):
+        longer["layer_types"][-modules:] = [layer_type] * modules
     return {**base, **longer, "num_hidden_layers": base["num_hidden_layers"] + modules}

@@ -14,10 +14,12 @@ class MTPFamily:
     """Names of the weights of layer i, counted from 0, and options.
 
     prefix: of the decoder layer's weights and of the names below; "{}" is i, or the number of the target's layers + i.
+    shared: of the names below, where all layers share these weights; None: that of the layer.
     after_target: whether "{}" counts from the number of the target's layers.
     embed_norm, hidden_norm, project, norm: norms of the two inputs, the matrix that joins them, and the last norm.
     embed, head: of the layer's own embedding and head, whole names; such weights may be missing.
     hidden_first: whether the first columns of `project` take the hidden state; by default the embedding.
+    layer_type: the layers' entry in `layer_types`; None: that of the target's last layer.
     reads_normed: whether layers read the target's last hidden state after its final norm, or before it.
     hands_on_normed: whether the rows that follow read a layer's output after its last norm, or before it.
     """
@@ -29,6 +31,8 @@ class MTPFamily:
     norm: str
     embed: str
     head: str
+    shared: str | None = None
+    layer_type: str | None = None
     after_target: bool = False
     hidden_first: bool = False
     reads_normed: bool = True
@@ -40,6 +44,10 @@ class MTPFamily:
 
     def prefix_of(self, layer: int, num_layers: int) -> str:
         return self.prefix.format(self.index(layer, num_layers))
+
+    def owned(self, layer: int, num_layers: int) -> str:
+        """The prefix of the names of all of an MTP layer's weights, but for its embedding and head."""
+        return self.prefix_of(layer, num_layers) if self.shared is None else self.shared
 
 
 # DeepSeek-V3 and GLM.

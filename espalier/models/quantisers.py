@@ -26,6 +26,7 @@ GROUP = 128
 GROUPS = (GROUP, 64, 32)
 BLOCK = 128
 MX_BLOCK = 32
+NV_GROUP = 16
 # A group's scale is the one that maps its largest magnitude to 7.5, times one of these.
 SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 # Values that are quantised at once.
@@ -220,7 +221,6 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
     The power of two is that of the block's largest magnitude (OCP Microscaling Formats 1.0, 6.3).  A value goes to the
     nearest that E2M1 has; above 6, which scaled magnitudes may be, to 6.
     """
-    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)], device=device)
     codes, scales = [], []
     for matrix in experts:
         values = matrix.to(device, torch.float32).unflatten(1, (-1, MX_BLOCK))
@@ -228,11 +228,33 @@ def to_mxfp4(experts: Tensor, device: torch.device) -> Stored:
         exponent = torch.frexp(largest)[1] - 1 - E2M1_EXPONENT
         exponent = torch.where(largest == 0, 0, exponent).clamp(-E8M0_BIAS, E8M0_BIAS)
         scaled = torch.ldexp(values, -exponent[:, :, None])
-        magnitudes = torch.bucketize(scaled.abs().contiguous(), middles).to(torch.uint8)
-        nibbles = magnitudes | (scaled < 0).to(torch.uint8) << 3
-        codes.append(pack_nibbles(nibbles).to(experts.device))
+        codes.append(pack_nibbles(_e2m1(scaled)).to(experts.device))
         scales.append((exponent + E8M0_BIAS).to(torch.uint8).to(experts.device))
     return {"_blocks": torch.stack(codes), "_scales": torch.stack(scales)}
+
+
+def to_nvfp4(matrix: Tensor, device: torch.device) -> Stored:
+    """E2M1 with a scale in E4M3 for each NV_GROUP columns, and a divisor that maps the largest scale to FP8_MAX."""
+    largest = matrix.abs().amax().to(device, torch.float32)
+    divisor = torch.where(largest == 0, 1.0, FP8_MAX * E2M1[-1] / largest)
+    codes, scales = [], []
+    for block in _row_blocks(matrix, device):
+        groups = block.unflatten(1, (-1, NV_GROUP))
+        scale = _fp8(groups.abs().amax(2) / E2M1[-1] * divisor)
+        exact = scale.float() / divisor
+        scaled = groups / torch.where(exact == 0, 1.0, exact)[:, :, None]
+        codes.append(_e2m1(scaled).flatten(1).to(matrix.device))
+        scales.append(scale.to(matrix.device))
+    packed = pack_nibbles(torch.cat(codes))
+    factor = divisor.reshape(1).to(matrix.device)
+    return {".weight_packed": packed, ".weight_scale": _joined(scales), ".weight_global_scale": factor}
+
+
+def _e2m1(scaled: Tensor) -> Tensor:
+    """The nibbles of the nearest values of E2M1; above 6 it is 6."""
+    middles = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)], device=scaled.device)
+    magnitudes = torch.bucketize(scaled.abs().contiguous(), middles).to(torch.uint8)
+    return magnitudes | (scaled < 0).to(torch.uint8) << 3
 
 
 def _compressed_tensors(
@@ -263,6 +285,11 @@ def _int4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
     return _compressed_tensors("pack-quantized", weights, None, kept, dense)
 
 
+def _nvfp4_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": NV_GROUP}
+    return _compressed_tensors("nvfp4-pack-quantized", weights, None, kept, dense)
+
+
 def _fp8_block_config(kept: str, dense: Sequence[str]) -> dict[str, Any]:
     """As DeepSeek-V3 has it.  Its head is dense; one that is not is named as GPTQ and AWQ name it."""
     head = {} if re.match(kept, HEAD) else {HEAD: True}
@@ -285,6 +312,7 @@ QUANTISERS: Mapping[str, Quantiser] = MappingProxyType(
         "fp8": Quantiser(to_fp8, _fp8_config),
         "fp8-block": Quantiser(to_fp8_block, _fp8_block_config),
         "int4": Quantiser(to_int4, _int4_config, groups=GROUPS),
+        "nvfp4": Quantiser(to_nvfp4, _nvfp4_config, groups=(NV_GROUP,)),
         "mxfp4": Quantiser(to_mxfp4, _mxfp4_config, groups=(MX_BLOCK,), experts=True),
     }
 )

@@ -18,6 +18,8 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
     ("lm_head.", "lm_head."),
+    # MTP layers.
+    ("mtp.", "mtp."),
 )
 # Fields of the whole that hold for its text part where `text_config` does not have them.
 SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")

@@ -1,16 +1,22 @@
 """Counts the bytes of a checkpoint's weights in memory, without reading their data."""
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from espalier.gguf_file import is_gguf
 from espalier.model_files import require_regular
+from espalier.models.gguf_config import PLAIN
+from espalier.models.gguf_tensors import GGUFTensors
 from espalier.models.text_part import name_in_text
 from espalier.models.weight_files import BIN, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,8 @@ def stored_weights(
     An unreadable safetensors file counts as 0 here; loading reports it.  Raises EspalierError for an unreadable index
     or pytorch_model.bin.
     """
+    if is_gguf(path):
+        return _of_blocks(path)
     count, shards = WeightCount(), shards_of(path)
     if not shards and (path / BIN).exists():
         count = sum((_count(name, tensor, formats) for name, tensor in read_bin(path, True).items()), count)
@@ -55,6 +63,17 @@ def stored_weights(
                     count += _count(name, tensors.get_tensor(name), formats)
         except (OSError, SafetensorError):
             continue
+    return count
+
+
+def _of_blocks(path: Path) -> WeightCount:
+    """Blocks are kept.  An embedding in blocks becomes a table."""
+    tensors, count = GGUFTensors(path), WeightCount()
+    for name, place in tensors.places.items():
+        if name == EMBEDDING or place.type in PLAIN:
+            count += WeightCount(prod(place.shape), 0)
+        else:
+            count += WeightCount(0, tensors[name].nbytes)
     return count
 
 

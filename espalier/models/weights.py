@@ -5,9 +5,11 @@ truncated is an error that names the file and the weight.
 """
 
 import functools
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from math import prod
 from pathlib import Path
 
@@ -17,11 +19,13 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import Keeps, LatentKV
 from espalier.errors import EspalierError
+from espalier.gguf_file import is_gguf
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import require_regular
+from espalier.models.gguf_tensors import GGUFTensors
 from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
@@ -29,6 +33,8 @@ from espalier.models.layers.norm import RMSNorm
 from espalier.models.text_part import name_in_text, names_as_stored
 from espalier.models.weight_files import first_line, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
+from espalier.models.weight_formats.base import StackedWeights
+from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.sharded import SummedWeight
 from espalier.shards import WHOLE, Shards, Size, part_of
 
@@ -50,12 +56,17 @@ KV_SCALES = (
 Cut = tuple[slice, ...]
 # Dtypes that may be cast to the model's dtype.  Narrower dtypes may not: they need the scales of their format.
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# As safetensors files name them.
+PLAIN_NAMES = ("F64", "F32", "BF16", "F16")
+log = logging.getLogger(__name__)
 
 
 class Weights:
-    """The stored tensors of one directory, by name.  `finish` refuses tensors that nothing has taken.
+    """The stored tensors of one directory, or of a GGUF file, by name.  `finish` refuses those that nothing has taken.
 
-    formats: the storage format of each matrix; all other weights are plain tensors.
+    formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a plain
+    tensor is dense, whatever `formats` says: checkpoints leave layers out that their config.json does not name.
+    prefix: what stored names have for "model.", where they have it.
     shards: what this rank holds of the matrices that are declared in parts.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
     is_text_part: whether this is a multimodal checkpoint, of which only the text part is read, under the names that it
@@ -71,11 +82,13 @@ class Weights:
         device: torch.device | str,
         formats: FormatOf = all_dense,
         allow_bin: bool = False,
+        prefix: str = "model.",
         is_text_part: bool = False,
         shards: Shards = WHOLE,
     ) -> None:
         self.shards = shards
         self.path = path
+        self.prefix = prefix
         self.dtype = dtype
         self.device = device
         self.is_text_part = is_text_part
@@ -83,11 +96,11 @@ class Weights:
         self._loaded: Mapping[str, Tensor] = {}
         # By name, the file and the name that it has there.
         self._files: dict[str, tuple[safe_open, str]] = {}
-        files = shards_of(path)
+        files = [] if is_gguf(path) else shards_of(path)
         for file in files:
             self._open(file)
         if not files:
-            self._loaded = read_bin(path, allow_bin)
+            self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
         stored = [stored for _, stored in self._files.values()]
         self.formats = names_as_stored(formats, stored) if is_text_part else formats
         self._names = frozenset((*self._files, *self._loaded))
@@ -101,7 +114,11 @@ class Weights:
 
         `NAME.weight in weights` is that question for plain tensors alone.
         """
-        return any(stored.startswith(f"{name}.") for stored in self._names)
+        return self.holds_under(f"{name}.")
+
+    def holds_under(self, prefix: str) -> bool:
+        """Whether the name of any stored tensor begins with `prefix`."""
+        return any(stored.startswith(prefix) for stored in self._names)
 
     def has_matrix_of(self, name: str, rows: int, columns: int) -> bool:
         """Whether the matrix `name` is stored in its format with this shape.  Its data is not read.
@@ -110,7 +127,7 @@ class Weights:
         as [] or as [1], and the tensors with rows settle both sizes.
         """
         try:
-            wanted = self.formats(name).tensors(rows, columns)
+            wanted = self.format_of(name).tensors(rows, columns)
         except EspalierError:  # the format stores no such shape
             return False
         stored = [(f"{name}{each.suffix}", None if each.row_dim is None else each.shape) for each in wanted]
@@ -195,13 +212,35 @@ class Weights:
         return bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
 
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
-        """One weight of stacked matrices, [rows, columns] each, in their storage format."""
-        format = self._format_of_all(names)
-        stored = self._stored(format, names, rows, columns)
-        with self._naming(names):
-            weight = format.build(*stored)
-            weight.require_kernels(self.dtype)
-        return weight
+        """One weight of stacked matrices, [rows, columns] each, in their storage formats."""
+        parts = []
+        for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
+            own_names, own_rows = zip(*alike, strict=True)
+            stored = self._stored(format, own_names, own_rows, columns)
+            with self._naming(own_names):
+                parts.append(format.build(*stored))
+                parts[-1].require_kernels(self.dtype)
+        return parts[0] if len(parts) == 1 else StackedWeights(parts)
+
+    def format_of(self, name: str) -> WeightFormat:
+        """The storage format of a matrix."""
+        declared = self.formats(name)
+        if declared == DENSE_FORMAT or name in self._with_scales or not self._is_plain(f"{name}.weight"):
+            return declared
+        return DENSE_FORMAT
+
+    @functools.cached_property
+    def _with_scales(self) -> frozenset[str]:
+        """The modules that have more tensors than a weight and a bias."""
+        parts = (name.rpartition(".") for name in self._names)
+        return frozenset(module for module, _, kind in parts if kind not in ("weight", "bias"))
+
+    def _is_plain(self, name: str) -> bool:
+        """Whether a tensor is stored as floating-point numbers that need no scales.  Its data is not read."""
+        if name in self._loaded:
+            return self._loaded[name].dtype in PLAIN_DTYPES
+        file, stored = self._files.get(name, (None, name))
+        return file is not None and file.get_slice(stored).get_dtype() in PLAIN_NAMES
 
     def matrix(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Tensor | QuantisedMatrix:
         """As `weight`, but the matrix itself, dense or quantised."""
@@ -231,12 +270,12 @@ class Weights:
         return matrix if isinstance(matrix, Tensor) else dequantise(matrix, self.dtype)
 
     def _format_of_all(self, names: Sequence[str]) -> WeightFormat:
-        """The format of matrices that are computed as one.  Raises EspalierError if they differ."""
-        format = self.formats(names[0])
-        if other := next((name for name in names if self.formats(name) != format), None):
+        """The format of the experts of a layer.  Raises EspalierError if they differ."""
+        format = self.format_of(names[0])
+        if other := next((name for name in names if self.format_of(name) != format), None):
             raise EspalierError(
                 f"{names[0]!r} and {other!r} in {self.path} are stored in different formats ({format.name} and "
-                f"{self.formats(other).name}) but computed as one; use a checkpoint that stores them alike"
+                f"{self.format_of(other).name}) but computed as one; use a checkpoint that stores them alike"
             )
         return format
 
@@ -371,6 +410,13 @@ class Weights:
                 f"weight {unused[0]!r}{more} in {self.path} belongs to no parameter of this architecture; config.json "
                 "is of another model, or needs a feature that is not supported: check its architectures field"
             )
+        self._say_notes()
+
+    def _say_notes(self) -> None:
+        """Log what the formats of the matrices ask for and is not done."""
+        matrices = {name.rpartition(".")[0] for name in self._names}
+        for note in sorted({format.note or "" for format in map(self.formats, matrices)} - {""}):
+            log.warning("%s %s", self.path, note)
 
     def _is_zero_bias(self, name: str) -> bool:
         """Old GPTQ exporters stored a bias of zeros for every layer."""
@@ -388,7 +434,7 @@ class Weights:
                 f"{shard} is truncated or corrupt ({first_line(error)}); download the file again"
             ) from None
         for stored in names:
-            name = name_in_text(stored) if self.is_text_part else stored
+            name = name_in_text(stored) if self.is_text_part else re.sub(f"^{re.escape(self.prefix)}", "model.", stored)
             if name is None:
                 self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
             elif name in self._files:

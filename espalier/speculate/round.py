@@ -18,6 +18,7 @@ from torch import Tensor
 
 from espalier.attention import CommittedLengths, ModelCache, Nodes, Prefix
 from espalier.cache.kv import PagedKV
+from espalier.cache.states import Marks, StateAccess
 from espalier.kernels.ops.state import NodeRows, advance, chain, gather
 from espalier.kernels.ops.tree import Path, accept, gather_rows
 from espalier.layout import PLAIN, RoundLayout, logit_rows, node_slices
@@ -120,25 +121,28 @@ class RoundOutput:
 
 @dataclass(frozen=True)
 class Begun:
-    """The state after the begin stage.  runner: for this batch size; slots: the batch; grow: the rest of a proposal."""
+    """The state after the begin stage.  runner: for this batch size; slots: the batch; grow: the rest of a proposal;
+    marks: where the commit leaves snapshots of states."""
 
     runner: ModelRunner
     slots: BatchState
     sampler: Sampler
     grow: Grow
+    marks: Marks | None
 
 
 @dataclass(frozen=True)
 class Proposed:
     """The state after the propose stage.
 
-    runner: for this batch size and these trees; slots: the batch; tree: one for each slot.
+    runner: for this batch size and these trees; slots: the batch; tree: one for each slot; marks: as in Begun.
     """
 
     runner: ModelRunner
     slots: BatchState
     sampler: Sampler
     tree: Tree
+    marks: Marks | None
 
 
 @dataclass(frozen=True)
@@ -152,18 +156,28 @@ class Verified:
 
 
 def decode_round(
-    runner: ModelRunner, index: Tensor, needs: SamplingNeeds, appended: ScatterUpdate | None = None
+    runner: ModelRunner,
+    index: Tensor,
+    needs: SamplingNeeds,
+    appended: ScatterUpdate | None = None,
+    marks: Marks | None = None,
 ) -> RoundOutput:
     """Run a whole round.  index: [B] int64, the slots of the batch; appended: as `gather` takes it."""
-    return settle(verify(propose(begin(runner, index, needs, appended))))
+    return settle(verify(propose(begin(runner, index, needs, appended, marks))))
 
 
-def begin(runner: ModelRunner, index: Tensor, needs: SamplingNeeds, appended: ScatterUpdate | None = None) -> Begun:
+def begin(
+    runner: ModelRunner,
+    index: Tensor,
+    needs: SamplingNeeds,
+    appended: ScatterUpdate | None = None,
+    marks: Marks | None = None,
+) -> Begun:
     """First stage: the draft's first logits for each slot of `index` [B].  appended: as `gather` takes it."""
     runner = runner.at(index.shape[0])
     slots = gather(runner.table, index, appended)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
-    return Begun(runner, slots, sampler, runner.drafter.begin(slots))
+    return Begun(runner, slots, sampler, runner.drafter.begin(slots), marks)
 
 
 def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
@@ -176,17 +190,18 @@ def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
         nodes = num_offered(tree, begun.slots.max_accept_depth)
         if nodes < runner.layout.num_draft_tokens:
             runner, tree = runner.with_nodes(nodes), tree.first(nodes)
-    return Proposed(runner, begun.slots, sampler, tree)
+    return Proposed(runner, begun.slots, sampler, tree, begun.marks)
 
 
 def verify(proposed: Proposed) -> Verified:
     """Third stage: run the target over all nodes in one pass.  The nodes' K/V go to staging."""
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     positions = tree.positions(slots.prefix_len)
-    nodes = Nodes(positions, positions, tree.ancestors)
+    nodes = Nodes(positions, positions, tree.ancestors, tree.parents)
     # Void nodes have token -1: the model reads the embedding of their request's root in its place.
     tokens = void_padding(runner, tree.tokens, slots.real[:, None])
-    out = runner.target(runner.cache.begin(Prefix(slots.page_table, slots.prefix_len), nodes, tokens))
+    access = StateAccess(slots.index, slots.prefix_len)
+    out = runner.target(runner.cache.begin(Prefix(slots.page_table, slots.prefix_len), nodes, tokens, access=access))
     fits = len(runner.node_slices(slots.batch)) == 1
     return Verified(proposed, out, runner.target.logits(out.hidden) if fits else None)
 
@@ -201,7 +216,7 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     runner, slots, tree = proposed.runner, proposed.slots, proposed.tree
     sampled = sample_nodes(verified, mask)
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
-    commit(runner, slots, path, proposed.sampler.needs.penalised)
+    commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.marks)
     runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
     if verified.logits is not None:
         return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree)
@@ -232,14 +247,17 @@ def prefill(
     pieces: Pieces | None = None,
     prompt_rows: PromptRows | None = None,
     mask: Tensor | None = None,
+    marks: Marks | None = None,
 ) -> RoundOutput:
     """Enter `length` [B] known tokens of each slot of `index` [B], from the root on, in pieces of `width` rows.
 
     pieces: None where each request has one.  Where a request's known tokens end, its next token is sampled and emitted.
-    mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the token after the last.
+    mask: [B, 1, ceil(V / 32)] int32, as in `settle`, for the token after the last.  marks: by request.
     """
     slots = gather(runner.table, index)
     rows = PieceRows.of(slots, length, width, pieces)
+    if marks is not None and pieces is not None:
+        marks = Marks(*(values[pieces.request] for values in marks))
     runner.layout.require_chunk(rows.slots.batch, width)
     positions, tokens, page_rows = chain(rows.slots, 0, rows.length, width)
     exists = torch.arange(width, device=tokens.device) < rows.length[:, None]
@@ -252,6 +270,7 @@ def prefill(
         page_rows=page_rows.flatten(),
         by_layer=pieces is not None,
         needed=None if reads_all else last.row,
+        access=StateAccess(rows.slots.index, rows.slots.prefix_len, rows.length, marks, pieces is not None),
     )
     out = runner.target(p)
     p.commit()
@@ -300,15 +319,16 @@ def check_tree(layout: RoundLayout, tree: Tree, batch: int) -> None:
     layout.require("tree.ancestors", tree.ancestors, batch, layout.num_draft_tokens, layout.ancestor_words)
 
 
-def commit(runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool) -> None:
+def commit(runner: ModelRunner, slots: BatchState, path: Path, count_tokens: bool, marks: Marks | None = None) -> None:
     """Append the path's tokens to the slots and copy its K/V to positions prefix_len .. prefix_len + length - 1.
 
-    The last token of the path is the new root.
+    The last token of the path is the new root.  States go on over the path, and leave snapshots at `marks`.
     """
     nodes = NodeRows(path.rows, runner.layout.num_draft_tokens)
     copies = advance(slots, path.length, path.tokens, count_tokens, nodes).copies
     assert copies is not None
-    runner.cache.commit(copies.source.flatten(), copies.destination.flatten())
+    access = StateAccess(slots.index, slots.prefix_len, path.length, marks)
+    runner.cache.commit(copies.source.flatten(), copies.destination.flatten(), access)
 
 
 def draft_features(drafter: Drafter, out: ModelOutput) -> Tensor | None:

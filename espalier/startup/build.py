@@ -8,7 +8,8 @@ import torch
 
 from espalier.attention import ModelCache, grouped_backend
 from espalier.cache.kv import PagedKV, StagedKV, bytes_per_token
-from espalier.cache.layer_spec import LayerSpec, stored_as
+from espalier.cache.layer_spec import LayerSpec, stored_as, with_rows
+from espalier.cache.states import StateTable, bytes_per_state, table_rows
 from espalier.config import FP8_KV, ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
@@ -65,6 +66,7 @@ def config_of_layout(
     of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.most_pages}
     off: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
     off |= {"model_impl": "native", "model_overrides": {}}
+    off |= {"num_snapshots": 4 * layout.max_batch * bool(chosen.get("prefix_cache"))}
     fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **of_rows, **off}
     return ResolvedConfig(
         layout=layout, algorithm=algorithm, attention=attention, dtype=name, device=str(device), **{**fields, **chosen}
@@ -82,10 +84,17 @@ def cache_specs(
     return (*stored_as(target, stored), *stored_as(draft, draft_stored))
 
 
-def cache_size(specs: Sequence[LayerSpec], num_pages: int, page_size: int, dtype: torch.dtype) -> str:
-    """What the pages hold, in words.  specs: of all layers; dtype: the model's."""
-    tokens, each = num_pages * page_size, bytes_per_token(specs, dtype)
-    return f"pages hold {tokens} tokens, {each} bytes each: {tokens * each / 2**30:.1f} GiB"
+def cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:
+    """What pages and states hold, in words.  specs: of all layers; dtype: the model's."""
+    tokens, each = config.layout.tokens_in(config.num_pages), bytes_per_token(specs, dtype)
+    pages = f"pages hold {tokens} tokens, {each} bytes each: {tokens * each / 2**30:.1f} GiB"
+    state, rows = bytes_per_state(specs, dtype), table_rows(config.layout, config.num_snapshots)
+    if not state:
+        return pages
+    return (
+        f"{pages}; states of {config.layout.max_batch} slots and {config.num_snapshots} snapshots, {state} bytes each: "
+        f"{rows * state / 2**30:.1f} GiB"
+    )
 
 
 def kv_scales(target: CausalLM) -> dict[int, KVScales]:
@@ -96,7 +105,9 @@ def kv_scales(target: CausalLM) -> dict[int, KVScales]:
     """
     stored = {layer: scales for layer, scales in enumerate(target.kv_scales) if scales is not None}
     instead = "use a complete checkpoint, or set kv_dtype to the model's dtype"
-    missing = [i for i, spec in enumerate(target.layer_specs) if i not in stored and spec.shares is None]
+    specs = target.layer_specs
+    own = [layer for layer in with_rows(specs, range(len(specs))) if specs[layer].shares is None]
+    missing = [layer for layer in own if layer not in stored]
     if (target.config.declared_kv_dtype or stored) and missing:
         raise EspalierError(
             f"weight 'model.layers.{missing[0]}.self_attn.k_scale' is missing, and kv_dtype={FP8_KV} needs it in each "
@@ -161,11 +172,14 @@ def make_runner(loaded: Loaded) -> ModelRunner:
     # Draft rows 0 .. reentry-1 do not exist.
     exact = exact_lengths and layout.reentry <= 1
     draft_backend = grouped_backend(config.draft_attention, *setting, draft_layers, layout.reentry > 0, exact)
+    states = None
+    if bytes_per_state(target.layer_specs, dtype):
+        states = StateTable(layout, config.num_snapshots, target.layer_specs, dtype, device)
     cache, draft_cache = (
-        ModelCache(specs, layers, pages, StagedKV(specs, layers, rows, dtype, device), of_layers)
-        for layers, rows, of_layers in (
-            (target_layers, layout.target_rows, backend),
-            (draft_layers, layout.draft_rows, draft_backend),
+        ModelCache(specs, layers, pages, StagedKV(specs, layers, rows, dtype, device), of_layers, kept)
+        for layers, rows, of_layers, kept in (
+            (target_layers, layout.target_rows, backend, states),
+            (draft_layers, layout.draft_rows, draft_backend, None),
         )
     )
     drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)

@@ -1,11 +1,12 @@
-"""Finds a model's files: bundled with the package, in a directory, or on the Hugging Face hub."""
+"""Finds a model's files: bundled with the package, in a directory, in a GGUF file, or on the Hugging Face hub."""
 
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 
 from espalier.errors import EspalierError, one_line
-from espalier.model_files import require_files
+from espalier.gguf_file import gguf_in, is_gguf
+from espalier.model_files import require_files, require_regular
 
 BUNDLED = "bundled"
 BUNDLED_FILES = Path(__file__).parents[1] / BUNDLED
@@ -15,12 +16,11 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 # A draft is refused if it has the last of these files (espalier/models/block_config.py:MASK_EMBEDDING).
 FILES_OF_DRAFT = [*FILES, "pytorch_model*.bin", "mask_embedding.pt"]
 # Folders, and the copy of all weights under the publisher's own names that Mistral's repositories have.
-GGUF = ".gguf"
 NOT_DOWNLOADED = ["*/*", "consolidated*.safetensors"]
 
 
 def find_target(name: str | PathLike[str], what: str = "model") -> Path:
-    """The directory of a target.  what: the setting that names it.  Raises EspalierError."""
+    """The directory of a target, or its GGUF file.  what: the setting that names it.  Raises EspalierError."""
     return _find(what, name, BUNDLED_FILES / "target", FILES)
 
 
@@ -40,7 +40,7 @@ def require_names(named: Mapping[str, str | PathLike[str]]) -> None:
     """
     for what, name in named.items():
         if str(name) != BUNDLED:
-            _directory(what, name)
+            _local(what, name)
 
 
 def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str]) -> Path:
@@ -50,31 +50,48 @@ def _find(what: str, name: str | PathLike[str], bundled: Path, files: list[str])
                 f"{what}='bundled' is not in this installation ({bundled} is missing); install espalier again"
             )
         return bundled
-    return _directory(what, name) or _download(what, str(name), files)
+    return _local(what, name) or _download(what, str(name), files)
 
 
-def _directory(what: str, name: str | PathLike[str]) -> Path | None:
-    """The directory; None if there is none and the name may be a Hugging Face id.  Raises EspalierError."""
+def _local(what: str, name: str | PathLike[str]) -> Path | None:
+    """The directory or GGUF file; None if there is none and the name may be a hub id.  Raises EspalierError."""
     path = Path(name).expanduser()
+    if (gguf := _gguf(what, path)) is not None:
+        return gguf
     if _is_directory(what, path):
         return path
     if not _may_be_hub_id(str(name)):
         raise EspalierError(
-            f"{what}={str(name)!r} is not a directory; use one with config.json and *.safetensors, a Hugging Face id "
-            "or 'bundled'"
+            f"{what}={str(name)!r} is not a directory; use one with config.json and *.safetensors, a GGUF file, a "
+            "Hugging Face id or 'bundled'"
         )
     return None
+
+
+def _gguf(what: str, path: Path) -> Path | None:
+    """The GGUF file that `path` is or, as the only weights in a directory, holds.  Raises EspalierError."""
+    try:
+        if path.is_dir() and _holds_gguf(path):
+            path = gguf_in(path)
+        if not is_gguf(path):
+            return None
+        if what.endswith("draft"):
+            raise EspalierError(
+                f"{what}={str(path)!r} is in the GGUF format, in which drafts are not read; give the directory that "
+                "holds a draft's config.json and weights"
+            )
+        require_regular(path)
+        if not path.exists():
+            raise EspalierError(f"{what}={str(path)!r} does not exist; give the path of a GGUF file")
+        return path
+    except OSError as error:
+        raise _unreadable(what, path, error) from None
 
 
 def _is_directory(what: str, path: Path) -> bool:
     """Whether `path` is a directory.  Raises EspalierError for a file, or a directory that is no checkpoint."""
     files = "a draft's config.json and weights" if what.endswith("draft") else "config.json and *.safetensors"
     try:
-        if path.suffix.lower() == GGUF or (path.is_dir() and _holds_gguf(path)):
-            raise EspalierError(
-                f"{what}={str(path)!r} is in the GGUF format, which is not read; give the Hugging Face directory or id "
-                f"that it was made from, with {files}"
-            )
         if path.is_file():
             raise EspalierError(f"{what}={str(path)!r} is a file; give the directory that holds {files}")
         if not path.is_dir():
@@ -83,16 +100,18 @@ def _is_directory(what: str, path: Path) -> bool:
             raise EspalierError(f"{what}={str(path)!r} holds no config.json; give the directory that holds {files}")
         require_files(path)
     except OSError as error:
-        raise EspalierError(
-            f"{what}={str(path)!r} cannot be read ({error.strerror}); give a directory that you can read"
-        ) from None
+        raise _unreadable(what, path, error) from None
     return True
+
+
+def _unreadable(what: str, path: Path, error: OSError) -> EspalierError:
+    return EspalierError(f"{what}={str(path)!r} cannot be read ({error.strerror}); give a directory that you can read")
 
 
 def _holds_gguf(path: Path) -> bool:
     """Whether the only weights in a directory are GGUF files."""
-    suffixes = {file.suffix.lower() for file in path.iterdir()}
-    return GGUF in suffixes and not suffixes & {".safetensors", ".bin"}
+    files = list(path.iterdir())
+    return any(map(is_gguf, files)) and not {file.suffix.lower() for file in files} & {".safetensors", ".bin"}
 
 
 def _may_be_hub_id(name: str) -> bool:
@@ -114,7 +133,7 @@ def _download(what: str, name: str, files: list[str]) -> Path:
     if not (path / "config.json").exists():
         raise EspalierError(
             f"{what}={name!r} has no config.json on the Hugging Face hub, as repositories of GGUF files have none; "
-            "give the id of the model that it was made from"
+            "give the id of the model that it was made from, or download one file and give its path"
         )
     require_files(path)
     return path

@@ -22,7 +22,7 @@ from espalier.models import (
     read_config,
 )
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.loading import mtp_prefixes
+from espalier.models.loading import unread_prefixes
 from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_count import WeightCount, stored_weights
 from espalier.shards import WHOLE, Shards
@@ -214,7 +214,7 @@ def build_engine_of_models(
 def _say_resolved(loaded: Loaded) -> None:
     config = loaded.config
     log.info("resolved configuration\n%s", config.block())
-    log.info("%s", cache_size(loaded.specs, config.num_pages, config.layout.page_size, loaded.dtype))
+    log.info("%s", cache_size(config, loaded.specs, loaded.dtype))
     if config.kv_dtype == FP8_KV and not any(loaded.target.kv_scales):
         log.warning("kv_dtype=%s: the checkpoint has no K/V scales; 1 is used, so values above 448 are clamped", FP8_KV)
 
@@ -223,7 +223,7 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     """What each rank holds: a part of the target, with the whole embedding, and the whole draft."""
     # The target's own MTP layers are read if they are the draft, and then counted with it.
     is_own = checkpoint.draft_path == checkpoint.target_path
-    unread = () if is_own else mtp_prefixes(checkpoint.target)
+    unread = tuple(checkpoint.target.unread) if is_own else unread_prefixes(checkpoint.target)
     is_text_part = checkpoint.target.text_part_of is not None
     target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, is_text_part)
     if ranks > 1:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from espalier.attention import choose_backends, grouped_backend
-from espalier.cache.kv import bytes_beside_pages, bytes_per_token
 from espalier.cache.layer_spec import LayerSpec
 from espalier.config import DTYPES, FP8_KV, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError
@@ -21,6 +20,7 @@ from espalier.models.draft import DraftSpec
 from espalier.models.weight_count import WeightCount
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
+from espalier.startup.cache_memory import pages_and_snapshots
 from espalier.startup.pause import busy_chunk_size
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
@@ -247,6 +247,8 @@ def resolve(
         exact, left_bound = not overlap and spec.reentry <= 1, spec.reentry > 0
         grouped_backend(draft_attention, *setting, facts.draft_layers, left_bound=left_bound, exact_lengths=exact)
     prefix_cache = _value_or(config.prefix_cache, True)
+    in_dtype = getattr(torch, dtype)
+    num_pages, num_snapshots = pages_and_snapshots(config, layout, facts, in_dtype, defaults.memory_share, prefix_cache)
     return ResolvedConfig(
         model=model,
         draft=draft,
@@ -259,7 +261,8 @@ def resolve(
         threads=_threads(config, device, facts, getattr(torch, dtype)),
         attention=attention,
         draft_attention=draft_attention,
-        num_pages=_num_pages(config, layout, facts, getattr(torch, dtype), defaults.memory_share),
+        num_pages=num_pages,
+        num_snapshots=num_snapshots,
         prefix_cache=prefix_cache,
         overlap=overlap,
         graph_batch=_graph_batch(config, layout, device),
@@ -368,43 +371,6 @@ def _graph_batch(config: EngineConfig, layout: RoundLayout, device: torch.device
             f"graph_batch={config.graph_batch} is above max_batch={layout.max_batch}; lower it, or raise max_batch"
         )
     return int(config.graph_batch)
-
-
-def _num_pages(config: EngineConfig, layout: RoundLayout, facts: Facts, dtype: torch.dtype, memory_share: float) -> int:
-    """The user's num_pages, else the pages that fit into a share of the free memory, the dummy page included.
-
-    At most the pages of a full batch of full contexts.  Raises EspalierError if the weights or the user's pages do not
-    fit, or if not even one full context fits.
-    """
-    page_bytes = layout.tokens_in(bytes_per_token(facts.layer_specs, dtype))
-    buffers = bytes_beside_pages(
-        layout, facts.layer_specs[: facts.num_layers], facts.layer_specs[facts.num_layers :], dtype
-    )
-    weights = facts.weights.nbytes(dtype)
-    available = facts.free_bytes - weights - buffers
-    if available < 0:
-        raise EspalierError(
-            f"the weights in {str(dtype).removeprefix('torch.')} ({weights / 2**30:.1f} GiB) and the buffers of "
-            f"max_batch={layout.max_batch} ({buffers / 2**30:.1f} GiB) do not fit into the free memory "
-            f"({facts.free_bytes / 2**30:.1f} GiB); use a smaller dtype, a smaller or quantised model, or a lower "
-            "max_batch"
-        )
-    free = f"the free memory ({facts.free_bytes / 2**30:.1f} GiB, weights included)"
-    if isinstance(config.num_pages, int):
-        if config.num_pages * page_bytes > available:
-            raise EspalierError(
-                f"num_pages={config.num_pages} of {layout.page_size} tokens needs "
-                f"{config.num_pages * page_bytes / 2**30:.1f} GiB and {free} holds {max(available // page_bytes, 0)} "
-                "pages; lower it, or leave it to 'auto'"
-            )
-        return config.num_pages
-    affordable = int(available * memory_share) // page_bytes
-    if affordable < layout.least_pages:
-        raise EspalierError(
-            f"max_context={layout.max_context} needs {layout.least_pages} pages of {layout.page_size} tokens and "
-            f"{free} holds {max(affordable, 0)}; lower max_context or max_batch, or set num_pages yourself"
-        )
-    return min(affordable, layout.most_pages)
 
 
 def free_memory(device: torch.device) -> int:

@@ -14,7 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from espalier.cache.layer_spec import LayerSpec
+import torch
+
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
+from espalier.cache.states import bytes_per_state
 from espalier.kernels.layers.experts_plan import expected_touched
 from espalier.layout import PLAIN, TreeShape, next_bucket
 from espalier.models.config import ModelConfig
@@ -49,6 +52,7 @@ class PassWeights:
 
     dense: weights of the target that every row is multiplied with.  expert: weights of one expert, summed over the
     layers; 0 without experts.  layers: of the target.  kept: values of a token in the target's cache.
+    state_bytes: of a request's states, which a round reads twice and writes once.
     draft: weights that a draft pass reads; draft_layers: its layers.  block_rows: rows of a block draft's one pass; 0
     for other drafts, which run a pass for each level.  extends: whether a draft runs its layers over decided tokens.
     """
@@ -61,6 +65,7 @@ class PassWeights:
     layers: int = 0
     draft_layers: int = 0
     kept: int = 0
+    state_bytes: int = 0
     block_rows: int = 0
     extends: bool = True
 
@@ -80,7 +85,7 @@ class PassWeights:
 
     def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures) -> float:
         """The time of a round."""
-        cache = 2 * self.kept * CONTEXT * batch / chip.bandwidth
+        cache = (2 * self.kept * CONTEXT + 3 * self.state_bytes) * batch / chip.bandwidth
         verify = self.target_seconds(batch * tree.num_draft_tokens, chip) + cache
         if tree == PLAIN:
             return verify
@@ -124,6 +129,7 @@ def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights
         dense=attention_and_head + 3 * hidden * inner,
         layers=target.num_layers,
         kept=sum(spec.values_per_token for spec in specs),
+        state_bytes=bytes_per_state(specs, torch.bfloat16),
         draft=0 if draft is None else _draft_weights(draft),
         draft_layers=0 if draft is None else len(draft.spec.layers) if draft.spec.block_rows else 1,
         block_rows=0 if draft is None else draft.spec.block_rows,
@@ -157,6 +163,9 @@ def _draft_weights(draft: DraftConfig) -> int:
 def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
     """Weights of one layer's attention."""
     latent, hidden, heads = config.latent, config.hidden_size, spec.heads
+    if isinstance(spec.keeps, RecurrentState):
+        # What enters the convolution, the gate of the output, and the output.
+        return hidden * (spec.keeps.channels + 2 * spec.keeps.heads * spec.keeps.v_size)
     if latent is None:
         # Gemma 4 may have one projection for K and V where it has no window.
         of_keys = 1 if config.raw.get("attention_k_eq_v") and spec.window is None else 2

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from espalier.errors import EspalierError
+from espalier.gguf_file import is_gguf
 from espalier.model_files import MAX_LAYERS, MAX_SIZE, read_json
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MistralForCausalLM")
@@ -35,6 +36,10 @@ MIN_CAPTURED_LAYERS = 6
 
 def read_config(directory: Path) -> dict[str, Any]:
     """config.json of a model.  Raises EspalierError, naming the file."""
+    if is_gguf(directory):
+        raise EspalierError(
+            f"{directory} is a GGUF file, from which nothing is trained; give the Hugging Face directory"
+        )
     return read_json(directory / "config.json")
 
 

@@ -138,9 +138,9 @@ def linears(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights",
-        default="dense,fp8,fp8-block,int4,mxfp4",
+        default="dense,fp8,fp8-block,int4,nvfp4,mxfp4",
         metavar="NAME,NAME",
-        help=f"formats of their weights: dense, {', '.join(SHAPE_WEIGHTS)} (dense,fp8,fp8-block,int4,mxfp4)",
+        help=f"formats of their weights: dense, {', '.join(SHAPE_WEIGHTS)} (dense,fp8,fp8-block,int4,nvfp4,mxfp4)",
     )
     parser.add_argument("--rows", default="1,4,16,64", metavar="N,N", help="rows of the inputs (1,4,16,64)")
     add_json_flag(parser)

@@ -212,7 +212,7 @@ def inputs(shape: Shape, page_size: int, layers: int, device: torch.device, in_o
     order = torch.arange if in_order else torch.randperm
     table[:, :width] = 1 + order(shape.batch * width, device=device).view(shape.batch, width)
     length = torch.full((shape.batch,), shape.context, dtype=torch.int64, device=device)
-    keeps = shape.spec.keeps
+    keeps = shape.spec.rows
     q = torch.randn(shape.batch, shape.queries, shape.spec.heads, keeps.k_size, dtype=DTYPE, device=device)
     rows = [
         torch.randn(shape.batch, shape.queries, *size, dtype=DTYPE, device=device).to(keeps.dtype or DTYPE)

@@ -18,15 +18,16 @@ from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.kernels.ops.state import carried
 from lab.faults.base import Fault
 from lab.faults.of_ranks import FAULTS_OF_RANKS
+from lab.faults.state_faults import STATE_FAULTS
 
 
 def _sibling_committed(right):
     """Siblings have adjacent rows in the tree, the more likely one first."""
 
-    def commit(runner, slots, path, count_tokens):
+    def commit(runner, slots, path, count_tokens, marks=None):
         last = runner.layout.num_draft_tokens - 1
         siblings = torch.where(path.rows > 0, (path.rows + 1).clamp(max=last), 0)
-        right(runner, slots, path._replace(rows=siblings), count_tokens)
+        right(runner, slots, path._replace(rows=siblings), count_tokens, marks)
 
     return commit
 
@@ -364,6 +365,7 @@ FAULTS = {
             "espalier.attention.sdpa:times_v_scale",
             _twice,
         ),
+        *STATE_FAULTS,
     )
 } | FAULTS_OF_RANKS
 

@@ -31,6 +31,7 @@ FLOORS = (
     ("other_engines",),
     ("errors", "cores", "stats", "logprobs", "engine_lock", "stop_strings"),
     ("limits", "chat", "grammar", "model_files"),
+    ("gguf_file",),
     ("tokenizer_files", "layout"),
     ("config", "request", "text", "text_limit"),
     ("tool_calls",),

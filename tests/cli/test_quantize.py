@@ -199,7 +199,7 @@ def test_a_write_that_fails_is_one_line_and_leaves_no_half_copy(tmp_path, capsys
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr("espalier.models.weights.save_file", full)
+    monkeypatch.setattr("espalier.models.weight_files.save_file", full)
     out = tmp_path / "out"
     assert main(["quantize", "bundled", "--to", "int4", "--out", str(out), "--texts", "0"]) == 2
     assert "No space left on device" in (err := capsys.readouterr().err) and err.count("\n") == 1

@@ -246,6 +246,7 @@ def symbolic_engine(
         layout=layout,
         target=SimpleNamespace(config=SimpleNamespace(vocab_size=VOCAB, max_position=layout.max_context)),
         pages=SimpleNamespace(num_pages=num_pages),
+        cache=SimpleNamespace(snapshot_rows=None),
     )
     device = SymbolicDevice(layout, num_pages, overlap, random or Random(0), poison)
     device.runner = parts  # type: ignore[assignment]

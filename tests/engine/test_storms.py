@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from espalier.engine.engine import Engine
-from espalier.engine.scheduler import Launch
+from espalier.engine.launch_input import Launch
 from espalier.layout import RoundLayout, max_draft_tokens
 from espalier.request import Request, SamplingParams
 from tests.engine.symbolic import VOCAB, continuation, symbolic_engine

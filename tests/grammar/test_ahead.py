@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from espalier.engine.engine import Engine
-from espalier.engine.scheduler import Launch, Scheduler
+from espalier.engine.launch_input import Launch
+from espalier.engine.scheduler import Scheduler
 from espalier.request import Request, SamplingParams
 from tests.engine.alone import replace_request
 from tests.grammar.test_lossless import asked, check_all_in_grammar, setup_of

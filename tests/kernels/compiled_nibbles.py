@@ -42,7 +42,9 @@ def compiled(code: str, group: int, rows: int, zeros: bool, even: bool) -> dict:
     kinds = dict.fromkeys(constants, "constexpr") | {
         name: kind for name, kind in KINDS.items() if name not in constants
     }
-    kinds["scales_ptr"] = "*u8" if code == "mxfp4" else "*bf16"
+    kinds["scales_ptr"] = {"mxfp4": "*u8", "nvfp4": "*i16"}.get(code, "*bf16")
+    if code == "nvfp4":
+        kinds["zeros_ptr"] = "*fp64"
     source = ASTSource(
         fn=function,
         signature={name: kinds.get(name, "i32") for name in function.arg_names},
@@ -102,11 +104,12 @@ def inner_loop(lines: list[str]) -> list[str]:
     return [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0] for at, text in code if begin <= at <= end]
 
 
-# (code, group, rows, zero points, whether steps divide the columns)
+# (code, group, rows, zero points or factors of rows, whether steps divide the columns)
 CASES = [
     ("int4", 128, 64, True, True),
     ("int4", 32, 16, True, True),
     ("mxfp4", 32, 16, False, False),
+    ("nvfp4", 16, 16, True, False),
 ]
 # (kernel, code, rows of the tile, zero points, whether steps divide the columns)
 HOPPER = [
@@ -116,7 +119,7 @@ HOPPER = [
     (hopper_experts._down_kernel, "int4", 16, True, True),
 ]
 # Other products of the same values, for the marker `full`.
-MORE_CASES = [("int4", 128, 16, False, True), ("mxfp4", 32, 64, False, True)]
+MORE_CASES = [("int4", 128, 16, False, True), ("mxfp4", 32, 64, False, True), ("nvfp4", 16, 64, True, True)]
 MORE_HOPPER = [(hopper_linear_kernel, "int4", 8, False, True), (hopper_linear_kernel, "mxfp4", 16, False, False)]
 
 

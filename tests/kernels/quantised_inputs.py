@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[str, int, int, bool, int | None]] = {
     "int4-zeros": ("int4", 32, 1, True, None),
     "int4-channel": ("int4", 0, 1, True, None),
     "mxfp4": ("mxfp4", 32, 1, False, None),
+    "nvfp4": ("nvfp4", 16, 1, False, None),
 }
 
 
@@ -45,13 +46,18 @@ def drawn(kind: str, lead: tuple[int, ...], num_out: int, num_in: int, device: t
         codes = pack_nibbles(integers(16, num_out, num_in))
     if code == "mxfp4":
         scales = integers(6, num_out, groups) + 121
+    elif code == "nvfp4":
+        scales = (torch.rand(*lead, num_out, groups, generator=generator) * 20).to(FP8)
     else:
         scales = torch.rand(*lead, -(-num_out // row_block), groups, generator=generator) * 0.1 + 0.01
         scales = scales.to(torch.float32 if code == "fp8" else torch.float16)
     zeros = integers(16, num_out, groups).to(device) if has_zeros else None
     rounded = None if inputs is None else InputScales(inputs or None)
     if code != "fp8":
-        return nibble_matrix(code, codes.to(device), scales.to(device), group, zeros)
+        factors = None
+        if code == "nvfp4":
+            factors = (torch.rand(*lead, num_out, generator=generator, dtype=torch.float64) + 0.5).to(device) / 64
+        return nibble_matrix(code, codes.to(device), scales.to(device), group, zeros, row_scales=factors)
     return QuantisedMatrix(code, codes.to(device), scales.to(device), group, row_block, None, None, rounded)
 
 

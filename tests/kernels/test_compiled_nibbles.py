@@ -31,9 +31,9 @@ def test_weights_and_inputs_go_to_the_tensor_cores_without_another_pass_through_
 
 
 def test_codes_and_inputs_are_copied_in_whole_words_of_16_bytes(cases):
-    """Exponents in 4 bytes; sums of 32 columns read 8 bytes of codes of each row at once."""
+    """Scales of a row in 4 bytes, or 8 of NVFP4; sums of 32 columns read 8 bytes of codes of each row at once."""
     for case in cases["plain"] + cases["hopper"]:
         code, group, *_ = case["case"]
         codes = "LDGSTS.E.64" if (code, group) == ("int4", 32) else "LDGSTS.E.BYPASS.128"
-        exponents = {"LDGSTS.E"} if code == "mxfp4" else set()
+        exponents = {"mxfp4": {"LDGSTS.E"}, "nvfp4": {"LDGSTS.E.64"}}.get(code, set())
         assert set(case["copies"]) - {"LDGSTS.E.BYPASS.128"} == {codes, *exponents} - {"LDGSTS.E.BYPASS.128"}, case

@@ -156,6 +156,23 @@ def test_every_nibble_and_exponent(kernel_device):
     assert torch.equal(out, dequantise(matrix, DTYPE).T)
 
 
+def test_every_nibble_and_scale_of_nvfp4(kernel_device):
+    """All 16 values of E2M1 with all 127 scales that E4M3 has from 0 on, in left and right groups."""
+    scales = torch.arange(127, dtype=torch.uint8).repeat_interleave(2)[:, None].repeat(1, 4)
+    scales[1::2, ::2], scales[::2, 1::2] = 0, 0
+    codes = pack_nibbles(torch.arange(16, dtype=torch.uint8).repeat(len(scales), 4))
+    factors = torch.full((len(scales),), 0.25, dtype=torch.float64)
+    parts = (part.to(kernel_device) for part in (codes, scales.view(FP8)))
+    matrix = nibble_matrix("nvfp4", *parts, 16, row_scales=factors.to(kernel_device))
+    unit = torch.eye(64, dtype=DTYPE, device=kernel_device)
+    out = linear_quantised.triton(unit, matrix, None, TritonPlan(16, 64, 1, 4, 1))
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    table = torch.cat([table, -table]).repeat(4)
+    meant = table * scales.view(FP8).double().repeat_interleave(16, 1) / 4
+    assert torch.equal(dequantise(matrix, torch.float64).cpu(), meant)
+    assert torch.equal(out.cpu().double(), meant.to(DTYPE).double().T)
+
+
 def test_every_nibble_and_zero_point(kernel_device):
     """All 256 differences: each row has its zero point, and all nibbles."""
     codes = pack_nibbles(torch.arange(16, dtype=torch.uint8, device=kernel_device).repeat(16, 4))
@@ -364,6 +381,7 @@ def test_names_of_tuning_tables():
         "int4-1x64",
         "int4-1x32",
         "int4",
+        "nvfp4-1x16",
         "mxfp4-1x32",
     }
 

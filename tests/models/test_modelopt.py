@@ -76,7 +76,8 @@ def test_weights_scales_and_cache_are_read(tmp_path, monkeypatch, where):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"quant_algo": "NVFP4"}, "quant_algo = 'NVFP4' is not supported, only 'FP8'"),
+        ({"quant_algo": "NVFP4_AWQ"}, "quant_algo = 'NVFP4_AWQ' is not supported, only 'FP8' or 'NVFP4'"),
+        ({"quant_algo": "NVFP4", "group_size": 32}, "group_size = 32 is not supported"),
         ({"quant_algo": "W4A8_AWQ"}, "quant_algo = 'W4A8_AWQ'"),
     ],
 )

@@ -19,7 +19,7 @@ from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup import load
 from tests.builders import make_target
 from tests.models.reference import in_float64, load_reference
-from tests.mtp import LAYERS, mtp_directories
+from tests.mtp import LAYERS, QWEN, mtp_directories, types_of
 from tests.oracles.dense import DensePass
 from tests.oracles.plain_mtp import plain_modules
 
@@ -53,13 +53,12 @@ def loaded(target: Path, draft: Path) -> tuple[Any, MTPDraft]:
     return model, made
 
 
-@pytest.mark.parametrize("family", [*OWN, "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", [*OWN, *QWEN, "llama", "qwen3_moe"])
 def test_a_layer_is_transformers_decoder_layer_behind_the_papers_projection(family: str, tmp_path: Path) -> None:
     """The modules' layers are the last ones of a longer model, which transformers runs."""
     target_path, draft_path = mtp_directories(family, 3)
-    whole = make_target(
-        tmp_path / "whole", "qwen2" if family == "mimo" else family, layers=LAYERS + 3, seed=40, vocab=16
-    )
+    how: dict[str, Any] = {"layers": LAYERS + 3, "seed": 40, "vocab": 16, **types_of(family, 3)}
+    whole = make_target(tmp_path / "whole", "qwen2" if family == "mimo" else family, **how)
     theirs = load_reference(whole, torch.float64).model
     target, draft = loaded(target_path, draft_path)
     generator = torch.Generator().manual_seed(1)

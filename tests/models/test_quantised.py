@@ -16,14 +16,14 @@ from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.models import load_target, read_config
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weight_count import stored_weights
-from espalier.models.weight_formats import gptq, quantised
+from espalier.models.weight_formats import gptq, quantised, read_formats
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.fp8 import Fp8Format
 from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weights import Weights
 from tests.builders import make_target
 from tests.oracles.dense import DensePass
-from tests.quantised import FP8, INPUT, KINDS, ROUNDS_INPUTS, Stored, quantise
+from tests.quantised import FLOAT4, FP8, INPUT, KINDS, ROUNDS_INPUTS, Stored, quantise
 
 DTYPE = torch.float64
 LOADING: dict[str, Any] = {"dtype": DTYPE, "device": "cpu", "position_rows": 64}
@@ -262,8 +262,9 @@ FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
 @pytest.mark.parametrize(
     ("quantisation", "says"),
     [
-        (ct({"num_bits": 4, "type": "float"}, format="nvfp4-pack-quantized"), "'nvfp4-pack-quantized' .*not supported"),
-        (ct({**INT4, "num_bits": 8}), "8 bits .*not supported, only float-quantized .*and pack-quantized"),
+        (ct({"num_bits": 4, "type": "float"}, format="nvfp4-pack-quantized"), "weights of NVFP4 with .*not supported"),
+        (ct(FLOAT4, {**FLOAT4, "num_bits": 8}, "nvfp4-pack-quantized"), "input_activations of NVFP4 with .*not supp"),
+        (ct({**INT4, "num_bits": 8}), "8 bits .*not supported, only float-quantized .* and nvfp4-pack-quantized"),
         (ct({**INT4, "strategy": "tensor_group"}), "4-bit weights by 'tensor_group'"),
         (ct({**INT4, "group_size": 48}), "group_size = 48 is not supported"),
         (ct(FLOAT8, {**FLOAT8, "strategy": "tensor", "dynamic": True}, "float-quantized"), "by 'tensor', dynamic True"),
@@ -291,8 +292,9 @@ FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not supported, only None or 'awq' or"),
         *(
             ({"quant_method": "modelopt", "quant_algo": algorithm}, f"quant_algo = {algorithm!r} is not supported")
-            for algorithm in ("NVFP4", "W4A8_AWQ", "W4A16_AWQ", "INT8_SQ", "FP8_PB_WO", "MIXED_PRECISION", None)
+            for algorithm in ("NVFP4_AWQ", "W4A8_AWQ", "W4A16_AWQ", "INT8_SQ", "FP8_PB_WO", None)
         ),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "'MIXED_PRECISION' needs quantized_layers"),
     ],
 )
 def test_schemes_that_are_not_built_are_refused_by_name(tmp_path, quantisation, says):
@@ -377,3 +379,47 @@ def test_scales_of_a_quantised_cache_may_be_in_the_file(tmp_path):
     attention = f"{LAYER}self_attn."
     edit(path, **{f"{attention}{name}": torch.ones(1) for name in ("k_proj.k_scale", "v_proj.v_scale")})
     load_target(path, **LOADING)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "tensor", "says"),
+    [
+        (
+            "nvfp4",
+            "weight_global_scale",
+            torch.tensor([0.0]),
+            "weight_global_scale has the value 0.0; a positive number",
+        ),
+        ("nvfp4-modelopt", "weight_scale_2", torch.tensor(torch.inf), "weight_scale_2 has the value inf"),
+        ("nvfp4", "weight_global_scale", None, r"up_proj.weight_global_scale' \[1\] is missing"),
+        ("nvfp4-inputs", "input_global_scale", None, r"up_proj.input_global_scale' \[1\] is missing"),
+        ("nvfp4", "input_global_scale", torch.ones(1), "up_proj.input_global_scale' .*belongs to no parameter"),
+        (
+            "nvfp4",
+            "weight_scale",
+            torch.full((64, 2), -1.0).to(FP8),
+            "weight_scale has a value that is negative or no n",
+        ),
+        ("nvfp4", "weight_scale", torch.full((64, 2), torch.nan).to(FP8), "weight_scale has a value that is negative"),
+    ],
+)
+def test_scales_of_nvfp4_that_contradict_the_format_are_named(tmp_path, kind, name, tensor, says):
+    path, _ = made(tmp_path, kind)
+    edit(path, **{f"{LAYER}mlp.up_proj.{name}": tensor})
+    with pytest.raises(EspalierError, match=says):
+        load_target(path, **LOADING)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "nvfp4-inputs", "nvfp4-modelopt"])
+def test_inputs_in_4_bits_that_are_not_computed_are_named(tmp_path, caplog, kind):
+    load_target(made(tmp_path, kind)[0], **LOADING)
+    said = [each.getMessage() for each in caplog.records if "W4A4" in each.getMessage()]
+    assert len(said) == (0 if kind == "nvfp4" else 1) and all(str(tmp_path) in each for each in said)
+
+
+def test_modelopt_names_the_format_of_each_layer(tmp_path):
+    layers = {f"{LAYER}mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}, "lm_head": {"quant_algo": "FP8"}}
+    quantisation = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    formats = read_formats({"quantization_config": quantisation}, tmp_path)
+    names = (f"{LAYER}mlp.up_proj", f"{LAYER}mlp.gate_proj", "lm_head")
+    assert [formats(name).name for name in names] == ["nvfp4", "dense", "fp8"]

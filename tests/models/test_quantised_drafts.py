@@ -240,7 +240,7 @@ def test_quantisation_in_a_file_of_its_own_is_read_for_drafts_too(paths):
     target, draft = paths
     (draft / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     formats = read_draft(draft, read_config(target)).layer.formats
-    assert [formats(name).name for name in ("fc", "lm_head")] == ["fp8", "dense"]
+    assert [formats(name).name for name in ("fc", "lm_head")] == ["fp8", "fp8"]
 
 
 def quantised_draft(algorithm: str, path: Path) -> tuple[Any, Callable[[Pass], object], list[tuple[RMSNorm, Linear]]]:

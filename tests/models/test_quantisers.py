@@ -8,7 +8,7 @@ from espalier.models.quantisers import QUANTISERS, to_fp8_block, to_mxfp4
 
 CPU = torch.device("cpu")
 # Of normal values, the norm of what is lost over their own, a little more than found.
-LOSS = {"fp8": 0.028, "fp8-block": 0.028, "int4": 0.11}
+LOSS = {"fp8": 0.028, "fp8-block": 0.028, "int4": 0.11, "nvfp4": 0.1}
 
 
 @pytest.mark.parametrize(("weights", "most"), LOSS.items())
@@ -38,6 +38,15 @@ def test_mxfp4_holds_its_own_values_exactly():
     made = to_mxfp4(experts, CPU)
     matrix = nibble_matrix("mxfp4", made["_blocks"].flatten(2), made["_scales"], 32)
     assert all(torch.equal(dequantise(matrix[i], torch.float32), experts[i]) for i in range(2))
+
+
+def test_nvfp4_holds_its_own_values_exactly():
+    """Every value of E2M1 by groups of different scales; also groups of zeros, and a matrix of them."""
+    values = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    scales = torch.tensor([[448.0, 0.0625, 0.0], [13.0, 2.0**-9, 1.75]])
+    dense = (values * scales[:, :, None]).flatten(1) / 64
+    assert torch.equal(dequantise(QUANTISERS["nvfp4"].matrix(dense), torch.float32), dense)
+    assert not dequantise(QUANTISERS["nvfp4"].matrix(torch.zeros(4, 32)), torch.float32).any()
 
 
 def test_mxfp4_takes_the_nearest_value():

@@ -60,7 +60,7 @@ def load_both(draft: Path, target: Path) -> object:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "supported are LlamaForCausalLM"]),
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "recurrent state"]),
-        ({"architectures": ["Qwen3NextForCausalLM"]}, ["Qwen3NextForCausalLM", "recurrent state"]),
+        ({"architectures": ["JambaForCausalLM"]}, ["JambaForCausalLM", "recurrent state"]),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, ["is a draft", "draft="]),
         ({"architectures": ["Gemma4AssistantForCausalLM"]}, ["is a draft", "draft="]),
         (

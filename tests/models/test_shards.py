@@ -16,6 +16,7 @@ from torch import Tensor
 
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
+from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, dequantise, quantise_inputs
 from espalier.kernels.ops.linear import sum_parts
 from espalier.llm import prepare
@@ -30,6 +31,7 @@ from espalier.models.weights import Weights
 from espalier.serve_ray.settings import checked_settings
 from espalier.shards import Part, Shards
 from tests.builders import make_target
+from tests.gguf import blocks_of
 from tests.quantised import KINDS
 
 ROWS, COLUMNS = 64, 96
@@ -97,6 +99,24 @@ def test_the_parts_of_a_matrix_are_the_matrix(kind, count, tmp_path):
             continue
         read = [dense(weights.matrix(["a"], [rows], columns)) for rows, columns in sizes]
         torch.testing.assert_close(torch.cat(read, dim), meant, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_K"])
+def test_the_parts_of_blocks_are_the_matrix(type, tmp_path):
+    kind, rows = BLOCK_TYPES[type], 6
+    columns = 3 * kind.values
+    blocks = blocks_of(type, rows, columns)
+    save_file({"a.weight": blocks.view(rows, 3, kind.nbytes)}, tmp_path / "model.safetensors")
+    formats = read_formats({"quantization_config": {"quant_method": "gguf", "types": {"a": type}}}, tmp_path)
+    weights, x = Weights(tmp_path, torch.float64, "cpu", formats), torch.eye(columns, dtype=torch.float64)
+    meant = dequantise_blocks(BlockMatrix(kind, blocks)).double()
+    of_rows = [weights.weight(["a"], [Part(2 * i, 2 * i + 2, rows)], columns).apply(x, None).T for i in range(3)]
+    own = [Part(i * kind.values, (i + 1) * kind.values, columns) for i in range(3)]
+    unit = torch.eye(kind.values, dtype=torch.float64)
+    of_columns = [weights.weight(["a"], [rows], part).apply(unit, None).T for part in own]
+    assert torch.equal(torch.cat(of_rows), meant) and torch.equal(torch.cat(of_columns, 1), meant)
+    with pytest.raises(EspalierError, match=r"'a' in .*cannot be cut out"):
+        weights.weight(["a"], [rows], Part(0, 16, columns))
 
 
 def unit_of(kind: str, dim: int) -> int | None:

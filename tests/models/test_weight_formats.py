@@ -183,15 +183,6 @@ def test_tensors_that_the_format_does_not_ask_for_are_refused(both, suffix, tens
         load_target(path, dtype=DTYPE, device="cpu", position_rows=8)
 
 
-def test_matrices_of_two_formats_are_not_stacked(both):
-    path = both[0][0]
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["ignore"].append("model.layers.0.mlp.up_proj")
-    (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(EspalierError, match=r"gate_proj' and '.*up_proj' .* \(toy-int8 and dense\)"):
-        load_target(path, dtype=DTYPE, device="cpu", position_rows=8)
-
-
 def test_numbers_in_fewer_bits_are_no_dense_weights(both):
     path = both[1][0]
     edit(path, **{"model.layers.2.mlp.up_proj.weight": torch.ones(64, 32, dtype=torch.int8)})

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import KVHeads, LayerSpec, ReadyHeads
+from espalier.cache.layer_spec import KVHeads, LayerSpec, ReadyHeads, RecurrentState
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation
 from tests.oracles.fp8_cache import LayerScales
 
@@ -17,7 +17,8 @@ Planes = tuple[Tensor, ...]
 class DensePass(Pass):
     """A pass whose rows [B, Q] see each other as a causal sequence, within each layer's window.
 
-    planes: by layer, what its planes should hold of the new rows: [B, Q, heads, size].
+    planes: by layer, what its planes should hold of the new rows: [B, Q, heads, size].  Of a layer that keeps a state:
+    the state behind each row [B, Q, heads, k_size, v_size], if it has heads, and the inputs [B, Q, channels].
     positions: 0, 1, ... by default.
     mask: bool [B, Q, Q], true where row may see column, instead of the causal one (the window then applies to the
     distance between columns all the same, unless apply_window is off).
@@ -44,10 +45,15 @@ class DensePass(Pass):
         self.specs, self.mask, self.apply_window, self.scales, self.past = layer_specs, mask, apply_window, scales, past
         self.planes: dict[int, Planes] = {}
         self.k_up: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor | None] = {}
         self._looked_up = {}
 
     def write(self, layer: int, *values: Any) -> Tensor:
         spec = self.specs[layer]
+        if isinstance(spec.keeps, RecurrentState):
+            by_request = (value.unflatten(0, self.tokens.shape) if value is not None else None for value in values[:2])
+            out, self.values[layer], self.planes[layer] = states_of(spec.keeps, *by_request, *values[2])
+            return out if spec.keeps.heads else self._computed(layer, out)
         if spec.shares is not None:
             ready = isinstance(values[0], ReadyHeads)
             q = self._by_request(values[0].q) if ready else queries_of(self._by_request(values[0]), *values[1:])
@@ -62,10 +68,17 @@ class DensePass(Pass):
             *turned, self.k_up[layer] = rest
             q, *made = latent_of(self._by_request(q), self._by_request(latent), *turned)
         self.planes[layer] = tuple(made) if self.scales is None else self.scales[layer].stored(tuple(made))
-        return q if self.kept(layer) is None else q[torch.arange(len(q)), self.needed][:, None]
+        return self._computed(layer, q)
+
+    def _computed(self, layer: int, rows: Tensor) -> Tensor:
+        return rows if self.kept(layer) is None else rows[torch.arange(len(rows)), self.needed][:, None]
 
     def attend(self, layer: int, q: Tensor, sink: Tensor | None = None) -> Tensor:
         spec = self.specs[layer]
+        if isinstance(spec.keeps, RecurrentState):
+            q = q.repeat_interleave(spec.keeps.heads // spec.keeps.k_heads, 2)
+            read = torch.einsum("bqhkv,bqhk->bqhv", self.planes[layer][0], q)
+            return self._computed(layer, read if sink is None else read + sink[:, None] * self.values[layer])
         k, v = self.rows_of(layer)
         k, v = (rows.repeat_interleave(spec.heads // rows.shape[2], 2) for rows in (k, v))
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * spec.softmax_scale
@@ -105,6 +118,36 @@ class DensePass(Pass):
     def _by_request(self, flat: Tensor) -> Tensor:
         """[B, Q, heads, size] of flat rows."""
         return flat.view(*self.tokens.shape, *flat.shape[-2:])
+
+
+def states_of(
+    keeps: RecurrentState, inputs: Tensor, gates: Tensor | None, weight: Tensor, bias: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor | None, Planes]:
+    """The queries [B, Q, k_heads, k_size], v [B, Q, heads, v_size] and the planes: row by row, as papers write them."""
+    batch, rows, channels = inputs.shape
+    padded = torch.cat((inputs.new_zeros(batch, weight.shape[1] - 1, channels), inputs), 1)
+    convolved = torch.stack(
+        [(padded[:, t : t + weight.shape[1]] * weight.T).sum(1) for t in range(rows)] or [inputs.sum(1)], 1
+    )[:, :rows]
+    convolved = convolved if bias is None else convolved + bias
+    convolved = convolved * convolved.sigmoid() if silu else convolved
+    if gates is None:
+        return convolved, None, (inputs,)
+    width = keeps.k_heads * keeps.k_size
+    q, k = (convolved[..., at : at + width].unflatten(2, (keeps.k_heads, keeps.k_size)) for at in (0, width))
+    v = convolved[..., 2 * width :].unflatten(2, (keeps.heads, keeps.v_size))
+    if keeps.units:
+        q, k = (x / (x.pow(2).sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        q = q / keeps.k_size**0.5
+    k = k.repeat_interleave(keeps.heads // keeps.k_heads, 2)
+    state, states = inputs.new_zeros(batch, keeps.heads, keeps.k_size, keeps.v_size), []
+    for t in range(rows):
+        state = state * gates[:, t, 0].exp()[..., None, None]
+        read = torch.einsum("bhkv,bhk->bhv", state, k[:, t]) if keeps.delta else 0
+        new = gates[:, t, 1, :, None] * (v[:, t] - read)
+        state = state + k[:, t, ..., None] * new[..., None, :]
+        states.append(state)
+    return q, v, (torch.stack(states, 1) if states else state[:, None][:, :0], inputs)
 
 
 def latent_of(q: Tensor, latent: Tensor, rotation: Rotation, form: LatentForm) -> tuple[Tensor, Tensor]:

@@ -14,14 +14,15 @@ from espalier.models import CausalLM
 from espalier.models.draft import DraftOutput
 from espalier.models.layers.stream import Stream
 from espalier.models.mtp import MTPDraft, MTPModule
-from tests.mtp import LAYERS, NAMED, NEXTN
+from tests.mtp import LAYERS, NAMED, NEXTN, SHARED
 
 
 @dataclass(frozen=True)
 class PlainModule:
     """Equations 21 to 23: h' = M · cat(norm(embedding), norm(hidden)), a decoder layer, a norm, the target's head.
 
-    What the next rows read is the normed output.  hidden_first: the other order in the columns of M."""
+    What the next rows read is the normed output.  hidden_first: the other order in the columns of M.  norm_offset: what
+    norms are stored without."""
 
     module: MTPModule
     embedding: Tensor
@@ -29,9 +30,10 @@ class PlainModule:
     weights: dict[str, Tensor]
     eps: float
     hidden_first: bool
+    norm_offset: float
 
     def norm(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * self.weights[name]
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (self.norm_offset + self.weights[name])
 
     def joined(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """[B, Q, H]: what the decoder layer gets (equation 21)."""
@@ -65,7 +67,10 @@ def plain_modules(target_path: Path, draft_path: Path, target: CausalLM, draft: 
         prefix, names = f"model.layers.{LAYERS + i}.", NEXTN
         if draft_path != target_path or is_mimo:
             prefix, names = f"{'model.' if is_mimo else ''}mtp_layers.{i}.", NAMED
+        if draft_path == target_path and "mtp.fc.weight" in stored:
+            prefix, names = "mtp.", SHARED
         weights = {name: stored[f"{prefix}{last}.weight"] for name, last in names.items()}
+        offset = target.config.norm_offset
         embedding, head = (of_target[f"{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
-        plain.append(PlainModule(module, embedding, head, weights, target.config.rms_norm_eps, is_mimo))
+        plain.append(PlainModule(module, embedding, head, weights, target.config.rms_norm_eps, is_mimo, offset))
     return plain

@@ -103,7 +103,7 @@ class Reference:
         row = torch.tensor([tokens])
         p = DensePass(row, self.target.layer_specs, scales=self.scales)
         out = self.target(p)
-        layers = [tuple(plane[0] for plane in p.planes[i]) for i in p.layers]
+        layers = [tuple(plane[0] for plane in p.planes.get(i, ())) for i in p.layers]
         logits = self.target.logits(out.hidden)[0]
         if self.draft is None:
             return Scratch(tokens, layers, logits, torch.empty(0), [], [])

@@ -15,6 +15,7 @@ from lab import __main__ as lab
 from lab.faults import command as guard
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from lab.faults.planted import FAULTS, find, plant
+from lab.faults.state_faults import STATE_FAULTS
 from tests.harness import Setup, prompts, request, run
 from tests.oracles.reference_round import Reference
 from tests.properties import watch as held
@@ -38,6 +39,9 @@ BLOCK = BlockSetup(**{**vars(SETUP), "algorithm": "block"})
 EDGES = replace(BLOCK, form="dspark")
 SELECTOR = replace(BLOCK, form="dflash2")
 RECURRENT = replace(BLOCK, form="rnn")
+# A toy hybrid; Qwen3-Next's delta rule and attention, with experts.
+HYBRID = replace(SETUP, keeps="hybrid")
+DELTA = replace(SETUP, family="qwen3_next")
 PEAGLE = PEagleSetup(**{**vars(SETUP), "algorithm": "peagle"})
 
 
@@ -102,6 +106,13 @@ CATCHES = {
     "state-of-wrong-path": held.PROPOSAL,
     "neighbours-scale": held.INCREMENTAL,
     "v-scaled-twice": held.TOKENS,
+    **dict.fromkeys(
+        (
+            *("sibling-state", "state-one-short", "tail-not-rolled-back"),
+            *("snapshot-of-wrong-page", "state-carried-over"),
+        ),
+        held.INCREMENTAL,
+    ),
 }
 # What only some setups show: a latent target with experts, MTP layers, a block draft, or rows in FP8.
 SHOWN_BY = {
@@ -116,6 +127,7 @@ SHOWN_BY = {
     "edge-of-wrong-parent": EDGES,
     "state-of-wrong-path": RECURRENT,
     **dict.fromkeys(("neighbours-scale", "v-scaled-twice"), IN_FP8),
+    **dict.fromkeys((fault.name for fault in STATE_FAULTS), HYBRID),
 }
 # What a latent target shows too.
 ALSO_OF_LATENT = ("rows-without-topk", "packed-stride", "sibling-committed", "wrong-ancestor")
@@ -135,6 +147,8 @@ SETUPS = {
     "block": BLOCK,
     "edges": EDGES,
     "recurrent": RECURRENT,
+    "hybrid": HYBRID,
+    "delta": DELTA,
 }
 # Their properties hold unbroken in test_block.py and test_peagle.py.
 OTHER_DRAFTS = {"selector": SELECTOR, "peagle": PEAGLE}
@@ -163,6 +177,12 @@ def test_the_same_property_catches_it_on_a_latent_target(name, put_on_record):
     put_on_record(FAULT, [f"{name}, latent target", " ".join(fault.reports) or "-", CATCHES[name]])
 
 
+@pytest.mark.parametrize("name", [fault.name for fault in STATE_FAULTS if fault.name != "snapshot-of-wrong-page"])
+def test_the_user_sees_a_wrong_state(name):
+    with plant(name):
+        assert caught(held.TOKENS, HYBRID)
+
+
 @pytest.mark.parametrize(("name", "draft"), ALSO_OF_OTHER_DRAFTS)
 def test_the_same_property_catches_it_of_another_draft(name, draft, put_on_record):
     with plant(name) as fault:
@@ -185,6 +205,7 @@ HARMLESS: tuple[tuple[tuple[str, ...], Setup], ...] = (
         (
             *("rope-left-out", "padding-routed", "shared-expert-twice", "neighbours-scale"),
             *("stale-feed", "chain-reads-target", "target-reads-chain", "hidden-before-norm"),
+            *(fault.name for fault in STATE_FAULTS),
         ),
         SETUP,
     ),

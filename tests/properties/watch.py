@@ -17,6 +17,7 @@ from torch import Tensor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import Handle
 from espalier.engine.launch_input import DraftTree, LaunchInput, RequestResult, RoundTrace
+from espalier.engine.state_keeper import StateKeeper
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.models.layers import experts
 from espalier.request import Request
@@ -104,6 +105,12 @@ class Watch:
         engine.executor.launch = self.launch  # type: ignore[method-assign]
         engine.executor.run = self.run  # type: ignore[method-assign]
         engine.scheduler.on_round = self.coverage.add
+        states = engine.executor.runner.cache.states
+        for held in () if states is None else states.states.values():
+            # A snapshot that is read before it is taken would show.
+            for rows in (held.recurrent, held.tail):
+                if rows is not None:
+                    rows[states.first_snapshot :] = torch.nan
 
     def launch(self, launch_input: LaunchInput) -> Handle:
         """On the engine's own thread: who is in which slot, and on how many pages."""
@@ -164,10 +171,22 @@ class Watch:
         held = [(0, n, layer) for layer in scratch.target]
         for first, layers_of_module in enumerate(scratch.draft, 1):
             held += [(*self.reference.committed(first, n), layer) for layer in layers_of_module]
-        others = {first: self.undecided_rows(slot, first, end) for first, end, _ in held}
-        layers = self.engine.executor.runner.pages.layers
-        assert len(layers) == len(held), f"{len(layers)} layers stand in pages, {len(held)} are due"
+        runner = self.engine.executor.runner
+        layers, states = runner.pages.layers, runner.cache.states
+        # Shared pages hold rows behind those that a slot has entered again.
+        shared = int(runner.table.commit_from[slot])
+        others = {first: self.undecided_rows(slot, first, max(end, shared)) for first, end, _ in held}
+        kept = {} if states is None else states.states
+        # An MLP of its own keeps nothing.
+        keeping = {layer for layer, (_, _, planes) in enumerate(held) if planes}
+        assert {*layers, *kept} == keeping, f"layers {[*layers, *kept]} keep something, {keeping} are due to"
         for layer, (first, end, expected) in enumerate(held):
+            if layer not in keeping:
+                continue
+            if layer in kept:
+                self.check_state(layer, slot, n, expected)
+                self.check_state(layer, 0, 0, expected)
+                continue
             rows = self.rows(slot, first, end)
             for plane, buffer in enumerate(layers[layer]):
                 what = f"plane {plane} of layer {layer}"
@@ -176,6 +195,34 @@ class Watch:
                     assert error < self.exact, f"{what}, rows {first} to {end - 1}: off by {error:.2g} of a row"
                 assert buffer[others[first]].isnan().all(), f"{what} holds rows that nobody decided"
                 assert not buffer[: self.engine.layout.page_size].double().any(), f"{what}: the dummy page"
+
+    def check_state(self, layer: int, row: int, count: int, expected: tuple[Tensor, ...]) -> None:
+        """A row of the state table is what one plain pass over `count` tokens leaves.  expected: the planes of a
+        DensePass."""
+        states = self.engine.executor.runner.cache.states
+        assert states is not None
+        held, what = states.states[layer], f"of layer {layer}, row {row}, behind {count} tokens"
+        *behind, inputs = expected
+        for recurrent in behind:
+            due = recurrent[count - 1] if count else torch.zeros_like(recurrent[0])
+            error = float((held.recurrent[row] - due).norm() / max(due.norm(), 1e-6))
+            assert error < self.exact, f"the state {what}: off by {error:.2g} of itself"
+        tail = torch.cat((torch.zeros_like(held.tail[0]), inputs[:count]))[count:]
+        error = float((held.tail[row] - tail).norm() / max(tail.norm(), 1e-6))
+        assert error < self.exact, f"the convolution's tail {what}: off by {error:.2g} of itself"
+
+    def check_snapshots(self) -> None:
+        """Each snapshot of the prefix tree is the state before the last tokens of its page."""
+        keeper, prefixes = self.engine.scheduler.states, self.engine.prefixes
+        if not isinstance(keeper, StateKeeper) or prefixes is None:
+            return
+        for page, row in keeper.snapshots._filed.items():
+            node, tokens = prefixes._nodes[page], ()
+            while node.parent is not None:
+                node, tokens = node.parent, (*node.key, *tokens)
+            scratch = self.reference.scratch(tokens)
+            for layer in self.engine.executor.runner.cache.states.states:
+                self.check_state(layer, row, len(tokens) - keeper.back, scratch.target[layer])
 
     def check_ready(self, slot: int, decided: Decided) -> None:
         """(b) The slot carries the root, and the draft's hidden there."""
@@ -353,6 +400,8 @@ def run_watched(watch: Watch, requests: list[Request], last: bool = True) -> dic
             engine.step()
             if CONSERVED in watch.properties:
                 engine.check_pages()
+        if INCREMENTAL in watch.properties:
+            watch.check_snapshots()
     finally:
         if last:
             engine.close()

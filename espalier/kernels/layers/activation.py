@@ -37,6 +37,8 @@ def apply_activation(
         # (1 + tanh(x)) / 2 = sigmoid(2x), with x = sqrt(2 / pi) · (gate + 0.044715 · gate³).
         doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         return gate / (1.0 + tl.exp(-doubled)) * up
+    if KIND == "relu":
+        return tl.where(gate < 0, 0.0, gate) * up
     return gate / (1.0 + tl.exp(-ALPHA * gate)) * up
 
 

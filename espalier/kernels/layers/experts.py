@@ -41,8 +41,8 @@ from espalier.kernels.layers.linear import gate_and_up, weight_rows
 from espalier.kernels.layers.linear_plans import block_rows
 from espalier.kernels.layers.linear_quantised import (
     FEWEST_LINES_AHEAD,
-    kernel_codes,
     kernel_inputs,
+    kernel_matrix,
     stored,
     tile_options,
 )
@@ -349,7 +349,7 @@ def _operands(
         x = x if x.stride(1) == 1 else x.contiguous()
         return (x, None, weight, None, None), {"CODE": None, "GROUP": 0, "ROW_BLOCK": 1, "INPUT_GROUP": 0}
     inputs, scales = kernel_inputs(x, weight)
-    return (inputs, scales, kernel_codes(weight), weight.scales, weight.zeros), tile_options(weight)
+    return (inputs, scales, *kernel_matrix(weight)), tile_options(weight)
 
 
 def _options(

@@ -27,7 +27,7 @@ from espalier.kernels.hopper.plans import is_hopper_product
 from espalier.kernels.hopper.products import launch_linear
 from espalier.kernels.layers.linear import store_tile, weight_rows
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, TritonPlan, block_rows
-from espalier.kernels.layers.quantised import QuantisedMatrix, RoundedRows, Rows
+from espalier.kernels.layers.quantised import OF_E2M1, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.quantised_nibbles import prefetch_scales
 from espalier.kernels.layers.quantised_plans import MAX_BLOCK_ROWS, in_no_words, max_block_in, plan_of
 from espalier.kernels.layers.quantised_tile import CODES, LINE_BYTES, prefetch_codes, quantised_dot
@@ -133,7 +133,7 @@ def _launch(x: Rows, weight: QuantisedMatrix, bias: Tensor | None, plan: TritonP
         launch_linear(inputs, weight, bias, out, grid, is_gated, gpu)
         return out
     _linear_quantised_kernel[-(-num_out // block_written), plan.splits, -(-rows // tile)](
-        *(inputs, input_scales, kernel_codes(weight), weight.scales, weight.zeros, bias, out),
+        *(inputs, input_scales, *kernel_matrix(weight), bias, out),
         *(rows, num_out, num_in, inputs.stride(0)),
         **tile_options(weight),
         BLOCK_ROWS=tile,
@@ -174,16 +174,21 @@ def stored(x: Rows) -> Tensor:
     return x.values if isinstance(x, RoundedRows) else x
 
 
-def kernel_codes(weight: QuantisedMatrix) -> Tensor:
-    """The codes as quantised_dot takes them: FP8, or int32 words of 8 nibbles."""
-    return weight.codes if weight.code == "fp8" else weight.codes.view(torch.int32)
+def kernel_matrix(weight: QuantisedMatrix) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and zeros as quantised_dot takes them: FP8, or int32 words of 8 nibbles."""
+    if weight.code == "fp8":
+        return weight.codes, weight.scales, None
+    words = weight.codes.view(torch.int32)
+    if weight.code == "nvfp4":
+        return words, weight.scales.view(torch.int16), weight.row_scales
+    return words, weight.scales, weight.zeros
 
 
 def tile_options(weight: QuantisedMatrix) -> dict[str, Any]:
     """The constants of quantised_dot that follow from the matrix."""
     num_in, inputs = weight.shape[-1], weight.inputs
     input_group = 0 if inputs is None or inputs.columns(num_in) == num_in else inputs.columns(num_in)
-    group = 0 if weight.group >= num_in and weight.code != "mxfp4" else weight.group
+    group = 0 if weight.group >= num_in and weight.code not in OF_E2M1 else weight.group
     return {"CODE": CODES[weight.code], "GROUP": group, "ROW_BLOCK": weight.row_block, "INPUT_GROUP": input_group}
 
 

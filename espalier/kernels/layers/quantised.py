@@ -7,7 +7,7 @@ Inputs may be rounded to FP8 too.  Every row gets its own scales (or the checkpo
 on the other rows of a batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -22,8 +22,8 @@ FP8_MAX = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Scales of MXFP4 are powers of two: 2^(s - 127) (the same document, 5.4.1).
 E8M0_BIAS = 127
-# Exponents of MXFP4 come in steps of so many, so that a kernel loads them as whole words.
-EXPONENTS = 8
+# A row has scales of E2M1's groups for whole steps of so many columns, so that a kernel loads them without a mask.
+SCALED_COLUMNS = 256
 # Columns whose nibbles are interleaved, and their bytes.
 INTERLEAVED = 32
 INTERLEAVED_BYTES = INTERLEAVED // 2
@@ -35,7 +35,9 @@ SPREAD = (
 # Values that the reference dequantises at once: 16 MiB of float32.
 BLOCK_VALUES = 2**22
 
-Code = Literal["fp8", "int4", "mxfp4"]
+Code = Literal["fp8", "int4", "mxfp4", "nvfp4"]
+# The codes whose nibbles are E2M1.
+OF_E2M1 = ("mxfp4", "nvfp4")
 # Bits of a word, and by how many places they move to the left.
 Moves = Sequence[tuple[int, int]]
 
@@ -79,10 +81,12 @@ Rows = Tensor | RoundedRows
 class QuantisedMatrix:
     """A matrix [out, in] or a stack of experts [E, out, in].  Its values are (codes - zeros) · scales.
 
-    codes: "fp8": float8_e4m3fn [..., out, in].  "int4", "mxfp4": uint8 [..., out, in / 2], two columns a byte, in the
-    order of `interleave_nibbles`; the bits of "mxfp4" as SPREAD moves them.
-    scales: [..., ceil(out / row_block), ceil(in / group)], floating point; for "mxfp4" uint8 exponents, padded to a
-    multiple of EXPONENTS.
+    codes: "fp8": float8_e4m3fn [..., out, in].  Others: uint8 [..., out, in / 2], two columns a byte, in the order of
+    `interleave_nibbles`; the bits of E2M1 ("mxfp4", "nvfp4") as SPREAD moves them.
+    scales: [..., ceil(out / row_block), ceil(in / group)], floating point.  "mxfp4": uint8 exponents; "nvfp4":
+    float8_e4m3fn, not negative; both padded to whole steps of SCALED_COLUMNS columns.
+    row_scales: "nvfp4": float64 [..., out], a factor of each row beside its scales.  A stored factor or divisor of
+    float32 has an inverse in float64 that gives the format's own float32 quotients to the bit.
     zeros: "int4": uint8 [..., out, in / group]; None: 8 everywhere.
     order: [in] int64; column c of codes multiplies input order[c]; None: the columns are in order.
     inputs: how the inputs are rounded; None: they are not.
@@ -96,6 +100,7 @@ class QuantisedMatrix:
     zeros: Tensor | None = None
     order: Tensor | None = None
     inputs: InputScales | None = None
+    row_scales: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -104,7 +109,7 @@ class QuantisedMatrix:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        optional = (self.zeros, self.order, None if self.inputs is None else self.inputs.static)
+        optional = (self.zeros, self.row_scales, self.order, None if self.inputs is None else self.inputs.static)
         return self.codes, self.scales, *(tensor for tensor in optional if tensor is not None)
 
     @property
@@ -120,44 +125,48 @@ class QuantisedMatrix:
 
     def __getitem__(self, expert: int) -> "QuantisedMatrix":
         """One expert of a stack."""
-        zeros = None if self.zeros is None else self.zeros[expert]
-        return replace(self, codes=self.codes[expert], scales=self.scales[expert], zeros=zeros)
+        return self._each(lambda tensor: tensor[expert])
 
     def experts(self, count: int) -> "QuantisedMatrix":
         """The matrix [count · out, in] as [count, out, in].  row_block must divide out."""
-        codes, scales = (tensor.unflatten(0, (count, -1)) for tensor in (self.codes, self.scales))
-        zeros = None if self.zeros is None else self.zeros.unflatten(0, (count, -1))
-        return replace(self, codes=codes, scales=scales, zeros=zeros)
+        return self._each(lambda tensor: tensor.unflatten(0, (count, -1)))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "QuantisedMatrix":
+        """The matrix with each tensor that has its rows changed."""
+        zeros, factors = (None if each is None else change(each) for each in (self.zeros, self.row_scales))
+        return replace(self, codes=change(self.codes), scales=change(self.scales), zeros=zeros, row_scales=factors)
 
     def rows_from(self, first: int) -> "QuantisedMatrix":
         """Rows first .. out-1 of a matrix [out, in], in the same memory.  row_block must divide `first`."""
-        zeros = None if self.zeros is None else self.zeros[first:]
-        return replace(self, codes=self.codes[first:], scales=self.scales[first // self.row_block :], zeros=zeros)
+        cut = self._each(lambda tensor: tensor[first:])
+        return replace(cut, scales=self.scales[first // self.row_block :])
 
     def rows_taken(self, rows: Tensor) -> "QuantisedMatrix":
         """The experts [E, out, in] with their rows in another order.  row_block must be 1.
 
         It goes expert by expert, so there is never a second copy of all.
         """
-        for tensor in (self.codes, self.scales):
+        for tensor in (self.codes, self.scales, *(() if self.row_scales is None else (self.row_scales,))):
             for expert in tensor:
                 expert.copy_(expert[rows.to(expert.device)])
         return self
 
 
 def nibble_matrix(
-    code: Literal["int4", "mxfp4"],
+    code: Literal["int4", "mxfp4", "nvfp4"],
     packed: Tensor,
     scales: Tensor,
     group: int,
     zeros: Tensor | None = None,
     order: Tensor | None = None,
+    row_scales: Tensor | None = None,
 ) -> QuantisedMatrix:
     """The matrix of nibbles in the order of the columns: packed uint8 [..., out, in / 2], low nibbles first."""
-    if code == "mxfp4":
-        scales = F.pad(scales, (0, -scales.shape[-1] % EXPONENTS))
-    codes = interleave_nibbles(packed, SPREAD if code == "mxfp4" else ())
-    return QuantisedMatrix(code, codes, scales, group, zeros=zeros, order=order)
+    if code in OF_E2M1:
+        padded = F.pad(scales.view(torch.uint8), (0, -scales.shape[-1] % (SCALED_COLUMNS // group)))
+        scales = padded.view(scales.dtype)
+    codes = interleave_nibbles(packed, SPREAD if code in OF_E2M1 else ())
+    return QuantisedMatrix(code, codes, scales, group, zeros=zeros, order=order, row_scales=row_scales)
 
 
 def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end: int | None = None) -> Tensor:
@@ -175,9 +184,12 @@ def dequantise(matrix: QuantisedMatrix, dtype: torch.dtype, begin: int = 0, end:
     if matrix.code == "int4":
         grouped -= 8 if matrix.zeros is None else matrix.zeros[rows, :, None]
     scales = matrix.scales[begin // matrix.row_block : -(-(begin + num_rows) // matrix.row_block)]
-    if matrix.code == "mxfp4":
+    if matrix.code in OF_E2M1:
         scales = scales[:, : grouped.shape[1]]
+    if matrix.code == "mxfp4":
         scales = torch.ldexp(torch.ones_like(scales, dtype=exact), scales.int() - E8M0_BIAS)
+    if matrix.row_scales is not None:
+        scales = scales.double() * matrix.row_scales[rows, None]
     grouped *= scales.to(exact).repeat_interleave(matrix.row_block, 0)[:num_rows, :, None]
     values = grouped.flatten(1)[:, :num_in].to(dtype)
     if matrix.order is None:
@@ -201,7 +213,7 @@ def _fp8_pairs(dtype: torch.dtype) -> Tensor:
 
 
 def _nibble_values(matrix: QuantisedMatrix, codes: Tensor, dtype: torch.dtype) -> Tensor:
-    packed = in_order_of_columns(codes, SPREAD if matrix.code == "mxfp4" else ())
+    packed = in_order_of_columns(codes, SPREAD if matrix.code in OF_E2M1 else ())
     if matrix.code == "int4":
         return unpack_nibbles(packed, dtype)
     table = torch.tensor([*E2M1, *(-value for value in E2M1)], dtype=dtype, device=packed.device)

@@ -69,10 +69,12 @@ def nibble_dot(
                     offset = tl.broadcast_to(_offset(zero, DTYPE)[:, None], (BLOCK_OUT, WORDS))
                 part = tl.dot(_int4(w, offset, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             else:
-                exponents = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
-                factor = tl.broadcast_to(_factor(exponents, DTYPE)[:, :, None], (BLOCK_OUT, STEP // 32, 4))
-                factor = tl.reshape(factor, (BLOCK_OUT, WORDS))
-                part = tl.dot(_e2m1(w, factor, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
+                # An exponent, or two scales, for 32 columns.
+                scales = tl.load(scale_ptrs[:, None] + (first // 32 + tl.arange(0, STEP // 32))[None, :])
+                left, right = _factors(scales, CODE, DTYPE)
+                left = _of_words(left, BLOCK_OUT, WORDS)
+                right = _of_words(right, BLOCK_OUT, WORDS) if CODE == 3 else left
+                part = tl.dot(_e2m1(w, left, right, DTYPE, BLOCK_OUT, WORDS), tl.trans(x))
             if CODE == 1 and GROUP > 0:
                 acc += part * (scale.to(tl.float32) * UNIT)[:, None]
             else:
@@ -111,8 +113,8 @@ def prefetch_scales(scales_ptr, zeros_ptr, w_rows, k_begin, k_end, num_in, GROUP
 @kernel
 def _num_groups(num_in, CODE: tl.constexpr, GROUP: tl.constexpr):
     """Scales of a row of the matrix."""
-    if CODE == 2:
-        # Padded to EXPONENTS of quantised.py.
+    if CODE >= 2:
+        # Of 32 columns each, for whole steps of SCALED_COLUMNS (quantised.py).
         return tl.cdiv(num_in, 256) * 8
     return tl.cdiv(num_in, GROUP) if GROUP > 0 else 1
 
@@ -160,9 +162,43 @@ def _factor(exponents, DTYPE: tl.constexpr):
 
 
 @kernel
-def _e2m1(w, factor, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+def _factors(scales, CODE: tl.constexpr, DTYPE: tl.constexpr):
+    """What _e2m1 multiplies the left and the right 16 columns of each 32 by, in both halves of a uint32."""
+    if CODE == 2:
+        left = _factor(scales, DTYPE)
+        right = left
+    else:
+        left, right = _factors_of_e4m3(scales, DTYPE)
+    return left, right
+
+
+@kernel
+def _factors_of_e4m3(pairs, DTYPE: tl.constexpr):
+    """As _factor, of two scales of E4M3 in an int16: they times 2^62 (2^4).
+
+    Without their sign, which they do not have, the bits of E4M3 are those of a number of the dtype whose exponents
+    begin 120 (8) lower.  So subnormal scales are subnormal numbers, and two products bring both into range, exactly.
+    """
+    bits = pairs.to(tl.uint16, bitcast=True).to(tl.uint32)
+    # The first scale to the low half, the second to the high half.
+    IS_BFLOAT16: tl.constexpr = tl.bfloat16 == DTYPE
+    spread = (bits & 0xFF) * 16 | (bits & 0xFF00) * 4096 if IS_BFLOAT16 else (bits & 0xFF) * 128 | (bits >> 8) << 23
+    step = bits & 0 | (0x6D006D00 if IS_BFLOAT16 else 0x54005400)
+    both = _scaled(_scaled(spread, step, DTYPE), step, DTYPE)
+    return (both & 0xFFFF) * 0x10001, (both >> 16) * 0x10001
+
+
+@kernel
+def _of_words(factor, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
+    """[BLOCK_OUT, WORDS / 4] of 32 columns each -> [BLOCK_OUT, WORDS]."""
+    return tl.reshape(tl.broadcast_to(factor[:, :, None], (BLOCK_OUT, WORDS // 4, 4)), (BLOCK_OUT, WORDS))
+
+
+@kernel
+def _e2m1(w, left, right, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.constexpr):
     """E2M1 numbers · 2^-126 (2^-14) · factor: [BLOCK_OUT, 8 · WORDS].
 
+    left, right: the factors of the first and of the last 16 of 32 columns.  A word has two pairs of both.
     Their bits lie as SPREAD (quantised.py) moves them.  The sign, two exponent bits and one mantissa bit come where the
     dtype has its sign and the lowest and highest of these.  So an exponent of 0 means a subnormal number in both.  The
     product is exact.
@@ -170,10 +206,10 @@ def _e2m1(w, factor, DTYPE: tl.constexpr, BLOCK_OUT: tl.constexpr, WORDS: tl.con
     BITS: tl.constexpr = 0x81C081C0
     # Rotations: some bits lie in the other half.
     third, fourth = (w << 10) | (w >> 22), (w << 14) | (w >> 18)
-    first = _e2m1_pair(w & BITS, factor, DTYPE)
-    second = _e2m1_pair((w << 4) & BITS, factor, DTYPE)
-    third = _e2m1_pair(third & BITS, factor, DTYPE)
-    fourth = _e2m1_pair((fourth & 0x81808180) | ((w << 6) & 0x00400040), factor, DTYPE)
+    first = _e2m1_pair(w & BITS, left, DTYPE)
+    second = _e2m1_pair((w << 4) & BITS, left, DTYPE)
+    third = _e2m1_pair(third & BITS, right, DTYPE)
+    fourth = _e2m1_pair((fourth & 0x81808180) | ((w << 6) & 0x00400040), right, DTYPE)
     return _in_columns(first, second, third, fourth, BLOCK_OUT, WORDS)
 
 
@@ -198,18 +234,33 @@ def _in_columns(first, second, third, fourth, BLOCK_OUT: tl.constexpr, WORDS: tl
 def _pair(bits, factor, offset, DTYPE: tl.constexpr):
     """number · factor + offset for the numbers in the low and in the high halves of uint32: DTYPE [..., 2].
 
-    In assembly, as Triton splits a product of pairs into two products.
+    In assembly (_fma), as Triton splits a product of pairs into two products.
     """
     if INTERPRETED:
         low = _low(bits, DTYPE) * _low(factor, DTYPE) + _low(offset, DTYPE)
         high = _low(bits >> 16, DTYPE) * _low(factor >> 16, DTYPE) + _low(offset >> 16, DTYPE)
     else:
-        ASSEMBLY: tl.constexpr = (
-            "fma.rn.bf16x2 $0, $1, $2, $3;" if tl.bfloat16 == DTYPE else "fma.rn.f16x2 $0, $1, $2, $3;"
-        )
-        both = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [bits, factor, offset], tl.uint32, is_pure=True, pack=1)
+        both = _fma(bits, factor, offset, DTYPE)
         low, high = _low(both, DTYPE), _low(both >> 16, DTYPE)
     return tl.join(low, high)
+
+
+@kernel
+def _scaled(bits, factor, DTYPE: tl.constexpr):
+    """number · factor for the numbers in the halves of uint32, in the halves of uint32."""
+    if INTERPRETED:
+        low = (_low(bits, DTYPE) * _low(factor, DTYPE)).to(tl.uint16, bitcast=True)
+        high = (_low(bits >> 16, DTYPE) * _low(factor >> 16, DTYPE)).to(tl.uint16, bitcast=True)
+        both = low.to(tl.uint32) | high.to(tl.uint32) << 16
+    else:
+        both = _fma(bits, factor, bits & 0 | 0x80008000, DTYPE)
+    return both
+
+
+@kernel
+def _fma(bits, factor, offset, DTYPE: tl.constexpr):
+    ASSEMBLY: tl.constexpr = "fma.rn.bf16x2 $0, $1, $2, $3;" if tl.bfloat16 == DTYPE else "fma.rn.f16x2 $0, $1, $2, $3;"
+    return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r", [bits, factor, offset], tl.uint32, is_pure=True, pack=1)
 
 
 @kernel

@@ -17,7 +17,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import splits_of, takes_format
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY, TritonPlan, block_rows
 from espalier.kernels.layers.linear_tuning import LINEARS, MIN_BLOCK_IN, LinearPlans
-from espalier.kernels.layers.quantised import E8M0_BIAS, INTERLEAVED, QuantisedMatrix, Rows
+from espalier.kernels.layers.quantised import E8M0_BIAS, INTERLEAVED, OF_E2M1, QuantisedMatrix, Rows
 from espalier.kernels.runtime.launch import Chip, chip
 
 # The most columns of one sum of FP8 products.  Kernels cannot read it: _fp8_dot repeats it.
@@ -40,9 +40,11 @@ LEAST_STEPS = 4
 # larger part of what is read, and blocks of 128 rows of the weight halve it.  For MXFP4 they are slower up to 32 rows
 # (docs/log.md); the rest is not measured.  A thread needs four of a step's exponents of MXFP4, or they are not copied
 # ahead.
+E2M1_TILES = ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1))
 NIBBLE_TILES = {
     "int4": ((16, (64, 256, 4), 4), (64, (128, 128, 8), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
-    "mxfp4": ((16, (64, 256, 4), 4), (32, (64, 256, 4), 3), (64, (128, 128, 4), 2), (MAX_BLOCK_ROWS, (128, 128, 8), 1)),
+    # NVFP4's are not measured apart.
+    **dict.fromkeys(OF_E2M1, E2M1_TILES),
 }
 MAX_STAGES = 6
 # From this number of columns on, the last step may be partly empty.
@@ -173,9 +175,9 @@ def stage_bytes(plan: TritonPlan, tile: int, weight: QuantisedMatrix) -> int:
 
 
 def codes_bytes(plan: TritonPlan, code: str) -> int:
-    """With the exponents of MXFP4, which are loaded with them."""
+    """With the scales of E2M1's groups, which are loaded with them."""
     values = plan.block_out * plan.block_in
-    return values if code == "fp8" else values // 2 + (values // 32 if code == "mxfp4" else 0)
+    return values if code == "fp8" else values // 2 + values // {"int4": values, "mxfp4": 32, "nvfp4": 16}[code]
 
 
 def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
@@ -197,13 +199,15 @@ def require_supported(weight: QuantisedMatrix, dtype: torch.dtype) -> None:
             "FP8 weights need a GPU of compute capability 8.9 or newer (Ada, Hopper); use a 4-bit or bfloat16 copy of "
             "the model"
         )
-    if dtype not in (DTYPES if weight.code != "mxfp4" else (torch.bfloat16,)):
+    if dtype not in (DTYPES if weight.code not in OF_E2M1 else (torch.bfloat16,)):
         raise EspalierError(f"{weight.code} weights need dtype=bfloat16 on a GPU, not {dtype}; pass dtype=bfloat16")
 
 
 def in_no_words(weight: QuantisedMatrix) -> bool:
     """Whether the kernels cannot take the nibbles: a word has columns of two groups, or is not interleaved."""
-    return min(weight.group, weight.shape[-1]) % INTERLEAVED != 0 or weight.shape[-1] % INTERLEAVED != 0
+    # A word of NVFP4 has columns of two groups, and its kernel two scales for them.
+    columns = 2 * weight.group if weight.code == "nvfp4" else min(weight.group, weight.shape[-1])
+    return columns % INTERLEAVED != 0 or weight.shape[-1] % INTERLEAVED != 0
 
 
 # Where weights are streamed, and where rows are many: (block_out, warps), stages, split-K.

@@ -21,7 +21,7 @@ from espalier.kernels.runtime.pdl import prefetch
 # Bytes of an L2 line.  Kernels cannot read it either: prefetch_codes repeats it.
 LINE_BYTES = 128
 # Codes of espalier/kernels/layers/quantised.py:QuantisedMatrix, as numbers for a kernel.
-CODES = {"fp8": 0, "int4": 1, "mxfp4": 2}
+CODES = {"fp8": 0, "int4": 1, "mxfp4": 2, "nvfp4": 3}
 
 
 @kernel
@@ -32,8 +32,8 @@ def quantised_dot(
 ):  # fmt: skip
     """Sum over columns k_begin .. k_end of matrix[w_rows] · x: [BLOCK_OUT, ROWS] float32.
 
-    codes: [rows, in] FP8 or int32 [rows, in / 8] of nibbles; scales: [rows / ROW_BLOCK, groups]; zeros: [rows, groups]
-    or None.
+    codes: [rows, in] FP8 or int32 [rows, in / 8] of nibbles; scales: [rows / ROW_BLOCK, groups], pairs of them as int16
+    for NVFP4; zeros: [rows, groups] or None, and of NVFP4 the rows' factors [rows].
     w_rows: [BLOCK_OUT] int64.  x_ptrs: [ROWS], to the first column of each input; inside: [ROWS], which exist.
     x_scale_ptrs: [ROWS], to the scales of each FP8 input; None for other inputs.
     GROUP, INPUT_GROUP: columns that share a scale, for FP8 a multiple of min(BLOCK_IN, SUM_COLUMNS); 0: all columns do.
@@ -44,6 +44,8 @@ def quantised_dot(
             codes_ptr, scales_ptr, zeros_ptr, w_rows, x_ptrs, inside, num_in, k_begin, k_end,
             CODE, GROUP, ROWS, BLOCK_OUT, BLOCK_IN, EVEN_IN,
         )  # fmt: skip
+        if CODE == 3:
+            acc *= tl.load(zeros_ptr + w_rows).to(tl.float32)[:, None]
     else:
         acc = _fp8_dot(
             codes_ptr, scales_ptr, w_rows, x_ptrs, x_scale_ptrs, inside, num_in, k_begin, k_end,

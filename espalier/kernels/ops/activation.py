@@ -19,13 +19,14 @@ class Activation:
 
     limit: gate is first limited to at most `limit`, and up to -limit .. limit; None: no limits.  GPT-OSS has such a
     silu (arXiv:2508.10925).
-    kind: act is gate · sigmoid(alpha · gate) for silu; for gelu_tanh, GELU in its approximation by tanh.
+    kind: act is gate · sigmoid(alpha · gate) for silu; for gelu_tanh, GELU in its approximation by tanh; for relu, the
+    larger of gate and 0.
     """
 
     alpha: float = 1.0
     up_offset: float = 0.0
     limit: float | None = None
-    kind: Literal["silu", "gelu_tanh"] = "silu"
+    kind: Literal["silu", "gelu_tanh", "relu"] = "silu"
 
     @property
     def is_silu(self) -> bool:
@@ -39,7 +40,7 @@ class Activation:
         return {"KIND": self.kind, "ALPHA": self.alpha, "UP_OFFSET": self.up_offset, "LIMIT": self.limit}
 
 
-SILU, GELU_TANH = Activation(), Activation(kind="gelu_tanh")
+SILU, GELU_TANH, RELU = Activation(), Activation(kind="gelu_tanh"), Activation(kind="relu")
 
 
 @op("espalier.kernels.layers.activation")
@@ -59,6 +60,8 @@ def rounded_once(gate_up: Tensor, activation: Activation) -> Tensor:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     if activation.kind == "gelu_tanh":
         activated = F.gelu(gate, approximate="tanh")
+    elif activation.kind == "relu":
+        activated = F.relu(gate)
     else:
         activated = gate * torch.sigmoid(activation.alpha * gate)
     return (activated * (up + activation.up_offset)).to(gate_up.dtype)

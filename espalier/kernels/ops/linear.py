@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from espalier.kernels.layers.blocks import BlockMatrix, dequantise_blocks
 from espalier.kernels.layers.linear_plans import LibraryPlan, LinearPlan, TritonPlan
 from espalier.kernels.layers.quantised import (
     BLOCK_VALUES,
@@ -155,3 +156,20 @@ def linear_quantised_gated(
 ) -> Tensor:
     """The activation [rows, out / 2] of gate and up, for a weight that stacks gate over up."""
     return gated.reference(linear_quantised.reference(x, weight, bias), activation)
+
+
+@op("espalier.kernels.layers.linear_blocks", on="weight.blocks")
+def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor:
+    """x [rows, in] · weightᵀ + bias -> a new tensor [rows, out] in x's dtype.
+
+    The bits of a row never depend on the other rows' values.  Raises EspalierError on other shapes and dtypes.
+    """
+    exact = torch.promote_types(x.dtype, torch.float32)
+    num_out, num_in = weight.shape
+    out = torch.empty(len(x), num_out, dtype=x.dtype, device=x.device)
+    step = max(BLOCK_VALUES // max(num_in, 1), 1)
+    for begin in range(0, num_out, step):
+        end = min(begin + step, num_out)
+        block_bias = None if bias is None else bias[begin:end].to(exact)
+        out[:, begin:end] = F.linear(x.to(exact), dequantise_blocks(weight, begin, end).to(exact), block_bias)
+    return out

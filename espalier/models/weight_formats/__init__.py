@@ -3,6 +3,7 @@
 To add a format, add a file to this package and an entry to FORMATS.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from espalier.models.weight_formats.base import (
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
 from espalier.models.weight_formats.dense import DENSE_FORMAT, dense_weight
 from espalier.models.weight_formats.fp8 import read_fp8
+from espalier.models.weight_formats.gguf import GGUF_METHOD, read_gguf_types
 from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weight_formats.kv_cache import kv_scheme
 from espalier.models.weight_formats.modelopt import MODELOPT, read_modelopt
@@ -41,6 +43,10 @@ __all__ = [
 QUANTISATION_FIELDS = ("quantization_config", "compression_config")
 
 
+# What the names of a model's weights begin with.
+MODEL = "model."
+
+
 def all_dense(name: str) -> WeightFormat:
     return DENSE_FORMAT
 
@@ -51,6 +57,7 @@ FORMATS: Mapping[str | None, Callable[[Mapping[str, Any]], FormatOf]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,
     "fp8": read_fp8,
+    GGUF_METHOD: read_gguf_types,
     "gptq": read_gptq,
     MODELOPT: read_modelopt,
     "mxfp4": read_mxfp4,
@@ -73,8 +80,11 @@ def declared_kv_dtype(full: Mapping[str, Any]) -> str | None:
     return kv_scheme(full, QUANTISATION_FIELDS)
 
 
-def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
-    """The formats of a completed config.json.  Raises EspalierError naming a format that is not in FORMATS."""
+def read_formats(full: Mapping[str, Any], path: Path, prefix: str = MODEL) -> FormatOf:
+    """The formats of a completed config.json.  Raises EspalierError naming a format that is not in FORMATS.
+
+    prefix: what the names in the checkpoint have for "model."; a name is looked up as the checkpoint has it.
+    """
     field = next((name for name in QUANTISATION_FIELDS if full.get(name) is not None), QUANTISATION_FIELDS[0])
     quantisation = full.get(field)
     method = quantisation.get("quant_method", "?") if isinstance(quantisation, Mapping) else quantisation
@@ -85,6 +95,9 @@ def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
             "(bfloat16)"
         )
     try:
-        return FORMATS[method](quantisation or {})
+        formats = FORMATS[method](quantisation or {})
     except EspalierError as error:
         raise EspalierError(f"{path}: {error}") from None
+    if prefix == MODEL:
+        return formats
+    return lambda name: formats(name if name.startswith(prefix) else re.sub(f"^{re.escape(MODEL)}", prefix, name))

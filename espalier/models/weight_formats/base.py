@@ -96,6 +96,23 @@ class LastRows(Weight):
         return rows.contiguous() if bias is None else rows + bias
 
 
+class StackedWeights(Weight):
+    """Weights of several formats, one over the other: they read the same inputs."""
+
+    __slots__ = ("parts_of_rows", "format")
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        shape = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+        super().__init__(shape, sum(weight.nbytes for weight in weights))
+        self.parts_of_rows = tuple(weights)
+        self.format = " over ".join(weight.format for weight in weights)
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        rows = [weight.shape[0] for weight in self.parts_of_rows]
+        biases = [None] * len(rows) if bias is None else bias.split(rows)
+        return torch.cat([weight.apply(x, own) for weight, own in zip(self.parts_of_rows, biases, strict=True)], 1)
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One of the tensors that a checkpoint stores for a matrix.
@@ -138,6 +155,13 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]
     has_shards: ClassVar[bool] = False
+    # Whether an embedding may be in the format too.  It becomes a table in the model's dtype.
+    embeds: ClassVar[bool] = False
+
+    @property
+    def note(self) -> str | None:
+        """What loading says of a checkpoint in this format: what it asks for and is not done."""
+        return None
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:

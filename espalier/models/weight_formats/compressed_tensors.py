@@ -1,4 +1,4 @@
-"""quant_method "compressed-tensors", as llm-compressor writes it: FP8 weights, and 4-bit weights packed along columns.
+"""quant_method "compressed-tensors", as llm-compressor writes it: FP8, 4-bit integers packed along columns, NVFP4.
 
 `config_groups` maps module names to schemes; a name in `ignore` is dense.  A scheme that is not implemented is refused
 when config.json is read, with its name.
@@ -16,6 +16,7 @@ from espalier.kernels.layers.quantised import QuantisedMatrix, nibble_matrix, un
 from espalier.models.weight_formats.base import FormatOf, StoredTensor, WeightFormat
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.fp8 import Fp8Format, read_block
+from espalier.models.weight_formats.nvfp4 import COMPRESSED_TENSORS, GROUP, Nvfp4Format
 from espalier.models.weight_formats.quantised import (
     NIBBLES_OF_INT32,
     SCALE_DTYPES,
@@ -32,7 +33,7 @@ from espalier.models.weight_formats.quantised import (
 )
 from espalier.shards import Part
 
-SUPPORTED = "float-quantized (FP8) and pack-quantized (4 bits)"
+SUPPORTED = "float-quantized (FP8), pack-quantized (4 bits) and nvfp4-pack-quantized"
 # What a target of config_groups may be besides names: the class of every linear layer.
 LINEAR = "Linear"
 
@@ -139,6 +140,8 @@ def _read_scheme(group: Mapping[str, Any], stored: str | None) -> WeightFormat:
         return _read_fp8(weights, inputs)
     if stored == "pack-quantized" and kind == ("int", 4):
         return _read_int4(weights, inputs)
+    if stored == "nvfp4-pack-quantized" and kind == ("float", 4):
+        return _read_nvfp4(weights, inputs)
     raise EspalierError(
         f"quantization_config: format {stored!r} with weights of {kind[1]} bits ({kind[0]}) is not supported, only "
         f"{SUPPORTED}; use another copy of the model"
@@ -176,6 +179,17 @@ def _read_inputs(inputs: Mapping[str, Any] | None) -> tuple[Literal["static", "d
         f"{strategy!r}, dynamic {dynamic!r}, are not supported, only FP8: dynamic by 'token' or 'group', or static by "
         "'tensor'"
     )
+
+
+def _read_nvfp4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:
+    for what, args in (("weights", weights), ("input_activations", inputs or weights)):
+        read = {name: args.get(name) for name in ("num_bits", "type", "strategy", "group_size")}
+        if read != {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": GROUP}:
+            raise EspalierError(
+                f"quantization_config: {what} of NVFP4 with {read} are not supported, only 4 bits (float) by "
+                f"'tensor_group' of {GROUP}"
+            )
+    return Nvfp4Format(COMPRESSED_TENSORS, has_inputs=inputs is not None)
 
 
 def _read_int4(weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> WeightFormat:

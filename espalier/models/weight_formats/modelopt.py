@@ -1,6 +1,6 @@
-"""FP8 as NVIDIA's ModelOpt exports it: E4M3, one scale for each matrix, and a stored scale for its inputs.
+"""FP8 and NVFP4 as NVIDIA's ModelOpt exports them, with a stored scale for the inputs.
 
-config.json describes it with quant_method "modelopt".  Older exports describe it in hf_quant_config.json only.
+config.json describes them with quant_method "modelopt".  Older exports describe them in hf_quant_config.json only.
 """
 
 import fnmatch
@@ -8,21 +8,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from espalier.errors import EspalierError
 from espalier.model_files import read_json
-from espalier.models.weight_formats.base import FormatOf
+from espalier.models.weight_formats.base import FormatOf, WeightFormat
+from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.fp8 import Fp8Format
+from espalier.models.weight_formats.nvfp4 import GROUP, MODELOPT_NAMES, Nvfp4Format
 from espalier.models.weight_formats.quantised import dense_if_skipped, module_names, read_field, read_object
 
 MODELOPT = "modelopt"
 HF_QUANT_CONFIG = "hf_quant_config.json"
+FORMATS: Mapping[str, WeightFormat] = {
+    "FP8": Fp8Format((None, None), inputs="static"),
+    "NVFP4": Nvfp4Format(MODELOPT_NAMES, has_inputs=True),
+    "W4A16_NVFP4": Nvfp4Format(MODELOPT_NAMES),
+}
+# Its `quantized_layers` name each matrix and its own algorithm.
+MIXED = "MIXED_PRECISION"
 
 
 def read_modelopt(quantisation: Mapping[str, Any]) -> FormatOf:
-    """Raises EspalierError naming an algorithm that is not supported: NVFP4, W4A8_AWQ and others."""
-    read_field(quantisation, "quant_algo", ("FP8",))
+    """Raises EspalierError naming an algorithm that is not supported: W4A8_AWQ, NVFP4_AWQ and others."""
+    if quantisation.get("quant_algo") == MIXED:
+        layers = read_object(quantisation, "quantized_layers")
+        if not layers:
+            raise EspalierError(
+                f"quantization_config: quant_algo = {MIXED!r} needs quantized_layers; download it again"
+            )
+        formats = {name: _format(read_object(layers, name)) for name in layers}
+        return lambda name: formats.get(name, DENSE_FORMAT)
     names = module_names(quantisation, "ignore") + module_names(quantisation, "exclude_modules")
     skipped = [f"re:{fnmatch.translate(name)}" if "*" in name else name for name in names]
-    return dense_if_skipped(skipped, Fp8Format((None, None), inputs="static"))
+    # A head that is not among these names is quantised.
+    return dense_if_skipped(skipped, _format(quantisation), lm_head=True)
+
+
+def _format(described: Mapping[str, Any]) -> WeightFormat:
+    format = FORMATS[read_field(described, "quant_algo", tuple(FORMATS))]
+    if isinstance(format, Nvfp4Format):
+        read_field(described, "group_size", (GROUP, None))
+    return format
 
 
 def read_hf_quant_config(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 
 from espalier.attention import ModelCache
 from espalier.errors import EspalierError, shown
+from espalier.gguf_file import is_gguf
 from espalier.layout import RoundLayout
 from espalier.model_files import naming_config, read_json
 from espalier.models import (
@@ -194,6 +195,8 @@ def is_draft(path: Path, is_expected: bool = False) -> bool:
     layer: they are a draft.
     is_expected: raise EspalierError, as format_of, for what is no target and no known draft.
     """
+    if is_gguf(path):
+        return False
     raw = read_json(path / "config.json")
     if is_multimodal(raw, FAMILIES.values()):
         return False

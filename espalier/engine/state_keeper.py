@@ -1,0 +1,193 @@
+"""Where requests of a model with states begin, and when snapshots of their states are taken.
+
+A snapshot of a page is the state before the page's last `back` tokens.  The device takes it in the launch in which the
+request reaches that number of tokens (LaunchInput.marks); here it is known once the launch is harvested.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from espalier.cache.prefix_tree import PrefixTree
+from espalier.cache.snapshots import Snapshots
+from espalier.cache.states import ZERO_ROW
+from espalier.layout import RoundLayout
+from espalier.request import Request
+
+# Tokens between two snapshots of a long prompt, and of a text that is being decoded.
+PROMPT_TOKENS, DECODE_TOKENS = 2048, 64
+# As in a launch input: (tokens, row) of marks, (source, destination) of copies.
+Pairs = tuple[tuple[int, int], ...]
+NO_MARK = (0, ZERO_ROW)
+
+
+class Stateless:
+    """For a model without states: a request begins where its cached rows end."""
+
+    def enter(self, request: Request, start: int, cached: int) -> tuple[int, int]:
+        """(the first row to compute, tokens that count as cached) of a request that got its slot and pages.
+
+        start: the first row that must be computed anyway; cached: tokens whose rows are in shared pages.
+        """
+        return start, cached
+
+    def next_rows(self, request: Request) -> int:
+        """The most tokens that the next pass may enter."""
+        return request.prefill_len - request.num_prefilled
+
+    def marks_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> Pairs:
+        """LaunchInput.marks of a pass that enters so many tokens of each request."""
+        return ()
+
+    def marks_of_round(self, batch: Sequence[Request]) -> Pairs:
+        """LaunchInput.marks of a round, before it is launched."""
+        return ()
+
+    def take_copies(self) -> Pairs:
+        """LaunchInput.state_copies of the next launch."""
+        return ()
+
+    def decoded(self, request: Request) -> None:
+        """The host has read tokens of a running request."""
+
+    def filed(self, request: Request, rows: int) -> None:
+        """The full pages of the first `rows` rows of a running request stand in the prefix tree."""
+
+    def left(self, request: Request) -> None:
+        """A request has left its slot."""
+
+    def check(self) -> None:
+        """Check that every row of a snapshot has one owner.  Raises PageDefect."""
+
+
+@dataclass
+class Held:
+    """The snapshots of a running request, as (tokens up to the end of the page, row).
+
+    planned: page ends of the prompt that will get one, ascending.  taken: those that passes take.
+    pending: the one that rounds take; last: the last that they took.
+    """
+
+    planned: list[int]
+    taken: list[tuple[int, int]] = field(default_factory=list)
+    pending: tuple[int, int] | None = None
+    last: tuple[int, int] | None = None
+
+    @property
+    def all(self) -> list[tuple[int, int]]:
+        return [*self.taken, *(each for each in (self.last, self.pending) if each is not None)]
+
+
+class StateKeeper(Stateless):
+    """snapshots: rows for them.  prefixes: None without a prefix cache; then there are no snapshots.
+
+    decode_tokens, prompt_tokens: as DECODE_TOKENS, PROMPT_TOKENS, rounded up to whole pages.
+    """
+
+    def __init__(self, layout: RoundLayout, prefixes: PrefixTree | None, snapshots: Snapshots):
+        self.layout = layout
+        self.prefixes = prefixes
+        self.snapshots = snapshots
+        self.back = max(layout.reentry, 1)
+        self.decode_tokens, self.prompt_tokens = DECODE_TOKENS, PROMPT_TOKENS
+        self._held: dict[Request, Held] = {}
+        self._copies: list[tuple[int, int]] = []
+        if prefixes is not None:
+            prefixes.on_removed = snapshots.drop
+
+    def enter(self, request: Request, start: int, cached: int) -> tuple[int, int]:
+        assert request.slot is not None
+        # The page ends whose snapshots are at or before `start`.
+        reached = self.layout.whole_pages(min(cached, start + self.back))
+        hit = self.snapshots.last_of(request.pages[:reached])
+        row, end = ZERO_ROW, 0
+        if hit is not None:
+            row, end = self.snapshots.use(request.pages[hit]), self.layout.tokens_in(hit + 1)
+        self._copies.append((row, request.slot))
+        begin = max(0, end - self.back)
+        self._held[request] = Held(self._planned(request.prefill_len, begin, cached))
+        return begin, end
+
+    def _planned(self, prefill_len: int, begin: int, cached: int) -> list[int]:
+        """The page ends of a prompt that get a snapshot: where it leaves the cached text, in between, and its last."""
+        if self.prefixes is None:
+            return []
+        every, last = self._whole(self.prompt_tokens), self.layout.tokens_in(self.layout.whole_pages(prefill_len))
+        ends = {cached, last, *range(every, last, every)}
+        return sorted(end for end in ends if begin < end - self.back and end <= last)
+
+    def next_rows(self, request: Request) -> int:
+        left, planned = super().next_rows(request), self._held[request].planned
+        # A pass takes one snapshot of a request, so it ends at the first of several.
+        return left if len(planned) < 2 else min(left, planned[0] - self.back - request.num_prefilled)
+
+    def marks_of_pass(self, batch: Sequence[Request], lengths: Sequence[int]) -> Pairs:
+        return self._marks([self._mark_of_pass(r, length) for r, length in zip(batch, lengths, strict=True)])
+
+    def _mark_of_pass(self, request: Request, length: int) -> tuple[int, int] | None:
+        held = self._held[request]
+        if not held.planned or held.planned[0] - self.back > request.num_prefilled + length:
+            return None
+        end, row = held.planned.pop(0), self.snapshots.allocate()
+        if row is None:
+            return None
+        held.taken.append((end, row))
+        return end, row
+
+    def marks_of_round(self, batch: Sequence[Request]) -> Pairs:
+        return self._marks([self._mark_of_round(request) for request in batch])
+
+    def _mark_of_round(self, request: Request) -> tuple[int, int] | None:
+        held = self._held[request]
+        if held.pending is None and self.prefixes is not None:
+            # Where the slot cannot be yet, whatever the rounds in flight decide.
+            at_most = self.layout.committed_at_most(request.num_known, request.rounds_in_flight)
+            every = self._whole(self.decode_tokens)
+            end = ((at_most + self.back) // every + 1) * every
+            if end - self.back <= at_most + self.layout.extend_width:
+                row = self.snapshots.allocate()
+                held.pending = None if row is None else (end, row)
+        return held.pending
+
+    def _marks(self, marks: Sequence[tuple[int, int] | None]) -> Pairs:
+        if not any(marks):
+            return ()
+        return tuple(NO_MARK if mark is None else (mark[0] - self.back, mark[1]) for mark in marks)
+
+    def take_copies(self) -> Pairs:
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def decoded(self, request: Request) -> None:
+        held = self._held[request]
+        if held.pending is not None and held.pending[0] <= min(request.num_known, request.num_tokens):
+            if held.last is not None:
+                self.snapshots.release(held.last[1])
+            held.last, held.pending = held.pending, None
+
+    def filed(self, request: Request, rows: int) -> None:
+        held = self._held[request]
+        self.decoded(request)
+        taken, held.taken, held.last = [*held.taken, *([held.last] if held.last else [])], [], None
+        for end, row in taken:
+            pages = [] if self.prefixes is None or end > rows else self.prefixes.match(request.tokens[:end])
+            if pages and self.layout.tokens_in(len(pages)) == end:
+                self.snapshots.file(pages[-1], row)
+            else:
+                self.snapshots.release(row)
+
+    def left(self, request: Request) -> None:
+        for _, row in self._held.pop(request).all:
+            self.snapshots.release(row)
+
+    def check(self) -> None:
+        held = [row for each in self._held.values() for _, row in each.all]
+        self.snapshots.check(held, () if self.prefixes is None else self.prefixes.pages())
+
+    def _whole(self, tokens: int) -> int:
+        """tokens, rounded up to whole pages."""
+        return self.layout.tokens_in(self.layout.pages_for(tokens))
+
+
+def make_keeper(layout: RoundLayout, prefixes: PrefixTree | None, snapshot_rows: Sequence[int] | None) -> Stateless:
+    """snapshot_rows: of the state table; None for a model without states."""
+    return Stateless() if snapshot_rows is None else StateKeeper(layout, prefixes, Snapshots(snapshot_rows))

@@ -1,0 +1,148 @@
+"""Matrices in the block formats of GGUF files (llama.cpp), kept byte for byte as the file has them.
+
+A block holds 32 or 256 neighbouring values of a row: integers of 4 to 8 bits, a float16 scale or two, and in a block of
+256 a small scale for each group.  A value is scale · integer - minimum.  linear_blocks.py has the product.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+# Of the values of a block [blocks, bytes]: integers [blocks, groups, group], scales and minima [blocks, groups, 1],
+# float32.  Minima are None where a format has none.
+Parts = tuple[Tensor, Tensor, Tensor | None]
+# Bytes of the scales of a block of Q4_K and Q5_K, which begin behind two float16 numbers.
+K_SCALES = 12
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """One block format.
+
+    number: of GGUF's tensor types.  values: of a block, stored in nbytes bytes; group: values that share a scale.
+    parts: reads blocks uint8 [blocks, nbytes].
+    """
+
+    name: str
+    number: int
+    values: int
+    nbytes: int
+    group: int
+    parts: Callable[[Tensor], Parts]
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of so many columns, which `values` divides."""
+        return columns // self.values * self.nbytes
+
+
+@dataclass(frozen=True)
+class BlockMatrix:
+    """A matrix [out, in] of one block format.  blocks: uint8 [out, in / values · nbytes]."""
+
+    type: BlockType
+    blocks: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, row_bytes = self.blocks.shape
+        return rows, row_bytes // self.type.nbytes * self.type.values
+
+    @property
+    def device(self) -> torch.device:
+        return self.blocks.device
+
+    def rows_from(self, first: int) -> "BlockMatrix":
+        """Rows first .. out-1, in the same memory."""
+        return replace(self, blocks=self.blocks[first:])
+
+
+def dequantise_blocks(matrix: BlockMatrix, begin: int = 0, end: int | None = None) -> Tensor:
+    """Rows begin .. end-1 as float32 [rows, in], with the bits that the package `gguf` gives."""
+    rows = matrix.blocks[begin:end]
+    integers, scales, minima = matrix.type.parts(rows.reshape(-1, matrix.type.nbytes))
+    values = integers * scales
+    if minima is not None:
+        values -= minima
+    return values.reshape(len(rows), -1)
+
+
+def _halves(stored: Tensor, at: int) -> Tensor:
+    """The float16 number at a byte: float32 [blocks, 1]."""
+    return stored[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _pieces(stored: Tensor, bits: int, run: int) -> Tensor:
+    """uint8 [blocks, bytes] -> the integers of so many bits in them, [blocks, values].
+
+    The bytes of a run have the lowest bits of its first values, then the next bits of as many more.
+    """
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=stored.device)
+    spread = stored.unflatten(1, (-1, 1, run)) >> shifts.view(1, 1, -1, 1)
+    return (spread & (1 << bits) - 1).flatten(1)
+
+
+def _of_32(stored: Tensor, has_minimum: bool, has_fifth_bit: bool) -> Parts:
+    """Q4_0, Q4_1, Q5_0, Q5_1: scale, minimum, the fifth bits of all values, and their lower four."""
+    at = 4 if has_minimum else 2
+    middle = 16 if has_fifth_bit else 8
+    if has_fifth_bit:
+        bits = stored[:, at : at + 4, None] >> torch.arange(8, dtype=torch.uint8, device=stored.device) & 1
+        at += 4
+    integers = _pieces(stored[:, at:], 4, 16)
+    if has_fifth_bit:
+        integers = integers | bits.flatten(1) << 4
+    scale = _halves(stored, 0)[:, None]
+    if has_minimum:
+        return integers.float()[:, None], scale, -_halves(stored, 2)[:, None]
+    return integers.float()[:, None] - middle, scale, None
+
+
+def _q8_0(stored: Tensor) -> Parts:
+    return stored[:, None, 2:].contiguous().view(torch.int8).float(), _halves(stored, 0)[:, None], None
+
+
+def _k_scales(stored: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales and minima of the 8 groups, 6 bits each: uint8 [blocks, 8].
+
+    The first four are the lower bits of bytes 0 to 3, and 4 to 7.  The last four have their lower four bits in bytes 8
+    to 11, their upper two above those of the first.
+    """
+    low, high, more = stored.split(4, 1)
+    scales = torch.cat([low & 63, more & 15 | low >> 2 & 48], 1)
+    return scales, torch.cat([high & 63, more >> 4 | high >> 2 & 48], 1)
+
+
+def _of_256(stored: Tensor, has_fifth_bit: bool) -> Parts:
+    """Q4_K, Q5_K: scale of scales, scale of minima, scales and minima, the fifth bits, and the lower four."""
+    scales, minima = _k_scales(stored[:, 4 : 4 + K_SCALES])
+    at = 4 + K_SCALES
+    integers = _pieces(stored[:, at + (32 if has_fifth_bit else 0) :], 4, 32)
+    if has_fifth_bit:
+        integers = integers | _pieces(stored[:, at : at + 32], 1, 32) << 4
+    scale, minimum = _halves(stored, 0) * scales.float(), _halves(stored, 2) * minima.float()
+    return integers.unflatten(1, (8, 32)).float(), scale[:, :, None], minimum[:, :, None]
+
+
+def _q6_k(stored: Tensor) -> Parts:
+    """The lower four bits, the upper two, 16 scales int8, and the scale of scales."""
+    integers = _pieces(stored[:, :128], 4, 64) | _pieces(stored[:, 128:192], 2, 32) << 4
+    scales = _halves(stored, 208) * stored[:, 192:208].contiguous().view(torch.int8).float()
+    return (integers.float() - 32).unflatten(1, (16, 16)), scales[:, :, None], None
+
+
+BLOCK_TYPES: Mapping[str, BlockType] = {
+    type.name: type
+    for type in (
+        BlockType("Q4_0", 2, 32, 18, 32, partial(_of_32, has_minimum=False, has_fifth_bit=False)),
+        BlockType("Q4_1", 3, 32, 20, 32, partial(_of_32, has_minimum=True, has_fifth_bit=False)),
+        BlockType("Q5_0", 6, 32, 22, 32, partial(_of_32, has_minimum=False, has_fifth_bit=True)),
+        BlockType("Q5_1", 7, 32, 24, 32, partial(_of_32, has_minimum=True, has_fifth_bit=True)),
+        BlockType("Q8_0", 8, 32, 34, 32, _q8_0),
+        BlockType("Q4_K", 12, 256, 144, 32, partial(_of_256, has_fifth_bit=False)),
+        BlockType("Q5_K", 13, 256, 176, 32, partial(_of_256, has_fifth_bit=True)),
+        BlockType("Q6_K", 14, 256, 210, 16, _q6_k),
+    )
+}

@@ -1,0 +1,177 @@
+"""A linear layer whose weight is in a block format of GGUF files (blocks.py): y = x · weightᵀ + bias.
+
+A program reads the bytes of its rows' blocks as the file has them.  The integers of a group are exact in bfloat16 and
+float16, and are multiplied with the inputs on tensor cores; the group's scale multiplies their float32 sum.  A minimum
+multiplies the sum of the group's inputs.  So no value is rounded, and nothing is dequantised in memory.
+
+Tolerance: in · 2⁻²³ times the sum of magnitudes |x| · (|scale · integer| + |minimum|), and the rounding of the output.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.blocks import BlockMatrix
+from espalier.kernels.layers.linear import store_tile, weight_rows
+from espalier.kernels.layers.linear_plans import DTYPES, block_rows
+from espalier.kernels.ops.linear import sum_parts
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import Chip, chip, require
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+
+# A program's rows of the weight, the most rows of its inputs, and its warps.
+BLOCK_OUT, MAX_BLOCK_ROWS, WARPS = 64, 128, 4
+# Rows up to which columns are split among programs, two for each multiprocessor, and columns of the shortest split.
+SPLIT_ROWS, PROGRAMS_PER_PROCESSOR, MAX_SPLITS, MIN_COLUMNS = 64, 2, 8, 512
+
+
+def linear_blocks(x: Tensor, weight: BlockMatrix, bias: Tensor | None) -> Tensor:
+    return _launch(x, weight, bias, splits_of(len(x), weight, chip(weight.blocks)))
+
+
+def splits_of(rows: int, weight: BlockMatrix, gpu: Chip) -> int:
+    """The programs among which the columns of the weight are split."""
+    num_out, num_in = weight.shape
+    if rows > SPLIT_ROWS:
+        return 1
+    wanted = PROGRAMS_PER_PROCESSOR * gpu.processors // -(-num_out // BLOCK_OUT)
+    return max(min(wanted, MAX_SPLITS, num_in // max(MIN_COLUMNS, weight.type.values)), 1)
+
+
+@kernel
+def _half(ptrs):
+    """The float16 numbers of two bytes each at ptrs, in float32."""
+    low, high = tl.load(ptrs).to(tl.uint16), tl.load(ptrs + 1).to(tl.uint16)
+    return (low | high << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@kernel
+def _bits(ptrs, shift, MASK: tl.constexpr):
+    return (tl.load(ptrs).to(tl.int32) >> shift) & MASK
+
+
+@kernel
+def _of_32(block, TYPE: tl.constexpr):
+    """(integers [BLOCK_OUT, 32], scales, minima [BLOCK_OUT]) of a block of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0.
+
+    block: [BLOCK_OUT], to its first byte.
+    """
+    i = tl.arange(0, 32)[None, :]
+    scale, minimum = _half(block), 0.0 * _half(block)
+    if TYPE == 8:
+        integers = tl.load(block[:, None] + 2 + i).to(tl.int8, bitcast=True).to(tl.int32)
+    else:
+        HAS_MINIMUM: tl.constexpr = TYPE % 2 == 1
+        HAS_FIFTH_BIT: tl.constexpr = TYPE >= 6
+        AT: tl.constexpr = 4 if HAS_MINIMUM else 2
+        integers = _bits(block[:, None] + (AT + (4 if HAS_FIFTH_BIT else 0)) + i % 16, i // 16 * 4, 15)
+        if HAS_FIFTH_BIT:
+            integers |= _bits(block[:, None] + AT + i // 8, i % 8, 1) << 4
+        if HAS_MINIMUM:
+            minimum = -_half(block + 2)
+        else:
+            integers -= 16 if HAS_FIFTH_BIT else 8
+    return integers, scale, minimum
+
+
+@kernel
+def _of_256(block, group: tl.constexpr, TYPE: tl.constexpr):
+    """As _of_32, of a group of a block of Q4_K (12), Q5_K (13) or, 16 columns wide, Q6_K (14)."""
+    if TYPE == 14:
+        first: tl.constexpr = 16 * group % 128
+        i = first + tl.arange(0, 16)[None, :]
+        half: tl.constexpr = group // 8
+        integers = _bits(block[:, None] + 64 * half + i % 64, i // 64 * 4, 15)
+        integers |= _bits(block[:, None] + (128 + 32 * half) + i % 32, i // 32 * 2, 3) << 4
+        integers -= 32
+        scale = _half(block + 208) * tl.load(block + (192 + group)).to(tl.int8, bitcast=True).to(tl.float32)
+        minimum = 0.0 * scale
+    else:
+        i = tl.arange(0, 32)[None, :]
+        AT: tl.constexpr = 16 if TYPE == 12 else 48
+        integers = _bits(block[:, None] + (AT + group // 2 * 32) + i, group % 2 * 4, 15)
+        if TYPE == 13:
+            integers |= _bits(block[:, None] + 16 + i, group, 1) << 4
+        four: tl.constexpr = group % 4
+        small, low = _bits(block + (4 + four), 0, 255), _bits(block + (8 + four), 0, 255)
+        if group < 4:
+            small, low = small & 63, low & 63
+        else:
+            more = _bits(block + (12 + four), 0, 255)
+            small, low = more & 15 | (small >> 6) << 4, more >> 4 | (low >> 6) << 4
+        scale, minimum = _half(block) * small.to(tl.float32), _half(block + 2) * low.to(tl.float32)
+    return integers, scale, minimum
+
+
+@kernel
+def _linear_blocks_kernel(
+    x_ptr, blocks_ptr, bias_ptr, out_ptr, num_rows, num_out, num_blocks, x_stride,
+    TYPE: tl.constexpr, VALUES: tl.constexpr, NBYTES: tl.constexpr, GROUP: tl.constexpr, HAS_MINIMUM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, EVEN_OUT: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of weight rows, splits, tiles of rows).  num_blocks: of a row; the others as _linear_kernel.
+
+    TYPE: the block format's number; VALUES, NBYTES, GROUP: of a block.
+    """
+    pdl_trigger_and_wait(DEPENDENT)
+    w_rows = weight_rows(num_out, BLOCK_OUT, EVEN_OUT, False).to(tl.int64)
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
+    begin, end = split * num_blocks // num_splits, (split + 1) * num_blocks // num_splits
+    rows = tl.program_id(2) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    x_ptrs = x_ptr + rows.to(tl.int64)[:, None] * x_stride + tl.arange(0, GROUP)[None, :]
+    inside = rows[:, None] < num_rows
+    acc = tl.zeros((BLOCK_OUT, BLOCK_ROWS), tl.float32)
+    for number in range(begin, end):
+        block = blocks_ptr + (w_rows * num_blocks + number) * NBYTES
+        for group in tl.static_range(VALUES // GROUP):
+            x = tl.load(x_ptrs + number * VALUES + group * GROUP, mask=inside, other=0.0)
+            if VALUES == 32:
+                integers, scale, minimum = _of_32(block, TYPE)
+            else:
+                integers, scale, minimum = _of_256(block, group, TYPE)
+            acc += tl.dot(integers.to(x.dtype), tl.trans(x)) * scale[:, None]
+            if HAS_MINIMUM:
+                acc -= minimum[:, None] * tl.sum(x.to(tl.float32), 1)[None, :]
+    if bias_ptr is not None:
+        # Only the first split adds the bias.
+        acc += tl.where(split == 0, tl.load(bias_ptr + w_rows).to(tl.float32), 0.0)[:, None]
+    store_tile(acc, out_ptr, split, rows, num_rows, num_out, BLOCK_ROWS, BLOCK_OUT, False)
+
+
+# The formats whose values have a minimum.
+MINIMA = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+
+
+def _launch(x: Tensor, weight: BlockMatrix, bias: Tensor | None, splits: int) -> Tensor:
+    num_rows, (num_out, num_in), kind = len(x), weight.shape, weight.type
+    require("linear_blocks: x", x, (num_rows, num_in), None, weight.blocks)
+    if bias is not None:
+        require("linear_blocks: bias", bias, (num_out,), x.dtype, weight.blocks)
+    if x.dtype not in DTYPES or not weight.blocks.is_contiguous():
+        raise EspalierError(
+            f"linear_blocks: the Triton kernel takes bfloat16 or float16 and contiguous blocks, but got {x.dtype}: use "
+            "the reference"
+        )
+    x = x if x.stride(1) == 1 else x.contiguous()
+    shape, dtype = ((splits, num_rows, num_out), torch.float32) if splits > 1 else ((num_rows, num_out), x.dtype)
+    out = torch.empty(shape, dtype=dtype, device=x.device)
+    if num_rows * num_out == 0:
+        return sum_parts.triton(out, x.dtype)
+    tile = min(block_rows(num_rows), MAX_BLOCK_ROWS)
+    _linear_blocks_kernel[-(-num_out // BLOCK_OUT), splits, -(-num_rows // tile)](
+        *(x, weight.blocks, bias, out, num_rows, num_out, num_in // kind.values, x.stride(0)),
+        TYPE=kind.number,
+        VALUES=kind.values,
+        NBYTES=kind.nbytes,
+        GROUP=kind.group,
+        HAS_MINIMUM=kind.name in MINIMA,
+        BLOCK_ROWS=tile,
+        BLOCK_OUT=BLOCK_OUT,
+        EVEN_OUT=num_out % BLOCK_OUT == 0,
+        num_warps=WARPS,
+        **pdl_arguments(chip(x)),
+    )
+    return sum_parts.triton(out, x.dtype)

@@ -1,0 +1,159 @@
+"""Granite 4 hybrids: most layers are Mamba-2, the others attention without RoPE; a shared MLP, with experts or without.
+
+Embeddings, each block's output, logits and q · k have factors of their own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
+from espalier.errors import EspalierError, shown
+from espalier.model_files import MAX_SIZE
+from espalier.models.config import Family, ModelConfig, Raw, Windows, full_attention
+from espalier.models.expert_loading import load_experts
+from espalier.models.families.granite import MOE, SHARED
+from espalier.models.layer_loading import load_attention
+from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.mamba2 import Mamba2
+from espalier.models.layers.mixer import AttentionMixer, MixerLayer
+from espalier.models.layers.mlp import GatedMLP
+from espalier.models.mamba2_loading import load_mamba2
+from espalier.models.rope import RopeTables
+from espalier.models.weights import Weights
+
+LINEAR, FULL = "linear_attention", "full_attention"
+KINDS = {"mamba": LINEAR, "attention": FULL}
+COUNTS = (
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+    "shared_intermediate_size",
+)
+# As transformers writes it, which JSON has no number for.
+INFINITY = {"__float__": "Infinity"}
+
+
+def _text_fields(raw: Raw) -> Raw:
+    """The fields with the type of each layer as other families call it, and the size of a state's head."""
+    fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
+    if isinstance(types, list):
+        fields["layer_types"] = [KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+    sizes = [raw.get(name) for name in ("hidden_size", "mamba_n_heads", "mamba_expand")]
+    if raw.get("mamba_d_head", "auto") == "auto" and all(type(size) is int and size > 0 for size in sizes):
+        hidden, heads, expand = sizes
+        fields["mamba_d_head"] = expand * hidden // heads
+    return with_limits(fields)
+
+
+def with_limits(fields: Raw) -> Raw:
+    """The fields, in which time_step_limit has numbers alone."""
+    limits = fields.get("time_step_limit")
+    if not isinstance(limits, list):
+        return fields
+    return {**fields, "time_step_limit": [float("inf") if each == INFINITY else each for each in limits]}
+
+
+def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, str]) -> None:
+    """Check the fields of Mamba-2, and that a layer has attention.
+
+    counts: names of positive integers; heads_and_groups: of the numbers of heads, and of groups that share B and C.
+    Raises EspalierError.
+    """
+    for name in counts:
+        if type(full.get(name)) is not int or not 1 <= full[name] <= MAX_SIZE:
+            raise EspalierError(f"{name} = {shown(full.get(name))}; a positive integer is needed; correct the config")
+    heads, groups = heads_and_groups
+    if full[heads] % full[groups]:
+        raise EspalierError(f"{heads} = {full[heads]} is no multiple of {groups} = {full[groups]}; correct the config")
+    if FULL not in (full["layer_types"] or ()):
+        raise EspalierError(f"layer_types names no {FULL!r}; a model with no layer of attention is not supported")
+    limits = full["time_step_limit"]
+    are_two = isinstance(limits, list | tuple) and len(limits) == 2
+    if not are_two or not all(isinstance(each, int | float) for each in limits):
+        raise EspalierError(f"time_step_limit = {shown(limits)}; a list of two numbers is needed; correct the config")
+
+
+def _check(full: Raw) -> Windows:
+    """No layer has a window.  Raises EspalierError for sizes and factors that no layer can have."""
+    check_sizes(full, COUNTS, ("mamba_n_heads", "mamba_n_groups"))
+    if full["position_embedding_type"] not in (None, "nope", "rope"):
+        value = shown(full["position_embedding_type"])
+        raise EspalierError(f"position_embedding_type = {value} is not supported, only 'rope', 'nope' or null")
+    return full_attention(full)
+
+
+def _state_of(config: ModelConfig) -> RecurrentState:
+    raw = config.raw
+    heads, groups, size = raw["mamba_n_heads"], raw["mamba_n_groups"], raw["mamba_d_state"]
+    return RecurrentState(raw["mamba_d_conv"], heads, groups, size, raw["mamba_d_head"], delta=False, units=False)
+
+
+def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    state, size = _state_of(config), config.head_size
+    of_kind = {
+        LINEAR: LayerSpec(state.heads, state),
+        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size), scale=config.softmax_scale),
+    }
+    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+
+
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> MixerLayer:
+    """As espalier/models/config.py:LoadLayer."""
+    norms = [
+        weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps)
+        for name in ("input", "post_attention")
+    ]
+    if config.raw["layer_types"][layer] == FULL:
+        mixer = AttentionMixer(load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope))
+    else:
+        mixer = _load_mamba(weights, config, f"{prefix}mamba.")
+    return MixerLayer(layer, norms[0], mixer, norms[1], _load_mlp(weights, config, prefix), config.residual_scale)
+
+
+def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
+    raw = config.raw
+    how = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
+    sizes = (_state_of(config), config.hidden_size, config.rms_norm_eps)
+    return load_mamba2(weights, prefix, *sizes, limits=raw["time_step_limit"], **how)
+
+
+def _load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP | MixtureMLP:
+    hidden, inner, under = config.hidden_size, config.raw["shared_intermediate_size"], f"{prefix}shared_mlp."
+    if config.experts is not None:
+        return load_experts(weights, config.experts, f"{prefix}{config.experts.under}", hidden, config.activation)
+    gate_up = weights.linear(under, ("input_linear",), (2 * inner,), hidden, bias=False)
+    return GatedMLP(gate_up, weights.linear(under, ("output_linear",), (hidden,), inner, bias=False), config.activation)
+
+
+def with_states(raw: Raw) -> Family | None:
+    """Family.variant of Granite 4: this family for a config that names a layer with a state."""
+    types = raw.get("layer_types") or raw.get("layers_block_type")
+    has_states = isinstance(types, list) and ("mamba" in types or LINEAR in types)
+    return FAMILY if has_states else None
+
+
+FAMILY = replace(
+    SHARED,
+    architecture="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
+    defaults={
+        **MOE.defaults,
+        "intermediate_size": 11008,
+        "shared_intermediate_size": 1024,
+        "position_embedding_type": None,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": False,
+        "time_step_limit": (0.0, float("inf")),
+        "layer_types": None,
+    },
+    windows=_check,
+    ropes=lambda full: [{} if full["position_embedding_type"] == "rope" else None] * full["num_hidden_layers"],
+    honours=(*SHARED.honours, "position_embedding_type"),
+    text_fields=_text_fields,
+    layer_kinds=(LINEAR,),
+    layer_specs=_layer_specs,
+    load_layer=_load_layer,
+)

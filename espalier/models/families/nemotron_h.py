@@ -1,0 +1,198 @@
+"""Nemotron-H and Nemotron 3: each layer is one block, Mamba-2, attention without RoPE, an MLP or a mixture of experts.
+
+MLPs have no gate: relu(up)² is relu(gate) · up with up as the gate, so their matrices are loaded twice.
+"""
+
+import torch
+
+from espalier.cache.layer_spec import NOTHING, KVHeads, LayerSpec, RecurrentState
+from espalier.errors import EspalierError, shown
+from espalier.kernels.layers.tuning_table import DENSE
+from espalier.kernels.ops.activation import RELU
+from espalier.kernels.ops.experts import Routing
+from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
+from espalier.models.families.granite_hybrid import FULL, LINEAR, check_sizes, with_limits
+from espalier.models.layer_loading import load_attention
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.experts import MixtureMLP
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.mamba2 import Mamba2
+from espalier.models.layers.mixer import AttentionMixer, BlockLayer
+from espalier.models.layers.mlp import GatedMLP
+from espalier.models.mamba2_loading import load_mamba2
+from espalier.models.rope import RopeTables
+from espalier.models.weight_formats import dense_weight
+from espalier.models.weights import Weights
+
+MOE, MLP = "moe", "mlp"
+# Of hybrid_override_pattern, and of older configs' lists.
+KINDS = {"M": LINEAR, "*": FULL, "E": MOE, "-": MLP, "mamba": LINEAR, "attention": FULL}
+COUNTS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel")
+RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
+
+
+def _text_fields(raw: Raw) -> Raw:
+    """The fields under the names of other families, with a type for each layer."""
+    fields = with_limits({**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
+    types = fields.get("layer_types") or raw.get("hybrid_override_pattern")
+    if isinstance(types, list | str):
+        fields["layer_types"] = [KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
+        fields["num_hidden_layers"] = len(types)
+    return fields
+
+
+def _check(full: Raw) -> Windows:
+    """No layer has a window.  Raises EspalierError for what no layer computes."""
+    check_sizes(full, COUNTS, ("mamba_num_heads", "n_groups"))
+    for name, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu"), ("moe_latent_size", None)):
+        if full[name] != only:
+            raise EspalierError(f"{name} = {shown(full[name])} is not supported, only {only!r}; use another model")
+    for name in ("use_bias", "mlp_bias", "attention_bias"):
+        if full[name]:
+            raise EspalierError(f"{name} = {shown(full[name])} is not supported, only False; use another model")
+    return full_attention(full)
+
+
+def _experts(full: Raw) -> Experts | None:
+    layers = frozenset(layer for layer, kind in enumerate(full["layer_types"] or ()) if kind == MOE)
+    if not layers:
+        return None
+    routing = Routing(
+        full["n_routed_experts"],
+        full["num_experts_per_tok"],
+        scoring="sigmoid",
+        norm_topk_prob=bool(full["norm_topk_prob"]),
+        routed_scaling_factor=full["routed_scaling_factor"],
+        n_group=full["n_group"] or 1,
+        topk_group=full["topk_group"] or 1,
+        group_score="top2_sum",
+        correction_bias=True,
+    )
+    shared = full["moe_shared_expert_intermediate_size"] if full["n_shared_experts"] else 0
+    return Experts(layers, routing, full["moe_intermediate_size"], shared, "shared_experts", activation=RELU)
+
+
+def _state_of(config: ModelConfig) -> RecurrentState:
+    taps, heads, groups, size, v_size = (
+        config.raw[name] for name in ("conv_kernel", "mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim")
+    )
+    return RecurrentState(taps, heads, groups, size, v_size, delta=False, units=False)
+
+
+def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    state, size = _state_of(config), config.head_size
+    of_kind = {
+        LINEAR: LayerSpec(state.heads, state),
+        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size)),
+        MOE: LayerSpec(0, NOTHING),
+        MLP: LayerSpec(0, NOTHING),
+    }
+    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+
+
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> BlockLayer:
+    """As espalier/models/config.py:LoadLayer."""
+    kind, under = config.raw["layer_types"][layer], f"{prefix}mixer."
+    norm = weights.norm(f"{prefix}norm", config.hidden_size, config.rms_norm_eps)
+    if kind == LINEAR:
+        return BlockLayer(layer, norm, mixer=_load_mamba(weights, config, under))
+    if kind == FULL:
+        attention = load_attention(weights, config, under, config.hidden_size, rope)
+        return BlockLayer(layer, norm, mixer=AttentionMixer(attention))
+    if kind == MLP:
+        return BlockLayer(layer, norm, mlp=_load_mlp(weights, under, config.hidden_size, config.intermediate_size))
+    assert config.experts is not None
+    return BlockLayer(layer, norm, mlp=_load_experts(weights, config.experts, under, config.hidden_size))
+
+
+def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
+    raw = config.raw
+    how = {"bias": False, "conv_bias": bool(raw["use_conv_bias"]), "limits": raw["time_step_limit"]}
+    return load_mamba2(weights, prefix, _state_of(config), config.hidden_size, config.rms_norm_eps, **how)
+
+
+def _dense(weights: Weights, name: str, rows: int, columns: int) -> torch.Tensor:
+    """A matrix that is loaded twice, which quantised ones cannot be."""
+    if weights.formats(name).name != DENSE:
+        raise EspalierError(f"{name!r} in {weights.path} is quantised, and its family is supported only without that")
+    return weights.take(f"{name}.weight", rows, columns)
+
+
+def _load_mlp(weights: Weights, prefix: str, hidden: int, inner: int) -> GatedMLP:
+    up = _dense(weights, f"{prefix}up_proj", inner, hidden)
+    down = weights.linear(prefix, ("down_proj",), (hidden,), inner, bias=False)
+    return GatedMLP(Linear(dense_weight(torch.cat((up, up)))), down, RELU)
+
+
+def _load_experts(weights: Weights, experts: Experts, prefix: str, hidden: int) -> MixtureMLP:
+    count, size = experts.routing.num_experts, experts.size
+    router = weights.take(f"{prefix}gate.weight", count, hidden)
+    gate_up, down = weights.empty(count, 2 * size, hidden), weights.empty(count, hidden, size)
+    for expert in range(count):
+        name = f"{prefix}experts.{expert}."
+        gate_up[expert, :size] = _dense(weights, f"{name}up_proj", size, hidden)
+        gate_up[expert, size:] = gate_up[expert, :size]
+        down[expert] = _dense(weights, f"{name}down_proj", hidden, size)
+    bias = weights.take_exact(f"{prefix}gate.e_score_correction_bias", count)
+    shared = (
+        _load_mlp(weights, f"{prefix}shared_experts.", hidden, experts.shared_size) if experts.shared_size else None
+    )
+    return MixtureMLP(experts.routing, router, bias, gate_up, down, shared, activation=RELU)
+
+
+def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
+    return Embedding(weights.take("model.embeddings.weight", config.vocab_size, config.hidden_size), scale)
+
+
+FAMILY = Family(
+    architecture="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 21504,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "use_bias": False,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "time_step_limit": (0.0, float("inf")),
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
+        "moe_latent_size": None,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "layer_types": None,
+    },
+    qkv_bias=lambda full: False,
+    out_bias=lambda full: False,
+    windows=_check,
+    ropes=lambda full: [None] * full["num_hidden_layers"],
+    experts=_experts,
+    honours=(
+        *("n_routed_experts", "n_shared_experts", "num_local_experts", "routed_scaling_factor"),
+        *("num_nextn_predict_layers", "hidden_act"),
+    ),
+    text_fields=_text_fields,
+    layer_kinds=(LINEAR, MOE, MLP),
+    layer_specs=_layer_specs,
+    load_layer=_load_layer,
+    load_embedding=_load_embedding,
+    stored_prefix="backbone.",
+    unread={"mtp.": "layers of multi-token prediction"},
+    final_norm="model.norm_f",
+)

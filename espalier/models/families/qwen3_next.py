@@ -1,0 +1,204 @@
+"""Qwen3-Next: three layers of the gated delta rule to one of gated attention; experts with a gated shared one.
+
+Of a head's values a quarter is rotated, and norms store their weights less 1.  Checkpoints may hold an MTP layer, whose
+attention is gated too.
+"""
+
+from dataclasses import replace
+
+from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
+from espalier.errors import EspalierError
+from espalier.kernels.ops.recurrence import ShortConv
+from espalier.kernels.ops.rope import HeadNorms
+from espalier.model_files import MAX_HEAD_SIZE, MAX_SIZE
+from espalier.models.config import Experts, ModelConfig, Raw, Windows, full_attention
+from espalier.models.expert_loading import load_experts
+from espalier.models.families.qwen2_moe import expert_layers, routing
+from espalier.models.families.qwen3_moe import FAMILY as QWEN3_MOE
+from espalier.models.layers.delta_net import DeltaNet
+from espalier.models.layers.gated_attention import GatedAttention
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.mixer import MixerLayer
+from espalier.models.mtp_family import MTPFamily
+from espalier.models.rope import RopeTables
+from espalier.models.weights import Weights
+
+LINEAR, FULL = "linear_attention", "full_attention"
+SIZES = ("linear_key_head_dim", "linear_value_head_dim")
+COUNTS = ("linear_num_key_heads", "linear_num_value_heads", "linear_conv_kernel_dim")
+# Positions of images in three directions.  Those of text are the same in all of them.
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+QWEN_MTP = MTPFamily(
+    prefix="mtp.layers.{}.",
+    shared="mtp.",
+    embed_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    project="fc",
+    norm="norm",
+    embed="mtp.embed_tokens",
+    head="mtp.lm_head",
+    layer_type=FULL,
+)
+
+
+def text_fields(raw: Raw) -> Raw:
+    """The fields of a config.json with a type for each layer, the number of MTP layers, and a RoPE for text."""
+    count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
+    types = raw.get("layer_types")
+    if types is None and type(count) is int and type(interval) is int and interval > 0:
+        types = [FULL if (layer + 1) % interval == 0 else LINEAR for layer in range(count)]
+    mtp = next((raw[name] for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers") if name in raw), 1)
+    ropes = {
+        name: {key: value for key, value in raw[name].items() if key not in OF_IMAGES}
+        for name in ("rope_parameters", "rope_scaling")
+        if isinstance(raw.get(name), dict)
+    }
+    return {**raw, "layer_types": types, "num_nextn_predict_layers": mtp, **ropes}
+
+
+def check_layers(full: Raw) -> Windows:
+    """No layer has a window.  Raises EspalierError for sizes that no layer can have."""
+    for name in (*SIZES, *COUNTS):
+        value, most = full.get(name), MAX_HEAD_SIZE if name in SIZES else MAX_SIZE
+        if type(value) is not int or not 1 <= value <= most:
+            raise EspalierError(f"{name} = {value!r}; a positive integer is needed, {most} at most; correct the config")
+    if full["linear_num_value_heads"] % full["linear_num_key_heads"]:
+        raise EspalierError(
+            f"linear_num_value_heads = {full['linear_num_value_heads']} is no multiple of linear_num_key_heads = "
+            f"{full['linear_num_key_heads']}; correct the config"
+        )
+    if full.get("attn_output_gate", True) is not True:
+        raise EspalierError(f"attn_output_gate = {full['attn_output_gate']!r} is not supported, only True")
+    if FULL not in full["layer_types"]:
+        raise EspalierError(f"layer_types names no {FULL!r}; a model with no layer of attention is not supported")
+    return full_attention(full)
+
+
+def state_of(config: ModelConfig) -> RecurrentState:
+    raw = config.raw
+    return RecurrentState(
+        taps=raw["linear_conv_kernel_dim"],
+        heads=raw["linear_num_value_heads"],
+        k_heads=raw["linear_num_key_heads"],
+        k_size=raw["linear_key_head_dim"],
+        v_size=raw["linear_value_head_dim"],
+    )
+
+
+def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    state, size = state_of(config), config.head_size
+    of_kind = {
+        LINEAR: LayerSpec(state.heads, state),
+        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size)),
+    }
+    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+
+
+def load_layer(
+    weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables, index: int | None = None
+) -> MixerLayer:
+    """As espalier/models/config.py:LoadLayer."""
+    is_linear = config.raw["layer_types"][layer] == LINEAR
+    norms = [
+        weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps, config.norm_offset)
+        for name in ("input", "post_attention")
+    ]
+    mixer = (
+        load_delta_net(weights, config, f"{prefix}linear_attn.")
+        if is_linear
+        else load_gated_attention(weights, config, f"{prefix}self_attn.", rope)
+    )
+    sizes = (config.hidden_size, config.intermediate_size)
+    has_experts = config.experts is not None and layer in config.experts.layers
+    mlp = (
+        load_experts(weights, config.experts, f"{prefix}mlp.", config.hidden_size)
+        if config.experts is not None and has_experts
+        else weights.mlp(f"{prefix}mlp.", *sizes, config.mlp_bias, config.activation)
+    )
+    return MixerLayer(layer if index is None else index, norms[0], mixer, norms[1], mlp)
+
+
+def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rope: RopeTables) -> GatedAttention:
+    size, hidden = config.head_size, config.hidden_size
+    rows = (2 * config.heads * size, config.kv_heads * size, config.kv_heads * size)
+    q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
+    return GatedAttention(
+        weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, hidden, config.attention_bias),
+        weights.linear(prefix, ("o_proj",), (hidden,), config.heads * size, config.out_bias),
+        config.heads,
+        size,
+        rope,
+        HeadNorms(q_norm, k_norm, config.rms_norm_eps),
+    )
+
+
+def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaNet:
+    """Qwen3-Next stores q, k, v and z as one matrix, in turn for each head of k, and b and a too; Qwen3.5 apart."""
+    keeps, hidden = state_of(config), config.hidden_size
+    inner, is_grouped = keeps.heads * keeps.v_size, weights.has_matrix(f"{prefix}in_proj_qkvz")
+
+    def joined(whole: str, parts: tuple[str, str], rows: tuple[int, int]) -> Linear:
+        names, sizes = ((whole,), (sum(rows),)) if is_grouped else (parts, rows)
+        return weights.linear(prefix, names, sizes, hidden, bias=False)
+
+    return DeltaNet(
+        keeps,
+        joined("in_proj_qkvz", ("in_proj_qkv", "in_proj_z"), (keeps.channels, inner)),
+        joined("in_proj_ba", ("in_proj_b", "in_proj_a"), (keeps.heads, keeps.heads)),
+        is_grouped,
+        ShortConv(weights.take(f"{prefix}conv1d.weight", keeps.channels, 1, keeps.taps)[:, 0]),
+        weights.take_exact(f"{prefix}A_log", keeps.heads),
+        weights.take_exact(f"{prefix}dt_bias", keeps.heads),
+        weights.norm(f"{prefix}norm", keeps.v_size, config.rms_norm_eps),
+        weights.linear(prefix, ("out_proj",), (hidden,), inner, bias=False),
+    )
+
+
+def experts(full: Raw) -> Experts | None:
+    how = routing(full, default=512)
+    if how is None:
+        return None
+    shared = full["shared_expert_intermediate_size"]
+    size, gate = full["moe_intermediate_size"], "shared_expert_gate"
+    return Experts(expert_layers(full), how, size, shared, "shared_expert", gate, stored="joined")
+
+
+FAMILY = replace(
+    QWEN3_MOE,
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "intermediate_size": 5632,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+    },
+    windows=check_layers,
+    experts=experts,
+    norm_offset=1.0,
+    honours=(
+        *("num_experts", "num_local_experts", "shared_expert_intermediate_size", "partial_rotary_factor"),
+        *("num_nextn_predict_layers", "attn_output_gate"),
+    ),
+    text_fields=text_fields,
+    layer_kinds=(LINEAR,),
+    layer_specs=layer_specs,
+    load_layer=load_layer,
+    mtp=QWEN_MTP,
+)

@@ -1,0 +1,287 @@
+"""A config.json for a model in a GGUF file, from its metadata.
+
+Every field of the model's architecture is honoured, or refused by name.  llama.cpp's converter leaves out some that it
+computes from others; those are named here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from espalier.errors import EspalierError, shown
+from espalier.gguf_file import GGUF, read_gguf
+from espalier.kernels.layers.blocks import BLOCK_TYPES
+
+Raw = dict[str, Any]
+# GGUF's names of a layer's parts, in every architecture.
+PARTS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+}
+TWO_NORMS = {"ffn_norm": "post_attention_layernorm"}
+FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OF_MODEL = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
+# Fields behind the name of the architecture, and those of config.json with the same meaning.
+FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "rope.freq_base": "rope_theta",
+}
+# Those that a file may leave out, which then have GGUF's defaults, whatever the family's are.
+OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base")
+# Fields that are read otherwise, or whose value here changes nothing.
+READ_APART = (
+    *("attention.value_length", "rope.dimension_count", "vocab_size", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
+)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        "expert_count": (0,),
+        "expert_used_count": (0,),
+        "attention.causal": (True,),
+        "attn_logit_softcapping": (0.0,),
+        "rope.scaling.attn_factor": (1.0,),
+    }
+)
+# The type of plain tensors, by GGUF's number.
+PLAIN = {0: "F32", 1: "F16", 30: "BF16"}
+BY_NUMBER = {type.number: type for type in BLOCK_TYPES.values()}
+
+
+def no_more(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
+    return {}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp stores a family.
+
+    family, model_type: of config.json.  norms: names of a layer's norms beside `attn_norm`.
+    permuted: whether rows of q and k are stored in the order of pairs of rotated values.
+    norm_offset: what is added to stored norms.  more: further fields, from the header and a function that reads one
+    behind the architecture's name; `fields`: their names.
+    """
+
+    family: str
+    model_type: str
+    norms: Mapping[str, str]
+    permuted: bool = False
+    norm_offset: float = 0.0
+    more: Callable[[GGUF, Callable[[str], Any]], Raw] = no_more
+    fields: tuple[str, ...] = ()
+
+    def name(self, stored: str) -> str:
+        """The name of a tensor in a Hugging Face checkpoint; `stored` itself for an unknown one."""
+        module, _, kind = stored.rpartition(".")
+        if module in OF_MODEL:
+            return f"{OF_MODEL[module]}.{kind}"
+        block, _, rest = module.partition(".")
+        layer, _, part = rest.partition(".")
+        known = {**PARTS, **self.norms}
+        return f"model.layers.{layer}.{known[part]}.{kind}" if block == "blk" and part in known else stored
+
+
+def _llama(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
+    return {"attention_bias": "blk.0.attn_q.bias" in gguf.tensors}
+
+
+# Fields of Gemma 2 and 3, and those of config.json.
+GEMMA = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+GEMMA3 = {"attention.sliding_window_pattern": "sliding_window_pattern", "rope.freq_base_swa": "rope_local_base_freq"}
+# The layers of the largest model of each, which scales queries by another size than that of their heads.
+LARGEST = {"gemma2": 46, "gemma3": 62}
+
+
+def _gemma(gguf: GGUF, field: Callable[[str], Any]) -> Raw:
+    heads, hidden = field("attention.head_count"), field("embedding_length")
+    # The file does not say it.
+    is_largest = field("block_count") == LARGEST[gguf.metadata["general.architecture"]]
+    is_known = type(heads) is int and type(hidden) is int and heads > 0
+    scalar = hidden // heads if is_largest and is_known else field("attention.key_length")
+    found = {theirs: field(ours) for ours, theirs in (GEMMA | GEMMA3).items()}
+    return {name: value for name, value in {**found, "query_pre_attn_scalar": scalar}.items() if value is not None}
+
+
+ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(
+    {
+        # Mistral's models too.
+        "llama": Architecture("LlamaForCausalLM", "llama", TWO_NORMS, permuted=True, more=_llama),
+        "qwen2": Architecture("Qwen2ForCausalLM", "qwen2", TWO_NORMS),
+        "qwen3": Architecture("Qwen3ForCausalLM", "qwen3", TWO_NORMS),
+        "gemma2": Architecture(
+            *("Gemma2ForCausalLM", "gemma2", FOUR_NORMS), norm_offset=1.0, more=_gemma, fields=tuple(GEMMA)
+        ),
+        "gemma3": Architecture(
+            *("Gemma3ForCausalLM", "gemma3_text", FOUR_NORMS), norm_offset=1.0, more=_gemma, fields=(*GEMMA, *GEMMA3)
+        ),
+    }
+)
+
+
+def architecture_of_gguf(gguf: GGUF) -> Architecture:
+    """Raises EspalierError for an architecture that is not supported."""
+    name = gguf.metadata.get("general.architecture")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise EspalierError(
+            f"{gguf.path}: architecture {shown(name)} is not supported in GGUF files, only {', '.join(ARCHITECTURES)}; "
+            "give the Hugging Face directory of the model"
+        )
+    return ARCHITECTURES[name]
+
+
+def gguf_config(path: Path) -> Raw:
+    """The config.json that says the same as the file's metadata.  Raises EspalierError naming what is not supported."""
+    gguf = read_gguf(path)
+    architecture, name = architecture_of_gguf(gguf), gguf.metadata["general.architecture"]
+    own = {key.removeprefix(f"{name}."): value for key, value in gguf.metadata.items() if key.startswith(f"{name}.")}
+    _refuse_unknown(own, architecture, path, name)
+    config: Raw = {
+        "architectures": [architecture.family],
+        "model_type": architecture.model_type,
+        **_defaults(own),
+        **{theirs: own[ours] for ours, theirs in FIELDS.items() if ours in own},
+        **_sizes(gguf, own),
+        **_rope(gguf, own),
+        **_tokens(gguf.metadata),
+        "dtype": _dtype(gguf),
+        **architecture.more(gguf, own.get),
+        "quantization_config": {"quant_method": "gguf", "types": _types(gguf, architecture)},
+    }
+    # An embedding in blocks is read twice: as a table, and in its blocks as the head.
+    config["tie_word_embeddings"] = HEAD not in gguf.tensors and gguf.tensors[EMBEDDING].type in PLAIN
+    return config
+
+
+def _defaults(own: Raw) -> Raw:
+    heads, hidden = own["attention.head_count"], own["embedding_length"]
+    size = hidden // heads if type(heads) is type(hidden) is int and heads > 0 else None
+    return {"num_key_value_heads": heads, "head_dim": size, "rope_theta": 10000.0}
+
+
+def _refuse_unknown(own: Raw, architecture: Architecture, path: Path, name: str) -> None:
+    if missing := next((field for field in FIELDS if field not in own and field not in OPTIONAL), None):
+        raise EspalierError(f"{path} has no field {f'{name}.{missing}'!r}; download the file again")
+    known = (*FIELDS, *READ_APART, *architecture.fields)
+    for field, value in own.items():
+        if field not in known and value not in NEUTRAL.get(field, ()):
+            raise EspalierError(
+                f"{path}: field {shown(f'{name}.{field}')} = {shown(value)} is not supported; give the Hugging Face "
+                "directory of the model"
+            )
+
+
+def _sizes(gguf: GGUF, own: Raw) -> Raw:
+    """The vocabulary, and the part of a head that is rotated."""
+    if EMBEDDING not in gguf.tensors:
+        raise EspalierError(f"{gguf.path} has no tensor {EMBEDDING!r}; download the file again")
+    sizes: Raw = {"vocab_size": gguf.tensors[EMBEDDING].shape[0]}
+    key, value, rotated = (
+        own.get(f) for f in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    )
+    if value not in (None, key):
+        raise EspalierError(
+            f"{gguf.path}: keys of {shown(key)} values and values of {shown(value)} are not supported, only of one size"
+        )
+    if key is None and rotated is not None:
+        sizes["head_dim"] = rotated
+    elif isinstance(key, int) and isinstance(rotated, int) and rotated != key and key > 0:
+        sizes["partial_rotary_factor"] = rotated / key
+    return sizes
+
+
+def _rope(gguf: GGUF, own: Raw) -> Raw:
+    """rope_scaling: of the type that the file names, or of the divisors of frequencies that it holds."""
+    kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor")
+    scaling: Raw | None = None
+    if kind in ("linear", "yarn"):
+        original = own.get("rope.scaling.original_context_length")
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind == "yarn" and original is not None:
+            scaling["original_max_position_embeddings"] = original
+    elif kind != "none":
+        raise EspalierError(f"{gguf.path}: rope.scaling.type = {shown(kind)} is not supported, only linear and yarn")
+    if FREQUENCIES in gguf.tensors:
+        if scaling is not None:
+            raise EspalierError(f"{gguf.path} has both {FREQUENCIES!r} and rope.scaling.type = {shown(kind)}")
+        divisors = _frequencies(gguf)
+        scaling = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
+    return {} if scaling is None else {"rope_scaling": scaling}
+
+
+def _dtype(gguf: GGUF) -> str:
+    """The dtype of the model: of matrices that are not in blocks, or bfloat16."""
+    types = {place.type for place in gguf.tensors.values() if len(place.shape) > 1}
+    return {frozenset({0}): "float32", frozenset({1}): "float16"}.get(frozenset(types), "bfloat16")
+
+
+def _frequencies(gguf: GGUF) -> list[float]:
+    place = gguf.tensors[FREQUENCIES]
+    if place.type != 0 or len(place.shape) != 1:
+        raise EspalierError(f"{gguf.path}: {FREQUENCIES!r} is no list of float32; download the file again")
+    with place.file.open("rb") as file:
+        file.seek(place.begin)
+        content = file.read(4 * place.shape[0])
+    if len(content) != 4 * place.shape[0]:
+        raise EspalierError(f"{gguf.path} is cut short in {FREQUENCIES!r}; download the file again")
+    return np.frombuffer(content, "<f4").tolist()
+
+
+def _tokens(metadata: Mapping[str, Any]) -> Raw:
+    """Special tokens.  llama.cpp ends at the end of a text and at the end of a turn."""
+    ends = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    found: Raw = {"eos_token_id": [end for end in ends if end is not None]}
+    for name, field in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
+        if (token := metadata.get(f"tokenizer.ggml.{field}")) is not None:
+            found[name] = token
+    return found
+
+
+def _types(gguf: GGUF, architecture: Architecture) -> dict[str, str]:
+    """The block format of each matrix that has one, by the matrix's name."""
+    types = {}
+    for stored, place in gguf.tensors.items():
+        if place.type in PLAIN:
+            continue
+        type = BY_NUMBER.get(place.type)
+        if type is None:
+            supported = ", ".join((*PLAIN.values(), *BLOCK_TYPES))
+            raise EspalierError(
+                f"{gguf.path}: tensor {shown(stored)} is of block type {place.type}, which is not supported; supported "
+                f"are {supported}: use another quantisation of the model"
+            )
+        if place.shape[-1] % type.values:
+            raise EspalierError(
+                f"{gguf.path}: tensor {shown(stored)} has rows of {place.shape[-1]} values, which blocks of "
+                f"{type.values} ({type.name}) do not divide; download the file again"
+            )
+        types[architecture.name(stored).removesuffix(".weight")] = type.name
+    if HEAD not in gguf.tensors and "model.embed_tokens" in types:
+        types["lm_head"] = types["model.embed_tokens"]
+    return types

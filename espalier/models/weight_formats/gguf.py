@@ -1,0 +1,80 @@
+"""Matrices in the block formats of GGUF files: the file's bytes stay in memory, and products read them.
+
+config.json, made from the file's metadata (gguf_config.py), has the block format of each matrix.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError, shown
+from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
+from espalier.kernels.layers.linear_plans import DTYPES
+from espalier.kernels.layers.quantised import BLOCK_VALUES
+from espalier.kernels.ops.linear import linear_blocks
+from espalier.models.weight_formats.base import FormatOf, StoredTensor, Weight, WeightFormat
+from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.models.weight_formats.quantised import read_object, require_multiple
+
+GGUF_METHOD = "gguf"
+
+
+class BlockWeight(Weight):
+    """A weight that stays in the blocks of its file."""
+
+    __slots__ = ("matrix", "format")
+
+    def __init__(self, matrix: BlockMatrix) -> None:
+        super().__init__(matrix.shape, matrix.blocks.nbytes)
+        self.matrix = matrix
+        self.format = matrix.type.name
+
+    def require_kernels(self, dtype: torch.dtype) -> None:
+        if self.matrix.blocks.is_cuda and dtype not in DTYPES:
+            raise EspalierError(f"{self.format} weights need dtype=bfloat16 or float16 on a GPU, not {dtype}")
+
+    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return linear_blocks(x, self.matrix, bias)
+
+    def rows_from(self, first: int) -> Weight:
+        return BlockWeight(self.matrix.rows_from(first))
+
+    def write_to(self, table: Tensor) -> None:
+        """Write the values to a dense tensor [out, in] of any floating-point dtype."""
+        step = max(BLOCK_VALUES // table.shape[1], 1)
+        for begin in range(0, len(table), step):
+            table[begin : begin + step].copy_(dequantise_blocks(self.matrix, begin, begin + step))
+
+
+@dataclass(frozen=True)
+class GGUFFormat(WeightFormat):
+    """`.weight` uint8 [out, blocks of a row, bytes of a block].  type: a name of BLOCK_TYPES."""
+
+    type: str
+    name = GGUF_METHOD
+    has_shards = True
+    embeds = True
+
+    def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
+        kind = BLOCK_TYPES[self.type]
+        require_multiple(f"{self.name} ({self.type})", "columns", columns, kind.values)
+        shape = (rows, columns // kind.values, kind.nbytes)
+        return (StoredTensor(".weight", shape, torch.uint8, 0, 1, column_unit=kind.values),)
+
+    def build(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> BlockWeight:
+        return BlockWeight(BlockMatrix(BLOCK_TYPES[self.type], tensors[".weight"].flatten(1)))
+
+    def keeps(self, name: str, dtype: torch.dtype) -> bool:
+        return dtype == torch.uint8
+
+
+def read_gguf_types(quantisation: Mapping[str, Any]) -> FormatOf:
+    """quant_method "gguf".  Raises EspalierError naming a block format that is not supported."""
+    types = read_object(quantisation, "types")
+    if unknown := next((type for type in types.values() if type not in BLOCK_TYPES), None):
+        raise EspalierError(f"quantization_config: block type {shown(unknown)} is not supported")
+    formats = {name: GGUFFormat(type) for name, type in types.items()}
+    return lambda name: formats.get(name, DENSE_FORMAT)

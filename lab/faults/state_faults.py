@@ -1,0 +1,84 @@
+"""Planted faults of layers that keep a state."""
+
+from dataclasses import replace
+
+import torch
+
+from espalier.cache.states import ZERO_ROW, tail_after
+from lab.faults.base import Fault
+
+
+def _sibling_kept(right):
+    """Siblings have adjacent rows in the tree, the more likely one first."""
+
+    def commit(table, access, source):
+        last = next(iter(table.states.values())).inputs.shape[0] - 1
+        right(table, access, torch.where(source > source[:, :1], (source + 1).clamp(max=last), source))
+
+    return commit
+
+
+def _one_short(right):
+    def commit(table, access, source):
+        right(table, replace(access, length=(access.length - 1).clamp(min=0)), source)
+
+    return commit
+
+
+def _tail_kept(right):
+    """The tail ends in the last row of the tree's width, whether or not that row was accepted."""
+
+    def commit(table, access, source):
+        tails = {layer: states.tail[access.slots] for layer, states in table.states.items()}
+        right(table, access, source)
+        whole = torch.full_like(access.length, source.shape[1])
+        for layer, states in table.states.items():
+            table.store(access, states.tail, tail_after(tails[layer], states.inputs[source], whole))
+
+    return commit
+
+
+def _wrong_page(right):
+    def use(snapshots, page):
+        others = [other for other in snapshots._filed if other != page]
+        return right(snapshots, others[-1] if others else page)
+
+    return use
+
+
+def _not_cleared(right):
+    return lambda keeper: tuple(pair for pair in right(keeper) if pair[0] != ZERO_ROW)
+
+
+STATE_FAULTS = (
+    Fault(
+        "sibling-state",
+        "a state takes in the sibling of an accepted node in its place",
+        "espalier.cache.states:StateTable.commit",
+        _sibling_kept,
+    ),
+    Fault(
+        "state-one-short",
+        "a state is committed one node short of the accepted path",
+        "espalier.cache.states:StateTable.commit",
+        _one_short,
+    ),
+    Fault(
+        "tail-not-rolled-back",
+        "the tail of a convolution ends in rejected nodes",
+        "espalier.cache.states:StateTable.commit",
+        _tail_kept,
+    ),
+    Fault(
+        "snapshot-of-wrong-page",
+        "a request begins with the snapshot of another page",
+        "espalier.cache.snapshots:Snapshots.use",
+        _wrong_page,
+    ),
+    Fault(
+        "state-carried-over",
+        "a slot keeps the state of the request that had it before",
+        "espalier.engine.state_keeper:StateKeeper.take_copies",
+        _not_cleared,
+    ),
+)
