@@ -28,6 +28,10 @@ def require_shards(config: ModelConfig, count: int) -> None:
     """Raises EspalierError if `count` ranks cannot divide this model, naming what they cannot divide."""
     if count == 1:
         return
+    if config.probed is not None:
+        raise EspalierError(
+            f"tensor_parallel={count} is not supported for models that transformers runs; use 1, or model_impl='native'"
+        )
     is_one = len(config.names.qkv) == 1 or len(config.names.mlp.gate_up) == 1
     if config.architecture not in DIVIDED or config.wide_qk_norm or is_one:
         raise EspalierError(

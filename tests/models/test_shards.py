@@ -246,6 +246,12 @@ def test_a_model_that_ranks_cannot_divide_is_refused_before_its_weights_are_read
     assert "\n" not in str(refused.value)
 
 
+def test_a_model_that_transformers_runs_is_refused(tmp_path):
+    path = make_target(tmp_path / "target")
+    with pytest.raises(EspalierError, match="tensor_parallel=2 is not supported for models that transformers runs"):
+        prepare(EngineConfig(model=path, tensor_parallel=2, model_impl="transformers", speculation=None))
+
+
 def test_a_format_without_parts_is_refused_by_name(tmp_path):
     class Whole(DenseFormat):
         name = "whole"
