@@ -111,6 +111,11 @@ class EngineConfig:
     prefix_cache: bool | Literal["auto"] = option("share pages between requests with equal prompt prefixes")
     overlap: bool | Literal["auto"] = option("launch a round before the previous one's result is read")
     graph_batch: int | Literal["auto"] = option("largest batch whose rounds run as CUDA graphs; 0 for none", low=0)
+    model_impl: str = option(
+        "what runs the model: native for Espalier's own layers, transformers for the class of that library; by default "
+        "native if there is a family for the architecture",
+        choices=("native", "transformers"),
+    )
     model_overrides: Mapping[str, Any] = field(
         default_factory=dict, metadata={"help": "fields of the model's config.json to replace, as JSON"}
     )
@@ -150,6 +155,7 @@ class ResolvedConfig:
     prefix_cache: bool
     overlap: bool
     graph_batch: int
+    model_impl: str
     model_overrides: dict[str, Any]
     seed: int
     pauses_draft: bool = False

@@ -169,6 +169,25 @@ otherwise.
 
 {targets()}
 
+### Models by transformers
+
+An architecture that is not in this table runs by its class in transformers, if that class can be a target
+(`model_impl="auto"`, `--model-impl`). `native` refuses such an architecture; `transformers` takes the class for those
+of the table too. `espalier doctor --model DIR` says which of the two runs a model, and which of the class's modules are
+replaced by ours. `python scripts/any_model.py` tries every causal class of the installed transformers.
+
+Refused by name, before weights are read, is a class
+
+- that keeps recurrent state, or is half of an encoder-decoder;
+- whose attention does not go through transformers' `AttentionInterface`, or several times in a layer;
+- whose rows see more or less than the rows before them within a window (ALiBi, chunked attention, masks of its own);
+- that reads values on the host while it runs;
+- whose config describes models of images or sound beside that of text.
+
+Quantised weights are not supported there, nor code that comes with a checkpoint.
+
+### MTP layers and memory
+
 If a target's directory has MTP layers (`num_nextn_predict_layers`), they are its draft, unless you set another draft
 or algorithm.
 

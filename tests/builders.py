@@ -50,6 +50,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3NextConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 
 CONFIGS: dict[str, type[PretrainedConfig]] = {
@@ -91,6 +92,8 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "olmo3": Olmo3Config,
     "laguna": LagunaConfig,
     "muse_glimmer": MuseGlimmerConfig,
+    # Without a native family.
+    "starcoder2": Starcoder2Config,
 }
 # Of Granite, no factor 1.
 FACTORS: dict[str, Any] = {

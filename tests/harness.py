@@ -83,12 +83,13 @@ def models(
     position_rows: int = MAX_POSITIONS,
     keeps: str = "kv",
     kv_scales: bool = False,
+    model_impl: str = "auto",
 ) -> tuple[CausalLM, DraftModel | None]:
     """(target, draft) loaded in float64; the target alone captures nothing.
 
     keeps: "kv", as in tests/latent.py, or one of HYBRIDS.
     """
-    target, draft = _loaded(family, seed, speculative, window, draft_vocab, position_rows, kv_scales)
+    target, draft = _loaded(family, seed, speculative, window, draft_vocab, position_rows, kv_scales, model_impl)
     if keeps in HYBRIDS:
         make_recurrent(target, HYBRIDS[keeps], seed)
     elif keeps != "kv":
@@ -104,13 +105,14 @@ def _loaded(
     draft_vocab: int | None,
     position_rows: int,
     kv_scales: bool,
+    model_impl: str,
 ) -> tuple[CausalLM, DraftModel | None]:
     target_path, draft_path = directories(family, seed, window, draft_vocab, kv_scales)
     how: dict[str, Any] = {"dtype": DTYPE, "device": CPU, "position_rows": position_rows}
     if not speculative:
-        return load_target(target_path, **how), None
-    capture = read_draft(draft_path, read_config(target_path)).spec.capture
-    target = load_target(target_path, capture=capture, **how)
+        return load_target(target_path, model_impl=model_impl, **how), None
+    capture = read_draft(draft_path, read_config(target_path, model_impl=model_impl)).spec.capture
+    target = load_target(target_path, capture=capture, model_impl=model_impl, **how)
     return target, load_draft(draft_path, target, **how)
 
 
@@ -141,6 +143,7 @@ class Setup:
     kv_scales: bool = False
     draft_kv_dtype: str = "float64"
     num_snapshots: int = 12
+    model_impl: str = "auto"
 
     @property
     def reentry(self) -> int:
@@ -158,9 +161,8 @@ class Setup:
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
         is_drafted = self.algorithm == "eagle3"
-        return models(
-            self.family, self.seed, is_drafted, self.window, self.draft_vocab, position_rows, self.keeps, self.kv_scales
-        )
+        of_files = self.family, self.seed, is_drafted, self.window, self.draft_vocab
+        return models(*of_files, position_rows, self.keeps, self.kv_scales, self.model_impl)
 
     def engine(self) -> Engine:
         # As many positions as the layout says and no more, so that one too many is an error here.

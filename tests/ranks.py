@@ -167,7 +167,7 @@ def models_of(target: Path, draft: Path | None, config: ResolvedConfig, shards: 
     how: dict[str, Any] = {"dtype": DTYPE, "device": "cpu", "position_rows": config.layout.position_rows}
     capture = () if draft is None else read_draft(draft, read_config(target)).spec.capture
     loaded = load_target(target, capture=capture, shards=shards, **how)
-    return Loaded(config, loaded, None if draft is None else load_draft(draft, loaded, **how), shards)
+    return Loaded(config, loaded, None if draft is None else load_draft(draft, loaded, shards=shards, **how), shards)
 
 
 def run_open(engine: Engine, requests: Sequence[Request]) -> list[Request]:

@@ -11,9 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from espalier.errors import EspalierError
-from espalier.models.config import ModelConfig, find_family, parse
+from espalier.models.config import ModelConfig, parse
 from espalier.models.draft import DraftConfig
 from espalier.models.families import FAMILIES
+from espalier.models.find_family import find_family
 from espalier.speculate.drafters.registry import format_of
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -24,6 +25,7 @@ DEEPSEEK_V2 = {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepse
 DEEPSEEK_V3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "attention_bias": False}
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "attention_bias": False}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
+MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
 # Of a draft whose target has latent attention.
 DRAFT_HEAD_SIZE = 128
 
@@ -285,6 +287,31 @@ GEMMA4_26B_A4B = {
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
+MINISTRAL3_14B = {
+    **MINISTRAL3,
+    "vocab_size": 131072,
+    "hidden_size": 5120,
+    "intermediate_size": 16384,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e9,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "eos_token_id": 2,
+    "pad_token_id": 11,
+}
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         shape.name: shape
@@ -298,6 +325,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             Shape("gpt-oss-20b", "openai/gpt-oss-20b", 199998, 32000, GPT_OSS_20B),
             Shape("gemma-4-31b", "google/gemma-4-31B", 255999, 32000, GEMMA4_31B, first_plain=256),
             Shape("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", 255999, 32000, GEMMA4_26B_A4B, first_plain=256),
+            Shape("ministral3-14b", "mistralai/Ministral-3-14B-Instruct-2512", 131072, 32000, MINISTRAL3_14B, 1000),
         )
     }
 )

@@ -5,19 +5,27 @@ A layer keeps one row for each token, in pages; or one state for each slot (cach
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.recurrence import ShortConv, StateRows, convolved, outputs, solve, state_after, unit
-from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents
+from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents, write_rows
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.shards import Shards
 
 # (heads, size) of one row of a plane.
 RowShape = tuple[int, int]
+
+
+class ReadyHeads(NamedTuple):
+    """q [N, heads, k_size], k and v [N, kv_heads, size] of new rows, normed and rotated by whoever made them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,15 +60,19 @@ class KVHeads:
         rows: Tensor,
         planes: Sequence[Tensor],
         scales: KVScales | None,
-        qkv: Tensor,
-        rotation: Rotation,
+        qkv: Tensor | ReadyHeads,
+        rotation: Rotation | None = None,
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """Norm and rotate new heads, and write K and V to `rows` [N] of the planes.  Returns q [N, heads, k_size].
 
         qkv: [N, heads + 2 · kv_heads, size], in the order q, k, v, or other forms of it that rotate_and_store takes; it
-        may be overwritten.  scales: of FP8 planes.
+        may be overwritten.  ReadyHeads are only written, and need no rotation.  scales: of FP8 planes.
         """
+        if isinstance(qkv, ReadyHeads):
+            write_rows(planes, rows, (qkv.k, qkv.v), scales)
+            return qkv.q
+        assert rotation is not None
         k, v = planes
         return rotate_and_store(qkv, rotation, norms, rows, k, v, scales)
 

@@ -16,6 +16,7 @@ from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.models.layer_loading import layer_specs_of
 from espalier.shards import Shards
+from espalier.speculate.drafters.registry import draft_shards
 from espalier.startup.build import cache_size, cache_specs
 from espalier.startup.load import find, resolve_config, weights_of
 from espalier.terminal.console import QUIET, stdout
@@ -50,8 +51,9 @@ def run(args: Namespace) -> int:
         console.print(Text("  num_pages is an estimate; it is measured when the models are loaded", QUIET))
     target = checkpoint.target
     layout = resolved.layout
-    own_layers = of_rank(layer_specs_of(target), Shards(0, resolved.tensor_parallel))
-    specs = cache_specs(own_layers, checkpoint.spec.layers, resolved.kv_dtype, resolved.draft_kv_dtype)
+    shards = Shards(0, resolved.tensor_parallel)
+    drafts = of_rank(checkpoint.spec.layers, draft_shards(resolved.algorithm, shards))
+    specs = cache_specs(of_rank(layer_specs_of(target), shards), drafts, resolved.kv_dtype, resolved.draft_kv_dtype)
     held = cache_size(resolved, specs, getattr(torch, resolved.dtype))
     longest = (resolved.num_pages - 1) // layout.table_width
     most = f"{min(longest, layout.max_batch)} of {layout.max_batch}"
@@ -68,6 +70,10 @@ def run(args: Namespace) -> int:
             f"heads, {target.kv_heads} KV heads, vocabulary {target.vocab_size}, {target.max_position} positions"
         )
     )
+    if target.probed is not None:
+        console.print(Text(f"  it runs by transformers; modules that are replaced by ours: {target.probed.in_words}"))
+    else:
+        console.print(Text("  it runs by Espalier's own layers (native)"))
     console.print(Text("this configuration is supported and fits here", QUIET))
     return 0
 

@@ -3,12 +3,11 @@
 The defaults of missing fields differ by family, so each family file declares them.  The reading is shared.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError, shown
@@ -21,6 +20,9 @@ from espalier.models.mtp_family import MTPFamily
 from espalier.models.overrides import with_overrides
 from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, read_rope
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
+
+if TYPE_CHECKING:
+    from espalier.models.from_transformers.probe import Probed
 
 Raw = dict[str, Any]
 Windows = tuple[int | None, ...]
@@ -90,7 +92,6 @@ INERT = (
     "transformers_version",
     "use_cache",
 )
-RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ class ModelConfig:
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     text_part_of: the architecture of the multimodal checkpoint whose text part this is; None: it is a whole.
+    probed: what the class of transformers does that runs the model; None: our own layers run it.
     """
 
     architecture: str
@@ -231,6 +233,7 @@ class ModelConfig:
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
     text_part_of: str | None = None
+    probed: "Probed | None" = field(default=None, repr=False)
 
     @property
     def declared_kv_dtype(self) -> str | None:
@@ -243,27 +246,6 @@ def architecture_of(raw: Raw) -> str | None:
     names = raw.get("architectures") or [raw.get("model_type")]
     name = names[0] if isinstance(names, list) else None
     return name if isinstance(name, str) else None
-
-
-def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
-    """The family of a config.json, by `architectures`, or by `model_type` without it.  Raises EspalierError."""
-    name, supported = architecture_of(raw), ", ".join(families)
-    if name is not None and name in families:
-        return families[name]
-    if not raw.get("architectures"):
-        for family in families.values():
-            if family.model_type == name:
-                return family
-    if name is None and not raw.get("architectures") and "speculators_model_type" not in raw:
-        raise EspalierError(f"{path}: config.json has neither architectures nor model_type; download the model again")
-    lowered = str(name).lower()
-    if "eagle" in lowered or "assistant" in lowered or "speculators_model_type" in raw:
-        reason = "is a draft, not a target: pass it as draft= and its target as model=;"
-    elif RECURRENT.search(lowered):
-        reason = "keeps recurrent state, which is not supported;"
-    else:
-        reason = "is not supported;"
-    raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
 
 
 def parse(

@@ -28,13 +28,14 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
 NUMBERS = tuple(
     "attn_logit_softcapping final_logit_softcapping partial_rotary_factor rotary_pct embedding_multiplier "
     "residual_multiplier attention_multiplier logits_scaling logit_scale query_pre_attn_scalar routed_scaling_factor "
-    "clip_qkv swiglu_limit swiglu_alpha".split()
+    "clip_qkv swiglu_limit swiglu_alpha llama_4_scaling_beta qk_scale_factor output_multiplier "
+    "moe_router_logit_softcapping".split()
 )
 COUNTS = tuple(
     "num_experts num_local_experts n_routed_experts n_shared_experts shared_expert_intermediate_size "
-    "first_k_dense_replace num_nextn_predict_layers".split()
+    "first_k_dense_replace num_nextn_predict_layers shared_intermediate_size".split()
 )
-TEXTS = ("scoring_func", "topk_method")
+TEXTS = ("scoring_func", "topk_method", "position_embedding_type")
 
 
 def _is_number(value: Any) -> bool:

@@ -12,8 +12,11 @@ from espalier.cache.layer_spec import of_rank, with_rows
 from espalier.errors import EspalierError
 from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
-from espalier.models.config import ModelConfig, architecture_of, find_family, parse
+from espalier.models.config import ModelConfig, Raw, architecture_of, parse
 from espalier.models.families import FAMILIES
+from espalier.models.find_family import find_family, has_family
+from espalier.models.from_transformers.config import is_known, read_by_transformers
+from espalier.models.from_transformers.load import load_by_transformers
 from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
@@ -30,22 +33,32 @@ from espalier.shards import WHOLE, Shards
 log = logging.getLogger(__name__)
 
 
-def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, model_impl: str = "auto") -> ModelConfig:
     """Parse config.json of a target directory, and the eos ids of its generation_config.json.
 
+    model_impl: "native" for our own families; "transformers" for the class of transformers; "auto" for a family of
+    ours if there is one, else the class of transformers.
     Raises EspalierError for an unknown architecture or override, a weight format that is not supported, recurrent
     state, and any other field that changes the computation in a way that is not supported.
     """
     path = Path(path)
     raw = read_raw(path)
-    generation = path / "generation_config.json"
+    file = path / "generation_config.json"
     with naming_config(path):
+        generation = read_json(file) if file.exists() else None
+        if _runs_by_transformers(raw, model_impl):
+            return read_by_transformers(raw, path, overrides, generation)
         whole = architecture_of(raw) if is_multimodal(raw, FAMILIES.values()) else None
         if whole is not None:
             raw = text_config(raw, FAMILIES.values(), path)
         family = find_family({**raw, **(overrides or {})}, FAMILIES, path)
-        config = parse(raw, family, path, overrides, read_json(generation) if generation.exists() else None)
-        return replace(config, text_part_of=whole)
+        return replace(parse(raw, family, path, overrides, generation), text_part_of=whole)
+
+
+def _runs_by_transformers(raw: Raw, model_impl: str) -> bool:
+    if model_impl != "auto":
+        return model_impl == "transformers"
+    return not (has_family(raw, FAMILIES) or is_multimodal(raw, FAMILIES.values())) and is_known(raw)
 
 
 def read_raw(path: Path) -> dict[str, Any]:
@@ -65,15 +78,16 @@ def load_target(
     capture: tuple[int, ...] = (),
     overrides: Mapping[str, Any] | None = None,
     max_context: int | None = None,
+    model_impl: str = "auto",
     shards: Shards = WHOLE,
 ) -> CausalLM:
-    """Load a target, or what one rank holds of it.
+    """Load a target, or what one rank holds of it.  overrides, model_impl: as read_config takes them.
 
     position_rows: rotary tables cover positions 0 .. position_rows-1.  max_context: tokens of the longest text; None:
     as many.
     capture: layers whose inputs every pass returns, in this order; num_layers means the input of the final norm.
     """
-    config = read_config(path, overrides)
+    config = read_config(path, overrides, model_impl)
     missing = [layer for layer in capture if not 0 <= layer <= config.num_layers]
     if missing:
         raise EspalierError(
@@ -81,6 +95,8 @@ def load_target(
             "that the draft was trained for"
         )
     require_shards(config, shards.count)
+    if config.probed is not None:
+        return load_by_transformers(Path(path), config, dtype, device, tuple(capture))
     is_text_part = config.text_part_of is not None
     parts: dict[str, Any] = {"is_text_part": is_text_part, "shards": shards}
     weights = Weights(Path(path), dtype, device, config.formats, prefix=config.stored_prefix, **parts)

@@ -15,6 +15,7 @@ from functools import cache, partial
 from torch import Tensor
 
 from espalier.attention import Pass
+from espalier.cache.layer_spec import of_rank
 from espalier.kernels.ops.embedding import DraftHidden
 from espalier.models.base import CausalLM, Layer
 from espalier.models.draft import DraftOutput
@@ -29,6 +30,7 @@ from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
+from espalier.shards import WHOLE, Shards
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class MTPDraft:
 
     d2t: Tensor | None = None
 
-    def __init__(self, config: MTPConfig, modules: tuple[MTPModule, ...]) -> None:
+    def __init__(self, config: MTPConfig, modules: tuple[MTPModule, ...], shards: Shards = WHOLE) -> None:
         self.spec = config.spec
-        self.layer_specs = config.spec.layers
+        self.layer_specs = of_rank(config.spec.layers, shards)
         self.modules = modules
         self.has_experts = any(module.has_experts for module in modules)
 
@@ -100,7 +102,7 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
     if config.family is not SPECULATORS:
         weights.ignore_outside(tuple(config.owned(module) for module in range(config.spec.modules)))
     weights.finish()
-    return MTPDraft(config, modules)
+    return MTPDraft(config, modules, weights.shards)
 
 
 def _load_module(

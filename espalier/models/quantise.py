@@ -99,7 +99,7 @@ def _refuse(path: Path, out: Path, config: Mapping[str, Any], is_draft: bool) ->
     for name in QUANTISATION_FIELDS:
         if config.get(name) is not None:
             raise EspalierError(f"{path} is quantised already ({name}); give the unquantised model (bfloat16)")
-    target = None if is_draft else read_config(path)
+    target = None if is_draft else read_config(path, model_impl="native")
     if target is not None and target.text_part_of is not None:
         raise EspalierError(f"{path} is multimodal ({target.text_part_of}), which quantize does not support")
     experts = None if target is None else target.experts

@@ -14,6 +14,8 @@ from espalier.shards import Part, Shards, Size, part_of
 # The architectures whose layers are divided: those that tests/properties/test_ranks.py compares with one process.
 DIVIDED = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MiMoForCausalLM"),
+    *("MinistralForCausalLM", "Ministral3ForCausalLM", "GraniteForCausalLM", "SmolLM3ForCausalLM"),
+    "MixtralForCausalLM",
     *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"),
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
     *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Dots1ForCausalLM"),
@@ -26,7 +28,8 @@ def require_shards(config: ModelConfig, count: int) -> None:
     """Raises EspalierError if `count` ranks cannot divide this model, naming what they cannot divide."""
     if count == 1:
         return
-    if config.architecture not in DIVIDED:
+    is_one = len(config.names.qkv) == 1 or len(config.names.mlp.gate_up) == 1
+    if config.architecture not in DIVIDED or config.wide_qk_norm or is_one:
         raise EspalierError(
             f"tensor_parallel={count} is not supported for {config.architecture}, whose layers have no parts; use 1, "
             f"or one of {', '.join(DIVIDED)}"

@@ -64,9 +64,10 @@ def config_of_layout(
     with pages for a full batch.  chosen: fields of ResolvedConfig that differ."""
     name = str(dtype).removeprefix("torch.")
     of_rows = {"kv_dtype": name, "draft_kv_dtype": name, "draft_attention": attention, "num_pages": layout.most_pages}
-    off = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "model_overrides": {}, "seed": 0}
-    kept = {"num_snapshots": 4 * layout.max_batch * bool(chosen.get("prefix_cache"))}
-    fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **of_rows, **kept, **off}
+    off: dict[str, Any] = {"overlap": False, "prefix_cache": False, "graph_batch": 0, "seed": 0}
+    off |= {"model_impl": "native", "model_overrides": {}}
+    off["num_snapshots"] = 4 * layout.max_batch * bool(chosen.get("prefix_cache"))
+    fields: dict[str, Any] = {"model": "", "draft": None, "threads": torch.get_num_threads(), **of_rows, **off}
     return ResolvedConfig(
         layout=layout, algorithm=algorithm, attention=attention, dtype=name, device=str(device), **{**fields, **chosen}
     )

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from espalier.models.weight_count import WeightCount, stored_weights
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.registry import (
     draft_algorithm,
+    draft_shards,
     drafter_without_files,
     load_draft,
     own_draft,
@@ -72,7 +74,7 @@ def find(config: EngineConfig) -> Checkpoint:
     draft_path = find_draft(config.draft, requested) if config.draft is not None else None
     model = _model_name(config, draft_path)
     target_path = find_target(model)
-    target = read_config(target_path, config.model_overrides)
+    target = read_config(target_path, config.model_overrides, config.model_impl)
     used_draft = None
     if not drafter_without_files(requested):
         used_draft = draft_path or _bundled_draft(model, requested) or own_draft(target_path, target, requested)
@@ -109,19 +111,23 @@ def _model_name(config: EngineConfig, draft_path: Path | None) -> str:
 def resolve_config(config: EngineConfig, checkpoint: Checkpoint) -> ResolvedConfig:
     """Resolve each "auto" of `config` for this machine and these files."""
     device, shards = choose_device(config), Shards(0, config.tensor_parallel)
+    of_draft = draft_shards(checkpoint.spec.algorithm, shards)
     require_shards(checkpoint.target, shards.count)
+    if checkpoint.draft is not None:
+        require_shards(checkpoint.draft.layer, of_draft.count)
     facts = Facts(
         # The ranks on a CPU share its memory.
         free_bytes=free_memory(device) // (shards.count if device.type == "cpu" else 1),
         weights=weights_of(checkpoint, shards.count),
         stored_dtype=checkpoint.target.raw.get("dtype") or checkpoint.target.raw.get("torch_dtype"),
         max_position=checkpoint.target.max_position,
-        layer_specs=(*of_rank(layer_specs_of(checkpoint.target), shards), *checkpoint.spec.layers),
+        layer_specs=(*of_rank(layer_specs_of(checkpoint.target), shards), *of_rank(checkpoint.spec.layers, of_draft)),
         hidden_size=checkpoint.target.hidden_size,
         num_layers=checkpoint.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
         pass_weights=pass_weights(checkpoint.target, checkpoint.draft).of_rank(shards.count),
+        model_impl="native" if checkpoint.target.probed is None else "transformers",
         declared_kv_dtype=checkpoint.target.declared_kv_dtype if is_open(config.kv_dtype) else None,
     )
     draft = str(checkpoint.draft_path) if checkpoint.draft_path else None
@@ -149,16 +155,16 @@ def load_models(resolved: ResolvedConfig, checkpoint: Checkpoint, shards: Shards
     if device.type == "cpu":
         use_threads(resolved.threads)
     how = {"dtype": dtype, "device": device, "position_rows": resolved.layout.position_rows}
+    of_target: dict[str, Any] = {"overrides": resolved.model_overrides, "model_impl": resolved.model_impl}
     target = load_target(
         checkpoint.target_path,
         capture=checkpoint.spec.capture,
-        overrides=resolved.model_overrides,
         max_context=resolved.layout.max_context,
         shards=shards,
+        **of_target,
         **how,
     )
-    # The draft is whole on every rank: to join the ranks at each of its levels would take longer than its weights.
-    draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, **how)
+    draft = None if checkpoint.draft_path is None else load_draft(checkpoint.draft_path, target, shards=shards, **how)
     return Loaded(resolved, target, draft, shards)
 
 
@@ -185,7 +191,8 @@ def build_engine_of_ranks(
 
 def models_of_files(resolved: ResolvedConfig, shards: Shards) -> Loaded:
     """Load what one rank holds, in any process: from the files that a resolved configuration names."""
-    target_path, target = Path(resolved.model), read_config(resolved.model, resolved.model_overrides)
+    target_path = Path(resolved.model)
+    target = read_config(target_path, resolved.model_overrides, resolved.model_impl)
     draft_path = None if resolved.draft is None else Path(resolved.draft)
     draft = None if draft_path is None else read_draft(draft_path, target)
     spec = DraftSpec(resolved.algorithm) if draft is None else draft.spec

@@ -72,7 +72,7 @@ class Facts:
     free_bytes: free memory of the device; weights: of target and draft together; stored_dtype: dtype of the target's
     checkpoint; layer_specs: specs of the target's layers, then of the draft's; hidden_size, num_layers: of the target;
     chip: what the GPU was measured to do; None on a CPU; threads: of the CPU; pass_weights: of target and draft.
-    declared_kv_dtype: the kv_dtype that the target's config.json declares.
+    declared_kv_dtype: the kv_dtype that the target's config.json declares.  model_impl: what runs the target.
     """
 
     free_bytes: int
@@ -86,6 +86,7 @@ class Facts:
     threads: ThreadFacts
     pass_weights: PassWeights
     declared_kv_dtype: str | None = None
+    model_impl: str = "native"
 
     @property
     def target_layers(self) -> range:
@@ -265,6 +266,7 @@ def resolve(
         prefix_cache=prefix_cache,
         overlap=overlap,
         graph_batch=_graph_batch(config, layout, device),
+        model_impl=facts.model_impl,
         model_overrides=dict(config.model_overrides),
         seed=_value_or(config.seed, secrets.randbits(63)),
         # Whoever names a tree gets it in every round.

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import torch
 
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.cache.states import bytes_per_state
 from espalier.kernels.layers.experts_plan import expected_touched
 from espalier.layout import PLAIN, TreeShape, next_bucket
@@ -103,8 +104,25 @@ def _seconds(read: float, products: float, layers: int, chip: ChipFigures) -> fl
 
 def pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
     """The numbers of weights of a target and its draft.  draft: None for a drafter without weights."""
-    experts, hidden, specs = target.experts, target.hidden_size, layer_specs_of(target)
-    attention_and_head = _attention_weights(target) * target.num_layers + target.vocab_size * hidden
+    probed = target.probed
+    if probed is not None:
+        # A pass reads few rows of an embedding that is not the head too.
+        apart = 0 if target.tie_word_embeddings else target.vocab_size * target.hidden_size
+        return replace(
+            _pass_weights(target, draft),
+            dense=probed.num_weights - probed.expert_weights - apart,
+            kept=sum(spec.values_per_token for spec in probed.specs),
+            expert=probed.expert_weights // probed.num_experts,
+            num_experts=probed.num_experts,
+            top_k=probed.top_k,
+        )
+    return _pass_weights(target, draft)
+
+
+def _pass_weights(target: ModelConfig, draft: DraftConfig | None) -> PassWeights:
+    experts, hidden = target.experts, target.hidden_size
+    specs = layer_specs_of(target)
+    attention_and_head = sum(_attention_weights(target, spec) for spec in specs) + target.vocab_size * hidden
     num_mixtures = 0 if experts is None else len(experts.layers)
     inner = (target.num_layers - num_mixtures) * target.intermediate_size
     of_draft = PassWeights(
@@ -136,15 +154,23 @@ def _draft_weights(draft: DraftConfig) -> int:
     """
     layer, spec = draft.layer, draft.spec
     layers, inputs = (len(spec.layers), 1) if spec.block_rows else (1, 2)
-    each = inputs * _attention_weights(layer) + 3 * layer.hidden_size * layer.intermediate_size
+    each = (
+        inputs * _attention_weights(layer, layer_specs_of(layer)[0]) + 3 * layer.hidden_size * layer.intermediate_size
+    )
     return layers * each + layer.hidden_size * spec.vocab_size
 
 
-def _attention_weights(config: ModelConfig) -> int:
-    """Weights of one layer's attention."""
-    latent, hidden, heads = config.latent, config.hidden_size, config.heads
+def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
+    """Weights of one layer's attention, or of what a layer with a state has in its place."""
+    if isinstance(spec.keeps, RecurrentState):
+        # Of the inputs, a gate of the outputs' size, and the outputs.
+        return config.hidden_size * (spec.keeps.channels + 2 * spec.heads * spec.keeps.v_size)
+    latent, hidden, heads = config.latent, config.hidden_size, spec.heads
     if latent is None:
-        return 2 * hidden * (heads + config.kv_heads) * config.head_size
+        # Gemma 4 may have one projection for K and V where it has no window.
+        of_keys = 1 if config.raw.get("attention_k_eq_v") and spec.window is None else 2
+        kv_heads = 0 if spec.shares is not None else of_keys * spec.keeps.kv_heads
+        return hidden * (2 * heads + kv_heads) * spec.keeps.k_size
     rank = latent.q_rank or hidden
     queries = (hidden * rank if latent.q_rank else 0) + rank * heads * latent.head_size
     up = heads * latent.kv_rank * (latent.nope_size + latent.v_size)

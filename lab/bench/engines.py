@@ -23,7 +23,7 @@ from espalier.models.layer_loading import layer_specs_of
 from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_count import WeightCount
 from espalier.shards import Shards
-from espalier.speculate.drafters.registry import drafter_without_files
+from espalier.speculate.drafters.registry import draft_shards, drafter_without_files
 from espalier.startup.measure_chip import measure_chip
 from espalier.startup.resolve import Facts, choose_algorithm, free_memory, resolve
 from espalier.startup.threads import thread_facts
@@ -113,7 +113,10 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
         stored_dtype=dtype,
         max_position=shape.target.max_position,
-        layer_specs=(*of_rank(layer_specs_of(shape.target), shards), *spec.layers),
+        layer_specs=(
+            *of_rank(layer_specs_of(shape.target), shards),
+            *of_rank(spec.layers, draft_shards(spec.algorithm, shards)),
+        ),
         hidden_size=shape.target.hidden_size,
         num_layers=shape.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,

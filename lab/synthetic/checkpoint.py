@@ -26,7 +26,7 @@ from espalier.models.weight_formats import all_dense
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.base import DraftFormat
-from espalier.speculate.drafters.registry import format_of
+from espalier.speculate.drafters.registry import draft_shards, format_of
 from lab.synthetic.block import BlockTensors
 from lab.synthetic.chain import LEAST_SKILL, MOST_SKILL, Chain, make_chain, predicted_accept_length
 from lab.synthetic.draft import DraftTensors
@@ -249,12 +249,13 @@ def build(
 ) -> tuple[CausalLM, DraftModel]:
     """(target, draft): the models that loading the directories of `write` gives, for startup.build.assemble.
 
-    shards: what a rank holds of the target.
+    shards: what a rank holds of the target, and of a draft that is divided too.
     """
     tensors, draft_tensors = recipe.tensors(dtype, device)
     draft_config = recipe.draft_config
     target = make_target(SyntheticWeights(tensors, shards), tensors.config, draft_config.spec.capture, position_rows)
-    draft = recipe.draft_format.make(SyntheticWeights(draft_tensors), draft_config, target, position_rows)
+    own = draft_shards(draft_config.spec.algorithm, shards)
+    draft = recipe.draft_format.make(SyntheticWeights(draft_tensors, own), draft_config, target, position_rows)
     if tensors.device.type == "cuda":
         torch.cuda.empty_cache()  # temporary memory becomes room for pages
     return target, draft

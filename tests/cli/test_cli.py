@@ -338,6 +338,23 @@ def test_doctor_shows_machine_and_resolved_configuration_without_loading(tiny, c
         assert said in out
 
 
+def test_both_ways_to_run_a_model_say_the_same(tiny, capsys):
+    said = set()
+    for model_impl in ("native", "transformers"):
+        assert run("generate", "abc", *tiny, "--model-impl", model_impl, "--temperature", "0") == 0
+        said.add(capsys.readouterr().out)
+    assert len(said) == 1
+
+
+def test_doctor_says_what_runs_the_model(tiny, capsys):
+    assert run("doctor", *tiny) == 0
+    assert "it runs by Espalier's own layers (native)" in capsys.readouterr().out
+    assert run("doctor", *tiny, "--model-impl", "transformers") == 0
+    out = capsys.readouterr().out
+    assert "model_impl        transformers" in out
+    assert "it runs by transformers; modules that are replaced by ours: 22 Linear, 7 LlamaRMSNorm" in out
+
+
 def test_doctor_says_that_a_request_of_max_context_does_not_fit(tiny, capsys):
     said = "a request of max_context does not fit: raise num_pages, or lower max_context"
     assert run("doctor", *tiny, "--num-pages", "3") == 0 and said in capsys.readouterr().out

@@ -61,14 +61,19 @@ def _floats(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @lru_cache
 def loaded(
-    paths: tuple[Path, Path], speculative: bool, dtype: torch.dtype, device: torch.device, rows: int
+    paths: tuple[Path, Path],
+    speculative: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    model_impl: str = "auto",
 ) -> tuple[CausalLM, DraftModel | None]:
     target_path, draft_path = paths
     how = {"dtype": dtype, "device": device, "position_rows": rows}
     if not speculative:
-        return load_target(target_path, **how), None
-    capture = read_draft(draft_path, read_config(target_path)).spec.capture
-    target = load_target(target_path, capture=capture, **how)
+        return load_target(target_path, model_impl=model_impl, **how), None
+    capture = read_draft(draft_path, read_config(target_path, model_impl=model_impl)).spec.capture
+    target = load_target(target_path, capture=capture, model_impl=model_impl, **how)
     return target, load_draft(draft_path, target, **how)
 
 
@@ -97,7 +102,7 @@ class DeviceSetup(Setup):
         return default_backend(self.device.type, self.dtype) if self.attention == "auto" else self.attention
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
-        return loaded(self.paths, self.has_draft, self.dtype, self.device, position_rows)
+        return loaded(self.paths, self.has_draft, self.dtype, self.device, position_rows, self.model_impl)
 
     @property
     def has_draft(self) -> bool:

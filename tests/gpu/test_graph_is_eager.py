@@ -70,6 +70,14 @@ def test_a_tree_of_three_words_and_a_small_draft_vocabulary(window, put_on_recor
     check(setup.engine(), setup.engine(), put_on_record)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "phi3", "starcoder2"])
+def test_models_by_transformers(family, put_on_record):
+    """A class of transformers in a CUDA graph: nothing of it may read values on the host, or keep state."""
+    setup = setup_of("eagle3", 16, torch.bfloat16, family=family, model_impl="transformers")
+    twin = check(setup.engine(), setup.engine(), put_on_record)
+    assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
+
+
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 def test_logits_of_nodes_in_pieces(algorithm, put_on_record, monkeypatch):
     """Seven rows at a time; the tokens are those of the whole."""

@@ -391,7 +391,7 @@ def test_gemma3_refuses_what_it_cannot_compute(fields: dict[str, Any], message: 
     ("family", "fields", "message"),
     [
         ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0; a positive number"),
-        ("granite", {"logits_scaling": "8"}, "logits_scaling = '8'; a positive number"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling = '8'; a number"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "layer_types names 'mamba'; supported are"),
         ("granitemoehybrid", {"layer_types": None}, "layer_types is missing, so all layers keep recurrent state"),
         ("llama", {"position_embedding_type": "nope"}, "position_embedding_type = 'nope' is not supported"),
@@ -463,7 +463,7 @@ NOT_ROTATED = {"rope_type": "proportional", "partial_rotary_factor": 0}
     [
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
-        ({"final_logit_softcapping": "30"}, "final_logit_softcapping = '30'; a positive number"),
+        ({"final_logit_softcapping": "30"}, "final_logit_softcapping = '30'; a number"),
         ({"sliding_window": None}, "sliding_window = None; sliding layers need"),
         ({"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "layer_types ends with 'sliding"),
         ({"rope_theta": 7.0}, "rope_theta = 7.0 has no effect in Gemma 4"),

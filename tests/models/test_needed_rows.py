@@ -17,6 +17,7 @@ BATCH, WIDTH = 3, 7
 NEEDED = torch.tensor([6, 0, 3])
 LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": WIDTH}
 FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "gemma4_moe", "gemma4_e")
+HOSTED = [(family, "transformers") for family in ("llama", "gpt_oss", "phi3")]
 
 
 def rows_of_input() -> tuple[Tensor, Tensor]:
@@ -29,11 +30,11 @@ def require_same(some: Tensor, whole: Tensor) -> None:
 
 
 @pytest.mark.parametrize("captures_last", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_target(family: str, captures_last: bool) -> None:
+@pytest.mark.parametrize(("family", "model_impl"), [*((family, "native") for family in FAMILIES), *HOSTED])
+def test_a_target(family: str, model_impl: str, captures_last: bool) -> None:
     path, _ = directories(family)
     capture = 1, read_config(path).num_layers if captures_last else 2
-    target = load_target(path, capture=capture, **LOADING)
+    target = load_target(path, capture=capture, model_impl=model_impl, **LOADING)
     tokens, positions = rows_of_input()
     whole_pass = DensePass(tokens, target.layer_specs, positions)
     pass_of_some = DensePass(tokens, target.layer_specs, positions, needed=NEEDED)

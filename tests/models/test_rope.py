@@ -84,8 +84,8 @@ CELLS = [
     for family in CONFIGS
     # Transformers does not find `truncate` among the parameters of a layer type.
     if not (family == "gemma3" and "truncate" in SCALINGS[scaling])
-    # Phi-3 has LongRoPE alone.
-    and family != "phi3"
+    # Phi-3 has LongRoPE alone.  Starcoder2 has transformers' own rotary tables, in float32.
+    and family not in ("phi3", "starcoder2")
     and not (family == "ministral3" and "original_max_position_embeddings" not in SCALINGS[scaling])
 ]
 

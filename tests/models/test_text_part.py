@@ -113,6 +113,16 @@ def test_formats_are_asked_with_the_names_in_the_file(stored: str) -> None:
     assert name_in_text(f"vision_tower.{stored}.weight") is None
 
 
+def test_the_whole_says_what_its_text_part_leaves_out(tmp_path: Path) -> None:
+    """Whether the head is tied is the whole's to say; other fields are the text part's, where it has them."""
+    path = make_whole(tmp_path, "mistral")
+    raw = json.loads((path / "config.json").read_text())
+    raw["text_config"] |= {"tie_word_embeddings": True, "eos_token_id": 5}
+    (path / "config.json").write_text(json.dumps({**raw, "eos_token_id": 7, "bos_token_id": 3}))
+    config = read_config(path)
+    assert not config.tie_word_embeddings and config.eos_token_ids == (5,)
+
+
 def test_what_is_no_text_part_is_refused(tmp_path: Path) -> None:
     path = make_whole(tmp_path / "whole", "ministral3")
     raw = json.loads((path / "config.json").read_text())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import KVHeads, LayerSpec, ReadyHeads, RecurrentState
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation
 from tests.oracles.fp8_cache import LayerScales
 
@@ -55,10 +55,13 @@ class DensePass(Pass):
             out, self.values[layer], self.planes[layer] = states_of(spec.keeps, *by_request, *values[2])
             return out if spec.keeps.heads else self._computed(layer, out)
         if spec.shares is not None:
-            q = queries_of(self._by_request(values[0]), *values[1:])
+            ready = isinstance(values[0], ReadyHeads)
+            q = self._by_request(values[0].q) if ready else queries_of(self._by_request(values[0]), *values[1:])
             self.planes[layer] = self.planes[spec.shares]
             return q if self.kept(layer) is None else q[torch.arange(len(q)), self.needed][:, None]
-        if isinstance(spec.keeps, KVHeads):
+        if isinstance(values[0], ReadyHeads):
+            q, *made = map(self._by_request, values[0])
+        elif isinstance(spec.keeps, KVHeads):
             q, *made = heads_of(self._by_request(values[0]), spec, *values[1:])
         else:
             q, latent, *rest = values

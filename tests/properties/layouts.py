@@ -47,6 +47,10 @@ AROUND: dict[str, Sequence[Any]] = {
     "sinks": (False, True),
     "kv": ("float64", "fp8", "fp8_target"),
 }
+# Of different make: a plain one; windows, norms behind blocks and scaled embeddings; sinks and experts; merged
+# projections; LayerNorms, biases and a window.  The last two have no native family.
+HOSTED = ("llama", "gemma3", "gpt_oss", "phi3", "starcoder2")
+HOSTED_LAYOUTS = {"page_size": (1, 256), "topk": (1, 4), "steps": (3,), "nodes": ("middle",), "batch": (3,)}
 # Dtypes of K and V, of the target and of the draft.  "fp8" has the checkpoint's scales, "fp8_target" has none.
 CACHES: dict[str, dict[str, Any]] = {
     "float64": {},
@@ -90,6 +94,7 @@ class Cell:
     keeps: "kv" or "latent", as in tests/harness.py:models, or the family of a target, one of OWN_LATENT, GEMMAS
     or OTHERS.
     sinks: of GPT-OSS, which has experts, and a window in every second layer.  kv: a key of CACHES.
+    hosted: the family that a class of transformers runs.
     """
 
     page_size: int
@@ -106,12 +111,14 @@ class Cell:
     experts: bool = False
     sinks: bool = False
     kv: str = "float64"
+    hosted: str | None = None
 
     def __str__(self) -> str:
         around = [self.algorithm, self.attention, *("overlap",) * self.overlap]
         around += [f"{name}{value}" for name in ("window", "draft_vocab") if (value := getattr(self, name))]
         around += [self.kv] * (self.kv != "float64")
         around += [self.keeps] * (self.keeps != "kv") + ["experts"] * self.experts + ["sinks"] * self.sinks
+        around += [f"{self.hosted}-by-transformers"] if self.hosted else []
         tree = f"topk{self.topk}-steps{self.steps}-nodes_{self.nodes}"
         return "-".join([f"page{self.page_size}", tree, f"batch{self.batch}", *around])
 
@@ -135,6 +142,8 @@ class Cell:
 
     @property
     def family(self) -> str:
+        if self.hosted is not None:
+            return self.hosted
         if self.names_family:
             return self.keeps
         if self.sinks:
@@ -161,6 +170,7 @@ class Cell:
             window=self.window,
             draft_vocab=self.draft_vocab if self.algorithm == "eagle3" else None,
             keeps="kv" if self.names_family else self.keeps,
+            model_impl="transformers" if self.hosted else "auto",
             **CACHES[self.kv],
         )
 
@@ -221,6 +231,12 @@ def latent_cells() -> list[Cell]:
     return [Cell(**row, **fixed, overlap=i % 3 == 0) for i, row in enumerate(rows_of(factors))]
 
 
+def hosted_cells(layouts: Mapping[str, Sequence[Any]]) -> list[Cell]:
+    """Families of different make that classes of transformers run."""
+    factors = {**layouts, "algorithm": AROUND["algorithm"], "overlap": (False, True), "hosted": HOSTED}
+    return [Cell(**row) for row in pairwise(factors, refused)]
+
+
 def gemma_cells() -> list[Cell]:
     """Every page size and topk of each Gemma; the first few have every family, and most of what is around it."""
     pages, fixed = (1, 3, 16, 256, 2, 64), {"steps": 3, "nodes": "middle", "batch": 3}
@@ -272,6 +288,7 @@ def reference(
     kv_dtype: str,
     draft_kv_dtype: str,
     kv_scales: bool,
+    model_impl: str,
 ) -> Reference:
     """The oracle over the models of a setup, kept for the process: what it has decoded plainly is the same in every
     layout."""
@@ -284,6 +301,7 @@ def reference(
         algorithm=algorithm,
         keeps=keeps,
         kv_scales=kv_scales,
+        model_impl=model_impl,
     )
     target, draft = setup.models()
     stored = directories(family, seed, window, draft_vocab, kv_scales)[0]
@@ -305,4 +323,5 @@ def reference(
 def reference_of(setup: Setup) -> Reference:
     is_drafted = setup.algorithm == "eagle3"
     of_cache = setup.kv_dtype, setup.draft_kv_dtype, setup.kv_scales
-    return reference(setup.family, setup.seed, setup.window, setup.draft_vocab, is_drafted, setup.keeps, *of_cache)
+    of_files = setup.family, setup.seed, setup.window, setup.draft_vocab
+    return reference(*of_files, is_drafted, setup.keeps, *of_cache, setup.model_impl)

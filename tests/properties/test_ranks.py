@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 
+from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.ranks import RankFailed
 from espalier.models.loading import read_config
 from espalier.models.shard_sizes import DIVIDED
 from espalier.request import Request, SamplingParams
 from espalier.shards import WHOLE
+from espalier.startup import rank_work
 from espalier.startup.build import assemble
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from tests.block import block_directories
 from tests.builders import add_kv_scales, make_eagle3, make_target
+from tests.engine.fake_cuda import fake_cuda
 from tests.folders import new_folder
 from tests.grammar.test_lossless import asked
 from tests.harness import LATENT_HEADS, Setup, prompts, request
@@ -148,14 +151,15 @@ SMALLER = [
     Case("fp8-block", kind="fp8-block", draft="none"),
     Case("latent-mtp", family="deepseek_v3", draft="mtp"),
     Case("held-kv", 3, kv_heads=1, traffic=in_grammars),
-    Case("latent-experts", 3, family="deepseek_v3", draft="ngram", setup=OVERLAP),
     Case("gptq", 3, kind="gptq", draft="none"),
 ]
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     *("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"),
+    *("ministral", "ministral3", "granite", "smollm3", "mixtral"),
 )
 LARGER = [
+    Case("latent-experts", 3, family="deepseek_v3", draft="ngram", setup=OVERLAP),
     *(Case(f"{family}-{draft}", count, family, draft, traffic=traffic, setup=setup)
       for family in FAMILIES for count in (2, 3)
       for draft, traffic, setup in (("eagle3", styled, OVERLAP), ("none", hitting, ()), ("ngram", crowding, CROWDED))),
@@ -207,6 +211,25 @@ def compare(case: Case, requests: list[Request], engine: Engine, group: Group) -
             )
     for plane, *parts in zip(planes, planes_of(engine), *group.ranks.call(planes_of), strict=True):
         torch.testing.assert_close(whole(parts, plane.shape[2]), plane, rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_gpu_executor_of_ranks_says_what_one_process_says(overlap, monkeypatch):
+    """On a CUDA of the CPU, without graphs, which know nothing of collectives.  Rounds are in stages."""
+
+    def gpu_executor(runner, overlap, graph_batch, capture_stages):
+        return CudaExecutor(runner, 0, overlap=overlap, capture_stages=capture_stages)
+
+    case = Case("gpu", traffic=in_grammars, setup=(("overlap", overlap), ("attention", "reference")))
+    alone(case)
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(rank_work, "executor_of", gpu_executor)
+    group = Group(2)
+    engine = group.engine(case.made(), case.files)
+    assert isinstance(engine.executor.own, CudaExecutor)
+    compare(case, run_open(engine, case.traffic()), engine, group)
+    engine.close()
+    group.finish()
 
 
 def agrees(case: Case, group: Group) -> bool:

@@ -119,6 +119,18 @@ def test_tokens_of_all_styles_together_do_not_depend_on_speculation(algorithm, f
         assert [e.logprob for e in a.logprobs] == pytest.approx([e.logprob for e in b.logprobs], abs=1e-9)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_native_and_transformers_give_the_same(family):
+    """By different roundings, of float32 in places, so log-probabilities are nearly equal."""
+    native, hosted = (
+        run(replace(TREE, family=family, model_impl=model_impl).engine(), mixed())
+        for model_impl in ("native", "transformers")
+    )
+    assert hosted.tokens == native.tokens
+    for a, b in zip(hosted.requests, native.requests, strict=True):
+        assert [e.logprob for e in a.logprobs] == pytest.approx([e.logprob for e in b.logprobs], abs=1e-4)
+
+
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 def test_a_batch_of_many_is_many_batches_of_one(algorithm):
     setup = replace(TREE, algorithm=algorithm)

@@ -309,8 +309,9 @@ class Watch:
         runner = self.engine.executor.runner
         target = runner.target
         layers = () if target.config.experts is None else target.config.experts.layers
-        own = {id(layer.mlp.gate_up) for layer in target.layers if hasattr(layer.mlp, "gate_up")}  # type: ignore[attr-defined]
-        beside = (getattr(layer, "beside", None) for layer in target.layers)  # type: ignore[attr-defined]
+        layered = getattr(target, "layers", ())
+        own = {id(layer.mlp.gate_up) for layer in layered if hasattr(layer.mlp, "gate_up")}
+        beside = (getattr(layer, "beside", None) for layer in layered)
         own |= {id(block.mixture.gate_up) for block in beside if block is not None}
         if launch_input.is_prefill:
             count = extended = sum(launch_input.lengths)

@@ -32,11 +32,12 @@ QWEN = find_shape("qwen3-30b-a3b")
 WEIGHTS = pass_weights(QWEN.target, QWEN.draft_config)
 
 
-@pytest.mark.parametrize("shape", [QWEN, *map(mixture, WITH_EXPERTS)], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [QWEN, *map(mixture, WITH_EXPERTS), mixture("gemma4")], ids=lambda shape: shape.name)
 def test_weights_are_those_of_the_checkpoint(shape):
-    """Routers, biases and the gates of shared experts aside."""
+    """Routers, norms, scales, biases and the gates of shared experts aside."""
     found = pass_weights(shape.target, None)
     left_out = ("norm.weight", "bias", "sinks", "mlp.gate.weight", "router.weight", "expert_gate.weight")
+    left_out += ("norm_1.weight", "norm_2.weight", "router.proj.weight", "scale", "layer_scalar")
     numbers = {
         name: torch.Size(size).numel()
         for name, size in Recipe(shape).tensors(torch.bfloat16, "meta")[0].shapes.items()

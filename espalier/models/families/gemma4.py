@@ -143,8 +143,8 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
     table = weights.take("model.embed_tokens_per_layer.weight", rows, columns)
     project = weights.linear("model.", ("per_layer_model_projection",), (columns,), hidden, bias=False)
     # The layers' inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  A norm takes a factor of its input as eps.
-    norm = weights.take_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
-    norm = RMSNorm(norm, config.rms_norm_eps * hidden)
+    factors = weights.take_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
+    norm = RMSNorm(factors, config.rms_norm_eps * hidden)
     return PerLayerEmbedding(weight, scale, table, (size / 2) ** 0.5, project, norm)
 
 

@@ -6,7 +6,7 @@ that keep recurrent state are refused.
 
 from dataclasses import replace
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw, Windows, full_attention
 from espalier.models.config_values import positive
@@ -39,6 +39,14 @@ def _attention_in_every_layer(full: Raw) -> Windows:
     if full.get("layer_types") is None:
         raise EspalierError("layer_types is missing, so all layers keep recurrent state, which is not supported")
     return full_attention(full)
+
+
+def _ropes(full: Raw) -> list[Raw | None]:
+    """Every layer has the config's RoPE, or none has one."""
+    kind = full["position_embedding_type"]
+    if kind not in (None, "rope", "nope"):
+        raise EspalierError(f"position_embedding_type = {shown(kind)}; 'rope', 'nope' or null is needed; correct it")
+    return [{} if kind == "rope" else None] * full["num_hidden_layers"]
 
 
 FAMILY = Family(
@@ -85,7 +93,7 @@ HYBRID = replace(
     model_type="granitemoehybrid",
     defaults={**MOE.defaults, "shared_intermediate_size": 1024, "position_embedding_type": None},
     windows=_attention_in_every_layer,
-    ropes=lambda full: [{} if full["position_embedding_type"] == "rope" else None] * full["num_hidden_layers"],
+    ropes=_ropes,
     names=LayerNames(under_mlp="shared_mlp.", mlp=SHARED_MLP),
     mlp_size_field="shared_intermediate_size",
     honours=(*SHARED.honours, "position_embedding_type"),

@@ -123,6 +123,7 @@ class DraftFormat:
     in_target: (directory of a target, its config) -> whether it holds a draft of this format beside the target; None:
     no target does.
     checks: what to check in the draft's config.json if almost none of its tokens is accepted.
+    in_parts: whether each of several ranks holds a part of its layers, which are a target's; else each has it whole.
     """
 
     algorithm: str
@@ -137,6 +138,7 @@ class DraftFormat:
     marked: tuple[str, ...] = ()
     marks: tuple[str, ...] = ()
     unmarked: tuple[str, ...] = ()
+    in_parts: bool = False
 
     @property
     def names(self) -> str:

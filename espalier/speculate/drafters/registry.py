@@ -29,6 +29,7 @@ from espalier.models.loading import read_raw
 from espalier.models.text_part import is_multimodal
 from espalier.models.weight_files import shards_of
 from espalier.models.weights import Weights
+from espalier.shards import WHOLE, Shards
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import Drafter, DrafterWithoutFiles, DraftFormat, NoDrafter
 from espalier.speculate.drafters.ngram import NgramDrafter
@@ -77,6 +78,7 @@ FORMATS = (
         make=mtp.make_mtp,
         drafter=AutoregressiveDrafter,
         in_target=mtp_config.stores_mtp,
+        in_parts=True,
         checks="mtp_form and num_nextn_predict_layers",
     ),
     DraftFormat(
@@ -233,11 +235,23 @@ def read_draft(path: Path | str, target: ModelConfig) -> DraftConfig:
         return format_of(raw, path).read(path, raw, target)
 
 
+def draft_shards(algorithm: str, shards: Shards) -> Shards:
+    """What a rank that holds `shards` of the target holds of the draft of this algorithm: a part, or all."""
+    return shards if algorithm in DRAFT_FORMATS and DRAFT_FORMATS[algorithm].in_parts else WHOLE
+
+
 def load_draft(
-    path: Path | str, target: CausalLM, *, dtype: torch.dtype, device: torch.device | str, position_rows: int
+    path: Path | str,
+    target: CausalLM,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    position_rows: int,
+    shards: Shards = WHOLE,
 ) -> DraftModel:
     """Load a draft.  `target` must have been loaded with the `capture` of `read_draft(path, target.config).spec`.
 
+    shards: what this rank holds of the target; draft_shards says what it holds of the draft.
     Raises EspalierError naming what does not fit.
     """
     path = Path(path)
@@ -247,7 +261,8 @@ def load_draft(
             f"{path} reads the inputs of target layers {config.spec.capture}, but the target was loaded to capture "
             f"{target.capture}; load the target with capture={config.spec.capture}"
         )
-    weights = Weights(path, dtype, device, config.layer.formats, allow_bin=True)
+    own = draft_shards(config.spec.algorithm, shards)
+    weights = Weights(path, dtype, device, config.layer.formats, allow_bin=True, shards=own)
     return DRAFT_FORMATS[config.spec.algorithm].make(weights, config, target, position_rows)
 
 

@@ -1,0 +1,98 @@
+"""Our attention function, by which a model of transformers attends: it hands each call to what runs in this thread.
+
+Who runs is no argument of a model's layers, so it stands in a context variable for the time of a forward pass.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+# As transformers' AttentionInterface knows us.
+NAME = "espalier"
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a layer attends, besides its queries, keys and values.
+
+    scale: factor of q·k; window: as LayerSpec.window; softcap: scores are bounded to ±softcap by a tanh; sink: [heads],
+    as Attention.attend takes it; masked: whether the model brings a mask of its own.
+    """
+
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    sink: Tensor | None
+    masked: bool
+
+
+class Attends(Protocol):
+    """What answers the attention calls of a forward pass.
+
+    inputs: by layer, the captured inputs, which the pass adds.  live: [B · Q] bool, of rows that go to experts.
+    """
+
+    inputs: dict[int, Tensor]
+
+    @property
+    def live(self) -> Tensor | None: ...
+
+    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        """q: [B, heads, Q, k_size]; k, v: [B, kv_heads, Q, size] of the new rows.  Returns [B, Q, heads, v_size]."""
+        ...
+
+
+_RUNNING: ContextVar[Attends] = ContextVar("the attention of the forward pass that runs")
+
+
+@contextmanager
+def attending(run: Attends) -> Iterator[None]:
+    """Let `run` answer the attention calls of this thread."""
+    token = _RUNNING.set(run)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def running() -> Attends:
+    """What answers the calls of the forward pass that runs."""
+    return _RUNNING.get()
+
+
+def live_rows() -> Tensor | None:
+    """Attends.live of the forward pass that runs; None if none does."""
+    run = _RUNNING.get(None)
+    return None if run is None else run.live
+
+
+def register() -> None:
+    """Make NAME known to transformers.
+
+    It is not registered as a kind of mask.  So transformers makes none, and does not look for packed sequences in the
+    positions, which it would do on the host.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attend)
+
+
+def _attend(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    call = Call(scaling, sliding_window or None, softcap or None, s_aux, attention_mask is not None)
+    return running()(module, q, k, v, call), None

@@ -1,0 +1,96 @@
+"""Loads a model of transformers from its directory, with transformers' own loader.  A checkpoint's code never runs."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from espalier.errors import EspalierError, one_line
+from espalier.models.config import ModelConfig
+from espalier.models.from_transformers.attention import NAME
+from espalier.models.from_transformers.target import Body, TransformersTarget
+from espalier.models.weight_count import stored_weights
+from espalier.models.weights import HARMLESS, Weights
+
+log = logging.getLogger(__name__)
+
+
+def load_by_transformers(
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, capture: tuple[int, ...]
+) -> TransformersTarget:
+    """Load a target whose config is `probed`.
+
+    Raises EspalierError for files that are missing or cut short, weights that are missing, misshapen or not used, and
+    layers that cannot be captured.
+    """
+    probed = config.probed
+    assert probed is not None
+    if capture and not probed.can_capture:
+        raise EspalierError(
+            f"{path}: the layers of {config.architecture} do not pass on one row for each token, so the draft cannot "
+            "read them; use speculation algorithm 'ngram'"
+        )
+    Weights(path, dtype, "cpu")  # for its errors, which name file and remedy
+    stored = stored_weights(path, config.formats).num_cast
+    # Weights that are missing would take memory before they are found to be.
+    if probed.num_weights > 2 * stored:
+        raise EspalierError(
+            f"{path}: config.json describes {probed.num_weights} weights, and the files hold {stored}; they do not "
+            "belong together: download both again"
+        )
+    model = _load(path, probed.model_class, probed.config, dtype, torch.device(device))
+    body = Body(model, probed.layers, probed.equal, capture)
+    log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.in_words)
+    return TransformersTarget(config, probed.specs, body, probed.attention, capture)
+
+
+def _load(path: Path, model_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    # Without accelerate a model comes to a GPU by way of the host's memory.
+    direct = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") else {}
+    try:
+        with _quietly():
+            model, found = model_class.from_pretrained(
+                path,
+                config=copy.deepcopy(config),
+                dtype=dtype,
+                attn_implementation=NAME,
+                # The plain loop reads the experts' rows on the host, which a captured pass cannot.
+                experts_implementation="eager" if device.type == "cpu" else "grouped_mm",
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+                **direct,
+            )
+    except Exception as error:  # any: it is another's code
+        raise EspalierError(
+            f"{path}: transformers cannot load the model ({one_line(error)}); download the checkpoint again"
+        ) from None
+    unused = [name for name in found["unexpected_keys"] if not HARMLESS.search(name)]
+    for names, what in ((found["missing_keys"], "is missing from it"), (unused, "belongs to no parameter")):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise EspalierError(
+                f"{path}: weight {min(names)!r}{more} {what} of {model_class.__name__}; config.json and weights do not "
+                "belong together: download both again"
+            )
+    return model.to(device).eval().requires_grad_(False)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' progress bars, which belong to no log of ours."""
+    from transformers.utils import logging as bars
+
+    was = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was:
+            bars.enable_progress_bar()

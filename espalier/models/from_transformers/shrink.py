@@ -1,0 +1,80 @@
+"""A config of the same kind and tiny sizes: what a class does can be tried on it in a moment."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HEADS, HEAD_SIZE, HIDDEN, VOCAB, POSITIONS, WINDOW, MOST_LAYERS = 4, 16, 64, 96, 128, 5, 12
+# Sizes by the names that config classes give them; the first that matches.  A size is never raised.
+SIZES: tuple[tuple[str, int], ...] = (
+    (r"vocab_size", VOCAB),
+    (r"^num_layers$|kv_shared", 2),
+    (r"window|chunk_size", WINDOW),
+    (r"position|max_seq|n_ctx|seq_len", POSITIONS),
+    (r"experts_per_tok|top_?k|moe_k$|num_selected", 2),
+    (r"topk_group", 1),
+    (r"n_group", 2),
+    (r"shared_experts$|n_shared", 1),
+    (r"experts$|num_expert|expert_num|moe_num", HEADS),
+    (r"qk_head_dim", 2 * HEAD_SIZE),
+    (r"head_dim|head_size|kv_channels|rotary_dim|_lora_rank|lora_dim|low_rank", HEAD_SIZE),
+    (r"(key_value|kv)_heads", 2),
+    (r"heads|n_head$", HEADS),
+    (r"intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * HIDDEN),
+    (r"hidden_size|d_model|n_embd|embed(ding)?_(dim|size)|proj_dim|model_dim|hidden_dim", HIDDEN),
+    (r"first_k_dense|max_window_layers|num_dense|dense_layers", 1),
+)
+
+
+SCALINGS = ("type", "rope_type", "factor")
+
+
+def shrunk(fields: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The fields of a config with tiny sizes.  num_layers: the number of layers that the fields describe.
+
+    The first layers are kept, so many that each kind of layer is among them.
+    """
+    lists = [value for value in fields.values() if isinstance(value, list | tuple) and len(value) == num_layers]
+    kinds = list(zip(*(map(repr, each) for each in lists), strict=True))
+    firsts = [kinds.index(kind) for kind in set(kinds)]
+    firsts += [min(map(int, value)) for value in fields.values() if _is_by_layer(value)]
+    layers = min(max(*firsts, 3, 3) + 1, MOST_LAYERS, num_layers)
+    return {name: _small(name, value, num_layers, layers, fields) for name, value in fields.items()}
+
+
+def _is_by_layer(value: Any) -> bool:
+    """Whether the keys of an object are numbers of layers."""
+    return isinstance(value, Mapping) and bool(value) and all(str(key).isdecimal() for key in value)
+
+
+def _small(name: str, value: Any, num_layers: int, layers: int, fields: Mapping[str, Any]) -> Any:
+    if isinstance(value, list | tuple) and len(value) == num_layers:
+        return [_small(name, each, 0, 0, fields) for each in value[:layers]]
+    if _is_by_layer(value):
+        return {layer: each for layer, each in value.items() if int(layer) < layers}
+    if name.startswith("rope_"):
+        return _plain_rope(value)
+    if name == "head_dim" and value is None:
+        return HEAD_SIZE
+    if name.endswith("token_id") and isinstance(value, int):
+        return value % VOCAB
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
+    if value == num_layers and re.search(r"layers?$", name):
+        return layers
+    if re.search(r"(key_value|kv)_heads", name) and value == fields.get("num_attention_heads"):
+        return HEADS
+    size = next((size for pattern, size in SIZES if re.search(pattern, name)), value)
+    return min(size, value)
+
+
+def _plain_rope(value: Any) -> Any:
+    """RoPE parameters without the scalings whose factors belong to the true sizes."""
+    if not isinstance(value, Mapping):
+        return value
+    if any(isinstance(each, Mapping) for each in value.values()):
+        return {kind: _plain_rope(each) for kind, each in value.items()}
+    kept = {name: each for name, each in value.items() if not isinstance(each, list) and name not in SCALINGS}
+    if "original_max_position_embeddings" in kept:
+        kept["original_max_position_embeddings"] = WINDOW
+    return {**kept, "rope_type": "default"}

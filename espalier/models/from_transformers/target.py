@@ -1,0 +1,180 @@
+"""A model of transformers as a target: its layers write to the pass, and attend through it."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from espalier.attention import Pass
+from espalier.cache.layer_spec import LayerSpec, ReadyHeads
+from espalier.kernels.state.kv_scales import KVScales
+from espalier.models.base import ModelOutput
+from espalier.models.config import ModelConfig
+from espalier.models.from_transformers.attention import Attends, Call, attending, running
+from espalier.models.from_transformers.replace import Make, OurLinear, our_linear, replace
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Linear
+
+
+class Body:
+    """A causal model of transformers, in two parts: rows to hidden states, and these to logits.
+
+    layers: the name of the list of its layers.  equal: the classes whose modules are replaced by ours.
+    capture: layers whose inputs a pass keeps; the number of layers means the output of the last.
+    """
+
+    def __init__(self, model: Any, layers: str, equal: Mapping[type, Make], capture: tuple[int, ...] = ()) -> None:
+        self.model = model
+        self.decoder = model.get_submodule(layers.partition(".")[0])
+        replace(model, equal)
+        fix_ropes(model)
+        _capture(model.get_submodule(layers), capture)
+        head = model.get_output_embeddings()
+        self.head: Linear = (head if isinstance(head, OurLinear) else our_linear(head)).linear
+        self._given = copy.copy(model)
+        self._given._modules = {**model._modules, layers.partition(".")[0]: GivenHidden()}
+
+    def __call__(self, tokens: Tensor, positions: Tensor, run: Attends) -> Tensor:
+        """[B, Q, H] behind the last norm.  tokens, positions: [B, Q]."""
+        with attending(run):
+            out = self.decoder(input_ids=tokens, position_ids=positions, use_cache=False)
+        return out.last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] -> [..., V], with the scales and bounds that the class puts behind its head."""
+        rows = self._given(inputs_embeds=hidden.reshape(1, -1, hidden.shape[-1]), use_cache=False).logits
+        return rows.to(hidden.dtype).view(*hidden.shape[:-1], -1)
+
+
+class GivenHidden(nn.Module):
+    """In the place of a model's body: its hidden states are those that it is given."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **options: Any) -> "OnlyHidden":
+        return OnlyHidden(inputs_embeds)
+
+    @property
+    def decoder(self) -> "GivenHidden":
+        """Some heads read the body's decoder."""
+        return self
+
+
+class OnlyHidden:
+    """A body's output, of which nothing but the hidden states is there."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+def fix_ropes(model: nn.Module) -> None:
+    """A RoPE that changes with the longest position, which it reads on the host, keeps the form of short ones.
+
+    `ModelConfig.max_position` limits it to these: beyond them, every new token would change all cached keys.
+    """
+    module: Any
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str):
+            module.rope_type = "default"
+        elif isinstance(kind, dict):
+            module.rope_type = dict.fromkeys(kind, "default")
+
+
+def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
+    """Copy the inputs of layers as they come: a class may write to the residual that it gets."""
+
+    def before(index: int) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            running().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
+
+        return keep
+
+    def behind(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        running().inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
+
+    for index in capture:
+        if index == len(layers):
+            layers[-1].register_forward_hook(behind)
+        else:
+            layers[index].register_forward_pre_hook(before(index), with_kwargs=True)
+
+
+class PassRun:
+    """A pass that answers a model's attention calls.
+
+    layers: the number of each attention module's layer; sharing: the layers that share rows and write none.
+    """
+
+    def __init__(self, p: Pass, layers: Mapping[nn.Module, int], sharing: frozenset[int]) -> None:
+        self.p = p
+        self.layers = layers
+        self.sharing = sharing
+        self.inputs: dict[int, Tensor] = {}
+
+    @cached_property
+    def live(self) -> Tensor | None:
+        return (self.p.tokens >= 0).flatten()
+
+    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        p, layer = self.p, self.layers[module]
+        if layer in self.sharing:
+            k, v = k[:, :0], v[:, :0]
+        ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v)))
+        sink = None if call.sink is None else call.sink.to(torch.promote_types(q.dtype, torch.float32))
+        attended = p.attend(layer, p.write(layer, ready), sink)
+        kept = p.kept(layer)
+        if kept is None:
+            return attended
+        # The class computes all rows of the last layer; only these are read.
+        rows = attended.new_zeros(p.tokens.numel(), *attended.shape[2:])
+        return rows.index_copy(0, kept, attended[:, 0]).unflatten(0, p.tokens.shape)
+
+
+class TransformersTarget:
+    """A CausalLM (espalier/models/base.py).  layers: the number of each attention module's layer."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        specs: tuple[LayerSpec, ...],
+        body: Body,
+        layers: Sequence[str],
+        capture: tuple[int, ...],
+    ) -> None:
+        self.config = config
+        self.layer_specs = specs
+        self.capture = capture
+        self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(specs)
+        # Some have a row more, for audio or an unknown token.
+        self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
+        self.head = body.head
+        self.body = body
+        self._sharing = frozenset(i for i, spec in enumerate(specs) if spec.shares is not None)
+        self._layers = {body.model.get_submodule(name): i for i, name in enumerate(layers)}
+
+    def __call__(self, p: Pass) -> ModelOutput:
+        run = PassRun(p, self._layers, self._sharing)
+        # As the embedding of our own families does it: a void row runs as the first of its request.
+        tokens = torch.where(p.tokens < 0, p.tokens[:, :1].clamp(min=0), p.tokens)
+        # Nodes behind the end of a context, which are never accepted, may have positions that the model does not.
+        hidden = self.body(tokens, p.positions.clamp(max=self.config.max_position - 1), run)
+        if p.needed is not None:
+            hidden, last = _rows(hidden, p.needed), len(self.layer_specs)
+            run.inputs |= {i: _rows(x, p.needed) for i, x in run.inputs.items() if i == last}
+        return ModelOutput(hidden=hidden, inputs=tuple(run.inputs[i] for i in self.capture))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.body.logits(hidden)
+
+
+def _rows(x: Tensor, needed: Tensor) -> Tensor:
+    """[B, Q, H] -> [B, 1, H]"""
+    return x[torch.arange(len(x), device=x.device), needed][:, None]

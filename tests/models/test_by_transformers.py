@@ -1,0 +1,239 @@
+"""Models that classes of transformers run: the logits of plain transformers, and refusals by what a class does."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import CONFIG_MAPPING, Phi3Config, Phi3ForCausalLM
+from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
+
+from espalier.errors import EspalierError
+from espalier.models import load_target, read_config
+from espalier.models.from_transformers.probe import tiny_config
+from espalier.models.from_transformers.replace import OurExperts, OurLinear, OurNorm, find_equal
+from scripts.any_model import Found, compare, make_model
+from scripts.any_model import main as any_model
+from tests.builders import make_target
+from tests.harness import directories
+from tests.models.reference import load_reference, reference_logits
+from tests.oracles.dense import DensePass
+
+LENGTH = 12
+LOADING: dict[str, Any] = {"dtype": torch.float32, "device": "cpu", "position_rows": 64, "model_impl": "transformers"}
+# Of different make: learned positions and matrices the other way round; experts; windows and shared rows by layer;
+# parallel blocks and a factor of the logits; keys wider than values; sinks.
+SAMPLE = ("gpt2", "mixtral", "gemma3n_text", "cohere2", "deepseek_v3", "gpt_oss")
+# It has what may differ by class: rounds of a tree with captured layers, and prefixes behind preemption.
+ONE_RUN = {"preempted": (3,)}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_class_runs_as_transformers_runs_it(name: str, tmp_path: Path) -> None:
+    make_model(tmp_path / name, name)
+    found = compare(Found(name, name, "transformers"), tmp_path / name, tmp_path, ONE_RUN)
+    assert found.compared.total() and found.is_right, found.line()
+
+
+@pytest.mark.full
+def test_every_class(capsys: pytest.CaptureFixture[str]) -> None:
+    assert any_model([]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert int(last.split(" by transformers")[0].split()[-1]) >= 60
+
+
+def made(path: Path, kind: str, **fields: Any) -> Path:
+    """A config.json alone, of a tiny model: refusals come before weights are read."""
+    config = tiny_config(CONFIG_MAPPING[kind]())
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**config.to_dict(), "architectures": None, **fields}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "says"),
+    [
+        ("recurrent_gemma", {}, "keeps recurrent state"),
+        ("minimax", {}, "its layer 1 (MiniMaxDecoderLayer) keeps no K and V: it has recurrent state or no attention"),
+        ("bloom", {}, "its attention does not go through transformers' AttentionInterface"),
+        ("bart", {"is_encoder_decoder": True}, "it is half of an encoder-decoder"),
+        ("doge", {}, "its attention has a mask of its own, which may be not causal"),
+        ("diffllama", {}, "it has several attention calls in a layer"),
+        ("llama4_text", {}, "its rows do not see just the rows before them"),
+        ("bert", {}, "its rows do not see just the rows before them"),
+        ("jetmoe", {}, "it reads values on the host while it runs, which no captured pass can"),
+        ("phi3", {"num_hidden_layers": 10**9}, "it has 1000000000 layers; 1 to 1024 are supported"),
+        ("phi3", {"hidden_size": 63}, "a small model of it does not run (RuntimeError"),
+        ("phi3", {"max_position_embeddings": None}, "its config is refused"),
+        ("phi3", {"quantization_config": {"quant_method": "fp8"}}, "quantised weights are not supported"),
+        ("phi3", {"architectures": ["Phi3ForSequenceClassification"]}, "is not the causal model of its model_type"),
+        ("nobody", {}, "transformers has no causal model of model_type 'nobody'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_what_cannot_run_is_refused_before_weights_are_read(
+    kind: str, fields: Mapping[str, Any], says: str, tmp_path: Path
+) -> None:
+    if kind == "nobody":
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    else:
+        made(tmp_path, kind, **fields)
+    with pytest.raises(EspalierError) as caught:
+        read_config(tmp_path, model_impl="transformers")
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_auto_prefers_a_native_family(tmp_path: Path) -> None:
+    llama, phi3 = directories("llama")[0], directories("phi3")[0]
+    assert read_config(llama).probed is None
+    assert read_config(llama, model_impl="transformers").probed is not None
+    assert read_config(phi3).probed is not None
+    with pytest.raises(EspalierError, match=r"architecture 'Phi3ForCausalLM' is not supported; supported are Llama"):
+        read_config(phi3, model_impl="native")
+
+
+@pytest.mark.parametrize("captures_last", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "starcoder2"])
+def test_logits_and_captured_inputs(family: str, captures_last: bool) -> None:
+    path, _ = directories(family)
+    capture = (3, 0) if captures_last else (2, 0)
+    model = load_target(path, capture=capture, **LOADING)
+    tokens = torch.randint(0, 16, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(LENGTH).expand(2, -1)
+    out = model(DensePass(tokens, model.layer_specs, positions))
+    assert out.captured is not None
+    logits, inputs = reference_logits(load_reference(path, torch.float32), tokens)
+    torch.testing.assert_close(model.logits(out.hidden), logits, rtol=1e-4, atol=1e-4)
+    # The last that transformers gives is behind the norm, where ours is before it.
+    for i, ours in zip(capture, out.inputs, strict=True):
+        if i < 3:
+            torch.testing.assert_close(ours, inputs[i], rtol=1e-4, atol=1e-4)
+        else:
+            normed = model.body.decoder.norm(ours)  # type: ignore[attr-defined]
+            torch.testing.assert_close(normed, out.hidden, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "starcoder2"])
+def test_void_rows_run_as_the_first_of_their_request(family: str) -> None:
+    model = load_target(directories(family)[0], **LOADING)
+    tokens = torch.tensor([[5, -1, 7], [-1, 3, -1]])
+    filled = torch.tensor([[5, 5, 7], [0, 3, 0]])
+    void, plain = (model(DensePass(each, model.layer_specs)) for each in (tokens, filled))
+    assert torch.equal(void.hidden, plain.hidden)
+
+
+def test_void_rows_go_to_no_expert(tmp_path: Path) -> None:
+    make_model(tmp_path, "mixtral")
+    model = load_target(tmp_path, **LOADING)
+    assert sum(isinstance(each, OurExperts) for each in model.body.model.modules()) == 4  # type: ignore[attr-defined]
+    rows: list[int] = []
+    for module in model.body.model.modules():  # type: ignore[attr-defined]
+        if isinstance(module, OurExperts):
+            module.register_forward_hook(lambda module, args, out: rows.append(int((out != 0).any(-1).sum())))
+    model(DensePass(torch.tensor([[5, -1, 7], [-1, 3, -1]]), model.layer_specs))
+    assert rows == [3] * 4
+
+
+def test_positions_that_a_model_does_not_have_are_its_last(tmp_path: Path) -> None:
+    """Of nodes behind the end of a context, which are never accepted.  Learned positions end there."""
+    make_model(tmp_path, "gpt2")
+    model = load_target(tmp_path, **LOADING)
+    last = model.config.max_position - 1
+    tokens = torch.tensor([[3, 4]])
+    behind, at = (model(DensePass(tokens, model.layer_specs, torch.tensor([[last, n]]))) for n in (last + 9, last))
+    assert torch.equal(behind.hidden, at.hidden)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "longest"),
+    [
+        ("llama", {"rope_type": "dynamic", "factor": 2.0}, 40),
+        ("phi3", {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}, 20),
+        ("phi3", {"rope_type": "default"}, 40),
+    ],
+)
+def test_a_rope_does_not_change_with_the_longest_position(
+    family: str, rope: dict[str, Any], longest: int, tmp_path: Path
+) -> None:
+    given = {**rope, "rope_theta": 100.0, "original_max_position_embeddings": 20, "partial_rotary_factor": 1.0}
+    path = make_target(
+        tmp_path, family, max_position_embeddings=40, original_max_position_embeddings=20, rope_parameters=given
+    )
+    model = load_target(path, **LOADING)
+    assert model.config.max_position == longest
+    tokens = torch.tensor([[3, 4, 5]])
+    near, far = (model(DensePass(tokens, model.layer_specs, torch.tensor([[0, 1, n]]))).hidden[:, :2] for n in (5, 60))
+    assert torch.equal(near, far)
+
+
+def test_code_of_a_checkpoint_never_runs(tmp_path: Path) -> None:
+    path = make_target(tmp_path / "model", "phi3")
+    ran = tmp_path / "ran"
+    (path / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass Own: pass\n")
+    raw = json.loads((path / "config.json").read_text())
+    own = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
+    (path / "config.json").write_text(json.dumps({**raw, "auto_map": own, "_attn_implementation": "own/kernel"}))
+    load_target(path, **LOADING)
+    (path / "config.json").write_text(json.dumps({**raw, "auto_map": own, "model_type": "own"}))
+    for impl in ("auto", "transformers"):
+        with pytest.raises(EspalierError):
+            read_config(path, model_impl=impl)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "weight 'model.norm.weight' is missing from it"),
+        (lambda weights: weights.update({"model.own.weight": torch.ones(3)}), "'model.own.weight' belongs to no param"),
+        (lambda weights: weights.update({"model.norm.weight": torch.ones(3)}), "transformers cannot load the model"),
+    ],
+    ids=["missing", "not used", "misshapen"],
+)
+def test_weights_that_do_not_fit_are_named(change: Any, says: str, tmp_path: Path) -> None:
+    path = make_target(tmp_path, "phi3")
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EspalierError) as caught:
+        load_target(path, **LOADING)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_config_of_a_larger_model_takes_no_memory(tmp_path: Path) -> None:
+    path = make_target(tmp_path, "phi3")
+    raw = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**raw, "intermediate_size": 10**9}))
+    with pytest.raises(EspalierError, match=r"describes \d{12} weights, and the files hold \d{5};"):
+        load_target(path, **LOADING)
+
+
+def test_a_capture_that_layers_do_not_allow(tmp_path: Path) -> None:
+    """Gemma 3n's layers pass on four rows for each token; its last ones are given the K and V of earlier ones."""
+    make_model(tmp_path, "gemma3n_text")
+    shares = [spec.shares for spec in load_target(tmp_path, **LOADING).layer_specs]
+    assert shares == [None] * 10 + [8, 8]
+    with pytest.raises(EspalierError, match="do not pass on one row for each token"):
+        load_target(tmp_path, capture=(1,), **LOADING)
+
+
+class OtherNorm(Phi3RMSNorm):
+    """Looks like the norm that is ours, and is not."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states) + 1e-3
+
+
+def test_only_what_computes_the_same_is_replaced() -> None:
+    tiny = Phi3ForCausalLM(tiny_config(Phi3Config()))
+    equal = find_equal(tiny)
+    assert {kind.__name__ for kind in equal} == {"Linear", "Phi3RMSNorm"}
+    assert isinstance(equal[nn.Linear](nn.Linear(4, 8)), OurLinear)
+    assert isinstance(equal[Phi3RMSNorm](Phi3RMSNorm(4)), OurNorm)
+    tiny.model.norm = OtherNorm(64)
+    tiny.lm_head = nn.Bilinear(4, 4, 4)
+    assert OtherNorm not in find_equal(tiny) and nn.Bilinear not in find_equal(tiny)
