@@ -160,7 +160,10 @@ def _draft_weights(draft: DraftConfig) -> int:
 
 
 def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
-    """Weights of one layer's attention."""
+    """Weights of one layer's attention, or of what a layer with a state has in its place."""
+    if isinstance(spec.keeps, RecurrentState):
+        # Of the inputs, a gate of the outputs' size, and the outputs.
+        return config.hidden_size * (spec.keeps.channels + 2 * spec.heads * spec.keeps.v_size)
     latent, hidden, heads = config.latent, config.hidden_size, spec.heads
     if isinstance(spec.keeps, RecurrentState):
         # What enters the convolution, the gate of the output, and the output.

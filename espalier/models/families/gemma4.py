@@ -88,7 +88,14 @@ def _ropes(full: Raw) -> list[Raw]:
                 "layer; correct it"
             )
     sizes = [own.get("head_dim", full["head_dim"]) for own in _sizes(full)]
-    return [{"rope_parameters": given[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
+    own = {kind: _rotating_all(given[kind]) for kind in set(kinds)}
+    return [{"rope_parameters": own[kind], "head_dim": size} for kind, size in zip(kinds, sizes, strict=True)]
+
+
+def _rotating_all(parameters: Raw) -> Raw:
+    """Without the rotated share, which transformers' Gemma 4 does not read beside the type `default`."""
+    is_default = parameters.get("rope_type", "default") == "default"
+    return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 
 
 def _experts(full: Raw) -> Experts | None:

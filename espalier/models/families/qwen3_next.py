@@ -192,6 +192,7 @@ FAMILY = replace(
     windows=check_layers,
     experts=experts,
     norm_offset=1.0,
+    in_drafts=False,
     honours=(
         *("num_experts", "num_local_experts", "shared_expert_intermediate_size", "partial_rotary_factor"),
         *("num_nextn_predict_layers", "attn_output_gate"),
