@@ -5,6 +5,7 @@ Embeddings, each block's output, logits and q · k have factors of their own.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
@@ -15,7 +16,7 @@ from espalier.models.families.granite import MOE, SHARED
 from espalier.models.layer_loading import load_attention
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.mamba2 import Mamba2
-from espalier.models.layers.mixer import AttentionMixer, MixerLayer
+from espalier.models.layers.mixer import AttentionMixer, Mixer, MixerLayer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.mamba2_loading import load_mamba2
 from espalier.models.rope import RopeTables
@@ -36,7 +37,7 @@ def _text_fields(raw: Raw) -> Raw:
     fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
     if isinstance(types, list):
         fields["layer_types"] = [KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]
-    sizes = [raw.get(name) for name in ("hidden_size", "mamba_n_heads", "mamba_expand")]
+    sizes: list[Any] = [raw.get(name) for name in ("hidden_size", "mamba_n_heads", "mamba_expand")]
     if raw.get("mamba_d_head", "auto") == "auto" and all(type(size) is int and size > 0 for size in sizes):
         hidden, heads, expand = sizes
         fields["mamba_d_head"] = expand * hidden // heads
@@ -101,6 +102,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
         weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps)
         for name in ("input", "post_attention")
     ]
+    mixer: Mixer
     if config.raw["layer_types"][layer] == FULL:
         mixer = AttentionMixer(load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope))
     else:
@@ -110,9 +112,9 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
     raw = config.raw
-    how = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
-    sizes = (_state_of(config), config.hidden_size, config.rms_norm_eps)
-    return load_mamba2(weights, prefix, *sizes, limits=raw["time_step_limit"], **how)
+    biases = {"bias": bool(raw["mamba_proj_bias"]), "conv_bias": bool(raw["mamba_conv_bias"])}
+    size, eps, limits = config.hidden_size, config.rms_norm_eps, raw["time_step_limit"]
+    return load_mamba2(weights, prefix, _state_of(config), size, eps, limits=limits, **biases)
 
 
 def _load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP | MixtureMLP:

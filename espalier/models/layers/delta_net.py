@@ -11,7 +11,7 @@ from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream
 
 
@@ -46,7 +46,7 @@ class DeltaNet:
         self.norm = norm
         self.out = out
 
-    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         """As espalier/models/layers/stream.py:Reader.  Two projections read the norm, so it is not rounded for one."""
         return norm.after(delta, x)
 

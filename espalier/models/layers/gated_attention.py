@@ -8,7 +8,7 @@ from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
 
@@ -28,7 +28,7 @@ class GatedAttention:
         self.rope = rope
         self.norms = norms
 
-    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.qkv.read(norm, delta, x)
 

@@ -10,7 +10,7 @@ from espalier.models.layers.attention import Attention
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Reader, Stream
 
 
@@ -33,7 +33,7 @@ class AttentionMixer:
     def __init__(self, attention: Attention | LatentAttention) -> None:
         self.attention = attention
 
-    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.attention.read(norm, delta, x)
 
@@ -77,7 +77,7 @@ class Unread:
     """Reads the norm of the stream as it is."""
 
     @staticmethod
-    def read(norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    def read(norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         return norm.after(delta, x)
 
 

@@ -7,7 +7,7 @@ from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.norm import AnyNorm
 from espalier.models.layers.stream import Stream
 
 
@@ -21,7 +21,7 @@ class GatedConv:
         self.conv = conv
         self.out = out
 
-    def read(self, norm: RMSNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.gates.read(norm, delta, x)
 
