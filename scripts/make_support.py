@@ -191,8 +191,8 @@ otherwise.
 
 An architecture that is not in this table runs by its class in transformers, if that class can be a target
 (`model_impl="auto"`, `--model-impl`). `native` refuses such an architecture; `transformers` takes the class for those
-of the table too. `espalier doctor --model DIR` says which of the two runs a model, and which of the class's modules are
-replaced by ours. `python scripts/any_model.py` tries every causal class of the installed transformers.
+of the table too. `espalier doctor --model path/to/model` says which of the two runs a model, and which of the class's
+modules are replaced by ours. `python scripts/any_model.py` tries every causal class of the installed transformers.
 
 Refused by name, before weights are read, is a class
 

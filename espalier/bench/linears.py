@@ -6,6 +6,7 @@ chains.py runs them on a GPU.
 from dataclasses import dataclass, replace
 
 from espalier.bench.shapes import find_shape
+from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
@@ -322,6 +323,11 @@ class ModelShape:
 
 def model_sizes(config: ModelConfig) -> ModelShape:
     """The sizes of a target, or of a draft's layer."""
+    if config.layer_specs is not None:
+        raise EspalierError(
+            f"the layers of {config.architecture} keep rows of several sizes, and the benches count one; name another "
+            "shape"
+        )
     experts = None
     if config.experts is not None and config.experts.layers:
         own, routing = config.experts, config.experts.routing

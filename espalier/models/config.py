@@ -336,7 +336,7 @@ def _read_activation(full: Raw, field: str, path: Path) -> Activation:
     name = full.get(field, "silu")
     if not isinstance(name, str) or name not in ACTIVATIONS:
         supported = " or ".join(map(repr, ACTIVATIONS))
-        raise EspalierError(f"{path}: {field} = {name!r} is not supported, only {supported}; use another model")
+        raise EspalierError(f"{path}: {field} = {shown(name)} is not supported, only {supported}; use another model")
     return ACTIVATIONS[name]
 
 

@@ -1,10 +1,12 @@
 """What a family's declaration says of a layer: the names of its weights, its norms, its experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import Routing
+from espalier.shards import Size, part_of
 
 
 @dataclass(frozen=True)
@@ -84,3 +86,8 @@ class Experts:
     shared_under: str | None = None
     shared_names: MLPNames = GATE_UP_DOWN
     correction_name: str = "gate.e_score_correction_bias"
+
+
+def one_each(names: Sequence[str], rows: tuple[Size, ...]) -> tuple[Size, ...]:
+    """The rows of each stored matrix, where `rows` are of parts that are stored apart, or all in one."""
+    return rows if len(names) == len(rows) else (sum(part_of(size).size for size in rows),)

@@ -7,6 +7,7 @@ from espalier.kernels.ops.rope import HeadNorms, LatentForm
 from espalier.models.config import ModelConfig
 from espalier.models.expert_loading import load_experts
 from espalier.models.latent_config import LatentConfig
+from espalier.models.layer_declaration import one_each
 from espalier.models.layers.attention import Attention, WideNorms
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
@@ -15,7 +16,7 @@ from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.gguf import BlockWeight
-from espalier.models.weights import Weights, one_each
+from espalier.models.weights import Weights
 from espalier.shards import Size
 
 HEADS = "number of attention heads"

@@ -26,7 +26,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import require_regular
 from espalier.models.gguf_tensors import GGUFTensors
-from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames
+from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, one_each
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -110,10 +110,7 @@ class Weights:
         return name in self._names
 
     def has_matrix(self, name: str) -> bool:
-        """Whether any tensor of the matrix `name` is stored, such as its `.weight` or its `.weight_packed`.
-
-        `NAME.weight in weights` is that question for plain tensors alone.
-        """
+        """Whether any tensor of the matrix `name` is stored, such as its `.weight` or its `.weight_packed`."""
         return self.holds_under(f"{name}.")
 
     def holds_under(self, prefix: str) -> bool:
@@ -450,8 +447,3 @@ class Weights:
             raise EspalierError(
                 f"weight {name!r} in {self.path} is truncated or corrupt ({first_line(error)}); download it again"
             ) from None
-
-
-def one_each(names: Sequence[str], rows: tuple[Size, ...]) -> tuple[Size, ...]:
-    """The rows of each stored matrix, where `rows` are of parts that are stored apart, or all in one."""
-    return rows if len(names) == len(rows) else (sum(part_of(size).size for size in rows),)

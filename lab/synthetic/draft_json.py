@@ -12,7 +12,8 @@ def mtp_json(shape: Shape, num_layers: int, form: str) -> dict[str, Any]:
     """An MTP head in the form of speculators (`espalier/train/mtp_checkpoint.py` describes it)."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": num_layers}
     layer = {name: value for name, value in shape.draft_layer.items() if not name.startswith("rope_")}
-    layer["rope_parameters"] = {"rope_theta": shape.fields["rope_theta"], "rope_type": "default"}
+    # Gemma 4 has a RoPE for each type of layer.  The head's own may have any base.
+    layer["rope_parameters"] = {"rope_theta": shape.fields.get("rope_theta", 10_000.0), "rope_type": "default"}
     return {
         "architectures": ["MTPDraftModel"],
         "mtp_form": form,

@@ -47,12 +47,13 @@ HONOURED = {
     "shared_intermediate_size": 16,
 }
 # Of single families: fields that they need, and values that they honour.
+QWEN = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 WITH_STATES = {"layer_types": ["linear_attention", "full_attention"] * 2}
 NEEDED: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4},
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), WITH_STATES),
+    **dict.fromkeys((*QWEN, "nemotron_h"), WITH_STATES),
 }
-RIGHT = [("laguna", "gating", True)]
+RIGHT = [("laguna", "gating", True), *((family, "attn_output_gate", True) for family in QWEN)]
 WRONG: tuple[Any, ...] = ("x", [1], True, {"a": 1}, 10**400, -1, float("inf"), float("nan"))
 
 

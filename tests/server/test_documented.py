@@ -61,7 +61,8 @@ NOT_RUN = {
     r"espalier bench |python -m lab (?!fault)": Why.MINUTES,
     r"python -m espalier\.train ": Why.MINUTES,
     r"python scripts/(step_cost|front_cost|serve_timeline|make_demo_picture)\.py": Why.MINUTES,
-    r"espalier demo": Why.ELSEWHERE,
+    r"espalier demo|python scripts/any_model": Why.ELSEWHERE,
+    r"espalier serve --model model\.gguf|espalier serve model\.gguf": Why.ELSEWHERE,
     r"python scripts/clients\.py": Why.NETWORK,
     r"python scripts/make_(support|server_fields)\.py": Why.CHECKOUT,
 }

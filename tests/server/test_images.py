@@ -53,10 +53,6 @@ def test_a_container_may_replace_the_flags_of_its_image(name, its_device, comman
     assert args.log_json and arguments[-len(shlex.split(command)) :] == shlex.split(command)
 
 
-def test_a_synthetic_model_decides_its_device(tmp_path):
-    assert getattr(parse(of_image("Dockerfile.cuda", "--shape llama-3.1-8b", tmp_path)), DEVICE) is None
-
-
 @pytest.mark.parametrize(
     ("command", "asked"),
     [

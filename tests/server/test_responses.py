@@ -102,7 +102,7 @@ def test_items_of_one_answer_are_one_message(name):
             r"input\[0\].arguments is missing; a function_call item",
         ),
         ({**call("1"), "name": 1}, r"input\[0\].name=1 is not supported; use text"),
-        ({**HI, "phase": "commentary"}, r"input\[0\] has no 'phase'"),
+        ({**HI, "mood": "glad"}, r"input\[0\] has no 'mood'"),
         ({**HI, "content": 1}, r"input\[0\].content=1 is not supported; use text or a list of text parts"),
         ({**HI, "content": [{"type": "refusal", "refusal": "no"}]}, r"input\[0\].content\[0\]=.* only text parts"),
         (output("1", [{"type": "input_image"}]), r"input\[0\].output\[0\]=.* only text parts"),

@@ -7,7 +7,7 @@ attention is gated too.
 from dataclasses import replace
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.model_files import MAX_HEAD_SIZE, MAX_SIZE
@@ -68,7 +68,9 @@ def check_layers(full: Raw) -> Windows:
             f"{full['linear_num_key_heads']}; correct the config"
         )
     if full.get("attn_output_gate", True) is not True:
-        raise EspalierError(f"attn_output_gate = {full['attn_output_gate']!r} is not supported, only True")
+        raise EspalierError(
+            f"attn_output_gate = {shown(full['attn_output_gate'])} is not supported, only True; use another model"
+        )
     if FULL not in full["layer_types"]:
         raise EspalierError(f"layer_types names no {FULL!r}; a model with no layer of attention is not supported")
     return full_attention(full)

@@ -27,12 +27,14 @@ from lab.bench.floor import Floors, round_runs
 from lab.bench.passes import prefill_pass
 from lab.bench.recipe_sizes import recipe_sizes, shape_named
 from lab.synthetic.checkpoint import Recipe, build
-from tests.lab.synthetic.mixtures import WITH_EXPERTS, mixture
+from tests.lab.synthetic.mixtures import COUNTED, WITH_EXPERTS, mixture
 
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(4e12, 8e14)
 QWEN = shape_named("qwen3-30b-a3b")
-MIXTURES = [name for name, shape in SHAPES.items() if shape.target.experts is not None]
+MIXTURES = [
+    name for name, shape in SHAPES.items() if shape.target.experts is not None and shape.target.layer_specs is None
+]
 
 
 @given(st.integers(1, 40), st.integers(1, 32), st.integers(1, 6), st.integers(0, 10**6))
@@ -159,7 +161,7 @@ class Recorder:
         return grouped_experts.reference(x, gate_up, down, ids, weights, live, biases, activation, **others)
 
 
-DENSE = [(name, "dense") for name in WITH_EXPERTS if not name.endswith("-dense")]
+DENSE = [(name, "dense") for name in WITH_EXPERTS if name in COUNTED and not name.endswith("-dense")]
 QUANTISED = [(name, weights) for name in ("qwen3-moe", "v2") for weights in ("fp8", "fp8-block", "int4")]
 # Few rows take a shared expert with the routed ones, if experts are dense: the others have one number of rows each.
 CASES = [

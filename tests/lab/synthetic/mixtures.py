@@ -78,4 +78,6 @@ def is_supported(shape: Shape) -> bool:
 
 
 SUPPORTED = [name for name in FIELDS if is_supported(mixture(name))]
+# Those whose layers keep rows of one size: the benches count no others.
+COUNTED = [name for name in SUPPORTED if mixture(name).target.layer_specs is None]
 WITH_EXPERTS = [name for name in SUPPORTED if mixture(name).target.experts is not None]
