@@ -37,7 +37,7 @@ help: ## this list
 demo: $(VENV)/.installed ## complete held-out Python with the bundled model, plain and by tree, and draw a round
 	@$(BIN)/espalier demo
 
-test: $(VENV)/.installed-test ## the tests, about 6 minutes on 2 idle cores
+test: $(VENV)/.installed-test ## the tests, about 8 minutes on 2 idle cores
 	@$(PYTEST) $(PYTEST_ARGS)
 
 test-full: $(VENV)/.installed-test ## the tests over the whole product of layouts (long)
