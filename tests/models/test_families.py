@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import Dots1Config, Gemma3TextConfig, Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from espalier.cache.layer_spec import KVHeads
+from espalier.cache.layer_spec import KVHeads, RecurrentState
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.eagle3_config import read_eagle3
@@ -264,8 +264,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "mixtral, window": ("mixtral", {"sliding_window": 6}),
 }
-# In float32 the chunks of the delta rule are solved in another order.
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+# Of the delta rule, whose chunks are solved in another order.
+DELTA_TOLERANCE = {**TOLERANCE, torch.float32: 1e-4}
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -277,7 +278,9 @@ def test_logits_and_captured_inputs(variant: str, tmp_path: Path) -> None:
     family, fields = VARIANTS[variant]
     path = make_target(tmp_path, family, seed=3, **fields)
     tokens = torch.randint(0, 16, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    for dtype, tolerance in TOLERANCE.items():
+    kept = [spec.keeps for spec in layer_specs_of(read_config(path))]
+    has_delta = any(isinstance(keeps, RecurrentState) and keeps.heads and keeps.delta for keeps in kept)
+    for dtype, tolerance in (DELTA_TOLERANCE if has_delta else TOLERANCE).items():
         model = load_target(path, dtype=dtype, device="cpu", position_rows=LENGTH, capture=(2, 0, 1))
         out = model(DensePass(tokens, model.layer_specs, torch.arange(LENGTH).expand(2, -1)))
         logits, inputs = reference_logits(load_reference(path, dtype), tokens)
@@ -391,7 +394,7 @@ def test_gemma3_refuses_what_it_cannot_compute(fields: dict[str, Any], message: 
     ("family", "fields", "message"),
     [
         ("granite", {"residual_multiplier": 0}, "residual_multiplier = 0; a positive number"),
-        ("granite", {"logits_scaling": "8"}, "logits_scaling = '8'; a number"),
+        ("granite", {"logits_scaling": "8"}, "logits_scaling = '8'; a number of at least 0 or null is needed"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 3}, "layer_types names 'mamba'; supported are"),
         ("granitemoehybrid", {"layer_types": None}, "layer_types is missing, so all layers keep recurrent state"),
         ("llama", {"position_embedding_type": "nope"}, "position_embedding_type = 'nope' is not supported"),
@@ -463,7 +466,7 @@ NOT_ROTATED = {"rope_type": "proportional", "partial_rotary_factor": 0}
     [
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not supported"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported"),
-        ({"final_logit_softcapping": "30"}, "final_logit_softcapping = '30'; a number"),
+        ({"final_logit_softcapping": "30"}, "final_logit_softcapping = '30'; a number of at least 0 or null is needed"),
         ({"sliding_window": None}, "sliding_window = None; sliding layers need"),
         ({"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "layer_types ends with 'sliding"),
         ({"rope_theta": 7.0}, "rope_theta = 7.0 has no effect in Gemma 4"),

@@ -63,7 +63,7 @@ def test_the_published_config(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
         ({"swiglu_limit": "absent"}, "swiglu_limit = None; a positive number is needed"),
         ({"swiglu_limit": 0}, "swiglu_limit = 0; a positive number is needed"),
-        ({"swiglu_limit": "7"}, "swiglu_limit = '7'; a number"),
+        ({"swiglu_limit": "7"}, "swiglu_limit = '7'; a number of at least 0 or null is needed"),
         ({"swiglu_alpha": None}, "swiglu_alpha = None; a positive number is needed"),
         ({"num_local_experts": None}, "num_experts = None, but 1 to"),
         ({"num_experts_per_tok": 7}, "top_k = 7, but 1 to 6"),
