@@ -196,7 +196,7 @@ def test_layers_take_the_copies_in_turn(monkeypatch):
     monkeypatch.setattr(lab_experts, "L2_BYTES", 2 * 10**5)
     monkeypatch.setattr(lab_experts, "grouped_experts", recorder := Recorder())
     shape = recipe_sizes(Recipe(mixture("qwen3-moe")))
-    shape = replace(shape, layers=5, experts=replace(shape.experts, layers=5))
+    shape = replace(shape, specs=shape.specs[:1] * 5, experts=replace(shape.experts, layers=5))
     [router] = [run for run in shape.target_pass(3) if run.experts is not None]
     assert num_copies(router.experts) == 2
     ExpertWeights(torch.float32, CPU).chain(shape.target_pass(3), plain, experts=True)()

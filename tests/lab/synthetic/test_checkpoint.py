@@ -76,6 +76,7 @@ PARAMETERS = {
     "gemma-4-31b": 32.11,
     "gemma-4-26b-a4b": 25.97,
     "ministral3-14b": 13.51,
+    "phi-4": 14.66,
 }
 # Its ring is long enough for a few hundred rounds to be a fair sample of places.
 LONG = tiny(hot=1024)
