@@ -161,6 +161,10 @@ class Attention:
         )
         return merge(self.over_prefix(q, layer), over_staged, sink)
 
+    def over_committed(self, layer: int, q: Tensor) -> Tensor:
+        """As `attend` where there are no staged rows; zeros for an empty prefix."""
+        return self.over_prefix(q, layer)[0]
+
     @cached_property
     def _no_prefix(self) -> NoPrefix:
         return NoPrefix.of(self.nodes.positions.shape[0], self.nodes.positions.device)
