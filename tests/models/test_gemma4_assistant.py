@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import one_hot
 from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
 from espalier.config import FP8_KV
@@ -84,17 +85,23 @@ def loaded(family: str, ordered: bool = False) -> tuple[CausalLM, Assistant]:
 
 
 @dataclass
-class Noting:
-    """Notes the logits that a draft gives, and how many tokens the request had."""
+class Led:
+    """Notes a draft's logits, and proposes what the target will say: of every second round, but for the last depth."""
 
     score: Any
     asked: Request
-    seen: list[tuple[int, Tensor]]
+    output: list[int]
+    steps: int
+    seen: list[tuple[list[int], Tensor]] = field(default_factory=list)
 
     def __call__(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.score(x)
-        self.seen.append((len(self.asked.output), logits[0, 0]))
-        return logits
+        logits, rounds = self.score(x), len(self.seen) // self.steps
+        known, depth = len(self.asked.output), len(self.seen) % self.steps
+        self.seen.append((self.output[: known + depth], logits[0, 0]))
+        token = self.output[known + depth]
+        if rounds % 2 and depth == self.steps - 1:
+            token = (token + 1) % VOCAB
+        return 9.0 * one_hot(torch.tensor([[token]]), VOCAB).to(logits.dtype)
 
 
 def an_engine(setup: Setup, family: str, ordered: bool = False) -> Engine:
@@ -102,25 +109,29 @@ def an_engine(setup: Setup, family: str, ordered: bool = False) -> Engine:
     return assemble(Loaded(setup.config(), target, copy.copy(draft) if setup.steps else None))
 
 
-def reference_logits(family: str, ordered: bool, text: Sequence[int], steps: int) -> list[Tensor]:
-    """Of the tokens behind `text`, whose last one is the root, as transformers' candidate generator computes them."""
-    target_path, path = pair(family, ordered)
-    target = load_reference(target_path, DTYPE)
-    assistant = in_float64(Gemma4AssistantForCausalLM.from_pretrained(path, dtype=DTYPE).to(DTYPE).eval())
-    token, found = torch.tensor([[text[-1]]]), []
+@lru_cache
+def references(family: str, ordered: bool) -> tuple[Any, Any]:
+    target, path = pair(family, ordered)
+    assistant = Gemma4AssistantForCausalLM.from_pretrained(path, dtype=DTYPE).to(DTYPE).eval()
+    return load_reference(target, DTYPE), in_float64(assistant)
+
+
+def reference_logits(family: str, ordered: bool, text: Sequence[int], drafted: Sequence[int]) -> list[Tensor]:
+    """Behind `text`, whose last token is the root, and then each drafted token: as transformers computes them."""
+    target, assistant = references(family, ordered)
+    found = []
     with torch.no_grad():
-        before = torch.tensor([text[:-1]])
-        out = target(before, output_hidden_states=True, return_shared_kv_states=True)
+        out = target(torch.tensor([text[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
         hidden = out.hidden_states[-1][:, -1:]
-        for _ in range(steps):
-            embedded = target.get_input_embeddings()(token)
+        for token in (text[-1], *drafted):
+            embedded = target.get_input_embeddings()(torch.tensor([[token]]))
             given = assistant(
                 inputs_embeds=torch.cat((embedded, hidden), -1),
                 position_ids=torch.tensor([[len(text) - 1]]),
                 shared_kv_states=out.shared_kv_states,
             )
             found.append(given.logits[0, 0])
-            token, hidden = given.logits.argmax(-1), given.last_hidden_state
+            hidden = given.last_hidden_state
     return found
 
 
@@ -135,19 +146,23 @@ def reference_logits(family: str, ordered: bool, text: Sequence[int], steps: int
     ],
 )
 def test_logits_are_those_of_transformers(family: str, ordered: bool, length: int) -> None:
-    """Along a chain in every round, behind prompts shorter and longer than the window."""
-    [prompt], steps = prompts(5, (length,)), 3
-    asked, engine = request(0, prompt, SamplingParams(temperature=0.0, max_tokens=6)), an_engine(CHAIN, family, ordered)
+    """Along a chain in every round, behind prompts shorter and longer than the window; all or some of it accepted."""
+    [prompt], steps = prompts(5, (length,)), CHAIN.steps
+    [output] = run(an_engine(CHAIN.plain(), family), [request(0, prompt, greedy(30))]).tokens
+    asked, engine = request(0, prompt, greedy(18)), an_engine(CHAIN, family, ordered)
     draft = engine.executor.runner.drafter.draft
-    draft.score = noting = Noting(draft.score, asked, [])
-    run(engine, [asked])
-    # A round may be left over when the request ends.
-    rounds = [noting.seen[at : at + steps] for at in range(0, len(noting.seen), steps)]
-    assert len(rounds) >= 3
-    for logits in rounds:
-        text = [*prompt, *asked.output[: logits[0][0]]]
-        for (_, ours), theirs in zip(logits, reference_logits(family, ordered, text, steps), strict=True):
+    draft.score = led = Led(draft.score, asked, output, steps)
+    assert run(engine, [asked]).stats.accept_length > 2
+    rounds = [led.seen[at : at + steps] for at in range(0, len(led.seen), steps)]
+    for of_round in rounds:
+        (known, _), (longest, _) = of_round[0], of_round[-1]
+        wanted = reference_logits(family, ordered, [*prompt, *known], longest[len(known) :])
+        for (_, ours), theirs in zip(of_round, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count)
 
 
 @pytest.mark.parametrize(
