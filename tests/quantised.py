@@ -56,6 +56,7 @@ def fp8(weight: Tensor, rows: int, columns: int, scale: str, **extra: Tensor) ->
             codes[block] = (weight[block] / scales[i, j]).float().to(FP8)
             meant[block] = codes[block].double() * scales[i, j].double()
     shape = (1,) if rows >= out and columns >= num_in and scale == "weight_scale" else scales.shape
+    shape = () if "activation_scale" in extra else shape
     return {"weight": codes, scale: scales.reshape(shape), **extra}, meant
 
 
@@ -140,6 +141,11 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Stored, Tensor]]
         group_of({**FLOAT, "strategy": "channel"}, None, "naive-quantized"),
         lambda w: fp8(w, 1, w.shape[1], "weight_scale"),
     ),
+    "fp8-mistral": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+         "modules_to_not_convert": GATES},
+        lambda w: fp8(w, len(w), w.shape[1], "weight_scale_inv", activation_scale=INPUT.clone()),
+    ),
     "fp8-block": (
         {
             "quant_method": "fp8",
@@ -191,7 +197,9 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Stored, Tensor]]
         lambda w: nvfp4(w, ("weight", "weight_scale", "weight_scale_2"), False, input_scale=torch.tensor(0.5)),
     ),
 }  # fmt: skip
-ROUNDS_INPUTS = ("fp8-tensor-static", "fp8-channel-token", "fp8-block", "fp8-block-32", "fp8-tensor")
+# Those whose inputs have a stored scale.
+STATIC = ("fp8-tensor-static", "fp8-mistral")
+ROUNDS_INPUTS = (*STATIC, "fp8-channel-token", "fp8-block", "fp8-block-32", "fp8-tensor")
 WEIGHTS_ONLY = tuple(kind for kind in KINDS if kind not in ROUNDS_INPUTS)
 DENSE = ("embed", "lm_head", "mlp.gate.weight", "shared_expert_gate", "router")
 
