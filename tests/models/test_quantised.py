@@ -24,7 +24,7 @@ from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weights import Weights
 from tests.builders import make_target
 from tests.oracles.dense import DensePass
-from tests.quantised import FLOAT4, FP8, INPUT, KINDS, ROUNDS_INPUTS, STATIC, Stored, quantise
+from tests.quantised import FLOAT4, FP8, INPUT, KINDS, ORDERED, ROUNDS_INPUTS, STATIC, Stored, quantise
 
 DTYPE = torch.float64
 LOADING: dict[str, Any] = {"dtype": DTYPE, "device": "cpu", "position_rows": 64}
@@ -136,7 +136,7 @@ def test_q_k_and_v_may_be_stored_as_one_matrix(tmp_path, monkeypatch, kind):
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
-EXPERT_KINDS = tuple(kind for kind in KINDS if kind not in (*STATIC, "gptq-v2-ordered"))
+EXPERT_KINDS = tuple(kind for kind in KINDS if kind not in (*STATIC, *ORDERED))
 
 
 @pytest.mark.parametrize("kind", EXPERT_KINDS)
