@@ -119,6 +119,7 @@ def kernels(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--in-order", action="store_true", help="use consecutive pages, as a pool that was never full gives them"
     )
+    parser.add_argument("--only", nargs="+", choices=("attention", "experts", "states"), help="parts to time (all)")
     add_json_flag(parser)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from espalier.kernels.ops.recurrence import CHUNK
 from espalier.kernels.ops.states import PathRows, StateColumns
-from espalier.kernels.recurrence.tree import SMALLEST
+from espalier.kernels.recurrence.tree import PRECISION, SMALLEST, Config
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -154,7 +154,7 @@ def chain_outputs(
     out = torch.empty_like(v)
     if not batch or not count:
         return out
-    chunks, precise = -(-count // CHUNK), v.dtype.itemsize >= 4
+    chunks, config = -(-count // CHUNK), choose_config(v_size, v.dtype)
     tiles = (batch, chunks, heads, CHUNK, CHUNK)
     scores, decay = table.new_empty(tiles), table.new_empty(tiles[:-1])
     inverse = table.new_empty(tiles) if delta else None
@@ -164,21 +164,26 @@ def chain_outputs(
         "K_SIZE": k_size,
         "DELTA": delta,
         "EXACT": exact_type(table.dtype),
-        "PRECISION": "tf32x3",
-        "OUT_PRECISION": "tf32x3" if precise else "tf32",
+        "PRECISION": config.precision,
+        "OUT_PRECISION": config.out_precision,
         "CHUNK": CHUNK,
         "BLOCK_K": max(power_of_two(k_size), SMALLEST),
-        "num_warps": 4,
+        "num_warps": config.num_warps,
+        "num_stages": 1,
         **pdl_arguments(chip(v)),
     }
     _products_kernel[heads, chunks, batch](q, k, gates, path.count, inverse, scores, decay, count, **constants)
-    block_v = max(min(power_of_two(v_size), 32), SMALLEST)
-    _chain_kernel[heads * -(-v_size // block_v), batch](
+    _chain_kernel[heads * -(-v_size // config.block_v), batch](
         *(q, k, v, gates, table, slots, path.count, path.marked, path.mark_row, path.follows),
         *(inverse, scores, decay, skip, out, batch, count),
         V_SIZE=v_size,
-        BLOCK_V=block_v,
+        BLOCK_V=config.block_v,
         BLOCK_B=power_of_two(batch),
         **constants,
     )
     return out
+
+
+def choose_config(v_size: int, dtype: torch.dtype) -> Config:
+    block_v = max(min(power_of_two(v_size), 32), SMALLEST)
+    return Config(block_v, 8, PRECISION, PRECISION if dtype.itemsize >= 4 else "tf32")

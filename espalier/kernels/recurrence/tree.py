@@ -15,6 +15,8 @@ memory bandwidth.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -26,6 +28,8 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger, pdl_wait
 
 # The smallest block that tensor cores take.
 SMALLEST = 16
+# Of products behind a state: three terms of TF32.
+PRECISION = "tf32x3"
 
 
 @kernel
@@ -105,9 +109,8 @@ def tree_outputs(
         return out
     assert count <= MAX_TREE_ROWS
     block_r = max(power_of_two(count), SMALLEST)
-    block_v = block_of(v_size, batch * heads, block_r, chip(v).processors)
-    precise = v.dtype.itemsize >= 4
-    _tree_kernel[heads * -(-v_size // block_v), batch](
+    config = choose_config(v_size, batch * heads, block_r, v.dtype, chip(v).processors)
+    _tree_kernel[heads * -(-v_size // config.block_v), batch](
         *(
             q.contiguous(),
             k.contiguous(),
@@ -126,19 +129,32 @@ def tree_outputs(
         V_SIZE=v_size,
         DELTA=delta,
         EXACT=exact_type(table.dtype),
-        PRECISION="tf32x3",
-        OUT_PRECISION="tf32x3" if precise else "tf32",
+        PRECISION=config.precision,
+        OUT_PRECISION=config.out_precision,
         BLOCK_R=block_r,
         BLOCK_K=max(power_of_two(k.shape[3]), SMALLEST),
-        BLOCK_V=block_v,
-        num_warps=4,
+        BLOCK_V=config.block_v,
+        num_warps=config.num_warps,
         **pdl_arguments(chip(v)),
     )
     return out
 
 
-def block_of(v_size: int, heads: int, block_r: int, processors: int) -> int:
-    """Columns of a state for each program.  heads: of all requests.  Few heads are cut into more parts, so that every
-    multiprocessor reads; many nodes into fewer, because each part multiplies the keys again."""
+class Config(NamedTuple):
+    """Of a launch.  block_v: columns of a state for each program; precision: of the products behind a state, and
+    out_precision of those that outputs alone take, as Triton names them."""
+
+    block_v: int
+    num_warps: int
+    precision: str
+    out_precision: str
+
+
+def choose_config(v_size: int, heads: int, block_r: int, dtype: torch.dtype, processors: int) -> Config:
+    """heads: of all requests.  Few heads are cut into more parts, so that every multiprocessor reads; those of many
+    nodes into fewer, because each part multiplies the keys again."""
     largest = 64 if block_r > SMALLEST and heads >= 2 * processors else 32
-    return max(min(power_of_two(v_size), largest), SMALLEST)
+    block_v = max(min(power_of_two(v_size), largest), SMALLEST)
+    # Products of one term of TF32 are finer than the rounding of outputs to 16 bits.
+    out_precision = PRECISION if dtype.itemsize >= 4 else "tf32"
+    return Config(block_v, 4 if block_r == SMALLEST else 8, PRECISION, out_precision)
