@@ -1,9 +1,9 @@
 """The names and shapes of a layer's tensors in a checkpoint, as the publisher of its family stores them."""
 
 from espalier.models.config import Experts, ModelConfig
-from espalier.models.latent_config import LatentConfig
 from espalier.models.families.nemotron_h import FAMILY as NEMOTRON_H
 from espalier.models.families.qwen3_next import LINEAR
+from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
 from lab.synthetic.state_tensors import delta_net, gated_attention, joined_experts, nemotron
 
@@ -16,7 +16,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     experts, hidden = config.experts, config.hidden_size
     if config.architecture == NEMOTRON:
         return nemotron(config, layer)
-    if LINEAR in config.raw.get("layer_types", ()):
+    if LINEAR in (config.raw.get("layer_types") or ()):
         return _hybrid(config, layer)
     if config.layer_specs is not None:
         return _gemma4(config, layer)

@@ -1,6 +1,6 @@
 """The names and shapes of the tensors of hybrids' layers, as layer_tensors.py has those of other families."""
 
-from espalier.cache.layer_spec import RecurrentState
+from espalier.cache.layer_spec import NOTHING, RecurrentState
 from espalier.models.config import ModelConfig
 from espalier.models.layer_loading import layer_specs_of
 
@@ -66,16 +66,19 @@ def nemotron(config: ModelConfig, layer: int) -> Shapes:
         sizes = [(f"experts.{expert}", size) for expert in range(count)] + [("shared_experts", shared)]
         for name, inner in sizes:
             shapes |= {f"{name}.up_proj.weight": (inner, hidden), f"{name}.down_proj.weight": (hidden, inner)}
-    elif isinstance(keeps, RecurrentState):
+    elif isinstance(keeps, RecurrentState) and keeps != NOTHING:
         inner = keeps.heads * keeps.v_size
         shapes = {
             "in_proj.weight": (inner + keeps.channels + keeps.heads, hidden),
             "conv1d.weight": (keeps.channels, 1, keeps.taps),
             "conv1d.bias": (keeps.channels,),
-            **{name: (keeps.heads,) for name in CONSTANTS},
+            **dict.fromkeys(CONSTANTS, (keeps.heads,)),
             "norm.weight": (inner,),
             "out_proj.weight": (hidden, inner),
         }
+    elif keeps == NOTHING:
+        inner = config.intermediate_size
+        shapes = {"up_proj.weight": (inner, hidden), "down_proj.weight": (hidden, inner)}
     else:
         queries, channels = spec.heads * keeps.k_size, keeps.kv_heads * keeps.k_size
         rows = {"q_proj": queries, "k_proj": channels, "v_proj": channels}
