@@ -351,6 +351,7 @@ QWEN3_6_35B_A3B = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
 }
+NEMOTRON3 = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
 NEMOTRON3_30B_A3B = {
     "architectures": ["NemotronHForCausalLM"],
     "model_type": "nemotron_h",
@@ -393,9 +394,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             Shape("ministral3-14b", "mistralai/Ministral-3-14B-Instruct-2512", 131072, 32000, MINISTRAL3_14B, 1000),
             Shape("qwen3.6-27b", "Qwen/Qwen3.6-27B", 248044, 32000, QWEN3_6_27B),
             Shape("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", 248044, 32000, QWEN3_6_35B_A3B),
-            Shape(
-                "nemotron-30b-a3b", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 131072, 32000, NEMOTRON3_30B_A3B, 1000
-            ),
+            Shape("nemotron-30b-a3b", NEMOTRON3, 131072, 32000, NEMOTRON3_30B_A3B, 1000),
         )
     }
 )

@@ -80,9 +80,9 @@ class StateAccess:
     def path(self, source: Tensor | None, width: int, spare: int) -> PathRows:
         """As kernels/ops/states.py has it."""
         assert self.length is not None
-        pieces = (self.follows, self.ends) if self.is_split else (None, None)
+        follows, ends = (self.follows, self.ends) if self.is_split else (None, None)
         mark_row = None if self.marks is None else self.marks.row
-        return PathRows(self.slots, source, self.length, self.marked, mark_row, *pieces, width, spare)
+        return PathRows(self.slots, source, self.length, self.marked, mark_row, follows, ends, width, spare)
 
 
 @dataclass

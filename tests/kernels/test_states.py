@@ -140,13 +140,13 @@ def test_a_path_goes_into_the_states_of_all_layers(keeps, batch, width, marks, k
     source = torch.stack([5 * torch.randperm(width, generator=drawn.generator) for _ in range(batch)])
     source = source.to(kernel_device)
     path = path_of(drawn, batch, width, source, marks)
-    taken = [source[b, : path.count[b]].tolist() for b in range(batch)]
+    taken = [source[b, : path.taken[b]].tolist() for b in range(batch)]
     others = [row for row in range(staged) if not any(row in own for own in taken)]
     clean = StateRows(*(values.clone() for values in rows))
     for values in rows:
         values[:, others] = torch.nan
     state = drawn.state(keeps, layers, ROWS + 1)
-    used = [*path.slots[path.count > 0].tolist()]
+    used = [*path.slots[path.taken > 0].tolist()]
     state[:, [row for row in range(ROWS + 1) if row not in used]] = torch.nan
     expected, before = state.double(), state.clone()
     commit_states.reference(expected, exact(clean), path, keeps.delta)
@@ -168,7 +168,7 @@ def test_a_state_does_not_depend_on_how_a_text_was_cut(keeps, kernel_device):
     path = PathRows(*(each.to(kernel_device) if isinstance(each, Tensor) else each for each in path))
     commit_states.triton(whole, rows, path, keeps.delta)
     for first, count in ((0, 2), (2, 1), (3, 2)):
-        part = path._replace(source=path.source[:, first:].contiguous(), count=path.count * 0 + count, width=5 - first)
+        part = path._replace(source=path.source[:, first:].contiguous(), taken=path.taken * 0 + count, width=5 - first)
         commit_states.triton(cut, rows, part, keeps.delta)
     assert torch.equal(whole, cut)
 
@@ -205,11 +205,11 @@ def hold_chain(
     keeps: RecurrentState, q: Tensor, rows: StateRows, path: PathRows, table: Tensor, skip: Tensor | None
 ) -> None:
     """The outputs of rows that exist, and the states behind them, whatever stands in the others."""
-    exists = torch.arange(path.width, device=q.device) < path.count[:, None]
+    exists = torch.arange(path.width, device=q.device) < path.taken[:, None]
     clean = StateRows(*(values.clone() for values in rows))
     for values, others in zip(rows, clean, strict=True):
         values[~exists], others[~exists] = torch.nan, 0
-    kept = {*path.slots[path.count > 0].tolist()}
+    kept = {*path.slots[path.taken > 0].tolist()}
     table[[row for row in range(ROWS + 1) if row not in {*path.slots.tolist()}]] = torch.nan
     expected, before = table.double(), table.clone()
     wanted = chain_outputs.reference(

@@ -159,14 +159,14 @@ class PathRows(NamedTuple):
     """Which rows go into the states.
 
     slots: [B]; source: [B, width], staged rows of each request in order, or None: its own `width` rows.
-    count: [B], the rows that are taken; marked: [B], those before the mark, 0 for no mark; mark_row: [B], the row of
+    taken: [B], how many rows; marked: [B], of them those before the mark, 0 for no mark; mark_row: [B], the row of
     the table that gets the state there; None: no marks.  follows, ends: [B] bool, as cache/states.py:StateAccess has
     them; None: no request has several batch rows.  spare: the row of the table that takes what nobody keeps.
     """
 
     slots: Tensor
     source: Tensor | None
-    count: Tensor
+    taken: Tensor
     marked: Tensor | None
     mark_row: Tensor | None
     follows: Tensor | None
@@ -176,11 +176,11 @@ class PathRows(NamedTuple):
 
     @property
     def counts(self) -> tuple[Tensor, ...]:
-        return (self.count,) if self.marked is None else (self.count, self.marked)
+        return (self.taken,) if self.marked is None else (self.taken, self.marked)
 
     def store(self, values: Tensor, made: Tensor, at_mark: Tensor | None = None) -> None:
         """Write to the slots what is behind the rows, [B, ...], and to the marks' rows what is behind their rows."""
-        ends = self.count > 0 if self.ends is None else self.ends
+        ends = self.taken > 0 if self.ends is None else self.ends
         values.index_copy_(0, self.slots.where(ends, self.spare), made)
         if at_mark is not None:
             assert self.mark_row is not None and self.marked is not None
@@ -251,7 +251,7 @@ def chain_outputs(
     """[B, R, heads, v_size] in v's dtype: the outputs of a chain of rows, which the slots' states take in."""
     before = state.table[state.slots]
     scan_rows = scan if path.follows is None or not len(q) else _scan_pieces(path.follows)
-    scanned = scan_rows(q, rows, before, path.count, path.marked, delta)
+    scanned = scan_rows(q, rows, before, path.taken, path.marked, delta)
     path.store(state.table, *(scanned.state, scanned.marked)[: len(path.counts)])
     return _in_dtype(scanned.out, rows, skip)
 

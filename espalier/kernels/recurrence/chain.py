@@ -172,9 +172,9 @@ def chain_outputs(
         "num_stages": 1,
         **pdl_arguments(chip(v)),
     }
-    _products_kernel[heads, chunks, batch](q, k, gates, path.count, inverse, scores, decay, count, **constants)
+    _products_kernel[heads, chunks, batch](q, k, gates, path.taken, inverse, scores, decay, count, **constants)
     _chain_kernel[heads * -(-v_size // config.block_v), batch](
-        *(q, k, v, gates, table, slots, path.count, path.marked, path.mark_row, path.follows),
+        *(q, k, v, gates, table, slots, path.taken, path.marked, path.mark_row, path.follows),
         *(inverse, scores, decay, skip, out, batch, count),
         V_SIZE=v_size,
         BLOCK_V=config.block_v,

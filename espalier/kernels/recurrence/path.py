@@ -66,11 +66,12 @@ def commit_states(state: Tensor, rows: tuple[Tensor, Tensor, Tensor], path: Path
     k, v, gates = rows
     layers, _, heads, k_size, v_size = state.shape
     _require_rows_contiguous(state, k, v, gates)
+    assert path.source is not None
     batch, width = path.source.shape
     if not batch:
         return
     _commit_states_kernel[heads * -(-v_size // BLOCK_V), batch, layers](
-        *(state, k, v, gates, path.slots, path.source, path.count, path.marked, path.mark_row),
+        *(state, k, v, gates, path.slots, path.source, path.taken, path.marked, path.mark_row),
         *(width, state.stride(0), k.stride(0), v.stride(0), gates.stride(0)),
         HEADS=heads,
         SHARE=heads // k.shape[2],
@@ -143,7 +144,7 @@ def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns)
         return
     _require_rows_contiguous(tail)
     _commit_tails_kernel[-(-channels // BLOCK_C), batch, layers](
-        *(tail, inputs, path.slots, path.source, path.count, path.marked, path.mark_row, path.follows, path.ends),
+        *(tail, inputs, path.slots, path.source, path.taken, path.marked, path.mark_row, path.follows, path.ends),
         *(path.width, inputs.stride(1), tail.stride(0), inputs.stride(0)),
         CHANNELS=channels,
         TAIL=kept,
