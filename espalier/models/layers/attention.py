@@ -10,7 +10,7 @@ from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.rope import RopeTables
 
 
@@ -64,7 +64,7 @@ class Attention:
         self.wide_norms = wide_norms
         self.output_gate = output_gate
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         # The gate may be stored in another format than q, k and v, so it may not take rows that are rounded for them.
         return self.qkv.read(norm, delta, x) if self.output_gate is None else norm.after(delta, x)

@@ -5,7 +5,7 @@ from torch import Tensor
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm
+from espalier.models.layers.norm import AnyNorm, Delta
 
 
 class GatedMLP:
@@ -18,7 +18,7 @@ class GatedMLP:
         self.down = down
         self.activation = activation
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.gate_up.read(norm, delta, x)
 
