@@ -87,7 +87,7 @@ def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.de
     slot_bytes = -(-most_bytes // PROGRAMS)
     size = FLAGS_BYTES + 4 * PROGRAMS * slot_bytes
     own_store = CountedAnew(store)
-    register(name, own_store, rank, count)
+    group = register(name, own_store, rank, count)
     memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
     memory.zero_()
     handle = _SymmetricMemory.rendezvous(memory, name)
@@ -99,15 +99,17 @@ def peer_memory(name: str, store: Store, rank: int, count: int, device: torch.de
         torch.tensor([each.data_ptr() for each in ranks], dtype=torch.int64, device=device),
         torch.zeros(PROGRAMS, dtype=torch.int32, device=device),
         torch.zeros(1, dtype=torch.int32, pin_memory=True),
-        (memory, handle, ranks, own_store),
+        (memory, handle, ranks, own_store, group),
     )
 
 
-def register(name: str, store: Store, rank: int, count: int) -> None:
-    """Tell PyTorch who meets under this name.  Later versions read it of a process group, earlier ones of a table."""
+def register(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
+    """Tell PyTorch who meets under this name.  Later versions read it of the process group, which the caller keeps,
+    earlier ones of a table."""
     from torch._C._distributed_c10d import _register_process_group
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
     group = ProcessGroup(store, rank, count)
     _register_process_group(name, group)
     _SymmetricMemory.set_group_info(name, rank, count, store)
+    return group
