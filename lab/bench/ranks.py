@@ -1,4 +1,4 @@
-"""`python -m lab ranks`: how long ranks take to join their results, on as many GPUs, and whether all hold the same bits.
+"""`python -m lab ranks`: how long ranks on GPUs take to join their results, and whether all hold the same bits.
 
 Each rank captures the same calls and replays them as often, so none waits for a call that another leaves out.
 """
@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from espalier.engine.lead import explaining
 from espalier.errors import EspalierError
 from espalier.kernels.ops.norm import add_rms_norm
 from espalier.startup.ranks import starting_ranks
@@ -45,12 +47,14 @@ class JoinWork:
     def load(self, rank: int) -> Any:
         self.run(rank)
 
-    def run(self, rank: int) -> list[Timed]:
+    def run(self, rank: int, on_join: Callable[[Any], None] | None = None) -> list[Timed]:
         from espalier.kernels.ranks.collectives import PeerCollectives, join_gpus
 
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
         ranks = join_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES)
+        if on_join is not None:
+            on_join(ranks)
         if not isinstance(ranks, PeerCollectives):
             raise EspalierError("the GPUs reach no memory in common, so there is nothing to compare with NCCL")
         with torch.inference_mode():
@@ -104,7 +108,7 @@ def microseconds(run: Callable[[], Any]) -> float:
         graph.replay()
         event.record()
     torch.cuda.synchronize()
-    return 1e3 * median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)) / CALLS
+    return 1e3 * median(a.elapsed_time(b) for a, b in pairwise(events)) / CALLS
 
 
 def check(ranks: Any, rank: int, hidden: int) -> None:
@@ -126,7 +130,7 @@ def check(ranks: Any, rank: int, hidden: int) -> None:
         added, normed = add_rms_norm(wanted, wanted, weight, EPS)
         wrong += (total != added).sum() + (norm.float() - normed.float()).abs().gt(0.05).sum()
         if i % 50 == 0:
-            columns = make(rows % 64, 1000 - rank, generator=generator)
+            columns = make(1 + i // 50, 1000 - rank, generator=generator)
             gathered = join.gather_columns(memory, columns, 1000, 1000 * memory.count - memory.count + 1)
             wrong += (gathered[:, rank * 1000 :][:, : 1000 - rank] != columns).sum() if rank < 2 else 0
     if failed := int(ranks.nccl.all_reduce(wrong)):
@@ -154,7 +158,8 @@ def run(args: Namespace) -> int:
         joined = str(Path(ranks.folder.name) / "joined")
         work = JoinWork(args.ranks, joined, tuple(rows), args.hidden, args.vocab)
         ranks.load(work)
-        times = work.run(0)
+        with explaining(ranks):
+            times = work.run(0, ranks.joined)
         ranks.loaded()
         ranks.end()
     stdout().print(f"{CHECKED} sums on {args.ranks} ranks: 0 values differ")

@@ -1,7 +1,7 @@
 """The kernels by which ranks join, rank after rank in one process: what they give all ranks, to the bit.
 
-Here nobody waits (`_meet`), so each rank runs again until the others have written what it reads.  tests/gpu/test_ranks.py
-lets ranks meet on GPUs.
+Here nobody waits (`_meet`), so each rank runs again until the others have written what it reads.  On GPUs ranks meet in
+tests/gpu/test_ranks.py.
 """
 
 from collections.abc import Callable, Sequence

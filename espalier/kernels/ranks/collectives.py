@@ -59,10 +59,8 @@ def two_shot(parts: Tensor, dtype: torch.dtype) -> bool:
     return rows * size * dtype.itemsize > ONE_SHOT_BYTES
 
 
-def join_gpus(
-    file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = PEER_BYTES
-) -> Collectives:
-    """Meet the other ranks.  file, device: as NcclCollectives takes them; peer_bytes: of the largest sum in peer memory.
+def join_gpus(file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = PEER_BYTES) -> Collectives:
+    """Meet the other ranks.  file, device: of NcclCollectives; peer_bytes: of the largest sum in peer memory.
 
     NCCL alone where a rank cannot map the others' memory; the log says so.
     """

@@ -124,7 +124,7 @@ def _sum_kernel(
     if OWN:
         of_own = tl.arange(0, BLOCK_OWN)
         place = slot
-        for row in range(program, rows, tl.num_programs(0)):
+        for _ in range(program, rows, tl.num_programs(0)):
             total = _sum_of_ranks(memory_ptr, place, rank * OWN + of_own, of_own < OWN, TYPE, EXACT, WORLD)
             for peer in tl.static_range(WORLD):
                 summed = _values_at(tl.load(memory_ptr + peer) + place + 2 * SLOTS * SLOT, TYPE)

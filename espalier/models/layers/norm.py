@@ -46,9 +46,7 @@ class RMSNorm:
             return norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
 
-    def rounded_after(
-        self, delta: Delta, residual: Tensor, rounding: InputScales | None
-    ) -> tuple[Tensor, Rows]:
+    def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Rows]:
         """As `after`, for one reader of the norm that rounds it so (Linear.rounding): it may be rounded already."""
         if rounding is None:
             return self.after(delta, residual)
@@ -57,9 +55,7 @@ class RMSNorm:
             return self.after(delta, residual)
         return rounded_norm.triton(summed(delta), residual, self.weight, self.eps, rounding)
 
-    def both_after(
-        self, delta: Delta, residual: Tensor, rounding: InputScales | None
-    ) -> tuple[Tensor, Tensor, Rows]:
+    def both_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Tensor, Rows]:
         """As `after`, and a third value: the norm as `rounding` rounds it, in the same launch; None: the norm again.
 
         rounding: on a GPU alone, for widths that `rounds_norm` takes.
@@ -91,14 +87,10 @@ class Unnormed:
 
     weight: ClassVar[None] = None
 
-    def rounded_after(
-        self, delta: Delta, residual: Tensor, rounding: InputScales | None
-    ) -> tuple[Tensor, Rows]:
+    def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Rows]:
         return self.after(delta, residual)
 
-    def both_after(
-        self, delta: Delta, residual: Tensor, rounding: InputScales | None
-    ) -> tuple[Tensor, Tensor, Rows]:
+    def both_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Tensor, Rows]:
         total, _ = self.after(delta, residual)
         return total, total, total
 
