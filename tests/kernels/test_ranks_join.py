@@ -5,6 +5,7 @@ tests/gpu/test_ranks.py.
 """
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -133,6 +134,7 @@ def test_a_rendezvous_counts_from_the_first_step():
     from torch.distributed import HashStore, PrefixStore
 
     base = HashStore()
+    base.set_timeout(timedelta(seconds=5))
     old, new = CountedAnew(base), CountedAnew(base)
     for step in range(2):
         PrefixStore(f"memory/{7 + step}", old).set("0", f"of {step}")

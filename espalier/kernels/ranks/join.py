@@ -116,7 +116,7 @@ def _sum_kernel(
     slot = FLAGS + ((uses & 1) * SLOTS + program).to(tl.int64) * SLOT
     place = slot
     for row in range(program, rows, tl.num_programs(0)):
-        parts = parts_ptr + row.to(tl.int64) * part_row_stride + column
+        parts = parts_ptr + tl.cast(row, tl.int64) * part_row_stride + column
         value = load_sum(parts, part_split_stride, mask, SPLITS, TYPE, EXACT)
         tl.store(_values_at(own + place, TYPE) + column, value.to(TYPE), mask=mask)
         place += ROW_BYTES
@@ -137,10 +137,11 @@ def _sum_kernel(
             total = tl.load(_values_at(own + place + 2 * SLOTS * SLOT, TYPE) + column, mask=mask, other=0.0)
         else:
             total = _sum_of_ranks(memory_ptr, place, column, mask, TYPE, EXACT, WORLD)
-        at = row.to(tl.int64) * SIZE + column
+        row = tl.cast(row, tl.int64)
+        at = row * SIZE + column
         if residual_ptr is not None:
             weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(EXACT)
-            residual = tl.load(residual_ptr + row.to(tl.int64) * residual_row_stride + column, mask=mask, other=0.0)
+            residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
             # As norm.py: the norm is of the values that the residual stream holds.
             x = (residual.to(EXACT) + total.to(EXACT)).to(TYPE)
             tl.store(sum_ptr + at, x, mask=mask, eviction_policy="evict_last")

@@ -6,7 +6,7 @@ rank's own values, and what the ranks have summed.  Both are there twice, and us
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -110,6 +110,6 @@ def register(name: str, store: Store, rank: int, count: int) -> ProcessGroup:
     from torch.distributed._symmetric_memory import _SymmetricMemory
 
     group = ProcessGroup(store, rank, count)
-    _register_process_group(name, group)
+    _register_process_group(cast(Any, name), group)
     _SymmetricMemory.set_group_info(name, rank, count, store)
     return group

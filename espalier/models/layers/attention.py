@@ -12,6 +12,7 @@ from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.rope import RopeTables
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class WideNorms(NamedTuple):
@@ -83,6 +84,6 @@ class Attention:
         assert isinstance(rows, Tensor)
         return self.output_gate.activation(self.output_gate.project(rows if kept is None else rows[kept]))
 
-    def project(self, attended: Tensor) -> Tensor:
+    def project(self, attended: Tensor) -> Tensor | Unsummed:
         """[B, Q, heads, size] -> [B · Q, hidden], or parts of it as RMSNorm.after takes them."""
-        return self.out.in_parts(attended.reshape(-1, self.out.shape[1]))
+        return self.out.for_stream(attended.reshape(-1, self.out.shape[1]))

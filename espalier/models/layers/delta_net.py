@@ -11,8 +11,9 @@ from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class DeltaNet:
@@ -46,11 +47,11 @@ class DeltaNet:
         self.norm = norm
         self.out = out
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Tensor]:
         """As espalier/models/layers/stream.py:Reader.  Two projections read the norm, so it is not rounded for one."""
         return norm.after(delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As espalier/models/layers/mixer.py:Mixer."""
         qkv, z, b, a = self._projected(rows)
         exact = self.A_log.dtype
@@ -61,7 +62,7 @@ class DeltaNet:
         read = p.attend(layer, q).flatten(0, 1)
         z = of_kept(z, layer, p).to(exact)
         gated = rms_norm(read, self.norm.weight, self.norm.eps).to(exact) * F.silu(z)
-        return self.out.in_parts(gated.to(read.dtype).flatten(1))
+        return self.out.for_stream(gated.to(read.dtype).flatten(1))
 
     def _projected(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q, k and v [N, channels], z [N, heads, v_size], b and a [N, heads]."""

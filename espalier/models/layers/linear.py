@@ -43,13 +43,14 @@ class Linear:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
-    def in_parts(self, x: Rows) -> Tensor | Unsummed:
-        """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after).
-
-        Of a layer whose columns ranks divide: what the reader sums over the ranks too.
-        """
+    def for_stream(self, x: Rows) -> Tensor | Unsummed:
+        """As `in_parts`.  Of a layer whose columns ranks divide: what the next norm sums over the ranks too."""
         if isinstance(self.weight, SummedWeight):
             return self.weight.unsummed(x, self.bias)
+        return self.in_parts(x)
+
+    def in_parts(self, x: Rows) -> Tensor:
+        """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after)."""
         if isinstance(x, RoundedRows):
             return self.weight.of_rounded(x, self.bias, "parts")
         return self.weight.parts(x, self.bias)

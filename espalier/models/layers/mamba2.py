@@ -13,8 +13,9 @@ from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class Mamba2:
@@ -48,11 +49,11 @@ class Mamba2:
         self.norm = norm
         self.out = out
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.inputs.read(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As espalier/models/layers/mixer.py:Mixer."""
         inner, shared = self.keeps.heads * self.keeps.v_size, self.keeps.k_heads * self.keeps.k_size
         gate, x, b, c, dt = self.inputs(rows).split((inner, inner, shared, shared, self.keeps.heads), 1)
@@ -61,7 +62,7 @@ class Mamba2:
         q = p.write(layer, torch.cat((c, b, x), 1), gates, self.conv)
         s.keep(p.kept(layer))
         read = p.attend(layer, q, self.skip).flatten(0, 1).flatten(1)
-        return self.out.in_parts(self._normed(read, of_kept(gate, layer, p)))
+        return self.out.for_stream(self._normed(read, of_kept(gate, layer, p)))
 
     def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
         exact = self.A_log.dtype

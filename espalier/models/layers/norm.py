@@ -18,7 +18,7 @@ from espalier.kernels.ops.norm import (
     rounds_norm,
 )
 from espalier.kernels.runtime.launch import chip
-from espalier.models.weight_formats.sharded import Unsummed
+from espalier.models.weight_formats.sharded import Unsummed, over_ranks
 
 # What a block gives and the next norm adds to the stream.
 Delta = Tensor | Unsummed | None
@@ -102,8 +102,8 @@ class Unnormed:
 
 
 def summed(delta: Delta) -> Tensor | None:
-    """delta, over the ranks."""
-    return delta.summed() if isinstance(delta, Unsummed) else delta
+    """delta, summed over the ranks."""
+    return None if delta is None else over_ranks(delta)
 
 
 AnyNorm = RMSNorm | Unnormed

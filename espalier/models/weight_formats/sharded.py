@@ -90,6 +90,11 @@ class Unsummed:
         return None if joined is None else joined.all_reduce_add_norm(self.parts, residual, weight, eps)
 
 
+def over_ranks(output: Tensor | Unsummed) -> Tensor:
+    """A block's output, summed over the ranks where that is left to the reader."""
+    return output.summed() if isinstance(output, Unsummed) else output
+
+
 class GatheredWeight(ShardedWeight):
     """A part of the rows: `Shards.tokens` of the vocabulary.
 
