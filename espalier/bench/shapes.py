@@ -109,14 +109,14 @@ class Shape:
         return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 
 
-def _llama(hidden: int, inner: int, layers: int, head: int, factor: float) -> dict[str, Any]:
+def _llama(hidden: int, inner: int, layers: int, head: int, factor: float, heads: int = 32) -> dict[str, Any]:
     return {
         **LLAMA,
         "vocab_size": 128256,
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
-        "num_attention_heads": 32,
+        "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "head_dim": head,
         "max_position_embeddings": 131072,
@@ -383,6 +383,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
         shape.name: shape
         for shape in (
             Shape("llama-3.1-8b", "meta-llama/Llama-3.1-8B", 128000, 32000, _llama(4096, 14336, 32, 128, 8.0)),
+            Shape("llama-3.1-70b", "meta-llama/Llama-3.1-70B", 128000, 32000, _llama(8192, 28672, 80, 128, 8.0, 64)),
             Shape("llama-3.2-1b", "meta-llama/Llama-3.2-1B", 128000, 32000, _llama(2048, 8192, 16, 64, 32.0)),
             Shape("qwen3-8b", "Qwen/Qwen3-8B", 151643, 32000, QWEN3_8B),
             Shape("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 151643, 32000, QWEN3_30B_A3B),

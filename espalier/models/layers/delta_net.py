@@ -9,8 +9,9 @@ from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.states import GateInputs, OutputGate, gated_norm
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class DeltaNet:
@@ -65,18 +66,18 @@ class DeltaNet:
             self.columns = keeps.columns._replace(k=keeps.k_size, v=2 * keeps.k_size, k_step=step, v_step=step)
             self.z_at = 2 * keeps.k_size + of_group
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Tensor]:
         """As espalier/models/layers/stream.py:Reader.  Two projections read the norm, so it is not rounded for one."""
         return norm.after(delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As espalier/models/layers/mixer.py:Mixer."""
         qkvz, ba = self.qkvz(rows), self.ba(rows)
         q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
         s.keep(p.kept(layer))
         read = p.attend(layer, q).flatten(0, 1)
         gate = OutputGate(of_kept(qkvz, layer, p)[:, self.z_at :], self.share, self.columns.v_step, False)
-        return self.out.in_parts(gated_norm(read, gate, self.norm.weight, self.norm.eps))
+        return self.out.for_stream(gated_norm(read, gate, self.norm.weight, self.norm.eps))
 
     def _gates(self, ba: Tensor) -> GateInputs:
         """ba: [N, 2 · heads]."""

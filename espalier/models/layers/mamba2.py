@@ -14,8 +14,9 @@ from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.states import GateInputs, OutputGate, gated_norm
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class Mamba2:
@@ -52,11 +53,11 @@ class Mamba2:
         # The stored order is the gate, x, B, C, dt.
         self.columns = keeps.columns._replace(q=2 * inner + shared, k=2 * inner, v=inner)
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.inputs.read(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As espalier/models/layers/mixer.py:Mixer."""
         inputs, keeps = self.inputs(rows), self.keeps
         low, high = self.limits
@@ -67,4 +68,4 @@ class Mamba2:
         s.keep(p.kept(layer))
         read = p.attend(layer, q, self.skip).flatten(2).view(-1, keeps.k_heads, share * keeps.v_size)
         gate = OutputGate(of_kept(inputs, layer, p), 1, share * keeps.v_size, True)
-        return self.out.in_parts(gated_norm(read, gate, self.norm.weight, self.norm.eps))
+        return self.out.for_stream(gated_norm(read, gate, self.norm.weight, self.norm.eps))
