@@ -165,14 +165,8 @@ def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
         # Of the inputs, a gate of the outputs' size, and the outputs.
         return config.hidden_size * (spec.keeps.channels + 2 * spec.heads * spec.keeps.v_size)
     latent, hidden, heads = config.latent, config.hidden_size, spec.heads
-    if isinstance(spec.keeps, RecurrentState):
-        # What enters the convolution, the gate of the output, and the output.
-        return hidden * (spec.keeps.channels + 2 * spec.keeps.heads * spec.keeps.v_size)
     if latent is None:
-        # Gemma 4 may have one projection for K and V where it has no window.
-        of_keys = 1 if config.raw.get("attention_k_eq_v") and spec.window is None else 2
-        kv_heads = 0 if spec.shares is not None else of_keys * spec.keeps.kv_heads
-        return hidden * (2 * heads + kv_heads) * spec.keeps.k_size
+        return hidden * (spec.projected_heads + heads) * spec.keeps.k_size
     rank = latent.q_rank or hidden
     queries = (hidden * rank if latent.q_rank else 0) + rank * heads * latent.head_size
     up = heads * latent.kv_rank * (latent.nope_size + latent.v_size)

@@ -32,13 +32,13 @@ from lab.bench.plot import Bars, plot
 from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.synthetic_models import SyntheticModels, recipe_of
-from lab.shape_flags import seed_of, shape_settings
+from lab.shape_flags import shape_settings
 from lab.synthetic.checkpoint import Recipe
 
 ROUNDS = 40
 # Settings that an engine as large as its cell leaves open.
 OWN_SIZE_SETTINGS = ("attention", "overlap", "chunk_size", "kv_dtype", "draft_kv_dtype")
-OWN_SIZE_FLAGS = (*OWN_SIZE_SETTINGS, "page_size", "seed")
+OWN_SIZE_FLAGS = (*OWN_SIZE_SETTINGS, "page_size", "seed", "model_impl")
 DEFAULT_CELLS = ["1x1024:5,8,64"]
 
 
@@ -89,7 +89,7 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     if rounds < 2:
         raise EspalierError(f"--rounds={rounds} is not supported; use 2 or more")
     cells = with_plain(parse_cells(args.cells or DEFAULT_CELLS, page_sizes))
-    recipe = recipe_of(**shape_settings(args, seed_of(settings)))
+    recipe = recipe_of(**shape_settings(args, settings))
     sizes = _sizes(args, settings, recipe, device)
     rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
     models = synthetic_models(recipe, settings, dtype_on(device), device, rows)

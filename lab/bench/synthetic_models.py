@@ -71,7 +71,7 @@ def recipe_of(shape: str, seed: int, accept_length: float | None = None, **field
 
 
 def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
-    """The recipe of a named shape with these fields of Recipe; None: the field's default.
+    """The recipe of a named shape with these fields of Recipe; None: the field's default.  layers: as of Shape.cut.
 
     Raises EspalierError for an unknown shape, for fields that do not fit together, and for weights that the shape is
     not stored in.
@@ -90,7 +90,9 @@ def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
         raise EspalierError(
             f"--block-fade={block_fade} is not supported; use above 0 to 1, with --block-size, or leave it out"
         )
-    found = find_shape(shape)
+    found, layers = find_shape(shape), given.pop("layers", None)
+    if layers is not None:
+        found = found.cut(layers)
     if "weights" in given:
         require_stored(found.target, given["weights"])
     return Recipe(found, seed, **given)
@@ -125,7 +127,8 @@ class SyntheticModels:
         kind = "" if self.recipe.weights == DENSE else f"{self.recipe.weights} "
         size = f"{self.weights_bytes / 1e9:.1f} GB of {kind}weights made in {self.seconds:.1f} s"
         routing = f"; routing correlation {self.recipe.routing_correlation}" if self.recipe.shape.target.experts else ""
-        return f"{self.recipe.shape.name}, {size}; {self.recipe.draft_name} of skill {self.recipe.skill}{routing}"
+        runs = " by transformers" if self.recipe.model_impl == "transformers" else ""
+        return f"{self.recipe.shape.name}{runs}, {size}; {self.recipe.draft_name} of skill {self.recipe.skill}{routing}"
 
     @property
     def weights_bytes(self) -> int:
