@@ -22,8 +22,9 @@ ACCEPTED_BY = "an EAGLE-3 head of llama-3.1-8b"
 FIRST_CHILD = (0.76, 0.64, 0.63)
 # No estimate is above it: a depth at which every guess was accepted says little of the next.
 MOST = 0.98
-# What is assumed before anything was found counts as so many requests of a round.
-PRIOR = 3.0
+# What is assumed before anything was found counts as so many requests of a round; that a form gains what follows from
+# the acceptance of first children, as so many tokens.
+PRIOR, FORM_PRIOR = 3.0, 12.0
 
 
 class Sample(NamedTuple):
@@ -147,7 +148,7 @@ class Acceptance:
 
     def _lift(self, tree: TreeShape) -> float:
         count = self.forms.get(tree)
-        return 1.0 if count is None else (count.found + PRIOR) / (count.tried + PRIOR)
+        return 1.0 if count is None else (count.found + FORM_PRIOR) / (count.tried + FORM_PRIOR)
 
     def add(self, tree: TreeShape, samples: Sequence[Sample]) -> None:
         """Count a round of this tree."""

@@ -142,8 +142,7 @@ class CudaExecutor:
 
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger rounds are padded to
     batch buckets too, so that they have few forms.
-    captured_passes: forms of the prefill passes that are captured; none without captured rounds, or where not
-    every backend captures them (Support.prefill_graph).
+    captured_passes: forms of the captured prefill passes; none without captured rounds and Support.prefill_graph.
     keep_graphs: PyTorch keeps what graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can be counted.
     overlap: whether rounds may be launched before the one before is read: then attention is captured for lengths that
     the host does not know exactly.
@@ -336,11 +335,9 @@ class CudaExecutor:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
-        device_launch = self._to_device(packed)
-        runner = self.runner.of_tree(launch_input.tree)
-        return execute(
-            runner, self.results, device_launch, launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks
-        )
+        runner, device_launch = self.runner.of_tree(launch_input.tree), self._to_device(packed)
+        known = (launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
+        return execute(runner, self.results, device_launch, *known)
 
     def _to_device(self, packed: LaunchBuffer) -> LaunchBuffer:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
@@ -380,7 +377,7 @@ class CudaExecutor:
             raise EspalierError(
                 f"{what} does not fit into the memory of {self.device}; lower num_pages, graph_batch or max_batch"
             ) from None
-        self._say_captured(f"{len(passes)} forms of prefill passes, {len(forms) - len(passes)} of rounds", began, before)
+        self._say_captured(f"{len(passes)} prefill passes and {len(forms) - len(passes)} rounds", began, before)
         if self.capture_stages:
             self._capture_stages(pool)
 
@@ -388,8 +385,8 @@ class CudaExecutor:
     def dummy_rounds(self) -> list[LaunchInput]:
         """Of all forms, the largest first."""
         rounds = [of_dummies(*form) for form in self.runner.layout.round_forms(self.buckets)]
-        staged = [replace(of_dummies(batch), is_staged=True) for batch in self.buckets[::-1] if self.capture_stages]
-        return [*rounds, *staged]
+        staged = self.buckets[::-1] if self.capture_stages else ()
+        return [*rounds, *(replace(of_dummies(batch), is_staged=True) for batch in staged)]
 
     def _say_captured(self, what: str, began: float, reserved: int) -> None:
         mib = (torch.cuda.memory_reserved(self.device) - reserved) / 2**20

@@ -18,6 +18,7 @@ from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver, StagedHandle
 from espalier.engine.launch_input import Launch
 from espalier.engine.masks import Maskers
+from espalier.engine.round_trees import RoundTrees
 from espalier.engine.scheduler import Scheduler
 from espalier.engine.state_keeper import make_keeper
 from espalier.engine.tree_choice import TreeChooser
@@ -83,8 +84,7 @@ class Engine:
             vocab_size=self.vocab_size,
             captured_passes=executor.captured_passes,
             states=make_keeper(self.layout, self.prefixes, runner.cache.snapshot_rows),
-            runs_any_tree=executor.runs_any_tree,
-            chooser=chooser,
+            trees=RoundTrees(self.layout, chooser, executor.runs_any_tree),
         )
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None

@@ -6,7 +6,7 @@ requests run equal rounds.
 
 from collections import deque
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from espalier.layout import PLAIN, RoundCosts, TreeShape
 
@@ -34,7 +34,7 @@ class CpuCosts:
 
 
 class RoundTimes:
-    """latest: by batch and tree, the times over their predictions; corrections: the medians of these."""
+    """latest: by batch and tree, the times over their predictions; corrections: their averages."""
 
     def __init__(self, costs: RoundCosts) -> None:
         self.costs = costs
@@ -50,12 +50,14 @@ class RoundTimes:
         own = self.corrections.get((batch, tree))
         if own is not None:
             return own
-        others = [(max(batch / at, at / batch), found) for (at, form), found in self.corrections.items() if form == tree]
+        others = [
+            (max(batch / at, at / batch), found) for (at, form), found in self.corrections.items() if form == tree
+        ]
         return min(others)[1] if others else 1.0
 
     def add(self, tree: TreeShape, batch: int, context: float, seconds: float) -> None:
         """Count the time of a round."""
         latest = self.latest.setdefault((batch, tree), deque(maxlen=MEMORY))
         latest.append(seconds / self.costs.seconds(tree, batch, context))
-        # A pause of the host makes a round several times as long.
-        self.corrections[batch, tree] = median(latest)
+        # By the clock, a pause of the host makes a round several times as long.
+        self.corrections[batch, tree] = median(latest) if self.costs.by_clock else fmean(latest)

@@ -16,7 +16,7 @@ class RoundTrees:
     num_rounds: rounds launched so far, by tree.
     """
 
-    def __init__(self, layout: RoundLayout, chooser: TreeChooser | None, runs_any_tree: bool) -> None:
+    def __init__(self, layout: RoundLayout, chooser: TreeChooser | None = None, runs_any_tree: bool = False) -> None:
         self.layout = layout
         self.chooser = chooser or FixedTrees()
         self.runs_any_tree = runs_any_tree
@@ -40,13 +40,11 @@ class RoundTrees:
         """The nodes of a round."""
         return batch * (tree or self.layout.at(batch).tree).num_draft_tokens
 
-    def restart(self) -> None:
-        """A prompt enters."""
-        self.chooser.restart()
-
     def read(self, launch_input: LaunchInput, rows: Sequence[RequestResult], allowed: Iterable[int]) -> None:
         """Count a launch.  rows: its results; allowed: for each, the depth down to which it could accept guesses."""
         tree = launch_input.tree
+        if launch_input.is_prefill:
+            self.chooser.restart()
         if tree is None:
             return
         guesses = [sum(row.tree_size.at_depth) for row in rows]

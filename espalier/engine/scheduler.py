@@ -35,7 +35,6 @@ from espalier.engine.prefill_policy import (
 from espalier.engine.queue import WaitingQueue
 from espalier.engine.round_trees import RoundTrees
 from espalier.engine.state_keeper import Pairs, Stateless
-from espalier.engine.tree_choice import TreeChooser
 from espalier.layout import LaunchForm, RoundLayout, TreeShape
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
@@ -47,8 +46,7 @@ class Scheduler:
     """num_rounds: rounds launched so far, by the number of requests in the batch.
 
     on_round: called with a RoundTrace for each request of each round; set it to trace trees.
-    captured_passes, runs_any_tree: as Executor has them; chooser: of the tree of each round, by default the layout's;
-    states: of a model without states by default.
+    captured_passes: as Executor has them; trees: the layout's by default; states: of a model without states by default.
     """
 
     def __init__(
@@ -59,12 +57,11 @@ class Scheduler:
         rounds_in_flight: int,
         vocab_size: int,
         captured_passes: tuple[LaunchForm, ...] = (),
-        runs_any_tree: bool = False,
-        chooser: TreeChooser | None = None,
+        trees: RoundTrees | None = None,
         states: Stateless | None = None,
     ):
         self.layout = layout
-        self.trees = RoundTrees(layout, chooser, runs_any_tree)
+        self.trees = trees or RoundTrees(layout)
         self.captured_passes = captured_passes
         self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
@@ -262,7 +259,6 @@ class Scheduler:
             request.num_prefilled += length
         self._last_was_prefill = True
         self._idle_rows = 0.0
-        self.trees.restart()
         return self._launch(batch, committed, marks, made, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:

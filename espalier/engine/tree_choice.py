@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from espalier.engine.acceptance import Acceptance, Sample
 from espalier.engine.round_times import RoundTimes
@@ -18,19 +18,32 @@ from espalier.layout import PLAIN, RoundCosts, RoundLayout, TreeShape, next_buck
 
 # A form replaces another if it is expected to emit so many times the tokens a second, and after so many rounds.
 WORTH_A_CHANGE, DWELL = 1.02, 8
-# Rounds of a trial, and how many more a single request needs, because each round says less.  The first trial comes
-# SHORTEST rounds after a form was chosen; then twice as many pass, up to LONGEST.
-TRIAL, ALONE, SHORTEST, LONGEST = 4, 8, 16, 256
+# The first trial of a form comes SHORTEST rounds after another was chosen; then twice as many pass, up to LONGEST.
+SHORTEST, LONGEST = 16, 256
 # A form is tried if its expected rate is that share of the best one: predicted times are within 15% (tree_cost.py).
 COMPETES = 0.75
 # While plain decoding runs, nothing is found; a trial then weighs more than all before it.
 DOUBT = 0.5
-# A choice that lasted so many rounds is logged.
-SETTLED = 64
-# Rounds and requests of rounds that the estimates of acceptance remember: of a draft model, and of guesses that are
-# looked up in a text, which depend on the place in it.
-MEMORY, LOOKUP_MEMORY = (32, 256), (16, 24)
+# Rounds after which a choice was no mistake, and after which it is logged.
+LASTING, SETTLED = 12, 64
 log = logging.getLogger("espalier")
+
+
+class Pace(NamedTuple):
+    """How fast the choice follows the text.
+
+    rounds, samples: what estimates of acceptance remember (acceptance.py); trial: rounds of a trial; alone: how many
+    more a single request needs, because each of its rounds says less.
+    """
+
+    rounds: int
+    samples: int
+    trial: int
+    alone: int
+
+
+# Of a draft model; and of guesses that are looked up in the text, which depend on the place in it.
+DRAFTED, LOOKED_UP = Pace(32, 256, trial=4, alone=8), Pace(16, 24, trial=2, alone=0)
 
 
 class TreeChooser(Protocol):
@@ -51,7 +64,7 @@ class TreeChooser(Protocol):
         ...
 
     def restart(self) -> None:
-        """A prompt enters."""
+        """A prompt has entered."""
         ...
 
 
@@ -82,8 +95,8 @@ class Picked:
 class Bucket:
     """The choice for the batches of one bucket.
 
-    held: rounds since `current` was chosen; pause: rounds until the next trial, and length: of the pauses now;
-    trying, left: the form on trial and its rounds; tried: when each form ran last; said: the form that was logged.
+    held: rounds since `current` was chosen; pause: rounds until the next trial, length: of the pauses now, plain_pause:
+    of those while plain decoding runs; trying, left: the form on trial and its rounds; tried: when each form ran last; said: the form that was logged.
     """
 
     forms: tuple[TreeShape, ...]
@@ -91,6 +104,7 @@ class Bucket:
     held: int = 0
     length: int = SHORTEST
     pause: int = SHORTEST
+    plain_pause: int = SHORTEST
     trying: TreeShape | None = None
     left: int = 0
     tried: dict[TreeShape, int] = field(default_factory=dict)
@@ -98,7 +112,7 @@ class Bucket:
 
 
 class TreeChoice:
-    """clock: seconds.  is_lookup: whether guesses are looked up in the text (LOOKUP_MEMORY)."""
+    """clock: seconds.  is_lookup: whether guesses are looked up in the text."""
 
     def __init__(
         self, layout: RoundLayout, costs: RoundCosts, is_lookup: bool, clock: Callable[[], float] = perf_counter
@@ -107,7 +121,8 @@ class TreeChoice:
         self.costs = costs
         self.clock = clock
         self.times = RoundTimes(costs)
-        self.acceptance = Acceptance(layout.steps, *(LOOKUP_MEMORY if is_lookup else MEMORY))
+        self.pace = LOOKED_UP if is_lookup else DRAFTED
+        self.acceptance = Acceptance(layout.steps, self.pace.rounds, self.pace.samples)
         self.buckets: dict[int, Bucket] = {}
         self.rounds = 0
         self._in_flight: deque[Picked] = deque()
@@ -177,9 +192,11 @@ class TreeChoice:
         bucket.held += 1
         best = max(bucket.forms, key=lambda form: rates[form])
         if bucket.held > DWELL and rates[best] > WORTH_A_CHANGE * rates[bucket.current]:
-            # A trial from plain decoding that was for nothing makes the pauses longer; what it finds, short again.
-            bucket.length = bucket.length if best == PLAIN else SHORTEST
-            bucket.current, bucket.held, bucket.pause = best, 0, bucket.length
+            if best == PLAIN:
+                # Guesses that paid for a while may soon pay again.
+                bucket.plain_pause = SHORTEST if bucket.held > LASTING else min(2 * bucket.plain_pause, LONGEST)
+            bucket.length = bucket.pause = bucket.plain_pause if best == PLAIN else SHORTEST
+            bucket.current, bucket.held = best, 0
 
     def _trial(self, bucket: Bucket, at: int, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
         """The form that is tried from this round on, if a trial is due."""
@@ -187,16 +204,17 @@ class TreeChoice:
         if bucket.pause > 0:
             return None
         bucket.length = bucket.pause = min(2 * bucket.length, LONGEST)
+        bucket.plain_pause = bucket.length if bucket.current == PLAIN else bucket.plain_pause
         # Without a clock, the time of plain decoding is known.
         others = [form for form in bucket.forms if form != bucket.current and (self.costs.by_clock or form != PLAIN)]
         rivals = [form for form in others if rates[form] >= COMPETES * max(rates.values())]
         if bucket.current == PLAIN and others:
-            self.acceptance.doubt(DOUBT * TRIAL * max(share * at, 1.0))
+            self.acceptance.doubt(DOUBT * self.pace.trial * max(share * at, 1.0))
             rivals = rivals or [max(others, key=lambda form: rates[form])]
         if not rivals:
             return None
         bucket.trying = min(rivals, key=lambda form: bucket.tried.get(form, 0))
-        bucket.left = TRIAL + ALONE // at - 1
+        bucket.left = self.pace.trial + self.pace.alone // at - 1
         return bucket.trying
 
     def _say(self, bucket: Bucket, at: int, context: float) -> None:

@@ -73,9 +73,7 @@ def best_set(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int) -> t
     return tuple(sorted((*kept, PLAIN), key=lambda tree: -known[tree]))
 
 
-def _rates(
-    trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, level: float
-) -> dict[TreeShape, float]:
+def _rates(trees: Sequence[TreeShape], costs: PredictedCosts, batch: int, level: float) -> dict[TreeShape, float]:
     """Tokens of a request a second.  level: how often the first child is accepted at depth 1."""
     first_child = at_level(level, max(tree.steps for tree in trees))
     return {tree: (1 + gains(tree, first_child)[-1]) / costs.seconds(tree, batch, CONTEXT) for tree in trees}
