@@ -158,7 +158,7 @@ class Acceptance:
         factor = 1 - 1 / max(self.least_rounds, self.least_samples / len(samples))
         form = self.forms.setdefault(tree, Count())
         expected = gains(tree, self.first_child)
-        for each in (*self.depths, form):
+        for each in (*self.depths, *self.forms.values()):
             each.fade(factor)
         for sample in samples:
             self._add_path(sample, min(sample.allowed, depth))

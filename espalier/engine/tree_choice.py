@@ -43,7 +43,7 @@ class Pace(NamedTuple):
 
 
 # Of a draft model; and of guesses that are looked up in the text, which depend on the place in it.
-DRAFTED, LOOKED_UP = Pace(32, 256, trial=4, alone=8), Pace(16, 24, trial=2, alone=0)
+DRAFTED, LOOKED_UP = Pace(48, 400, trial=4, alone=8), Pace(16, 24, trial=2, alone=0)
 
 
 class TreeChooser(Protocol):
@@ -95,8 +95,9 @@ class Picked:
 class Bucket:
     """The choice for the batches of one bucket.
 
-    held: rounds since `current` was chosen; pause: rounds until the next trial, length: of the pauses now, plain_pause:
-    of those while plain decoding runs; trying, left: the form on trial and its rounds; tried: when each form ran last; said: the form that was logged.
+    held: rounds since `current` was chosen; switches: of `current`; pause: rounds until the next trial, length: of the
+    pauses now, plain_pause: of those while plain decoding runs; trying, left: the form on trial and its rounds; tried:
+    when each form ran last; said: the form that was logged.
     """
 
     forms: tuple[TreeShape, ...]
@@ -105,6 +106,7 @@ class Bucket:
     length: int = SHORTEST
     pause: int = SHORTEST
     plain_pause: int = SHORTEST
+    switches: int = 0
     trying: TreeShape | None = None
     left: int = 0
     tried: dict[TreeShape, int] = field(default_factory=dict)
@@ -196,7 +198,7 @@ class TreeChoice:
                 # Guesses that paid for a while may soon pay again.
                 bucket.plain_pause = SHORTEST if bucket.held > LASTING else min(2 * bucket.plain_pause, LONGEST)
             bucket.length = bucket.pause = bucket.plain_pause if best == PLAIN else SHORTEST
-            bucket.current, bucket.held = best, 0
+            bucket.current, bucket.held, bucket.switches = best, 0, bucket.switches + 1
 
     def _trial(self, bucket: Bucket, at: int, rates: dict[TreeShape, float], share: float) -> TreeShape | None:
         """The form that is tried from this round on, if a trial is due."""

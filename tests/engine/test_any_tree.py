@@ -55,11 +55,10 @@ class AnyTree:
         pass
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("setup", DRAFTERS, ids=lambda each: getattr(each, "form", each.keeps + each.algorithm))
-def test_any_tree_gives_the_tokens_of_plain_decoding(setup: Setup, overlap: bool) -> None:
-    setup = replace(setup, overlap=overlap)
-    engine, requests = setup.engine(), mixed(9, max_tokens=14)
+@pytest.mark.parametrize("turn", range(len(DRAFTERS)))
+def test_any_tree_gives_the_tokens_of_plain_decoding(turn: int) -> None:
+    setup = replace(DRAFTERS[turn], overlap=turn % 2 == 0)
+    engine, requests = setup.engine(), mixed(6, max_tokens=11)
     chooser = AnyTree((*SMALL, setup.layout.tree))
     engine.scheduler.trees.chooser = chooser
     run_staggered(engine, requests, every=2)
@@ -92,7 +91,7 @@ def test_any_tree_crosses_to_every_rank() -> None:
 
 def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     setup = Setup(**TREE, attention="reference", overlap=True)
-    requests, sets = mixed(9, max_tokens=10), ((1, (setup.layout.tree, PLAIN)), (3, (SMALL[2], SMALL[1], PLAIN)))
+    requests, sets = mixed(7, max_tokens=8), ((1, (setup.layout.tree, PLAIN)), (3, (SMALL[2], SMALL[1], PLAIN)))
     wanted = [plainly(setup, r).tokens for r in requests]
     fake_cuda(monkeypatch)
     monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
@@ -130,7 +129,7 @@ def test_samples_are_what_the_trees_say() -> None:
         return handle
 
     engine.executor.launch = traced  # type: ignore[method-assign]
-    run(engine, mixed(6, max_tokens=20, temperature=1.0))
+    run(engine, mixed(9, max_tokens=24, temperature=1.0))
     assert checked > 10
 
 
@@ -139,7 +138,8 @@ def check_row(row: RequestResult) -> int:
     assert row.tree is not None
     tree, path = row.tree, row.tree.path_rows
     children = {
-        node: [i for i in range(1, len(tree.tokens)) if tree.parents[i] == node and tree.tokens[i] >= 0] for node in path
+        node: [i for i in range(1, len(tree.tokens)) if tree.parents[i] == node and tree.tokens[i] >= 0]
+        for node in path
     }
     in_order = [sorted(children[parent], key=lambda i: -tree.scores[i]) for parent in path[:-1]]
     assert list(row.ranks) == [order.index(node) for order, node in zip(in_order, path[1:], strict=True)]
