@@ -25,6 +25,12 @@ MOST = 0.98
 # What is assumed before anything was found counts as so many requests of a round; that a form gains what follows from
 # the acceptance of first children, as so many tokens.
 PRIOR, FORM_PRIOR = 3.0, 12.0
+# With each round the former weighs so much of what it did, down to LEAST: where old findings are doubted, it must not
+# take their place.
+FADING, LEAST = 0.9, 0.25
+# Another text is noticed in so many requests of rounds: what they gained differs from what was expected by so many
+# standard deviations.  A token that a round gains counts as SPREAD of variance.
+RECENT, SURPRISE, SPREAD = 32, 4.0, 1.5
 
 
 class Sample(NamedTuple):
@@ -104,8 +110,8 @@ class Count:
         self.tried *= factor
         self.found *= factor
 
-    def share(self, prior: float) -> float:
-        return (self.found + PRIOR * prior) / (self.tried + PRIOR)
+    def share(self, prior: float, weight: float) -> float:
+        return (self.found + weight * prior) / (self.tried + weight)
 
 
 @dataclass
@@ -117,19 +123,21 @@ class Acceptance:
     least_samples: int
     depths: list[Count] = field(init=False)
     forms: dict[TreeShape, Count] = field(default_factory=dict)
+    recent: Count = field(default_factory=Count)
+    prior: float = PRIOR
 
     def __post_init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
         self.depths = [Count() for _ in range(self.steps)]
-        self.forms = {}
+        self.forms, self.recent, self.prior = {}, Count(), PRIOR
 
     def doubt(self, samples: float) -> None:
         """Let all that was found so far count as so many samples at most."""
         if self.steps and self.depths[0].tried > samples:
             factor = samples / self.depths[0].tried
-            for each in self.depths:
+            for each in (*self.depths, *self.forms.values()):
                 each.fade(factor)
 
     @property
@@ -138,7 +146,7 @@ class Acceptance:
         found: list[float] = []
         follows = 1.0
         for depth, count in enumerate(self.depths, 1):
-            found.append(min(count.share(min(assumed(depth) * follows, MOST)), MOST))
+            found.append(min(count.share(min(assumed(depth) * follows, MOST), self.prior), MOST))
             follows = found[-1] / assumed(depth)
         return found
 
@@ -158,12 +166,24 @@ class Acceptance:
         factor = 1 - 1 / max(self.least_rounds, self.least_samples / len(samples))
         form = self.forms.setdefault(tree, Count())
         expected = gains(tree, self.first_child)
+        self._watch(sum(expected[min(each.allowed, depth)] for each in samples) * self._lift(tree), samples)
+        self.prior = max(FADING * self.prior, LEAST)
         for each in (*self.depths, *self.forms.values()):
             each.fade(factor)
         for sample in samples:
             self._add_path(sample, min(sample.allowed, depth))
-            form.tried += expected[max(min(sample.allowed, depth), 0)]
+            form.tried += expected[min(sample.allowed, depth)]
             form.found += len(sample.ranks)
+
+    def _watch(self, expected: float, samples: Sequence[Sample]) -> None:
+        """Doubt what is old if a round gains otherwise than expected."""
+        self.recent.fade(1 - 1 / max(2, RECENT / len(samples)))
+        self.recent.tried += expected
+        self.recent.found += sum(len(each.ranks) for each in samples)
+        tried, found = self.recent.tried, self.recent.found
+        if abs(found - tried) > SURPRISE * math.sqrt(SPREAD * tried + 1):
+            self.doubt(max(RECENT / 4, len(samples)))
+            self.recent = Count()
 
     def _add_path(self, sample: Sample, allowed: int) -> None:
         """Count the first children of a path of first children, and the child where that path ends."""

@@ -107,13 +107,13 @@ def test_it_follows_when_acceptance_changes() -> None:
         world = World(batch)
         for level in (0.8, 0.15, 0.85):
             world.level = level
-            world.run(batch, 600)
+            world.run(batch, 500)
             assert world.run(batch, 200) >= 0.96 * world.best(batch), (batch, level)
 
 
 def test_batches_of_all_sizes_in_turn_are_served_well() -> None:
     world, random = World(3, 0.6), Random(1)
-    for _ in range(80):
+    for _ in range(150):
         world.run(random.choice(BATCHES), 20)
     for batch in BATCHES:
         assert world.run(batch, 100) >= 0.94 * world.best(batch), batch
