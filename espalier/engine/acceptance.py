@@ -25,9 +25,8 @@ MOST = 0.98
 # What is assumed before anything was found counts as so many requests of a round; that a form gains what follows from
 # the acceptance of first children, as so many tokens.
 PRIOR, FORM_PRIOR = 3.0, 12.0
-# With each round the former weighs so much of what it did, down to LEAST: where old findings are doubted, it must not
-# take their place.
-FADING, LEAST = 0.9, 0.25
+# With each round the former weighs so much of what it did.
+FADING = 0.9
 # Another text is noticed in so many requests of rounds: what they gained differs from what was expected by so many
 # standard deviations.  A token that a round gains counts as SPREAD of variance.
 RECENT, SURPRISE, SPREAD = 32, 4.0, 1.5
@@ -116,11 +115,13 @@ class Count:
 
 @dataclass
 class Acceptance:
-    """steps: of the deepest tree; least_rounds, least_samples: what an estimate remembers, the longer of both."""
+    """steps: of the deepest tree; least_rounds, least_samples: what an estimate remembers, the longer of both;
+    least_prior: down to which what is assumed fades.  A little, it does not take the place of findings that are doubted."""
 
     steps: int
     least_rounds: int
     least_samples: int
+    least_prior: float = PRIOR
     depths: list[Count] = field(init=False)
     forms: dict[TreeShape, Count] = field(default_factory=dict)
     recent: Count = field(default_factory=Count)
@@ -167,7 +168,7 @@ class Acceptance:
         form = self.forms.setdefault(tree, Count())
         expected = gains(tree, self.first_child)
         self._watch(sum(expected[min(each.allowed, depth)] for each in samples) * self._lift(tree), samples)
-        self.prior = max(FADING * self.prior, LEAST)
+        self.prior = max(FADING * self.prior, self.least_prior)
         for each in (*self.depths, *self.forms.values()):
             each.fade(factor)
         for sample in samples:

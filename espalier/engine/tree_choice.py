@@ -33,17 +33,18 @@ class Pace(NamedTuple):
     """How fast the choice follows the text.
 
     rounds, samples: what estimates of acceptance remember (acceptance.py); trial: rounds of a trial; alone: how many
-    more a single request needs, because each of its rounds says less.
+    more a single request needs, because each of its rounds says less; least_prior: as in acceptance.py.
     """
 
     rounds: int
     samples: int
     trial: int
     alone: int
+    least_prior: float
 
 
 # Of a draft model; and of guesses that are looked up in the text, which depend on the place in it.
-DRAFTED, LOOKED_UP = Pace(48, 400, trial=4, alone=8), Pace(16, 24, trial=2, alone=0)
+DRAFTED, LOOKED_UP = Pace(48, 400, trial=4, alone=4, least_prior=0.25), Pace(16, 24, trial=2, alone=0, least_prior=3.0)
 
 
 class TreeChooser(Protocol):
@@ -124,7 +125,7 @@ class TreeChoice:
         self.clock = clock
         self.times = RoundTimes(costs)
         self.pace = LOOKED_UP if is_lookup else DRAFTED
-        self.acceptance = Acceptance(layout.steps, self.pace.rounds, self.pace.samples)
+        self.acceptance = Acceptance(layout.steps, self.pace.rounds, self.pace.samples, self.pace.least_prior)
         self.buckets: dict[int, Bucket] = {}
         self.rounds = 0
         self._in_flight: deque[Picked] = deque()
