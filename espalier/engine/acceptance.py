@@ -116,7 +116,8 @@ class Count:
 @dataclass
 class Acceptance:
     """steps: of the deepest tree; least_rounds, least_samples: what an estimate remembers, the longer of both;
-    least_prior: down to which what is assumed fades.  A little, it does not take the place of findings that are doubted."""
+    least_prior: down to which what is assumed fades, so that it does not take the place of findings that are doubted.
+    """
 
     steps: int
     least_rounds: int

@@ -87,7 +87,7 @@ def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[P
     while engine.has_work:
         engine.step()
     drafting = sum(proposed.runner.layout.steps > 0 for proposed in verified)
-    assert drafting < len(verified) / 2 if pauses else drafting == len(verified)
+    assert drafting < 0.75 * len(verified) if pauses else drafting == len(verified)
     assert r.output == plainly(setup, r).tokens
 
 
