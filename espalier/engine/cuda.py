@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from espalier.engine.cuda_stages import EagerStages, StageMemory, Stages, no_garbage_collection
+from espalier.engine.cuda_stages import OF_THIS_THREAD, EagerStages, StageMemory, Stages, no_garbage_collection
 from espalier.engine.cuda_streams import give_streams_back, take_streams
 from espalier.engine.executor import Handle, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
@@ -406,7 +406,7 @@ class CudaExecutor:
             execute(self.runner, self.results, device_launch, form.width, ALL_SAMPLING)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=self.keep_graphs)
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=OF_THIS_THREAD):
             execute(self.runner, self.results, device_launch, form.width, ALL_SAMPLING)
         if self.keep_graphs:  # else PyTorch did so when the capture ended
             graph.instantiate()

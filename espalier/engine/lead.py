@@ -1,7 +1,7 @@
 """Rank 0's executor: each call goes to the other ranks, then to the executor of this one."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -48,8 +48,11 @@ class LeadExecutor:
 
     def close(self) -> None:
         if self.ranks.failure is not None:
-            # They end what this rank waits for.
+            # They end what this rank waits for.  What it raises then says less than their failure.
             self.ranks.end()
+            with suppress(Exception):
+                self.own.close()
+            return
         try:
             self.own.close()
         finally:

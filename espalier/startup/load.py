@@ -180,8 +180,7 @@ def build_engine_of_ranks(
     work = RankWork(models or models_of_files, resolved, requested_pages, str(joined))
     with explaining(ranks):
         ranks.load(work)
-        loaded = work.models_of(0)
-        ranks.collectives = loaded.shards.collectives
+        loaded = work.models_of(0, ranks.joined)
         executor, loaded = work.executor_of(loaded)
     ranks.loaded()
     _say_resolved(loaded)
