@@ -5,7 +5,7 @@ costs the same, since a tied head reads the whole embedding too.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,7 @@ DEEPSEEK_V3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepse
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "attention_bias": False}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
 MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False}
 # Of a draft whose target has latent attention.
 DRAFT_HEAD_SIZE = 128
 
@@ -45,6 +46,15 @@ class Shape:
     draft_vocab: int
     fields: Mapping[str, Any]
     first_plain: int = 0
+
+    def cut(self, layers: int) -> "Shape":
+        """The first layers alone.  Raises EspalierError for more than there are."""
+        count = self.fields["num_hidden_layers"]
+        if not 1 <= layers <= count:
+            raise EspalierError(f"--layers={layers} is not supported: {self.name} has {count} layers; use 1 to {count}")
+        by_layer = {name: each[:layers] for name, each in self.fields.items() if isinstance(each, list)}
+        name = f"{self.name}, {layers} of {count} layers"
+        return replace(self, name=name, fields={**self.fields, **by_layer, "num_hidden_layers": layers})
 
     @property
     def plain(self) -> range:
@@ -253,6 +263,8 @@ GPT_OSS_20B = {
     "eos_token_id": 200002,
     "pad_token_id": 199999,
 }
+# Transformers 5.24 has the E sizes as defaults.  These follow the sizes that public loaders check the published files
+# against: 50 sliding and 10 full layers (31B), 25 and 5 with 128 experts of 704 (26B-A4B).
 GEMMA4_31B = {
     **GEMMA4,
     "vocab_size": 262144,
@@ -287,6 +299,8 @@ GEMMA4_26B_A4B = {
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
+# Transformers 5.24 has the 8B as defaults (34 layers, 4096, 14336); heads, YaRN and vocabulary are the same.  With
+# these sizes the text model has 13.5 billion parameters, as its model card says.
 MINISTRAL3_14B = {
     **MINISTRAL3,
     "vocab_size": 131072,
@@ -378,6 +392,25 @@ NEMOTRON3_30B_A3B = {
     "layer_norm_epsilon": 1e-5,
     "eos_token_id": 2,
 }
+# Transformers 5.24 has Phi-3-mini as defaults.  These are of Phi-4's config.json; 14.7 billion parameters.
+PHI_4 = {
+    **PHI3,
+    "vocab_size": 100352,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 10,
+    "max_position_embeddings": 16384,
+    "original_max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 250000.0,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "bos_token_id": 100257,
+    "eos_token_id": 100257,
+    "pad_token_id": 100257,
+}
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         shape.name: shape
@@ -396,6 +429,7 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             Shape("qwen3.6-27b", "Qwen/Qwen3.6-27B", 248044, 32000, QWEN3_6_27B),
             Shape("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", 248044, 32000, QWEN3_6_35B_A3B),
             Shape("nemotron-30b-a3b", NEMOTRON3, 131072, 32000, NEMOTRON3_30B_A3B, 1000),
+            Shape("phi-4", "microsoft/phi-4", 100256, 32000, PHI_4),
         )
     }
 )

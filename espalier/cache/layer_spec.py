@@ -184,6 +184,7 @@ class LayerSpec:
     scale: factor of q·k; None means k_size ** -0.5.
     softcap: a logit s of attention, scale included, becomes softcap · tanh(s / softcap); None: it stays.
     shares: the earlier layer whose rows this layer reads; it writes none of its own.  Both have the same `keeps`.
+    v_is_k: whether V is made of K's projection.
     """
 
     heads: int
@@ -192,6 +193,7 @@ class LayerSpec:
     scale: float | None = None
     softcap: float | None = None
     shares: int | None = None
+    v_is_k: bool = False
 
     def __post_init__(self) -> None:
         if self.shares is not None and not isinstance(self.keeps, KVHeads):
@@ -202,6 +204,12 @@ class LayerSpec:
         """What a layer keeps that keeps rows."""
         assert not isinstance(self.keeps, RecurrentState), "a layer that keeps a state has no rows to attend to"
         return self.keeps
+
+    @property
+    def projected_heads(self) -> int:
+        """Heads of the layer's product of q, k and v."""
+        of_rows = 0 if self.shares is not None else 1 if self.v_is_k else 2
+        return self.heads + of_rows * self.rows.kv_heads
 
     @property
     def softmax_scale(self) -> float:

@@ -33,6 +33,10 @@ class LeadExecutor:
         return self.own.captured_passes
 
     @property
+    def runs_any_tree(self) -> bool:
+        return self.own.runs_any_tree
+
+    @property
     def failure(self) -> Exception | None:
         return self.ranks.failure
 

@@ -34,7 +34,7 @@ from espalier.terminal.machine import require_gpu
 from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.synthetic_models import SyntheticModels, recipe_of
-from lab.shape_flags import refuse_shape_flags, seed_of, shape_settings
+from lab.shape_flags import refuse_shape_flags, shape_settings
 from lab.synthetic.checkpoint import Recipe, total_bytes
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
@@ -121,6 +121,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         num_layers=shape.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
+        model_impl=recipe.model_impl,
         pass_weights=pass_weights(
             shape.target, None if drafter_without_files(algorithm) else recipe.draft_config
         ).of_rank(shards.count),
@@ -165,13 +166,13 @@ def engines_with(args: Namespace, settings: Mapping[str, Any], ways: Iterable[Wa
         return OfModel(settings)
     refuse_decided(settings)
     device = require_gpu(f"{args.command} --shape")
-    recipe = recipe_of(**shape_settings(args, seed_of(settings)))
+    recipe = recipe_of(**shape_settings(args, settings))
     return OfShape(recipe, settings, device, ways)
 
 
 def shape_of(args: Namespace) -> ModelShape:
     """The sizes of the --shape that the flags describe."""
-    return recipe_sizes(recipe_of(**shape_settings(args, 0)))
+    return recipe_sizes(recipe_of(**shape_settings(args, {})))
 
 
 def refuse_decided(settings: Mapping[str, Any]) -> None:

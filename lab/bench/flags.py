@@ -12,7 +12,7 @@ from espalier.terminal.flags import add_engine_flags, add_json_flag, whole_numbe
 from lab.shape_flags import SHAPE_NAMES, add_shape_flags
 
 ACCEPT_LENGTH = "accept length of the draft of --shape with tree 5,8,64 (4)"
-CELL_EXAMPLES = "1x1024:5,8,64, 8x1024:plain or 1x8192:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
+CELL_EXAMPLES = "1x1024:5,8,64, 8x1024:plain, 8x1024:auto or 1x8192:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
 
 
 def engines(parser: ArgumentParser) -> None:

@@ -22,7 +22,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         return _gemma4(config, layer)
     attention = _heads(config) if config.latent is None else _latent(config, config.latent)
     if experts is None or layer not in experts.layers:
-        mlp = _gated("mlp.", config.intermediate_size, hidden)
+        mlp = _joined(_gated("mlp.", config.intermediate_size, hidden), "mlp.", config.names.mlp.gate_up)
     elif experts.stored == "stacked":
         mlp = _stacked_experts(experts, hidden)
     else:
@@ -45,7 +45,7 @@ def _hybrid(config: ModelConfig, layer: int) -> Shapes:
 def _gemma4(c: ModelConfig, layer: int) -> Shapes:
     """Of the sizes without inputs of layers and shared rows."""
     spec, hidden = layer_specs_of(c)[layer], c.hidden_size
-    size, names = spec.keeps.k_size, "qk" if spec.window is None and c.raw["attention_k_eq_v"] else "qkv"
+    size, names = spec.keeps.k_size, "qk" if spec.v_is_k else "qkv"
     rows = {"q": c.heads * size, "k": spec.keeps.kv_heads * size, "v": spec.keeps.kv_heads * size}
     norms = {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
     shapes: Shapes = {f"self_attn.{name}_proj.weight": (rows[name], hidden) for name in names}
@@ -68,7 +68,8 @@ def _gemma4(c: ModelConfig, layer: int) -> Shapes:
 def _heads(c: ModelConfig) -> Shapes:
     queries, channels, hidden = c.heads * c.head_size, c.kv_heads * c.head_size, c.hidden_size
     rows = {"q": queries, "k": channels, "v": channels}
-    shapes: Shapes = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
+    apart: Shapes = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
+    shapes = _joined(apart, "self_attn.", c.names.qkv)
     shapes["self_attn.o_proj.weight"] = (hidden, queries)
     if c.attention_bias:
         shapes |= {f"self_attn.{name}_proj.bias": (count,) for name, count in rows.items()}
@@ -106,6 +107,16 @@ def _gated(prefix: str, inner: int, hidden: int) -> Shapes:
         f"{prefix}up_proj.weight": (inner, hidden),
         f"{prefix}down_proj.weight": (hidden, inner),
     }
+
+
+def _joined(shapes: Shapes, prefix: str, names: tuple[str, ...]) -> Shapes:
+    """The first matrices as one, if `names`, of what a layer multiplies first, is one name."""
+    if len(names) > 1:
+        return shapes
+    parts = {"qkv_proj": 3, "gate_up_proj": 2}[names[0]]
+    sizes = list(shapes.items())
+    rows = sum(size[0] for _, size in sizes[:parts])
+    return {f"{prefix}{names[0]}.weight": (rows, sizes[0][1][1]), **dict(sizes[parts:])}
 
 
 def _experts(experts: Experts, hidden: int) -> Shapes:

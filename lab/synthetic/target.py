@@ -221,7 +221,7 @@ class TargetTensors:
         Attention must keep a value that is the same in all rows.
         """
         c = self.config
-        keeps_values = c.latent is None and not c.sinks and c.layer_specs is None
+        keeps_values = c.latent is None and not c.sinks and c.layer_specs is None and len(c.names.qkv) > 1
         return self.chain.fading is not None and not self.copies and keeps_values
 
     @property
@@ -385,6 +385,8 @@ def require_copying(config: ModelConfig, chain: Chain, shape: str) -> None:
         raise EspalierError(f"copy mode is not for latent attention, which {shape} has; use mode chain")
     if config.layer_specs is not None:
         raise EspalierError(f"copy mode needs layers with heads of one size, which {shape} lacks; use mode chain")
+    if len(config.names.qkv) == 1:
+        raise EspalierError(f"copy mode needs q, k and v stored apart, which {shape} lacks; use mode chain")
     if config.heads < 2 * config.kv_heads:
         raise EspalierError(f"copy mode needs two query heads a key-value head, {shape} has fewer")
     for layer, window in enumerate(config.windows):

@@ -1,8 +1,8 @@
-"""Tiny synthetic shapes with experts and with latent attention, of the families that exist."""
+"""Tiny synthetic shapes with experts, latent attention and matrices in one, of the families that exist."""
 
 from typing import Any
 
-from espalier.bench.shapes import DEEPSEEK_V2, DEEPSEEK_V3, GEMMA4, GPT_OSS, QWEN3_MOE, Shape
+from espalier.bench.shapes import DEEPSEEK_V2, DEEPSEEK_V3, GEMMA4, GPT_OSS, PHI3, QWEN3_MOE, Shape
 from espalier.errors import EspalierError
 from tests.lab.synthetic.test_checkpoint import tiny
 
@@ -49,6 +49,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "swiglu_limit": 7.0,
     },
+    "phi3": {**PHI3, "pad_token_id": 0, "original_max_position_embeddings": 2048},
     "gemma4": GEMMA4_TINY,
     "gemma4-moe": {
         **GEMMA4_TINY,
@@ -114,6 +115,4 @@ def is_supported(shape: Shape) -> bool:
 
 
 SUPPORTED = [name for name in FIELDS if is_supported(mixture(name))]
-# Those whose layers keep rows of one size: the benches count no others.
-COUNTED = [name for name in SUPPORTED if mixture(name).target.layer_specs is None]
 WITH_EXPERTS = [name for name in SUPPORTED if mixture(name).target.experts is not None]
