@@ -20,7 +20,7 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.drafts import MAX_STEPS
-from espalier.layout import LaunchForm, RoundLayout
+from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES
 from espalier.startup.build import Loaded, assemble, config_of_layout
@@ -210,7 +210,7 @@ def _start(engine: Engine, seconds: float) -> Start:
     staging = _bytes(runner.cache.staging.stacks)
     if not (isinstance(executor, CudaExecutor) and executor.graphs):
         return Start(seconds, pages, staging, None, None)
-    largest = executor.graphs[LaunchForm(executor.captured_buckets[-1])].graph
+    largest = executor.graphs[executor.runner.layout.round_forms(executor.captured_buckets[-1:])[0]].graph
     pool = tuple(largest.pool())
     segments = torch.cuda.memory_snapshot()
     held = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == pool)

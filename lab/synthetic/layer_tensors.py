@@ -1,15 +1,23 @@
 """The names and shapes of a layer's tensors in a checkpoint, as the publisher of its family stores them."""
 
 from espalier.models.config import Experts, ModelConfig
+from espalier.models.families.nemotron_h import FAMILY as NEMOTRON_H
+from espalier.models.families.qwen3_next import LINEAR
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
+from lab.synthetic.state_tensors import delta_net, gated_attention, joined_experts, nemotron
 
+NEMOTRON = NEMOTRON_H.architecture
 Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Shapes by name, without the prefix of the layer."""
     experts, hidden = config.experts, config.hidden_size
+    if config.architecture == NEMOTRON:
+        return nemotron(config, layer)
+    if LINEAR in (config.raw.get("layer_types") or ()):
+        return _hybrid(config, layer)
     if config.layer_specs is not None:
         return _gemma4(config, layer)
     attention = _heads(config) if config.latent is None else _latent(config, config.latent)
@@ -20,6 +28,18 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     else:
         mlp = _experts(experts, hidden)
     return {**attention, **mlp, "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+
+
+def embedding_name(config: ModelConfig) -> str:
+    return f"model.embed{'dings' if config.architecture == NEMOTRON else '_tokens'}.weight"
+
+
+def _hybrid(config: ModelConfig, layer: int) -> Shapes:
+    """Of Qwen3.5 and later."""
+    hidden, has_experts = config.hidden_size, config.experts is not None and layer in config.experts.layers
+    mixer = delta_net(config, layer) or gated_attention(config)
+    mlp = joined_experts(config) if has_experts else _gated("mlp.", config.intermediate_size, hidden)
+    return {**mixer, **mlp, "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
 
 
 def _gemma4(c: ModelConfig, layer: int) -> Shapes:

@@ -59,12 +59,48 @@ FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
 }
+# Their layers keep states, which no block draft is planted for.
+STATES = {"full_attention_interval": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+SIZES = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "mtp_num_hidden_layers": 0,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3.6": {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **STATES, **SIZES},
+    "qwen3.6-moe": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        **STATES,
+        **SIZES,
+        **EXPERTS,
+        "shared_expert_intermediate_size": 64,
+    },
+    "nemotron": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "ME*-",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "conv_kernel": 4,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
+        "routed_scaling_factor": 2.5,
+        "hidden_act": "silu",
+    },
+}
 
 
 def mixture(name: str, hot: int = 256) -> Shape:
     """Tiny, with the sizes of FIELDS."""
     plain = tiny(hot=hot)
-    fields = {**plain.fields, "attention_bias": False, **FIELDS[name]}
+    fields = {**plain.fields, "attention_bias": False, **(FIELDS | HYBRIDS)[name]}
     if name.startswith("gemma4"):  # its RoPE differs by layer
         fields = {field: value for field, value in fields.items() if not field.startswith("rope_")}
     return Shape(name, plain.source, plain.num_plain, hot, fields)

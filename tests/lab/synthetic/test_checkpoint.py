@@ -69,6 +69,7 @@ SHAPE = tiny()
 PARAMETERS = {
     "llama-3.1-8b": 8.03,
     "qwen3-8b": 8.19,
+    "llama-3.1-70b": 70.55,
     "llama-3.2-1b": 1.50,
     "qwen3-30b-a3b": 30.53,
     "deepseek-v2-lite": 15.71,
