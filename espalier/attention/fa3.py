@@ -14,11 +14,12 @@ from importlib import import_module
 
 from torch import Tensor
 
-from espalier.attention.base import CommittedLengths, Nodes, Prefix
+from espalier.attention.base import CommittedLengths
 from espalier.attention.library import LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
+from espalier.kernels.ops.attention import Nodes, Prefix
 
 # A pass with this many output values or more does not split requests: it has enough programs, and each split writes a
 # float32 output of its own.

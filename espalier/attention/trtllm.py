@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.attention.base import CommittedLengths, Nodes, Prefix
+from espalier.attention.base import CommittedLengths
 from espalier.attention.library import LN_2, LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
+from espalier.kernels.ops.attention import Nodes, Prefix
 
 # The workspace that the library asks for: zeros at first, and shared by all launches on a stream.
 WORKSPACE_BYTES = 2**27
