@@ -4,7 +4,6 @@ from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.kernels.ops.embedding import DraftHidden, EmbeddingTables, embed_rows
-from espalier.kernels.ops.rope import Rotation
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
@@ -29,9 +28,10 @@ class Embedding:
         beside: for a draft, the hidden states that are concatenated to the embeddings; then the stream begins with
         them, and `given` holds both, normed: [B · Q, 2 · hidden].
         """
-        rows = embed_rows(p.tokens, p.positions, EmbeddingTables(self.weight, rope.cos, rope.sin), beside)
-        p.looked_up(rope, Rotation(rows.cos, rows.sin))
+        tables = EmbeddingTables(self.weight, rope.cos, rope.sin)
+        x, residual, rotation, live = embed_rows(p.tokens, p.positions, tables, beside)
+        p.looked_up(rope, rotation)
         if beside is not None:
-            return Stream(rows.residual, rows.live, rows.x)
-        x = rows.x if self.row_norm is None else self.row_norm(rows.x)
-        return Stream(x if self.scale == 1 else x * self.scale, rows.live)
+            return Stream(residual, live, x)
+        x = x if self.row_norm is None else self.row_norm(x)
+        return Stream(x if self.scale == 1 else x * self.scale, live)
