@@ -19,6 +19,7 @@ from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts,
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.overrides import with_overrides
 from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, read_rope
+from espalier.models.stored_names import AS_OWN, StoredNames
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 if TYPE_CHECKING:
@@ -127,10 +128,10 @@ class Family:
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
     in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have the family's layers.  A draft
     builds its first layer itself, so these are layers of norms before each block, attention and a gated MLP.
-    text_fields: the fields of the text model, from config.json as it is stored.
+    fields: from config.json as it is stored, its fields under the names that families share.
     layer_kinds: further names that `layer_types` may hold.
-    stored_prefix: what the names of a checkpoint may have for "model."; unread: beginnings of the names of weights that
-    are not the text model's, and what they are.  final_norm: the name of the last norm.
+    stored: what a checkpoint of the family calls the weights; unread: beginnings of the names of weights that are not
+    the text model's, and what they are.  final_norm: the name of the last norm.
     variant: from config.json as it is stored, the family that a config is of in its place; None: this one.
     """
 
@@ -162,9 +163,9 @@ class Family:
     activation_field: str = "hidden_act"
     in_drafts: bool = False
     multimodal: tuple[str, ...] = ()
-    text_fields: Callable[[Raw], Raw] = lambda raw: raw
+    fields: Callable[[Raw], Raw] = lambda raw: raw
     layer_kinds: tuple[str, ...] = ()
-    stored_prefix: str = "model."
+    stored: StoredNames = AS_OWN
     unread: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
     variant: "Callable[[Raw], Family | None]" = lambda raw: None
@@ -182,7 +183,8 @@ class ModelConfig:
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
     wide_qk_norm, layer_norms, names, norm_offset, embedding_scale, softmax_scale, residual_scale, logit_scale,
-    load_embedding, load_layer, layer_specs, mtp, stored_prefix, unread, final_norm: see Family.
+    load_embedding, load_layer, layer_specs, mtp, unread, final_norm: see Family.  stored: what the checkpoint calls the
+    weights.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     text_part_of: the architecture of the multimodal checkpoint whose text part this is; None: it is a whole.
@@ -227,7 +229,7 @@ class ModelConfig:
     load_layer: "LoadLayer | None" = field(repr=False)
     layer_specs: "MakeSpecs | None" = field(repr=False)
     mtp: MTPFamily | None
-    stored_prefix: str
+    stored: StoredNames
     unread: Mapping[str, str]
     final_norm: str
     raw: Raw = field(repr=False)
@@ -253,7 +255,7 @@ def parse(
 ) -> ModelConfig:
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     family = family.variant(raw) or family
-    raw = _declared(family.text_fields, raw, path)
+    raw = _declared(family.fields, raw, path)
     known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
     given = with_overrides(raw, overrides or {}, known)
     # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
@@ -304,12 +306,12 @@ def parse(
         # An override replaces what generation_config.json says, too.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
-        formats=read_formats(full, path, family.stored_prefix),
+        formats=read_formats(full, path),
         load_embedding=family.load_embedding,
         load_layer=family.load_layer,
         layer_specs=family.layer_specs,
         mtp=family.mtp,
-        stored_prefix=family.stored_prefix,
+        stored=family.stored,
         unread=family.unread,
         final_norm=family.final_norm,
         raw=full,

@@ -15,7 +15,7 @@ from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
 from espalier.models.families import FAMILIES
-from espalier.models.find_family import find_family, has_family
+from espalier.models.find_family import find_family, has_family, is_multimodal, text_config
 from espalier.models.from_transformers.config import is_known, read_by_transformers
 from espalier.models.from_transformers.load import load_by_transformers
 from espalier.models.gguf_config import gguf_config
@@ -25,7 +25,7 @@ from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.rope import RopeTables
 from espalier.models.shard_sizes import require_shards
-from espalier.models.text_part import is_multimodal, text_config
+from espalier.models.stored_names import TEXT_PART
 from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
 from espalier.models.weight_formats.modelopt import read_hf_quant_config
 from espalier.models.weight_formats.sharded import GatheredWeight
@@ -50,11 +50,10 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
         generation = read_json(file) if file.exists() else None
         if _runs_by_transformers(raw, model_impl):
             return read_by_transformers(raw, path, overrides, generation)
-        whole = architecture_of(raw) if is_multimodal(raw, FAMILIES.values()) else None
-        if whole is not None:
-            raw = text_config(raw, FAMILIES.values(), path)
-        family = find_family({**raw, **(overrides or {})}, FAMILIES, path)
-        return replace(parse(raw, family, path, overrides, generation), text_part_of=whole)
+        has_parts = is_multimodal(raw, FAMILIES.values())
+        text = text_config(raw, FAMILIES.values(), path) if has_parts else raw
+        config = parse(text, find_family({**text, **(overrides or {})}, FAMILIES, path), path, overrides, generation)
+        return replace(config, text_part_of=architecture_of(raw), stored=TEXT_PART) if has_parts else config
 
 
 def _runs_by_transformers(raw: Raw, model_impl: str) -> bool:
@@ -104,10 +103,8 @@ def load_target(
     require_shards(config, shards.count)
     if config.probed is not None:
         return load_by_transformers(Path(path), config, dtype, device, tuple(capture))
-    is_text_part = config.text_part_of is not None
-    parts: dict[str, Any] = {"is_text_part": is_text_part, "shards": shards}
-    weights = Weights(Path(path), dtype, device, config.formats, prefix=config.stored_prefix, **parts)
-    if is_text_part:
+    weights = Weights(Path(path), dtype, device, config.formats, stored=config.stored, shards=shards)
+    if config.text_part_of is not None:
         others = ", ".join(sorted(weights.other_parts)) or "none"
         log.info("%s: only the text part of %s is loaded (other parts: %s)", path, config.text_part_of, others)
     for unread, what in config.unread.items():

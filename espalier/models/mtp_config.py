@@ -101,7 +101,7 @@ def stores_mtp(path: Path, target: ModelConfig) -> bool:
     count = target.raw.get(COUNT)
     if target.mtp is None or not isinstance(count, int) or count < 1:
         return False
-    weights = Weights(path, torch.float32, "cpu", is_text_part=target.text_part_of is not None)
+    weights = Weights(path, torch.float32, "cpu", stored=target.stored)
     names = [f"{target.mtp.owned(layer, target.num_layers)}{target.mtp.project}" for layer in range(count)]
     return all(weights.has_matrix(name) for name in names)
 

@@ -32,7 +32,7 @@ COUNTS = (
 INFINITY = {"__float__": "Infinity"}
 
 
-def _text_fields(raw: Raw) -> Raw:
+def _own_fields(raw: Raw) -> Raw:
     """The fields with the type of each layer as other families call it, and the size of a state's head."""
     fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
     if isinstance(types, list):
@@ -154,7 +154,7 @@ FAMILY = replace(
     windows=_check,
     ropes=lambda full: [{} if full["position_embedding_type"] == "rope" else None] * full["num_hidden_layers"],
     honours=(*SHARED.honours, "position_embedding_type"),
-    text_fields=_text_fields,
+    fields=_own_fields,
     layer_kinds=(LINEAR,),
     layer_specs=_layer_specs,
     load_layer=_load_layer,

@@ -19,7 +19,7 @@ CONV, FULL = "conv", "full_attention"
 RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
 
 
-def _text_fields(raw: Raw) -> Raw:
+def _own_fields(raw: Raw) -> Raw:
     """The fields under the names of other families, with a type for each layer."""
     fields = {**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}}
     count, attending = raw.get("num_hidden_layers"), raw.get("full_attn_idxs")
@@ -121,7 +121,7 @@ FAMILY = Family(
     qkv_bias=lambda full: False,
     out_bias=lambda full: False,
     windows=_check,
-    text_fields=_text_fields,
+    fields=_own_fields,
     layer_kinds=(CONV,),
     layer_specs=_layer_specs,
     load_layer=_load_layer,

@@ -21,6 +21,7 @@ from espalier.models.layers.mixer import AttentionMixer, BlockLayer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.mamba2_loading import load_mamba2
 from espalier.models.rope import RopeTables
+from espalier.models.stored_names import StoredNames
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
@@ -31,7 +32,7 @@ COUNTS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "co
 RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
 
 
-def _text_fields(raw: Raw) -> Raw:
+def _own_fields(raw: Raw) -> Raw:
     """The fields under the names of other families, with a type for each layer."""
     fields = with_limits({**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
     types = fields.get("layer_types") or raw.get("hybrid_override_pattern")
@@ -187,12 +188,12 @@ FAMILY = Family(
         *("n_routed_experts", "n_shared_experts", "num_local_experts", "routed_scaling_factor"),
         *("num_nextn_predict_layers", "hidden_act"),
     ),
-    text_fields=_text_fields,
+    fields=_own_fields,
     layer_kinds=(LINEAR, MOE, MLP),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
     load_embedding=_load_embedding,
-    stored_prefix="backbone.",
+    stored=StoredNames((("backbone.", "model."),)),
     unread={"mtp.": "layers of multi-token prediction"},
     final_norm="model.norm_f",
 )

@@ -41,7 +41,7 @@ QWEN_MTP = MTPFamily(
 )
 
 
-def text_fields(raw: Raw) -> Raw:
+def own_fields(raw: Raw) -> Raw:
     """The fields of a config.json with a type for each layer, the number of MTP layers, and a RoPE for text."""
     count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
     types = raw.get("layer_types")
@@ -199,7 +199,7 @@ FAMILY = replace(
         *("num_experts", "num_local_experts", "shared_expert_intermediate_size", "partial_rotary_factor"),
         *("num_nextn_predict_layers", "attn_output_gate"),
     ),
-    text_fields=text_fields,
+    fields=own_fields,
     layer_kinds=(LINEAR,),
     layer_specs=layer_specs,
     load_layer=load_layer,
