@@ -65,14 +65,14 @@ class AttentionBackend(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class Attention:
     """The plan of one pass.  Subclasses implement over_prefix, and may override attend."""
 
-    def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
-        self.pages = pages
-        self.specs = specs
-        self.prefix = prefix
-        self.nodes = nodes
+    pages: PagedKV
+    specs: Sequence[LayerSpec]
+    prefix: Prefix
+    nodes: Nodes
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Attention of q [B, Q, heads, k_size] over the committed rows inside the layer's window.

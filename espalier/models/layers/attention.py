@@ -1,6 +1,7 @@
 """The attention block of layers that keep K and V heads: the merged qkv projection and the output projection."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class OutputGate(NamedTuple):
     activation: Callable[[Tensor], Tensor]
 
 
+@dataclass(eq=False, slots=True)
 class Attention:
     """qkv: stacked weights of q, k and v, [num_heads·head_size, in]; num_heads: heads + 2·kv_heads.
 
@@ -42,27 +44,14 @@ class Attention:
     output_gate: of the attended values; None: they are as they are.
     """
 
-    __slots__ = ("qkv", "out", "num_heads", "rope", "norms", "sink", "wide_norms", "output_gate")
-
-    def __init__(
-        self,
-        qkv: Linear,
-        out: Linear,
-        num_heads: int,
-        rope: RopeTables,
-        norms: HeadNorms | None = None,
-        sink: Tensor | None = None,
-        wide_norms: WideNorms | None = None,
-        output_gate: OutputGate | None = None,
-    ) -> None:
-        self.qkv = qkv
-        self.out = out
-        self.num_heads = num_heads
-        self.rope = rope
-        self.norms = norms
-        self.sink = sink
-        self.wide_norms = wide_norms
-        self.output_gate = output_gate
+    qkv: Linear
+    out: Linear
+    num_heads: int
+    rope: RopeTables
+    norms: HeadNorms | None = None
+    sink: Tensor | None = None
+    wide_norms: WideNorms | None = None
+    output_gate: OutputGate | None = None
 
     def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""

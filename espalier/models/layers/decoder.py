@@ -5,6 +5,7 @@ which row belongs to which request.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
 
 
+@dataclass(eq=False, slots=True)
 class DecoderLayer:
     """x + scale · attention(norm(x)), then x + scale · mlp(norm(x)).
 
@@ -34,30 +36,14 @@ class DecoderLayer:
     residual_scale: the factor of a block's output.
     """
 
-    __slots__ = (
-        *("index", "attention_norm", "attention", "mlp_norm", "mlp"),
-        *("post_attention_norm", "post_mlp_norm", "residual_scale"),
-    )
-
-    def __init__(
-        self,
-        index: int,
-        attention_norm: AnyNorm | None,
-        attention: Attention | LatentAttention,
-        mlp_norm: AnyNorm,
-        mlp: GatedMLP | MixtureMLP,
-        post_attention_norm: RMSNorm | None = None,
-        post_mlp_norm: RMSNorm | None = None,
-        residual_scale: float = 1.0,
-    ) -> None:
-        self.index = index
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.post_attention_norm = post_attention_norm
-        self.post_mlp_norm = post_mlp_norm
-        self.residual_scale = residual_scale
+    index: int
+    attention_norm: AnyNorm | None
+    attention: Attention | LatentAttention
+    mlp_norm: AnyNorm
+    mlp: GatedMLP | MixtureMLP
+    post_attention_norm: RMSNorm | None = None
+    post_mlp_norm: RMSNorm | None = None
+    residual_scale: float = 1.0
 
     def __call__(self, s: Stream, p: Pass) -> None:
         rows = s.normed(self.attention_norm, self.attention)
@@ -70,30 +56,19 @@ class DecoderLayer:
         s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm, self.residual_scale)
 
 
+@dataclass(eq=False)
 class Decoder:
     """A CausalLM (espalier/models/base.py).  layers: of `DecoderLayer`, or of a family's own."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer_specs: tuple[LayerSpec, ...],
-        capture: tuple[int, ...],
-        rope: RopeTables,
-        embed: Embedding,
-        layers: Sequence[Layer],
-        norm: RMSNorm,
-        head: Linear,
-        kv_scales: tuple[KVScales | None, ...],
-    ) -> None:
-        self.config = config
-        self.layer_specs = layer_specs
-        self.capture = capture
-        self.rope = rope
-        self.embed = embed
-        self.layers = layers
-        self.norm = norm
-        self.head = head
-        self.kv_scales = kv_scales
+    config: ModelConfig
+    layer_specs: tuple[LayerSpec, ...]
+    capture: tuple[int, ...]
+    rope: RopeTables
+    embed: Embedding
+    layers: Sequence[Layer]
+    norm: RMSNorm
+    head: Linear
+    kv_scales: tuple[KVScales | None, ...]
 
     def __call__(self, p: Pass) -> ModelOutput:
         s = self.embed(p, self.rope)

@@ -1,5 +1,7 @@
 """The gated delta rule as a block (Yang et al. 2025, arXiv:2412.06464), as Qwen3-Next and Qwen3.5 have it."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,7 @@ from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream
 
 
+@dataclass(eq=False, slots=True)
 class DeltaNet:
     """qkvz, ba: stacked projections of q, k, v and z, and of b and a: each whole, or in turn for each head of k.
 
@@ -22,29 +25,15 @@ class DeltaNet:
     exp(-exp(A_log) · softplus(a + dt_bias)), and beta is sigmoid(b).  norm: of each head's output, gated by silu(z).
     """
 
-    __slots__ = ("keeps", "qkvz", "ba", "is_grouped", "conv", "A_log", "dt_bias", "norm", "out")
-
-    def __init__(
-        self,
-        keeps: RecurrentState,
-        qkvz: Linear,
-        ba: Linear,
-        is_grouped: bool,
-        conv: ShortConv,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        norm: RMSNorm,
-        out: Linear,
-    ) -> None:
-        self.keeps = keeps
-        self.qkvz = qkvz
-        self.ba = ba
-        self.is_grouped = is_grouped
-        self.conv = conv
-        self.A_log = A_log
-        self.dt_bias = dt_bias
-        self.norm = norm
-        self.out = out
+    keeps: RecurrentState
+    qkvz: Linear
+    ba: Linear
+    is_grouped: bool
+    conv: ShortConv
+    A_log: Tensor
+    dt_bias: Tensor
+    norm: RMSNorm
+    out: Linear
 
     def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
         """As espalier/models/layers/stream.py:Reader.  Two projections read the norm, so it is not rounded for one."""

@@ -1,5 +1,7 @@
 """The token embedding, with which a stream begins.  The same launch looks up cos and sin of the rows' positions."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from espalier.attention import Pass
@@ -9,18 +11,16 @@ from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
 
 
+@dataclass(eq=False, slots=True)
 class Embedding:
     """weight [vocab, hidden]; scale: factor of every embedding, a number that the model's dtype holds.
 
     row_norm: of every embedding, before the factor; None: there is none.
     """
 
-    __slots__ = ("weight", "scale", "row_norm")
-
-    def __init__(self, weight: Tensor, scale: float = 1.0, row_norm: RMSNorm | None = None) -> None:
-        self.weight = weight
-        self.scale = scale
-        self.row_norm = row_norm
+    weight: Tensor
+    scale: float = 1.0
+    row_norm: RMSNorm | None = None
 
     def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
         """The stream of the pass's B · Q rows.  rope: the one that most layers use.

@@ -5,6 +5,7 @@ is ever computed.  In the same way a head's output is v_up · (the weighted sum 
 row of the cache, once (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from espalier.models.rope import RopeTables
 NORM_EPS = 1e-6
 
 
+@dataclass(eq=False, slots=True)
 class LatentAttention:
     """down: hidden state -> the queries' latent [q_rank], then the row to keep [kv_rank + rope], in one product.
 
@@ -28,31 +30,17 @@ class LatentAttention:
     row_size: kv_rank + rope.
     """
 
-    __slots__ = ("down", "q_norm", "q", "form", "k_up", "v_up", "out", "row_size", "rope")
+    down: Linear
+    q_norm: RMSNorm | None
+    q: Linear | None
+    form: LatentForm
+    k_up: Tensor
+    v_up: Tensor
+    out: Linear
+    row_size: int
+    rope: RopeTables
 
     sink: ClassVar[None] = None
-
-    def __init__(
-        self,
-        down: Linear,
-        q_norm: RMSNorm | None,
-        q: Linear | None,
-        form: LatentForm,
-        k_up: Tensor,
-        v_up: Tensor,
-        out: Linear,
-        row_size: int,
-        rope: RopeTables,
-    ) -> None:
-        self.down = down
-        self.q_norm = q_norm
-        self.q = q
-        self.form = form
-        self.k_up = k_up
-        self.v_up = v_up
-        self.out = out
-        self.row_size = row_size
-        self.rope = rope
 
     def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""

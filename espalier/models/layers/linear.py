@@ -1,5 +1,7 @@
 """A linear layer: a weight of any format, and a bias."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
@@ -8,14 +10,12 @@ from espalier.models.layers.norm import AnyNorm
 from espalier.models.weight_formats import Weight
 
 
+@dataclass(eq=False, slots=True)
 class Linear:
     """y = x · weightᵀ + bias.  The weight may stack several projections of one input."""
 
-    __slots__ = ("weight", "bias")
-
-    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
+    weight: Weight
+    bias: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 Its state takes in a row by `S = exp(-exp(A_log) · dt) · S + dt · B ⊗ x`, and is read by C; dt follows from the row.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -17,6 +19,7 @@ from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream
 
 
+@dataclass(eq=False, slots=True)
 class Mamba2:
     """inputs: stacked projections of the gate, x, B and C, and dt.  conv: of the channels of C, B and x, in this order.
 
@@ -24,29 +27,15 @@ class Mamba2:
     limits: of dt.  norm: of the gated output, for each group of heads that share B and C.
     """
 
-    __slots__ = ("keeps", "inputs", "conv", "A_log", "dt_bias", "skip", "limits", "norm", "out")
-
-    def __init__(
-        self,
-        keeps: RecurrentState,
-        inputs: Linear,
-        conv: ShortConv,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        skip: Tensor,
-        limits: tuple[float, float],
-        norm: RMSNorm,
-        out: Linear,
-    ) -> None:
-        self.keeps = keeps
-        self.inputs = inputs
-        self.conv = conv
-        self.A_log = A_log
-        self.dt_bias = dt_bias
-        self.skip = skip
-        self.limits = limits
-        self.norm = norm
-        self.out = out
+    keeps: RecurrentState
+    inputs: Linear
+    conv: ShortConv
+    A_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    limits: tuple[float, float]
+    norm: RMSNorm
+    out: Linear
 
     def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""

@@ -1,5 +1,6 @@
 """A layer whose first block may be of any kind: attention with a gate, a recurrence, a short convolution."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -25,13 +26,11 @@ class Mixer(Reader, Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
 class AttentionMixer:
     """Plain attention as a Mixer."""
 
-    __slots__ = ("attention",)
-
-    def __init__(self, attention: Attention | LatentAttention) -> None:
-        self.attention = attention
+    attention: Attention | LatentAttention
 
     def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
@@ -44,29 +43,19 @@ class AttentionMixer:
         return self.attention.project(p.attend(layer, q, self.attention.sink))
 
 
+@dataclass(eq=False, slots=True)
 class MixerLayer:
     """x + mixer(norm(x)), then x + mlp(norm(x)).
 
     index: the layer's place in the pass, from 0.  scale: factor of both blocks' outputs.
     """
 
-    __slots__ = ("index", "mixer_norm", "mixer", "mlp_norm", "mlp", "scale")
-
-    def __init__(
-        self,
-        index: int,
-        mixer_norm: RMSNorm,
-        mixer: Mixer,
-        mlp_norm: RMSNorm,
-        mlp: GatedMLP | MixtureMLP,
-        scale: float = 1.0,
-    ) -> None:
-        self.index = index
-        self.mixer_norm = mixer_norm
-        self.mixer = mixer
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.scale = scale
+    index: int
+    mixer_norm: RMSNorm
+    mixer: Mixer
+    mlp_norm: RMSNorm
+    mlp: GatedMLP | MixtureMLP
+    scale: float = 1.0
 
     def __call__(self, s: Stream, p: Pass) -> None:
         s.add(self.mixer(self.index, s.normed(self.mixer_norm, self.mixer), s, p), None, self.scale)
@@ -81,21 +70,17 @@ class Unread:
         return norm.after(delta, x)
 
 
+@dataclass(eq=False, slots=True)
 class BlockLayer:
     """x + block(norm(x)), where the block is a mixer or an MLP, which keeps nothing.
 
     index: the layer's place in the pass, from 0.
     """
 
-    __slots__ = ("index", "norm", "mixer", "mlp")
-
-    def __init__(
-        self, index: int, norm: RMSNorm, mixer: Mixer | None = None, mlp: GatedMLP | MixtureMLP | None = None
-    ) -> None:
-        self.index = index
-        self.norm = norm
-        self.mixer = mixer
-        self.mlp = mlp
+    index: int
+    norm: RMSNorm
+    mixer: Mixer | None = None
+    mlp: GatedMLP | MixtureMLP | None = None
 
     def __call__(self, s: Stream, p: Pass) -> None:
         if self.mixer is not None:
