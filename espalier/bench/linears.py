@@ -323,7 +323,7 @@ class ModelShape:
 
 def model_sizes(config: ModelConfig) -> ModelShape:
     """The sizes of a target, or of a draft's layer."""
-    if config.layer_specs is not None:
+    if config.family.layer_specs is not None:
         raise EspalierError(
             f"the layers of {config.architecture} keep rows of several sizes, and the benches count one; name another "
             "shape"

@@ -100,9 +100,10 @@ class Family:
     """The declaration of one model family, made in its family file.
 
     defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers.
-    qkv_bias, out_bias: from the completed config, whether the attention's projections have a bias.
+    qkv_bias, out_bias: from the completed config, whether the attention's projections have a bias; by default
+    attention_bias says so.
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
-    to, itself included.
+    to, itself included; by default, None for all.
     qk_norm: whether q and k are normed for each head, or the name of the field that says so.
     wide_qk_norm: whether these are norms of all of q and all of k, not of each head.
     layer_norms: where a layer has norms.  names: of the other weights of a layer.
@@ -138,9 +139,9 @@ class Family:
     architecture: str
     model_type: str
     defaults: Mapping[str, Any]
-    qkv_bias: Callable[[Raw], bool]
-    out_bias: Callable[[Raw], bool]
-    windows: Callable[[Raw], Windows]
+    qkv_bias: Callable[[Raw], bool] = lambda full: bool(full["attention_bias"])
+    out_bias: Callable[[Raw], bool] = lambda full: bool(full["attention_bias"])
+    windows: Callable[[Raw], Windows] = lambda full: full_attention(full)
     qk_norm: bool | str = False
     wide_qk_norm: bool = False
     layer_norms: LayerNorms = PLAIN_NORMS
@@ -182,15 +183,15 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    wide_qk_norm, layer_norms, names, norm_offset, embedding_scale, softmax_scale, residual_scale, logit_scale,
-    load_embedding, load_layer, layer_specs, mtp, unread, final_norm: see Family.  stored: what the checkpoint calls the
-    weights.
+    embedding_scale, softmax_scale, residual_scale, logit_scale: as the family's functions of these names say.
+    stored: what the checkpoint calls the weights.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     text_part_of: the architecture of the multimodal checkpoint whose text part this is; None: it is a whole.
     probed: what the class of transformers does that runs the model; None: our own layers run it.
     """
 
+    family: Family = field(repr=False)
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -208,11 +209,6 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    wide_qk_norm: bool
-    layer_norms: LayerNorms
-    names: LayerNames
-    norm_offset: float
-    sinks: bool
     windows: Windows
     experts: Experts | None
     embedding_scale: float
@@ -225,13 +221,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
-    load_embedding: "LoadEmbedding | None" = field(repr=False)
-    load_layer: "LoadLayer | None" = field(repr=False)
-    layer_specs: "MakeSpecs | None" = field(repr=False)
-    mtp: MTPFamily | None
     stored: StoredNames
-    unread: Mapping[str, str]
-    final_norm: str
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
     text_part_of: str | None = None
@@ -272,6 +262,7 @@ def parse(
     windows = _read_windows(full, family, layers, path)
     ropes, max_position = _read_ropes(full, family, latent, head_size, longest, path)
     return ModelConfig(
+        family=family,
         architecture=family.architecture,
         vocab_size=count("vocab_size"),
         hidden_size=hidden,
@@ -289,11 +280,6 @@ def parse(
         out_bias=family.out_bias(full),
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
-        wide_qk_norm=family.wide_qk_norm,
-        layer_norms=family.layer_norms,
-        names=family.names,
-        norm_offset=family.norm_offset,
-        sinks=family.sinks,
         windows=windows,
         experts=_read_experts(full, family, path),
         embedding_scale=_declared(family.embedding_scale, full, path),
@@ -307,13 +293,7 @@ def parse(
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
         formats=read_formats(full, path),
-        load_embedding=family.load_embedding,
-        load_layer=family.load_layer,
-        layer_specs=family.layer_specs,
-        mtp=family.mtp,
         stored=family.stored,
-        unread=family.unread,
-        final_norm=family.final_norm,
         raw=full,
         path=path,
     )

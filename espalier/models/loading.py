@@ -107,7 +107,7 @@ def load_target(
     if config.text_part_of is not None:
         others = ", ".join(sorted(weights.other_parts)) or "none"
         log.info("%s: only the text part of %s is loaded (other parts: %s)", path, config.text_part_of, others)
-    for unread, what in config.unread.items():
+    for unread, what in config.family.unread.items():
         if weights.holds_under(unread):
             log.info("%s holds %s (%s*), which are not loaded", path, what, unread)
     return make_target(weights, config, capture, position_rows, max_context)
@@ -126,18 +126,18 @@ def make_target(
     """
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
-    embed = (config.load_embedding or load_embedding)(weights, config, scale)
+    embed = (config.family.load_embedding or load_embedding)(weights, config, scale)
     sizes = position_rows, weights.dtype, weights.device, max_context
     tables = {rope: RopeTables(rope, *sizes) for rope in dict.fromkeys(config.ropes)}
     _log_longrope(config, max_context or position_rows)
-    load = config.load_layer or load_layer
+    load = config.family.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
     own_rows = [i for i in with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares is None]
     kv_scales = tuple(
         weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
         for i, spec in enumerate(layer_specs)
     )
-    norm = weights.norm(config.final_norm, config.hidden_size, config.rms_norm_eps, config.norm_offset)
+    norm = weights.norm(config.family.final_norm, config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
     head = _head(weights, config, embed)
     weights.ignore_under(unread_prefixes(config))
     weights.finish()
@@ -159,8 +159,8 @@ def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """The prefixes of weights that the target's output does not need: its own MTP layers, which are a draft (mtp.py),
     and what the family does not read."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
-    mtp = () if config.mtp is None else (config.mtp.owned(i, config.num_layers) for i in range(count))
-    return (*config.unread, *mtp)
+    mtp = () if config.family.mtp is None else (config.family.mtp.owned(i, config.num_layers) for i in range(count))
+    return (*config.family.unread, *mtp)
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:

@@ -99,10 +99,12 @@ def _stored_as(target: Raw, raw: Raw) -> Raw:
 def stores_mtp(path: Path, target: ModelConfig) -> bool:
     """Whether the target's directory holds MTP layers of its own."""
     count = target.raw.get(COUNT)
-    if target.mtp is None or not isinstance(count, int) or count < 1:
+    if target.family.mtp is None or not isinstance(count, int) or count < 1:
         return False
     weights = Weights(path, torch.float32, "cpu", stored=target.stored)
-    names = [f"{target.mtp.owned(layer, target.num_layers)}{target.mtp.project}" for layer in range(count)]
+    names = [
+        f"{target.family.mtp.owned(layer, target.num_layers)}{target.family.mtp.project}" for layer in range(count)
+    ]
     return all(weights.has_matrix(name) for name in names)
 
 

@@ -10,7 +10,7 @@ Shapes = dict[str, tuple[int, ...]]
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Shapes by name, without the prefix of the layer."""
     experts, hidden = config.experts, config.hidden_size
-    if config.layer_specs is not None:
+    if config.family.layer_specs is not None:
         return _gemma4(config, layer)
     attention = _heads(config) if config.latent is None else _latent(config, config.latent)
     if experts is None or layer not in experts.layers:
@@ -56,7 +56,7 @@ def _heads(c: ModelConfig) -> Shapes:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if c.qk_norm:
         shapes |= {f"self_attn.{name}_norm.weight": (c.head_size,) for name in "qk"}
-    if c.sinks:
+    if c.family.sinks:
         shapes["self_attn.sinks"] = (c.heads,)
     return shapes
 

@@ -195,7 +195,7 @@ class TargetTensors:
     def _constant(self, name: str, part: str) -> float:
         """The value of a tensor of one dimension."""
         c = self.config
-        if part in (c.layer_norms.behind_attention, c.layer_norms.behind_mlp):
+        if part in (c.family.layer_norms.behind_attention, c.family.layer_norms.behind_mlp):
             return DISTURBANCE / math.sqrt(2 * c.num_layers)
         if name.endswith("router.scale"):
             # The model divides by it.
@@ -215,7 +215,7 @@ class TargetTensors:
         Attention must keep a value that is the same in all rows.
         """
         c = self.config
-        keeps_values = c.latent is None and not c.sinks and c.layer_specs is None
+        keeps_values = c.latent is None and not c.family.sinks and c.family.layer_specs is None
         return self.chain.fading is not None and not self.copies and keeps_values
 
     @property
@@ -375,7 +375,7 @@ def require_copying(config: ModelConfig, chain: Chain, shape: str) -> None:
     """Raises EspalierError for a model into which copy mode cannot be built."""
     if config.latent is not None:
         raise EspalierError(f"copy mode is not for latent attention, which {shape} has; use mode chain")
-    if config.layer_specs is not None:
+    if config.family.layer_specs is not None:
         raise EspalierError(f"copy mode needs layers with heads of one size, which {shape} lacks; use mode chain")
     if config.heads < 2 * config.kv_heads:
         raise EspalierError(f"copy mode needs two query heads a key-value head, {shape} has fewer")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, full_attention
+from espalier.models.config import Experts, Family, Raw
 from espalier.models.mtp_family import NEXTN
 
 # Fields of config.json that this file reads, so they may have any value (Family.honours).
@@ -117,9 +117,6 @@ V2 = Family(
         "n_group": None,
         "topk_group": None,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
-    windows=full_attention,
     latent=True,
     in_drafts=True,
     honours=EXPERT_FIELDS,

@@ -39,8 +39,6 @@ FAMILY = Family(
         "sliding_window_pattern": 6,
         "rope_local_base_freq": None,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=lambda full: windows_of(full, _kinds(full)),
     qk_norm=True,
     layer_norms=LayerNorms(

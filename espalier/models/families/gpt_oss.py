@@ -48,8 +48,6 @@ FAMILY = Family(
             "original_max_position_embeddings": 4096,
         },
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
     sinks=True,
     in_drafts=True,

@@ -113,8 +113,6 @@ FAMILY = Family(
             SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
         },
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
     qk_norm=True,
     ropes=lambda full: ropes_of(full, _kinds(full), BASES),

@@ -1,6 +1,6 @@
 """Llama 2 and 3.x: full attention in every layer; biases only if the config sets them."""
 
-from espalier.models.config import Family, full_attention
+from espalier.models.config import Family
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -15,8 +15,5 @@ FAMILY = Family(
         "mlp_bias": False,
         "hidden_act": "silu",
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
-    windows=full_attention,
     in_drafts=True,
 )

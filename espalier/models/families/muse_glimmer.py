@@ -59,7 +59,7 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
     # Norms of layers are stored less 1; the last norm is not.
-    made = load_layer(weights, replace(config, norm_offset=1.0), prefix, layer, rope)
+    made = load_layer(weights, replace(config, family=replace(FAMILY, norm_offset=1.0)), prefix, layer, rope)
     eps, size = positive(config.raw, "post_norm_eps"), config.head_size
     assert isinstance(made.attention, Attention) and made.post_attention_norm and made.post_mlp_norm
     made.post_attention_norm = RMSNorm(made.post_attention_norm.weight, eps)
@@ -89,8 +89,6 @@ FAMILY = Family(
         "qk_scale_factor": 3.87,
         "output_multiplier": 0.19611613513818404,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
     layer_norms=LayerNorms(
         before_mlp="pre_feedforward_layernorm",

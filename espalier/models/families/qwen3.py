@@ -16,8 +16,6 @@ FAMILY = Family(
         "hidden_act": "silu",
         **QWEN_WINDOW_DEFAULTS,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=qwen_windows,
     qk_norm=True,
     in_drafts=True,

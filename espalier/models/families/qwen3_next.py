@@ -102,7 +102,7 @@ def load_layer(
     """As espalier/models/config.py:LoadLayer."""
     is_linear = config.raw["layer_types"][layer] == LINEAR
     norms = [
-        weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps, config.norm_offset)
+        weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
         for name in ("input", "post_attention")
     ]
     mixer = (
@@ -123,7 +123,9 @@ def load_layer(
 def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rope: RopeTables) -> GatedAttention:
     size, hidden = config.head_size, config.hidden_size
     rows = (2 * config.heads * size, config.kv_heads * size, config.kv_heads * size)
-    q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
+    q_norm, k_norm = (
+        weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.family.norm_offset) for name in "qk"
+    )
     return GatedAttention(
         weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, hidden, config.attention_bias),
         weights.linear(prefix, ("o_proj",), (hidden,), config.heads * size, config.out_bias),
