@@ -360,6 +360,21 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
+def windows_if_used(full: Raw, default: Callable[[int], bool]) -> Windows:
+    """As windows_by_layer_type with `use_sliding_window`, else no layer has a window."""
+    window = full["sliding_window"] if full["use_sliding_window"] else None
+    return windows_by_layer_type({**full, "sliding_window": window}, default)
+
+
+def attention_in_some_layer(full: Raw) -> Windows:
+    """No layer has a window.  Raises EspalierError if no layer has attention."""
+    if "full_attention" not in (full["layer_types"] or ()):
+        raise EspalierError(
+            "layer_types names no 'full_attention'; a model with no layer of attention is not supported"
+        )
+    return full_attention(full)
+
+
 def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:
     """What a family reads from the completed config.  Its EspalierErrors get the path."""
     try:

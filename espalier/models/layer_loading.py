@@ -1,5 +1,7 @@
 """Builds a layer of a target or a draft from its weights.  A family that brings its own layer calls these."""
 
+from collections.abc import Mapping
+
 import torch
 
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -20,6 +22,14 @@ from espalier.models.weights import Weights
 from espalier.shards import Size
 
 HEADS = "number of attention heads"
+FULL = "full_attention"
+
+
+def specs_by_type(config: ModelConfig, others: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The spec of each layer by its entry in `layer_types`: K and V heads for full attention, else that of `others`."""
+    keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
+    of_type = {FULL: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
+    return tuple(of_type[kind] for kind in config.raw["layer_types"])
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
@@ -69,13 +79,17 @@ def load_attention(
         eps = config.rms_norm_eps
         wide_norms = WideNorms(*(weights.norm(f"{prefix}{name}_norm", width, eps) for name, width in sizes))
     elif config.qk_norm:
-        q_norm, k_norm = (
-            weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.family.norm_offset) for name in "qk"
-        )
-        norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
+        norms = load_head_norms(weights, config, prefix)
     if config.family.sinks:
         sink = weights.take_exact(f"{prefix}sinks", config.heads)[heads.slice]
     return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, wide_norms)
+
+
+def load_head_norms(weights: Weights, config: ModelConfig, prefix: str) -> HeadNorms:
+    """The norms of the heads of q and k under `prefix`."""
+    names, offset = config.family.names.head_norms, config.family.norm_offset
+    q, k = (weights.norm_weight(f"{prefix}{name}.weight", config.head_size, offset) for name in names)
+    return HeadNorms(q, k, config.rms_norm_eps)
 
 
 def _load_latent_attention(

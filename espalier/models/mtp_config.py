@@ -98,14 +98,11 @@ def _stored_as(target: Raw, raw: Raw) -> Raw:
 
 def stores_mtp(path: Path, target: ModelConfig) -> bool:
     """Whether the target's directory holds MTP layers of its own."""
-    count = target.raw.get(COUNT)
-    if target.family.mtp is None or not isinstance(count, int) or count < 1:
+    count, mtp = target.raw.get(COUNT), target.family.mtp
+    if mtp is None or not isinstance(count, int) or count < 1:
         return False
     weights = Weights(path, torch.float32, "cpu", stored=target.stored)
-    names = [
-        f"{target.family.mtp.owned(layer, target.num_layers)}{target.family.mtp.project}" for layer in range(count)
-    ]
-    return all(weights.has_matrix(name) for name in names)
+    return all(weights.has_matrix(f"{mtp.owned(layer, target.num_layers)}{mtp.project}") for layer in range(count))
 
 
 def _family_of(base: Mapping[str, Any], path: Path) -> Family:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
-from espalier.model_files import MAX_SIZE
-from espalier.models.config import Family, ModelConfig, Raw, Windows, full_attention
+from espalier.models.config import Family, ModelConfig, Raw, Windows, attention_in_some_layer, full_attention
+from espalier.models.config_values import require_counts, require_multiple
 from espalier.models.expert_loading import load_experts
 from espalier.models.families.granite import MOE, SHARED
-from espalier.models.layer_loading import load_attention
+from espalier.models.layer_loading import load_attention, specs_by_type
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.mamba2 import Mamba2
 from espalier.models.layers.mixer import AttentionMixer, Mixer, MixerLayer
@@ -58,14 +58,9 @@ def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, s
     counts: names of positive integers; heads_and_groups: of the numbers of heads, and of groups that share B and C.
     Raises EspalierError.
     """
-    for name in counts:
-        if type(full.get(name)) is not int or not 1 <= full[name] <= MAX_SIZE:
-            raise EspalierError(f"{name} = {shown(full.get(name))}; a positive integer is needed; correct the config")
-    heads, groups = heads_and_groups
-    if full[heads] % full[groups]:
-        raise EspalierError(f"{heads} = {full[heads]} is no multiple of {groups} = {full[groups]}; correct the config")
-    if FULL not in (full["layer_types"] or ()):
-        raise EspalierError(f"layer_types names no {FULL!r}; a model with no layer of attention is not supported")
+    require_counts(full, counts)
+    require_multiple(full, *heads_and_groups)
+    attention_in_some_layer(full)
     limits = full["time_step_limit"]
     are_two = isinstance(limits, list | tuple) and len(limits) == 2
     if not are_two or not all(isinstance(each, int | float) for each in limits):
@@ -88,12 +83,8 @@ def _state_of(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, size = _state_of(config), config.head_size
-    of_kind = {
-        LINEAR: LayerSpec(state.heads, state),
-        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size), scale=config.softmax_scale),
-    }
-    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+    state = _state_of(config)
+    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> MixerLayer:

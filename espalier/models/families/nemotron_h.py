@@ -5,14 +5,14 @@ MLPs have no gate: relu(up)² is relu(gate) · up with up as the gate, so their 
 
 import torch
 
-from espalier.cache.layer_spec import NOTHING, KVHeads, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import RELU
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
 from espalier.models.families.granite_hybrid import FULL, LINEAR, check_sizes, with_limits
-from espalier.models.layer_loading import load_attention
+from espalier.models.layer_loading import load_attention, specs_by_type
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
@@ -81,14 +81,8 @@ def _state_of(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, size = _state_of(config), config.head_size
-    of_kind = {
-        LINEAR: LayerSpec(state.heads, state),
-        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size)),
-        MOE: LayerSpec(0, NOTHING),
-        MLP: LayerSpec(0, NOTHING),
-    }
-    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+    state, nothing = _state_of(config), LayerSpec(0, NOTHING)
+    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state), MOE: nothing, MLP: nothing})
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> BlockLayer:

@@ -6,15 +6,16 @@ attention is gated too.
 
 from dataclasses import replace
 
-from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.kernels.ops.rope import HeadNorms
-from espalier.model_files import MAX_HEAD_SIZE, MAX_SIZE
-from espalier.models.config import Experts, ModelConfig, Raw, Windows, full_attention
+from espalier.model_files import MAX_HEAD_SIZE
+from espalier.models.config import Experts, ModelConfig, Raw, Windows, attention_in_some_layer
+from espalier.models.config_values import require_counts, require_multiple
 from espalier.models.expert_loading import load_experts
-from espalier.models.families.qwen2_moe import expert_layers, routing
+from espalier.models.families.qwen2_moe import experts_beside_shared
 from espalier.models.families.qwen3_moe import FAMILY as QWEN3_MOE
+from espalier.models.layer_loading import load_head_norms, specs_by_type
 from espalier.models.layers.delta_net import DeltaNet
 from espalier.models.layers.gated_attention import GatedAttention
 from espalier.models.layers.linear import Linear
@@ -58,22 +59,14 @@ def own_fields(raw: Raw) -> Raw:
 
 def check_layers(full: Raw) -> Windows:
     """No layer has a window.  Raises EspalierError for sizes that no layer can have."""
-    for name in (*SIZES, *COUNTS):
-        value, most = full.get(name), MAX_HEAD_SIZE if name in SIZES else MAX_SIZE
-        if type(value) is not int or not 1 <= value <= most:
-            raise EspalierError(f"{name} = {value!r}; a positive integer is needed, {most} at most; correct the config")
-    if full["linear_num_value_heads"] % full["linear_num_key_heads"]:
-        raise EspalierError(
-            f"linear_num_value_heads = {full['linear_num_value_heads']} is no multiple of linear_num_key_heads = "
-            f"{full['linear_num_key_heads']}; correct the config"
-        )
+    require_counts(full, SIZES, MAX_HEAD_SIZE)
+    require_counts(full, COUNTS)
+    require_multiple(full, "linear_num_value_heads", "linear_num_key_heads")
     if full.get("attn_output_gate", True) is not True:
         raise EspalierError(
             f"attn_output_gate = {shown(full['attn_output_gate'])} is not supported, only True; use another model"
         )
-    if FULL not in full["layer_types"]:
-        raise EspalierError(f"layer_types names no {FULL!r}; a model with no layer of attention is not supported")
-    return full_attention(full)
+    return attention_in_some_layer(full)
 
 
 def state_of(config: ModelConfig) -> RecurrentState:
@@ -88,12 +81,8 @@ def state_of(config: ModelConfig) -> RecurrentState:
 
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, size = state_of(config), config.head_size
-    of_kind = {
-        LINEAR: LayerSpec(state.heads, state),
-        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size)),
-    }
-    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+    state = state_of(config)
+    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
 def load_layer(
@@ -123,16 +112,13 @@ def load_layer(
 def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rope: RopeTables) -> GatedAttention:
     size, hidden = config.head_size, config.hidden_size
     rows = (2 * config.heads * size, config.kv_heads * size, config.kv_heads * size)
-    q_norm, k_norm = (
-        weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.family.norm_offset) for name in "qk"
-    )
     return GatedAttention(
         weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, hidden, config.attention_bias),
         weights.linear(prefix, ("o_proj",), (hidden,), config.heads * size, config.out_bias),
         config.heads,
         size,
         rope,
-        HeadNorms(q_norm, k_norm, config.rms_norm_eps),
+        load_head_norms(weights, config, prefix),
     )
 
 
@@ -159,12 +145,8 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
 
 
 def experts(full: Raw) -> Experts | None:
-    how = routing(full, default=512)
-    if how is None:
-        return None
-    shared = full["shared_expert_intermediate_size"]
-    size, gate = full["moe_intermediate_size"], "shared_expert_gate"
-    return Experts(expert_layers(full), how, size, shared, "shared_expert", gate, stored="joined")
+    beside_shared = experts_beside_shared(full, default=512)
+    return None if beside_shared is None else replace(beside_shared, stored="joined")
 
 
 FAMILY = replace(
