@@ -130,8 +130,8 @@ def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
         assert torch.equal(product(rounded, matrix, None, plan), product(x, matrix, None, plan))
     weight = QuantisedWeight(matrix, "fp8")
     assert weight.rounding == matrix.inputs
-    assert_is_the_product(weight.of_rounded(rounded, None, "apply"), x, matrix, None)
-    assert torch.equal(weight.of_rounded(rounded, None, "gated"), gated(weight.of_rounded(rounded, None, "apply")))
+    assert_is_the_product(weight.apply(rounded, None), x, matrix, None)
+    assert torch.equal(weight.gated(rounded, None), gated(weight.apply(rounded, None)))
 
 
 def product_of_each(of_gated, whole, matrix):

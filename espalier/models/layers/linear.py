@@ -36,16 +36,12 @@ class Linear:
 
     def __call__(self, x: Rows) -> Tensor:
         """x [..., in] -> a new tensor [..., out]."""
-        if isinstance(x, RoundedRows):
-            return self.weight.of_rounded(x, self.bias, "apply")
-        if x.ndim == 2:
+        if isinstance(x, RoundedRows) or x.ndim == 2:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
     def in_parts(self, x: Rows) -> Tensor:
         """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after)."""
-        if isinstance(x, RoundedRows):
-            return self.weight.of_rounded(x, self.bias, "parts")
         return self.weight.parts(x, self.bias)
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
@@ -54,6 +50,4 @@ class Linear:
 
     def gated(self, x: Rows, activation: Activation = SILU) -> Tensor:
         """x [rows, in] -> the activation of gate and up [rows, out / 2], for a weight that stacks gate and up."""
-        if isinstance(x, RoundedRows):
-            return self.weight.of_rounded(x, self.bias, "gated", activation)
         return self.weight.gated(x, self.bias, activation)

@@ -5,13 +5,10 @@ rows: its products are joined.  Both give the product of the whole matrix, in ea
 follow from `apply`.
 """
 
-from typing import Literal
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import InputScales, RoundedRows
-from espalier.kernels.ops.activation import SILU, Activation, gated
+from espalier.kernels.layers.quantised import InputScales, Rows
 from espalier.models.weight_formats.base import Weight
 from espalier.shards import Shards
 
@@ -31,17 +28,7 @@ class ShardedWeight(Weight):
     def rounding(self) -> InputScales | None:
         return self.own.rounding
 
-    def of_rounded(
-        self,
-        x: RoundedRows,
-        bias: Tensor | None,
-        how: Literal["apply", "parts", "gated"],
-        activation: Activation = SILU,
-    ) -> Tensor:
-        whole = self.joined(self.own.of_rounded(x, None, "apply"), bias)
-        return gated(whole, activation) if how == "gated" else whole
-
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         return self.joined(self.own.apply(x, None), bias)
 
     def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
