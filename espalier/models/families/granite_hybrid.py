@@ -14,9 +14,10 @@ from espalier.models.config_values import require_counts, require_multiple
 from espalier.models.expert_loading import load_experts
 from espalier.models.families.granite import MOE, SHARED
 from espalier.models.layer_loading import load_attention, specs_by_type
+from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.mamba2 import Mamba2
-from espalier.models.layers.mixer import AttentionMixer, Mixer, MixerLayer
+from espalier.models.layers.mixer import Mixer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.mamba2_loading import load_mamba2
 from espalier.models.rope import RopeTables
@@ -87,7 +88,7 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
-def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> MixerLayer:
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
     """As espalier/models/config.py:LoadLayer."""
     norms = [
         weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps)
@@ -95,10 +96,11 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     ]
     mixer: Mixer
     if config.raw["layer_types"][layer] == FULL:
-        mixer = AttentionMixer(load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope))
+        mixer = load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     else:
         mixer = _load_mamba(weights, config, f"{prefix}mamba.")
-    return MixerLayer(layer, norms[0], mixer, norms[1], _load_mlp(weights, config, prefix), config.residual_scale)
+    mlp = _load_mlp(weights, config, prefix)
+    return DecoderLayer(layer, norms[0], mixer, norms[1], mlp, residual_scale=config.residual_scale)
 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:

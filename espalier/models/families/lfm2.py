@@ -8,7 +8,7 @@ from espalier.models.config_values import require_counts
 from espalier.models.layer_declaration import LayerNames
 from espalier.models.layer_loading import load_attention, specs_by_type
 from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.mixer import MixerLayer
+from espalier.models.layers.mixer import Mixer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.short_conv import GatedConv
 from espalier.models.rope import RopeTables
@@ -55,19 +55,19 @@ def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
     return specs_by_type(config, {CONV: LayerSpec(0, state)})
 
 
-def _load_layer(
-    weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables
-) -> MixerLayer | DecoderLayer:
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
     """As espalier/models/config.py:LoadLayer."""
     hidden, inner = config.hidden_size, _inner(config)
     norms = [weights.norm(f"{prefix}{name}_norm", hidden, config.rms_norm_eps) for name in ("operator", "ffn")]
     under = f"{prefix}feed_forward."
     gate_up = weights.linear(under, ("w1", "w3"), (inner, inner), hidden, bias=False)
     mlp = GatedMLP(gate_up, weights.linear(under, ("w2",), (hidden,), inner, bias=False), config.activation)
+    mixer: Mixer
     if config.raw["layer_types"][layer] == FULL:
-        attention = load_attention(weights, config, f"{prefix}self_attn.", hidden, rope)
-        return DecoderLayer(layer, norms[0], attention, norms[1], mlp)
-    return MixerLayer(layer, norms[0], _load_conv(weights, config, f"{prefix}conv."), norms[1], mlp)
+        mixer = load_attention(weights, config, f"{prefix}self_attn.", hidden, rope)
+    else:
+        mixer = _load_conv(weights, config, f"{prefix}conv.")
+    return DecoderLayer(layer, norms[0], mixer, norms[1], mlp)
 
 
 def _load_conv(weights: Weights, config: ModelConfig, prefix: str) -> GatedConv:

@@ -17,7 +17,7 @@ from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mamba2 import Mamba2
-from espalier.models.layers.mixer import AttentionMixer, BlockLayer
+from espalier.models.layers.mixer import BlockLayer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.mamba2_loading import load_mamba2
 from espalier.models.rope import RopeTables
@@ -92,8 +92,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     if kind == LINEAR:
         return BlockLayer(layer, norm, mixer=_load_mamba(weights, config, under))
     if kind == FULL:
-        attention = load_attention(weights, config, under, config.hidden_size, rope)
-        return BlockLayer(layer, norm, mixer=AttentionMixer(attention))
+        return BlockLayer(layer, norm, mixer=load_attention(weights, config, under, config.hidden_size, rope))
     if kind == MLP:
         return BlockLayer(layer, norm, mlp=_load_mlp(weights, under, config.hidden_size, config.intermediate_size))
     assert config.experts is not None

@@ -16,10 +16,10 @@ from espalier.models.expert_loading import load_experts
 from espalier.models.families.qwen2_moe import experts_beside_shared
 from espalier.models.families.qwen3_moe import FAMILY as QWEN3_MOE
 from espalier.models.layer_loading import load_head_norms, specs_by_type
+from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.delta_net import DeltaNet
 from espalier.models.layers.gated_attention import GatedAttention
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mixer import MixerLayer
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
@@ -87,7 +87,7 @@ def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def load_layer(
     weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables, index: int | None = None
-) -> MixerLayer:
+) -> DecoderLayer:
     """As espalier/models/config.py:LoadLayer."""
     is_linear = config.raw["layer_types"][layer] == LINEAR
     norms = [
@@ -106,7 +106,7 @@ def load_layer(
         if config.experts is not None and has_experts
         else weights.mlp(f"{prefix}mlp.", *sizes, config.mlp_bias, config.activation)
     )
-    return MixerLayer(layer if index is None else index, norms[0], mixer, norms[1], mlp)
+    return DecoderLayer(layer if index is None else index, norms[0], mixer, norms[1], mlp)
 
 
 def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rope: RopeTables) -> GatedAttention:

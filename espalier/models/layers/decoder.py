@@ -15,11 +15,10 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import Layer, ModelOutput
 from espalier.models.config import ModelConfig
-from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.experts import MixtureMLP
-from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
+from espalier.models.layers.mixer import Mixer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream
@@ -31,6 +30,7 @@ class DecoderLayer:
     """x + scale · attention(norm(x)), then x + scale · mlp(norm(x)).
 
     index: the layer's place in the pass, from 0.
+    attention: or another block in its place, such as a recurrence or a short convolution.
     attention_norm: None for the first layer of a draft head, whose input the embedding makes.
     post_attention_norm, post_mlp_norm: of a block's output, before it is added; None: it is added as it is.
     residual_scale: the factor of a block's output.
@@ -38,7 +38,7 @@ class DecoderLayer:
 
     index: int
     attention_norm: AnyNorm | None
-    attention: Attention | LatentAttention
+    attention: Mixer
     mlp_norm: AnyNorm
     mlp: GatedMLP | MixtureMLP
     post_attention_norm: RMSNorm | None = None
@@ -46,13 +46,8 @@ class DecoderLayer:
     residual_scale: float = 1.0
 
     def __call__(self, s: Stream, p: Pass) -> None:
-        rows = s.normed(self.attention_norm, self.attention)
-        q = self.attention.write(self.index, rows, p)
-        gate = self.attention.gate(rows, p.kept(self.index))
-        s.keep(p.kept(self.index))
-        attended = p.attend(self.index, q, self.attention.sink)
-        attended = attended if gate is None else attended * gate.view(*attended.shape[:3], -1)
-        s.add(self.attention.project(attended), self.post_attention_norm, self.residual_scale)
+        mixed = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
+        s.add(mixed, self.post_attention_norm, self.residual_scale)
         s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm, self.residual_scale)
 
 

@@ -101,10 +101,8 @@ class Gemma4Layer:
     scale: float
 
     def __call__(self, s: Stream, p: Pass) -> None:
-        q = self.attention.write(self.index, s.normed(self.attention_norm, self.attention), p)
-        s.keep(p.kept(self.index))
-        attended = p.attend(self.index, q, self.attention.sink)
-        s.add(self.attention.project(attended), self.post_attention_norm)
+        attended = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
+        s.add(attended, self.post_attention_norm)
         out = self.mlp(s.normed(self.mlp_norm, self.mlp), s.live)
         if self.beside is not None:
             out = self.beside(s.x, sum_parts(out, s.x.dtype), s.live)

@@ -1,4 +1,4 @@
-"""A layer whose first block may be of any kind: attention with a gate, a recurrence, a short convolution."""
+"""The first block of a layer, which may be of any kind, and layers of a single block."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -6,10 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.quantised import Rows
-from espalier.models.layers.attention import Attention
 from espalier.models.layers.experts import MixtureMLP
-from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Reader, Stream
@@ -24,42 +21,6 @@ class Mixer(Reader, Protocol):
         layer: its place in the pass.  Returns [kept rows, hidden], or parts of it as RMSNorm.after takes them.
         """
         ...
-
-
-@dataclass(eq=False, slots=True)
-class AttentionMixer:
-    """Plain attention as a Mixer."""
-
-    attention: Attention | LatentAttention
-
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
-        """As espalier/models/layers/stream.py:Reader."""
-        return self.attention.read(norm, delta, x)
-
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
-        """As Mixer."""
-        q = self.attention.write(layer, rows, p)
-        s.keep(p.kept(layer))
-        return self.attention.project(p.attend(layer, q, self.attention.sink))
-
-
-@dataclass(eq=False, slots=True)
-class MixerLayer:
-    """x + mixer(norm(x)), then x + mlp(norm(x)).
-
-    index: the layer's place in the pass, from 0.  scale: factor of both blocks' outputs.
-    """
-
-    index: int
-    mixer_norm: RMSNorm
-    mixer: Mixer
-    mlp_norm: RMSNorm
-    mlp: GatedMLP | MixtureMLP
-    scale: float = 1.0
-
-    def __call__(self, s: Stream, p: Pass) -> None:
-        s.add(self.mixer(self.index, s.normed(self.mixer_norm, self.mixer), s, p), None, self.scale)
-        s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), None, self.scale)
 
 
 class Unread:
