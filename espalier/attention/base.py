@@ -9,7 +9,6 @@ code.  A backend may override `attend` to do both in one kernel.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 from torch import Tensor
 
@@ -46,23 +45,6 @@ class CommittedLengths:
     def longer(self, rows: int) -> "CommittedLengths":
         """With `rows` more rows for each request."""
         return replace(self, at_most=tuple(length + rows for length in self.at_most))
-
-
-class AttentionBackend(Protocol):
-    """A backend plans each pass.
-
-    `plan` and the Attention it returns may run inside a captured CUDA graph: they must not read lengths on the host.
-    """
-
-    support: Support
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        """Called on the host before every launch: eager, capture and replay, on the stream of the launch."""
-        ...
-
-    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> "Attention":
-        """The plan for some queries of a pass, shared by all layers that have these queries."""
-        ...
 
 
 @dataclass(eq=False)
@@ -117,3 +99,20 @@ class Attention:
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [rows, kv_heads, size] of all pages of a layer, as they are stored."""
         return self.specs[layer].rows.read(self.pages.layers[layer])
+
+
+class AttentionBackend:
+    """A backend plans each pass.  attention: the class of its plans.
+
+    `plan` and the Attention it returns may run inside a captured CUDA graph: they must not read lengths on the host.
+    """
+
+    support: Support
+    attention: type[Attention]
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        """Called on the host before every launch: eager, capture and replay, on the stream of the launch."""
+
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
+        """The plan for some queries of a pass, shared by all layers that have these queries."""
+        return self.attention(pages, specs, prefix, nodes)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from espalier.attention.base import CommittedLengths
+from espalier.attention.base import AttentionBackend, CommittedLengths
 from espalier.attention.library import LN_2, LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
@@ -197,7 +197,7 @@ class FlashInferAttention(LibraryAttention):
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
 
 
-class FlashInferBackend:
+class FlashInferBackend(AttentionBackend):
     support = library_support(
         name="flashinfer",
         head_sizes=(64, 128, 256),

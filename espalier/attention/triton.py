@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from espalier.attention.base import Attention, CommittedLengths
+from espalier.attention.base import Attention, AttentionBackend
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -108,7 +108,7 @@ def _is_wide_latent(spec: LayerSpec) -> bool:
     return isinstance(spec.keeps, LatentKV) and spec.keeps.size > MAX_LATENT_HEAD_SIZE
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     support = Support(
         name="triton",
         devices=("cuda",),
@@ -125,7 +125,4 @@ class TritonBackend:
         prefill_graph=True,
         ran_on=("H100", "H200"),
     )
-    plan = staticmethod(TritonAttention)
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        pass
+    attention = TritonAttention

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.attention.base import CommittedLengths
+from espalier.attention.base import AttentionBackend
 from espalier.attention.library import LN_2, LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
@@ -98,7 +98,7 @@ def _flashinfer() -> Any:
     return import_module("flashinfer")
 
 
-class TrtllmBackend:
+class TrtllmBackend(AttentionBackend):
     support = library_support(
         name="trtllm",
         page_sizes=(16, 32, 64, 128, 256, 512),
@@ -119,9 +119,6 @@ class TrtllmBackend:
 
     def __init__(self) -> None:
         self.workspace: Tensor | None = None
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        pass
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> TrtllmAttention:
         if self.workspace is None:

@@ -99,7 +99,8 @@ INERT = (
 class Family:
     """The declaration of one model family, made in its family file.
 
-    defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers.
+    defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
+    tie_word_embeddings is false by default.
     qkv_bias, out_bias: from the completed config, whether the attention's projections have a bias; by default
     attention_bias says so.
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
@@ -246,11 +247,12 @@ def parse(
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     family = family.variant(raw) or family
     raw = _declared(family.fields, raw, path)
-    known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
+    defaults = {"tie_word_embeddings": False, **family.defaults}
+    known = {*raw, *defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
     given = with_overrides(raw, overrides or {}, known)
     # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
-    full = {**{name: value for name, value in family.defaults.items() if name not in replaced}, **given}
+    full = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
     require_kinds(full, path)
     full = _lifted(full)
     refuse_unsupported(full, path, family.honours)
@@ -275,7 +277,7 @@ def parse(
         rope=ropes[0],
         ropes=ropes,
         max_position=max_position,
-        tie_word_embeddings=bool(full.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(full["tie_word_embeddings"]),
         attention_bias=family.qkv_bias(full),
         out_bias=family.out_bias(full),
         mlp_bias=bool(full.get("mlp_bias", False)),

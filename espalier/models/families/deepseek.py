@@ -97,7 +97,6 @@ V2 = Family(
     defaults={
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
         "hidden_act": "silu",

@@ -44,7 +44,6 @@ GLM = Family(
         "head_dim": None,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "hidden_act": "silu",
         "partial_rotary_factor": 0.5,

@@ -31,7 +31,6 @@ FAMILY = Family(
         "head_dim": 64,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
         "hidden_act": "silu",
         "attention_bias": True,
         "sliding_window": 128,

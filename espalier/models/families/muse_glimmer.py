@@ -81,7 +81,6 @@ FAMILY = Family(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "post_norm_eps": 1e-8,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "hidden_activation": "silu",
         "sliding_window": 2048,

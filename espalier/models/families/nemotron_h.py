@@ -147,7 +147,6 @@ FAMILY = Family(
         "intermediate_size": 21504,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "use_bias": False,
         "mlp_bias": False,

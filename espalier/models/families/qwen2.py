@@ -23,7 +23,6 @@ FAMILY = Family(
         "head_dim": None,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "hidden_act": "silu",
         **QWEN_WINDOW_DEFAULTS,
     },

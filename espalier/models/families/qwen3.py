@@ -11,7 +11,6 @@ FAMILY = Family(
         "head_dim": 128,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "hidden_act": "silu",
         **QWEN_WINDOW_DEFAULTS,

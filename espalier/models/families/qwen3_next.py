@@ -158,7 +158,6 @@ FAMILY = replace(
         "head_dim": 256,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "hidden_act": "silu",
         "intermediate_size": 5632,
