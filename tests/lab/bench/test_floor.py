@@ -39,7 +39,9 @@ from tests.properties.mtp_setup import MTPSetup
 
 LLAMA = shape_named("llama-3.1-8b")
 QWEN = shape_named("qwen3-30b-a3b")
-NAMED = [name for name in SHAPES if is_supported(find_shape(name)) and find_shape(name).target.layer_specs is None]
+NAMED = [
+    name for name in SHAPES if is_supported(find_shape(name)) and find_shape(name).target.family.layer_specs is None
+]
 
 
 def by_name(runs):

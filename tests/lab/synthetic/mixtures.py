@@ -79,5 +79,5 @@ def is_supported(shape: Shape) -> bool:
 
 SUPPORTED = [name for name in FIELDS if is_supported(mixture(name))]
 # Those whose layers keep rows of one size: the benches count no others.
-COUNTED = [name for name in SUPPORTED if mixture(name).target.layer_specs is None]
+COUNTED = [name for name in SUPPORTED if mixture(name).target.family.layer_specs is None]
 WITH_EXPERTS = [name for name in SUPPORTED if mixture(name).target.experts is not None]
