@@ -25,7 +25,7 @@ from espalier.kernels.layers.experts_plan import (
 )
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.layers.tuning_table import Key, Size, TunedKind, require_buckets
+from espalier.kernels.layers.tuning_table import Key, Size, TunedKind
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
 # Mean pairs of an expert up to which tiles have FEW_ROWS where a kernel has such tiles.
@@ -62,7 +62,9 @@ def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: C
     if dtype in DTYPES:
         plans = EXPERTS.measured(gpu, dtype)
         if plans:
-            return _nearest(plans, shape.size)[shape.bucket(rows)]
+            plan = EXPERTS.at(_nearest(plans, shape.size), shape.mean_pairs(rows))
+            assert plan is not None, "the last bucket has no bound"
+            return plan
     return rule(shape, rows, dtype, gpu)
 
 
@@ -79,20 +81,13 @@ def _log_plans(key: Key, plans: Mapping[Size, Plans], sources: Sequence[str]) ->
     log.info("experts, %s: %s", key[1], f"plans measured for {sizes}" if plans else "no plans measured on this chip")
 
 
-def _plans(buckets: dict[str, Any], size: Size) -> Plans:
-    require_buckets(buckets, PAIRS_BUCKETS, "pairs an expert")
-    return tuple(
-        ExpertsPlan(fields["rows"], ProductPlan(*fields["gated"]), ProductPlan(*fields["down"]))
-        for fields in buckets.values()
-    )
+def _plan(fields: dict[str, Any], size: Size) -> ExpertsPlan:
+    return ExpertsPlan(fields["rows"], ProductPlan(*fields["gated"]), ProductPlan(*fields["down"]))
 
 
-def _fields(plans: Plans) -> dict[str, Any]:
+def _fields(plan: ExpertsPlan) -> dict[str, Any]:
     """Of each product block_out, block_in, warps and stages."""
-    return {
-        str(bound): {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
-        for bound, plan in zip(PAIRS_BUCKETS, plans, strict=True)
-    }
+    return {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
 
 
-EXPERTS = TunedKind("experts", "experts", "sizes", _fields, _plans, _log_plans)
+EXPERTS = TunedKind("experts", "experts", "sizes", "pairs an expert", PAIRS_BUCKETS, _fields, _plan, _log_plans)
