@@ -362,6 +362,11 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
     return tuple(int(window) if slides[i] else None for i in layers)
 
 
+def windows_in_every_second(full: Raw) -> Windows:
+    """As windows_by_layer_type; without `layer_types`, in every second layer, from the first on."""
+    return windows_by_layer_type(full, lambda layer: layer % 2 == 0)
+
+
 def windows_if_used(full: Raw, default: Callable[[int], bool]) -> Windows:
     """As windows_by_layer_type with `use_sliding_window`, else no layer has a window."""
     window = full["sliding_window"] if full["use_sliding_window"] else None

@@ -50,6 +50,12 @@ class LayerNorms:
 
 
 PLAIN_NORMS = LayerNorms()
+# Gemma's.
+FOUR_NORMS = LayerNorms(
+    before_mlp="pre_feedforward_layernorm",
+    behind_attention="post_attention_layernorm",
+    behind_mlp="post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True)

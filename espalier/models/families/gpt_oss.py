@@ -2,7 +2,7 @@
 
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, Windows, windows_by_layer_type
+from espalier.models.config import Experts, Family, Raw, windows_in_every_second
 from espalier.models.config_values import positive
 
 
@@ -16,11 +16,6 @@ def _experts(full: Raw) -> Experts:
         biases=True,
         activation=Activation(positive(full, "swiglu_alpha"), up_offset=1.0, limit=positive(full, "swiglu_limit")),
     )
-
-
-def _windows(full: Raw) -> Windows:
-    """In the layers that `layer_types` names; without that field, in every second layer, from the first on."""
-    return windows_by_layer_type(full, default=lambda layer: layer % 2 == 0)
 
 
 FAMILY = Family(
@@ -47,7 +42,7 @@ FAMILY = Family(
             "original_max_position_embeddings": 4096,
         },
     },
-    windows=_windows,
+    windows=windows_in_every_second,
     sinks=True,
     in_drafts=True,
     experts=_experts,

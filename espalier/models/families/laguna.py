@@ -11,7 +11,7 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import positive
-from espalier.models.families.by_type import FULL, SLIDING, Bases, ropes_of, windows_of
+from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
 from espalier.models.families.glm4_moe import sparse_layers
 from espalier.models.layer_loading import load_layer
 from espalier.models.layers.attention import Attention, OutputGate
@@ -24,7 +24,7 @@ PER_HEAD, PER_VALUE = (True, "per-head"), ("per-element",)
 
 
 def _kinds(full: Raw) -> list[str]:
-    return full.get("layer_types") or [FULL] * full["num_hidden_layers"]
+    return kinds_of(full, lambda layer: True)
 
 
 def _heads(full: Raw) -> list[int]:
