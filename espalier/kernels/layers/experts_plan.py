@@ -97,12 +97,13 @@ class ExpertsShape:
         """As expected_touched."""
         return expected_touched(self.num_experts, self.top_k, rows)
 
-    def mean_pairs(self, rows: int) -> float:
-        """Pairs of an expert.
+    def bucket(self, rows: int) -> int:
+        """The index of the bucket in PAIRS_BUCKETS.
 
         rows is rounded up to a power of two, so that a padded batch and the same batch without padding take one plan.
         """
-        return power_of_two(rows) * self.top_k / self.num_experts
+        pairs = power_of_two(rows) * self.top_k / self.num_experts
+        return next(index for index, bound in enumerate(PAIRS_BUCKETS) if pairs <= bound)
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,7 @@ def _measured_or_rule(shape: ExpertsShape, rows: int, dtype: torch.dtype, gpu: C
     if dtype in DTYPES:
         plans = EXPERTS.measured(gpu, dtype)
         if plans:
-            plan = EXPERTS.at(_nearest(plans, shape.size), shape.mean_pairs(rows))
-            assert plan is not None, "the last bucket has no bound"
-            return plan
+            return _nearest(plans, shape.size)[shape.bucket(rows)]
     return rule(shape, rows, dtype, gpu)
 
 

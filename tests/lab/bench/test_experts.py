@@ -56,8 +56,7 @@ def test_every_bucket_takes_one_of_its_plans(tuner):
     assert [each.rows for bucket in found for each in bucket] == list(rows)
     for bucket in found:
         [plan] = {each.plan for each in bucket}
-        pairs = SHAPE.mean_pairs(bucket[0].rows)
-        tile_rows = next(rows for bound, rows in ROWS_OF_BUCKET if pairs <= bound)
+        tile_rows = ROWS_OF_BUCKET[SHAPE.bucket(bucket[0].rows)][1]
         assert plan.rows in tile_rows
         # The stopwatch says that the second of all contenders is the fastest.
         assert plan.gated == candidates(plan.rows, 2, H200)[1]
