@@ -11,9 +11,10 @@ from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class WideNorms(NamedTuple):
@@ -53,11 +54,11 @@ class AttentionBlock:
         """The factors of the attended values of rows [N, in], or of those kept: [N, heads], or [N, heads · size]."""
         return None
 
-    def project(self, attended: Tensor) -> Tensor:
+    def project(self, attended: Tensor) -> Tensor | Unsummed:
         """[B, Q, heads, size] -> [B · Q, hidden], or parts of it as RMSNorm.after takes them."""
         raise NotImplementedError
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As Mixer."""
         q, kept = self.write(layer, rows, p), p.kept(layer)
         gate = self.gate(rows, kept)
@@ -83,7 +84,7 @@ class Attention(AttentionBlock):
     wide_norms: WideNorms | None = None
     output_gate: OutputGate | None = None
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         # The gate may be stored in another format than q, k and v, so it may not take rows that are rounded for them.
         return self.qkv.read(norm, delta, x) if self.output_gate is None else norm.after(delta, x)
@@ -100,5 +101,5 @@ class Attention(AttentionBlock):
         assert isinstance(rows, Tensor)
         return self.output_gate.activation(self.output_gate.project(rows if kept is None else rows[kept]))
 
-    def project(self, attended: Tensor) -> Tensor:
-        return self.out.in_parts(attended.reshape(-1, self.out.shape[1]))
+    def project(self, attended: Tensor) -> Tensor | Unsummed:
+        return self.out.for_stream(attended.reshape(-1, self.out.shape[1]))

@@ -14,8 +14,9 @@ from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import LatentForm, head_product
 from espalier.models.layers.attention import AttentionBlock
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.rope import RopeTables
+from espalier.models.weight_formats.sharded import Unsummed
 
 # eps of the norms of both latents.  The publishers' code fixes it; rms_norm_eps of config.json is for the other norms.
 NORM_EPS = 1e-6
@@ -40,7 +41,7 @@ class LatentAttention(AttentionBlock):
     row_size: int
     rope: RopeTables
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.down.read(norm, delta, x)
 
@@ -52,9 +53,9 @@ class LatentAttention(AttentionBlock):
         q = q.unflatten(1, (self.k_up.shape[0], -1))
         return p.write(layer, q, latent, p.rotation(self.rope), self.form, self.k_up)
 
-    def project(self, attended: Tensor) -> Tensor:
+    def project(self, attended: Tensor) -> Tensor | Unsummed:
         """attended: weighted sums of latents."""
         latents = attended.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])
         head_product(latents, self.v_up.transpose(1, 2), values)
-        return self.out.in_parts(values.flatten(1))
+        return self.out.for_stream(values.flatten(1))
