@@ -58,7 +58,7 @@ def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
     shape, gpu, name = (weight.shape[0], weight.shape[1]), chip(weight.codes), tuning_name(weight)
     for measured_as in (name, TUNED_AS.get(name)):
         if measured_as is not None and shape in (plans := LINEARS.measured(gpu, x.dtype, measured_as)):
-            plan = plans[shape].at(len(x))
+            plan = LINEARS.at(plans[shape], len(x))
             return plan if isinstance(plan, TritonPlan) else rule_of(weight, x)
     return rule_of(weight, x)
 
