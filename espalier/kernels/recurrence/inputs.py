@@ -179,7 +179,7 @@ def _prepare_kernel(
     follows = is_row & False
     if follows_ptr is not None:
         follows = tl.load(follows_ptr + request, mask=is_row, other=False).to(tl.int1)
-    # Functions, because a name in both branches of one function has one shape.  A convolution alone has no q to compile.
+    # Functions, because a name in both branches of one function has one shape.  A convolution alone compiles no q.
     if K_HEADS:  # noqa: SIM102
         if part < 2 * K_HEADS:
             _q_or_k(
