@@ -112,7 +112,6 @@ class Assistant:
     """
 
     has_experts = False
-    d2t = None
 
     config: AssistantConfig
     embed: Embedding
@@ -121,6 +120,7 @@ class Assistant:
     norm: RMSNorm
     back: Linear
     score: Linear | Clusters
+    d2t: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
