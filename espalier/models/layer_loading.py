@@ -7,7 +7,7 @@ from espalier.kernels.ops.rope import HeadNorms, LatentForm
 from espalier.models.config import ModelConfig
 from espalier.models.expert_loading import load_experts
 from espalier.models.latent_config import LatentConfig
-from espalier.models.layer_declaration import one_each
+from espalier.models.layer_declaration import as_stored
 from espalier.models.layers.attention import Attention, WideNorms
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
@@ -17,7 +17,7 @@ from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.models.weights import Weights
-from espalier.shards import Size
+from espalier.shards import Part, on_every_rank
 
 HEADS = "number of attention heads"
 
@@ -60,14 +60,12 @@ def load_attention(
     size, shards, names = config.head_size, weights.shards, config.names
     heads, kv_heads = shards.part(config.heads, HEADS), shards.kv_heads(config.kv_heads)
     q_rows, kv_rows = heads.times(size), kv_heads.times(size)
-    rows = one_each(names.qkv, (q_rows, kv_rows, kv_rows))
-    qkv = weights.linear(prefix, names.qkv, rows, columns, config.attention_bias)
+    stored = as_stored(names.qkv, (q_rows, kv_rows, kv_rows))
+    qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
     norms = wide_norms = sink = None
     if config.qk_norm and config.wide_qk_norm:
-        sizes = (("q", len(q_rows)), ("k", len(kv_rows)))
-        eps = config.rms_norm_eps
-        wide_norms = WideNorms(*(weights.norm(f"{prefix}{name}_norm", width, eps) for name, width in sizes))
+        wide_norms = _wide_norms(weights, config, prefix, q_rows, kv_rows)
     elif config.qk_norm:
         q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
         norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
@@ -76,13 +74,22 @@ def load_attention(
     return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, wide_norms)
 
 
+def _wide_norms(weights: Weights, config: ModelConfig, prefix: str, q_rows: Part, kv_rows: Part) -> WideNorms:
+    """Of the rank's heads, by the length of all."""
+    q, k = (
+        RMSNorm(weights.take_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
+        for name, rows in (("q", q_rows), ("k", kv_rows))
+    )
+    return WideNorms(q, k, weights.shards)
+
+
 def _load_latent_attention(
     weights: Weights, config: ModelConfig, latent: LatentConfig, prefix: str, columns: int, rope: RopeTables
 ) -> LatentAttention:
     """The latent attention block under `prefix`.  columns: as in load_attention."""
     hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS), latent.q_rank
     q_rows, bias = heads.times(latent.head_size), config.attention_bias
-    rows: Size = q_rows if rank is None else rank
+    rows = q_rows if rank is None else on_every_rank(rank)
     names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.row_size
     down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
     q_norm = q = None

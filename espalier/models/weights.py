@@ -26,7 +26,7 @@ from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import require_regular
 from espalier.models.gguf_tensors import GGUFTensors
-from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, one_each
+from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, as_stored
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
@@ -36,7 +36,7 @@ from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, Weigh
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
 from espalier.models.weight_formats.sharded import SummedWeight
-from espalier.shards import WHOLE, Shards, Size, part_of
+from espalier.shards import WHOLE, Part, Shards, Size, part_of
 
 # Buffers that old exporters stored with the weights, which the models here compute; and scales that are not used: of
 # queries, which stay as they are, and of K and V in drafts.
@@ -141,6 +141,15 @@ class Weights:
         """A plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
         return self._stack([name], [StoredTensor("", shape, row_dim=0)])
 
+    def value(self, name: str) -> float:
+        """A plain tensor of one number, rounded to the model's dtype."""
+        return float(self.take(name, 1))
+
+    def take_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
+        """As `take`, but only these parts along a dimension, one behind the other."""
+        stored = StoredTensor("", shape, row_dim=dim)
+        return self._stack([name] * len(parts), [stored] * len(parts), [stored.cut(part, part) for part in parts])
+
     def take_exact(self, name: str, *shape: int) -> Tensor:
         """A plain tensor, cast to float32 (float64 for a float64 model), on the device."""
         exact = torch.promote_types(self.dtype, torch.float32)
@@ -209,7 +218,10 @@ class Weights:
         return bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
 
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
-        """One weight of stacked matrices, [rows, columns] each, in their storage formats."""
+        """One weight of stacked matrices, [rows, columns] each, in their storage formats.
+
+        Raises EspalierError, as all that take matrices, if there are several ranks and no size is a Part.
+        """
         parts = []
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
             own_names, own_rows = zip(*alike, strict=True)
@@ -218,6 +230,13 @@ class Weights:
                 parts.append(format.build(*stored))
                 parts[-1].require_kernels(self.dtype)
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
+
+    def require_parts(self, names: Sequence[str], sizes: Sequence[Size]) -> None:
+        """Raises EspalierError for a matrix of which nobody has said what each of several ranks holds."""
+        if self.shards.count > 1 and not any(isinstance(size, Part) for size in sizes):
+            raise EspalierError(
+                f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"
+            )
 
     def format_of(self, name: str) -> WeightFormat:
         """The storage format of a matrix."""
@@ -252,6 +271,7 @@ class Weights:
     def stacked_matrix(self, name: str, matrix: str, count: int, rows: Size, columns: Size) -> QuantisedMatrix:
         """`count` experts [rows, columns] that are stored in one tensor, name + matrix and the format's suffixes."""
         format, own = self.formats(name), (part_of(rows), part_of(columns))
+        self.require_parts([f"{name}{matrix}"], (rows, columns))
         with self._naming([f"{name}{matrix}"]):
             tensors = {
                 stored.suffix: self._checked(f"{name}{matrix}{stored.suffix}", stored)[stored.cut(*own)].to(self.device)
@@ -281,6 +301,7 @@ class Weights:
     ) -> tuple[Mapping[str, Tensor], list[int], int]:
         """The tensors of stacked matrices by suffix, their rows and columns: as WeightFormat.build takes them."""
         tensors: Mapping[str, Tensor] = {}
+        self.require_parts(names, (*rows, columns))
         parts, of_columns = [part_of(size) for size in rows], part_of(columns)
         with self._naming(names):
             wanted = [format.tensors(part.size, of_columns.size) for part in parts]
@@ -381,7 +402,7 @@ class Weights:
     ) -> GatedMLP:
         """summed: as `linear` takes it."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, names.gate_up, one_each(names.gate_up, (own, own)), hidden, bias)
+        gate_up = self.linear(prefix, *as_stored(names.gate_up, (own, own)), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
 
     def ignore(self, names: Iterable[str]) -> None:

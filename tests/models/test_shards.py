@@ -20,6 +20,7 @@ from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, dequantise, quantise_inputs
 from espalier.kernels.ops.linear import sum_parts
 from espalier.llm import prepare
+from espalier.models.layer_loading import load_layer
 from espalier.models.layers.linear import Linear
 from espalier.models.loading import read_config
 from espalier.models.shard_sizes import require_shards
@@ -30,6 +31,7 @@ from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight
 from espalier.models.weights import Weights
 from espalier.serve_ray.settings import checked_settings
 from espalier.shards import Part, Shards
+from espalier.shards.base import joined_columns
 from tests.builders import make_target
 from tests.gguf import blocks_of
 from tests.quantised import KINDS
@@ -52,6 +54,9 @@ class ThreadCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return sum_parts.reference(self.all_gather(x), x.dtype)
+
+    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
+        return joined_columns(self, x, each, size)
 
     def abort(self) -> None:
         pass
@@ -222,13 +227,15 @@ REFUSED = [
     ("llama", {"heads": 6, "hidden": 48}, None, 3, r"tensor_parallel=3 .* number of K/V heads \(2\); use 1 or 2"),
     ("llama", {"intermediate_size": 65}, None, 2, r"tensor_parallel=2 .* intermediate size \(65\); use 1 or 5 or 13"),
     ("qwen3_moe", {"moe_intermediate_size": 25}, None, 2, r"intermediate size of experts \(25\)"),
-    ("qwen2_moe", {"shared_expert_intermediate_size": 21}, None, 2, r"shared intermediate size of experts \(21\)"),
-    ("gpt_oss", {"intermediate_size": 32}, {"quant_method": "mxfp4"}, 2, "experts': entries 0 to 15 of 32 cannot"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 21}, None, 2, r"intermediate size \(21\)"),
+    ("gpt_oss", {"intermediate_size": 32}, {"quant_method": "mxfp4"}, 2, "experts.*': entries 0 to 15 of 32 cannot"),
     ("llama", {"intermediate_size": 96}, KINDS["fp8-block-32"][0], 2, "tensor_parallel=2, .* 32 are stored as one"),
     ("llama", {}, KINDS["gptq-v2-ordered"][0], 2, "tensor_parallel=2 is not supported with desc_act"),
-    ("gemma4", {}, None, 2, "tensor_parallel=2 is not supported for Gemma4ForCausalLM, whose layers have no parts"),
-    ("phi3", {}, None, 2, "tensor_parallel=2 is not supported for Phi3ForCausalLM, whose layers have no parts"),
-    ("olmo2", {}, None, 2, "tensor_parallel=2 is not supported for Olmo2ForCausalLM, whose layers have no parts"),
+    ("phi3", {"intermediate_size": 96}, KINDS["fp8-block-32"][0], 2, "qkv_proj': entries 0 to 15 of 64 .* 32 are stored as one"),
+    ("laguna", {"num_attention_heads_per_layer": [4, 2, 6]}, None, 4, r"number of attention heads \(2\); use 1 or 2"),
+    ("granitemoe", {"intermediate_size": 65}, None, 2, r"tensor_parallel=2 .* intermediate size of experts \(65\)"),
+    ("qwen3_next", {}, None, 2, "tensor_parallel=2 is not supported for layers that keep a state; use 1"),
+    ("lfm2", {}, None, 2, "tensor_parallel=2 is not supported for layers that keep a state; use 1"),
 ]  # fmt: skip
 
 
@@ -259,6 +266,20 @@ def test_a_format_without_parts_is_refused_by_name(tmp_path):
 
     config = replace(read_config(make_target(tmp_path / "target")), formats=lambda name: Whole())
     with pytest.raises(EspalierError, match="q_proj': format whole cannot be divided among ranks; use tensor_par"):
+        require_shards(config, 2)
+
+
+def test_a_matrix_of_which_nobody_says_a_part_is_refused_by_name(tmp_path):
+    """A family's own layer, which knows nothing of ranks."""
+
+    def own_layer(weights, config, prefix, layer, rope):
+        made = load_layer(weights, config, prefix, layer, rope)
+        made.attention.out = weights.linear(f"{prefix}self_attn.", ("o_proj",), (config.hidden_size,), 32, bias=False)
+        return made
+
+    config = replace(read_config(make_target(tmp_path / "target")), load_layer=own_layer)
+    require_shards(config, 1)
+    with pytest.raises(EspalierError, match=r"layers.0.self_attn.o_proj' has no part, so ranks cannot .*parallel=1"):
         require_shards(config, 2)
 
 

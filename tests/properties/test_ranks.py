@@ -16,15 +16,17 @@ import torch
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.ranks import RankFailed
+from espalier.errors import EspalierError
+from espalier.models.config import ModelConfig
 from espalier.models.loading import read_config
-from espalier.models.shard_sizes import DIVIDED
+from espalier.models.shard_sizes import require_shards
 from espalier.request import Request, SamplingParams
 from espalier.shards import WHOLE
 from espalier.startup import rank_work
 from espalier.startup.build import assemble
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from tests.block import block_directories
-from tests.builders import add_kv_scales, make_eagle3, make_target
+from tests.builders import CONFIGS, add_kv_scales, make_eagle3, make_target
 from tests.engine.fake_cuda import fake_cuda
 from tests.folders import new_folder
 from tests.grammar.test_lossless import asked
@@ -45,6 +47,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_intermediate_size": 24},
     "deepseek_v2": {"moe_intermediate_size": 24, "q_lora_rank": None},
     **{family: {"moe_intermediate_size": 24} for family in ("glm4_moe", "glm4_moe_lite", "dots1")},
+    "granitemoeshared": {"shared_intermediate_size": 24},
+    "granitemoehybrid": {"shared_intermediate_size": 48, "mamba_n_heads": 12},
+    "laguna": {"shared_expert_intermediate_size": 24, "num_attention_heads_per_layer": [6, 12, 6]},
 }
 # As formats need it: groups and blocks of 16 and 32 in every part.
 WIDE: dict[str, Any] = {"hidden": 96, "heads": 6, "kv_heads": 6, "head_dim": 32}
@@ -152,11 +157,15 @@ SMALLER = [
     Case("latent-mtp", family="deepseek_v3", draft="mtp"),
     Case("held-kv", 3, kv_heads=1, traffic=in_grammars),
     Case("gptq", 3, kind="gptq", draft="none"),
+    Case("stored-as-one-held-kv", 3, family="phi3", draft="none", kv_heads=1, traffic=hitting),
+    Case("norms-of-all-heads", 2, family="olmo3", draft="none", traffic=hitting),
+    Case("own-layers", 2, family="gemma4_moe", draft="none", traffic=hitting),
 ]
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     *("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"),
-    *("ministral", "ministral3", "granite", "smollm3", "mixtral"),
+    *("ministral", "ministral3", "granite", "smollm3", "mixtral", "phi3", "olmo2", "olmo3", "laguna", "muse_glimmer"),
+    *("granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4", "gemma4_moe", "gemma4_e", "gemma4_unified"),
 )
 LARGER = [
     Case("latent-experts", 3, family="deepseek_v3", draft="ngram", setup=OVERLAP),
@@ -168,6 +177,8 @@ LARGER = [
                             ("qwen3", "dspark"), ("qwen3", "dflash2"), ("qwen3", "rnn"))
       for traffic, setup in ((styled, ()), (in_grammars, OVERLAP), (hitting, ()))),
     *(Case(kind, count, kind=kind, draft="none") for kind in KINDS if kind != "gptq-v2-ordered" for count in (2, 3)),
+    *(Case(f"stored-as-one-{kind}", 3, "phi3", "none", kind) for kind in KINDS if kind != "gptq-v2-ordered"),
+    *(Case("norms-of-held-heads", count, "olmo2", "none", kv_heads=1) for count in (2, 3)),
     *(Case(f"moe-{kind}", 2, "qwen2_moe", "none", kind) for kind in OF_EXPERTS),
     *(Case("mxfp4", count, "gpt_oss", "none", "mxfp4") for count in (2, 3)),
     *(Case("kv-scales", count, kind="kv-scales", setup=IN_FP8) for count in (2, 3)),
@@ -178,7 +189,20 @@ LARGER = [
 @pytest.mark.full
 def test_every_architecture_that_is_divided_is_compared():
     files = [case.files[0] for case in (*SMALLER, *LARGER) if case.draft in ("none", "mtp") and case.kind is None]
-    assert {read_config(path).architecture for path in files} == set(DIVIDED)
+    compared = {read_config(path).architecture for path in files}
+    assert {config.architecture for config in map(config_of, CONFIGS) if divides(config)} <= compared
+
+
+def config_of(family: str) -> ModelConfig:
+    return read_config(make_target(new_folder("ranks-") / family, family, **SIZES, **OF_FAMILY.get(family, {})))
+
+
+def divides(config: ModelConfig) -> bool:
+    try:
+        require_shards(config, 2)
+    except EspalierError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="module")
