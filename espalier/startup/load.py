@@ -180,7 +180,7 @@ def build_engine_of_ranks(
     work = RankWork(models or models_of_files, resolved, requested_pages, str(joined))
     with explaining(ranks):
         ranks.load(work)
-        loaded = work.models_of(0, ranks.joined)
+        loaded = work.models_of(0, ranks.join)
         executor, loaded = work.executor_of(loaded)
     ranks.loaded()
     _say_resolved(loaded)

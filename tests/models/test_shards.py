@@ -29,7 +29,6 @@ from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weight_formats.quantised import QuantisedWeight
 from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight
 from espalier.models.weights import Weights
-from espalier.serve_ray.settings import checked_settings
 from espalier.shards import Part, Shards
 from espalier.shards.base import joined_columns
 from tests.builders import make_target
@@ -305,8 +304,3 @@ def test_gpus_that_do_not_fit_are_refused(device, count, cards, says, tmp_path, 
     path = make_target(tmp_path / "target", heads=8, kv_heads=4)
     with pytest.raises(EspalierError, match=says):
         prepare(EngineConfig(model=path, tensor_parallel=count, device=device, speculation=None))
-
-
-def test_replicas_of_several_ranks_are_refused():
-    with pytest.raises(EspalierError, match="tensor_parallel=2 is not supported with replicas"):
-        checked_settings({"model": "bundled", "tensor_parallel": 2})
