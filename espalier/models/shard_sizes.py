@@ -51,6 +51,19 @@ def require_shards(config: ModelConfig, count: int) -> None:
         declared.weight(["lm_head"], [declared.shards.tokens(config.vocab_size)], config.hidden_size)
 
 
+def numbers_of_ranks(config: ModelConfig, most: int) -> list[int]:
+    """Those from 1 to `most` that can divide this model."""
+    return [count for count in range(1, most + 1) if _divides(config, count)]
+
+
+def _divides(config: ModelConfig, count: int) -> bool:
+    try:
+        require_shards(config, count)
+    except EspalierError:
+        return False
+    return True
+
+
 class DeclaredWeights(Weights):
     """In place of a checkpoint's weights: none is read, and each that is taken is refused if it cannot be cut."""
 

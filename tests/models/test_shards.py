@@ -230,7 +230,7 @@ REFUSED = [
     ("gpt_oss", {"intermediate_size": 32}, {"quant_method": "mxfp4"}, 2, "experts.*': entries 0 to 15 of 32 cannot"),
     ("llama", {"intermediate_size": 96}, KINDS["fp8-block-32"][0], 2, "tensor_parallel=2, .* 32 are stored as one"),
     ("llama", {}, KINDS["gptq-v2-ordered"][0], 2, "tensor_parallel=2 is not supported with desc_act"),
-    ("phi3", {"intermediate_size": 96}, KINDS["fp8-block-32"][0], 2, "qkv_proj': entries 0 to 15 of 64 .* 32 are stored as one"),
+    ("phi3", {"intermediate_size": 96}, KINDS["fp8-block-32"][0], 2, "qkv_proj': entries 0 to 15 of 64 cannot"),
     ("laguna", {"num_attention_heads_per_layer": [4, 2, 6]}, None, 4, r"number of attention heads \(2\); use 1 or 2"),
     ("granitemoe", {"intermediate_size": 65}, None, 2, r"tensor_parallel=2 .* intermediate size of experts \(65\)"),
     ("qwen3_next", {}, None, 2, "tensor_parallel=2 is not supported for layers that keep a state; use 1"),
