@@ -12,12 +12,14 @@ from espalier.models.layers.attention import Attention, WideNorms
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
+from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.gguf import BlockWeight
+from espalier.models.weight_formats import dense_weight
+from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
-from espalier.shards import Part, on_every_rank
+from espalier.shards import Part, Shards, on_every_rank
 
 HEADS = "number of attention heads"
 
@@ -37,14 +39,19 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    """The token embedding.  scale: of its values."""
-    name, shape = "model.embed_tokens", (config.vocab_size, config.hidden_size)
-    if not weights.format_of(name).embeds:
-        return Embedding(weights.take(f"{name}.weight", *shape), scale)
-    weight, table = weights.weight([name], shape[:1], shape[1]), weights.empty(*shape)
-    assert isinstance(weight, BlockWeight)
-    weight.write_to(table)
-    return Embedding(table, scale)
+    """The token embedding, or the rank's part of it.  scale: of its values."""
+    own = weights.shards.tokens(config.vocab_size)
+    table = weights.table("model.embed_tokens", own, config.hidden_size)
+    return Embedding(table, scale, None, config.vocab_size, weights.shards)
+
+
+def tied_head(embed: Embedding, shards: Shards) -> Linear:
+    """The head whose rows are the embedding's, in the same memory."""
+    vocab_size, _ = embed.shape
+    if shards.count == 1:
+        return Linear(dense_weight(embed.weight))
+    own = embed.weight if embed.shards.count > 1 else embed.weight[shards.tokens(vocab_size).slice]
+    return Linear(GatheredWeight(dense_weight(own), shards, vocab_size))
 
 
 def load_attention(

@@ -94,7 +94,7 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
     """
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
     # By name: modules may have one embedding and one head together, which are loaded once.
-    embed_of = cache(partial(draft_embedding, weights, target.embed.weight.shape, target))
+    embed_of = cache(partial(draft_embedding, weights, target.embed.shape, target))
     head_of = cache(partial(_head, weights, target))
     modules = tuple(
         _load_module(weights, config, rope, embed_of, head_of, module) for module in range(config.spec.modules)

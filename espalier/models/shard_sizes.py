@@ -14,7 +14,7 @@ from espalier.cache.layer_spec import of_rank
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.models.config import ModelConfig
-from espalier.models.layer_loading import layer_specs_of, load_layer
+from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import StoredTensor, Weight, WeightFormat, quantisation_of
 from espalier.models.weight_formats.dense import DENSE_FORMAT, DenseWeight
@@ -45,8 +45,7 @@ def require_shards(config: ModelConfig, count: int) -> None:
     ropes = {rope: RopeTables(rope, 1, declared.dtype, NOWHERE) for rope in dict.fromkeys(config.ropes)}
     for layer, rope in enumerate(config.ropes):
         load(declared, config, f"model.layers.{layer}.", layer, ropes[rope])
-    if config.load_embedding is not None:
-        config.load_embedding(declared, config, 1.0)
+    (config.load_embedding or load_embedding)(declared, config, 1.0)
     if not config.tie_word_embeddings:
         declared.weight(["lm_head"], [declared.shards.tokens(config.vocab_size)], config.hidden_size)
 
@@ -85,6 +84,9 @@ class DeclaredWeights(Weights):
 
     def value(self, name: str) -> float:
         return 1.0
+
+    def table(self, name: str, rows: Part, columns: int) -> Tensor:
+        return self.empty(len(rows), columns)
 
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
         self.require_parts(names, (*rows, columns))

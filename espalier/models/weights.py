@@ -10,20 +10,17 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from espalier.cache.layer_spec import Keeps, LatentKV
 from espalier.errors import EspalierError
 from espalier.gguf_file import is_gguf
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import require_regular
 from espalier.models.gguf_tensors import GGUFTensors
 from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, as_stored
@@ -35,6 +32,7 @@ from espalier.models.weight_files import first_line, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.models.weight_formats.sharded import SummedWeight
 from espalier.shards import WHOLE, Part, Shards, Size, part_of
 
@@ -43,14 +41,6 @@ from espalier.shards import WHOLE, Part, Shards, Size, part_of
 HARMLESS = re.compile(
     r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias)"
     r"|self_attn\.((k_proj\.)?k_scale|(v_proj\.)?v_scale|(q_proj\.)?q_scale|kv_scale))$"
-)
-# The names, under a layer's attention, of the scales of K and V in FP8: in compressed-tensors, ModelOpt, the first FP8
-# checkpoints, and the first compressed-tensors.
-KV_SCALES = (
-    ("k_scale", "v_scale"),
-    ("k_proj.k_scale", "v_proj.v_scale"),
-    ("kv_scale", "kv_scale"),
-    ("k_proj.output_scale", "v_proj.output_scale"),
 )
 # A slice for each dimension of a stored tensor.
 Cut = tuple[slice, ...]
@@ -281,6 +271,15 @@ class Weights:
             require_supported(experts, self.dtype)
         return experts
 
+    def table(self, name: str, rows: Part, columns: int) -> Tensor:
+        """Rows of an embedding, in the model's dtype."""
+        if not self.format_of(name).embeds:
+            return self.take_parts(f"{name}.weight", (rows.size, columns), 0, [rows])
+        weight, table = self.weight([name], [rows], columns), self.empty(len(rows), columns)
+        assert isinstance(weight, BlockWeight)
+        weight.write_to(table)
+        return table
+
     def take_matrix(self, name: str, rows: Size, columns: int) -> Tensor:
         """A matrix of any format as a dense tensor [rows, columns] of the model's dtype."""
         matrix = self.matrix([name], [rows], columns)
@@ -367,28 +366,6 @@ class Weights:
 
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(self.norm_weight(f"{name}.weight", size, offset), eps)
-
-    def kv_scales(self, prefix: str, keeps: Keeps) -> KVScales | None:
-        """The scales of K and V under an attention's prefix, one for each head or for all; None if there are none.
-
-        keeps: what the layer keeps on all ranks; the scales are those of this rank's heads.
-        Raises EspalierError for one without the other, and for another shape.
-        """
-        own = part_of(1) if isinstance(keeps, LatentKV) else self.shards.kv_heads(keeps.kv_heads)
-        for names in KV_SCALES:
-            if any(f"{prefix}{name}" in self for name in names):
-                k, v = (self._kv_scale(f"{prefix}{name}", keeps.kv_heads)[own.slice] for name in names)
-                # A latent row is stored once, with K's scale.
-                return KVScales(k, k if isinstance(keeps, LatentKV) else v, self.dtype)
-        return None
-
-    def _kv_scale(self, name: str, kv_heads: int) -> Tensor:
-        shape = self.shape(name) if name in self else (1,)
-        size = kv_heads if prod(shape) == kv_heads else 1
-        # Those of heads are [kv_heads, 1, 1] in compressed-tensors.
-        stored = shape if prod(shape) == kv_heads else (size,)
-        scale = self._checked(name, StoredTensor("", stored)).to(self.device, torch.float32)
-        return scale.reshape(size).expand(kv_heads).contiguous()
 
     def mlp(
         self,

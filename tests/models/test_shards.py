@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, dequantise, quantise_inputs
+from espalier.kernels.ops.embedding import DraftHidden
 from espalier.kernels.ops.linear import sum_parts
 from espalier.llm import prepare
 from espalier.models.layer_loading import load_layer
+from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.loading import read_config
 from espalier.models.shard_sizes import require_shards
@@ -36,6 +39,7 @@ from tests.gguf import blocks_of
 from tests.quantised import KINDS
 
 ROWS, COLUMNS = 64, 96
+ROTATION = torch.zeros(1, 2, dtype=torch.float64)
 
 
 class ThreadCollectives:
@@ -214,6 +218,33 @@ def test_a_product_of_parts_is_the_product_in_each_of_its_forms(form, count):
     for of_rank in (summed, joined):
         for result in on_ranks(count, of_rank):
             torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("count", "vocab"), [(2, 10), (3, 10), (3, 4), (4, 2)])
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_an_embedding_of_parts_gives_the_rows_of_the_whole(count, vocab, is_draft):
+    """Parts of unequal lengths, also empty; void tokens, which have the row of their request's first token."""
+    weight, rope = torch.randn(vocab, 6, dtype=torch.float64), SimpleNamespace(cos=ROTATION, sin=ROTATION)
+    tokens = torch.tensor([[vocab - 1, -1, 0], [1, vocab // 2, -1]])
+    hidden = torch.randn(2, 3, 6, dtype=torch.float64)
+    beside = DraftHidden(hidden, None, torch.ones(6), 1e-6, torch.ones(6), 1e-6, False) if is_draft else None
+    passed = SimpleNamespace(tokens=tokens, positions=torch.zeros_like(tokens), looked_up=lambda *_: None)
+
+    def of(embed: Embedding) -> tuple[Tensor, Tensor]:
+        stream = embed(passed, rope, beside)
+        return stream.x if stream.given is None else stream.given, stream.live
+
+    def rows(shards: Shards) -> Any:
+        embed = Embedding(weight[shards.tokens(vocab).slice], 1.0, None, vocab, shards)
+        divided = of(embed)
+        embed.make_whole()
+        return divided, of(embed), embed.weight, embed.shape
+
+    expected, live = of(Embedding(weight))
+    for divided, joined, whole, shape in on_ranks(count, rows):
+        for found, found_live in (divided, joined):
+            assert torch.equal(found, expected) and torch.equal(found_live, live)
+        assert torch.equal(whole, weight) and shape == weight.shape
 
 
 def quantised(path: Path, config: dict[str, Any]) -> None:

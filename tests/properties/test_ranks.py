@@ -256,6 +256,19 @@ def test_the_gpu_executor_of_ranks_says_what_one_process_says(overlap, monkeypat
     group.finish()
 
 
+@pytest.mark.parametrize(("family", "draft"), [("llama", "none"), ("gemma3", "none"), ("gemma3", "eagle3")])
+def test_a_rank_holds_its_part_of_the_vocabulary(family, draft, groups):
+    """The tied embeddings of Gemma 3 too; the whole embedding only where a draft reads it at each of its levels."""
+    case = Case("vocabulary", family=family, draft=draft)
+    engine = groups[2].engine(case.made(), case.files)
+    target = engine.executor.runner.target
+    vocab, head = target.config.vocab_size, target.head.weight.own.tensor
+    assert len(head) == vocab // 2 and len(target.embed.weight) == (vocab if draft == "eagle3" else vocab // 2)
+    is_tied = head.untyped_storage().data_ptr() == target.embed.weight.untyped_storage().data_ptr()
+    assert is_tied == (family == "gemma3")
+    engine.close()
+
+
 def agrees(case: Case, group: Group) -> bool:
     """Whether the property holds."""
     engine = group.engine(case.made(), case.files)

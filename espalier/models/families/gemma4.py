@@ -18,7 +18,7 @@ from espalier.models.config_values import heads_and_size
 from espalier.models.expert_loading import load_experts
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
 from espalier.models.families.gemma3 import FULL, SLIDING
-from espalier.models.layer_loading import HEADS
+from espalier.models.layer_loading import HEADS, load_embedding
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.gemma4 import BesideMLP, Gemma4Layer, LayerInput, PerLayerEmbedding
@@ -143,9 +143,9 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
     vocab, hidden, size = config.vocab_size, config.hidden_size, config.raw["hidden_size_per_layer_input"]
-    weight = weights.take("model.embed_tokens.weight", vocab, hidden)
+    embed = load_embedding(weights, config, scale)
     if not size:
-        return Embedding(weight, scale)
+        return embed
     rows, columns = config.raw["vocab_size_per_layer_input"], config.num_layers * size
     if rows < vocab:
         raise EspalierError(
@@ -156,7 +156,7 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
     # The layers' inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  A norm takes a factor of its input as eps.
     factors = weights.take_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
     norm = RMSNorm(factors, config.rms_norm_eps * hidden)
-    return PerLayerEmbedding(weight, scale, table, (size / 2) ** 0.5, project, norm)
+    return PerLayerEmbedding(embed, table, (size / 2) ** 0.5, project, norm)
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Gemma4Layer:

@@ -53,7 +53,7 @@ def _ropes(full: Raw) -> list[Raw | None]:
 
 def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
     embed = load_embedding(weights, config, scale)
-    embed.row_norm = RMSNorm(torch.ones_like(embed.weight[0]), config.rms_norm_eps)
+    embed.row_norm = RMSNorm(torch.ones_like(weights.empty(config.hidden_size)), config.rms_norm_eps)
     return embed
 
 
