@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, Nodes, Prefix
+from espalier.attention.base import Attention
 from espalier.attention.grouped import GroupedBackend
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
+from espalier.kernels.ops.attention import Nodes, Prefix
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.states import GateInputs
 from espalier.kernels.ops.tree import gather_rows

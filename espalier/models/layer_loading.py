@@ -1,5 +1,7 @@
 """Builds a layer of a target or a draft from its weights.  A family that brings its own layer calls these."""
 
+from collections.abc import Mapping
+
 import torch
 
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -22,12 +24,20 @@ from espalier.models.weights import Weights
 from espalier.shards import Part, Shards, on_every_rank
 
 HEADS = "number of attention heads"
+FULL = "full_attention"
+
+
+def specs_by_type(config: ModelConfig, others: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The spec of each layer by its entry in `layer_types`: K and V heads for full attention, else that of `others`."""
+    keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
+    of_type = {FULL: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
+    return tuple(of_type[kind] for kind in config.raw["layer_types"])
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """The spec of each layer."""
-    if config.layer_specs is not None:
-        return config.layer_specs(config)
+    if config.family.layer_specs is not None:
+        return config.family.layer_specs(config)
     size, latent = config.head_size, config.latent
     if latent is None:
         keeps = KVHeads(config.kv_heads, size, size)
@@ -64,19 +74,18 @@ def load_attention(
     """
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope)
-    size, shards, names = config.head_size, weights.shards, config.names
+    size, shards, names = config.head_size, weights.shards, config.family.names
     heads, kv_heads = shards.part(config.heads, HEADS), shards.kv_heads(config.kv_heads)
     q_rows, kv_rows = heads.times(size), kv_heads.times(size)
     stored = as_stored(names.qkv, (q_rows, kv_rows, kv_rows))
     qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
     norms = wide_norms = sink = None
-    if config.qk_norm and config.wide_qk_norm:
+    if config.qk_norm and config.family.wide_qk_norm:
         wide_norms = _wide_norms(weights, config, prefix, q_rows, kv_rows)
     elif config.qk_norm:
-        q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
-        norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
-    if config.sinks:
+        norms = load_head_norms(weights, config, prefix)
+    if config.family.sinks:
         sink = weights.take_exact(f"{prefix}sinks", config.heads)[heads.slice]
     return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, wide_norms)
 
@@ -88,6 +97,13 @@ def _wide_norms(weights: Weights, config: ModelConfig, prefix: str, q_rows: Part
         for name, rows in (("q", q_rows), ("k", kv_rows))
     )
     return WideNorms(q, k, weights.shards)
+
+
+def load_head_norms(weights: Weights, config: ModelConfig, prefix: str) -> HeadNorms:
+    """The norms of the heads of q and k under `prefix`."""
+    names, offset = config.family.names.head_norms, config.family.norm_offset
+    q, k = (weights.norm_weight(f"{prefix}{name}.weight", config.head_size, offset) for name in names)
+    return HeadNorms(q, k, config.rms_norm_eps)
 
 
 def _load_latent_attention(
@@ -131,13 +147,13 @@ def load_layer(
     same.
     """
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
-    hidden, norms = config.hidden_size, config.layer_norms
+    hidden, norms = config.hidden_size, config.family.layer_norms
 
     def before(name: str | None) -> AnyNorm:
         return Unnormed() if name is None else norm(name)
 
     def norm(name: str) -> RMSNorm:
-        return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.norm_offset)
+        return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.family.norm_offset)
 
     return DecoderLayer(
         index=layer if index is None else index,
@@ -157,5 +173,5 @@ def load_layer(
 
 def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:
     """The dense MLP of the layer under `prefix`."""
-    sizes, names = (config.hidden_size, config.intermediate_size), config.names
+    sizes, names = (config.hidden_size, config.intermediate_size), config.family.names
     return weights.mlp(f"{prefix}{names.under_mlp}", *sizes, config.mlp_bias, config.activation, names=names.mlp)

@@ -41,11 +41,11 @@ def require_shards(config: ModelConfig, count: int) -> None:
     # Parts are equal: if the first can be cut out, all can.
     declared = DeclaredWeights(config, Shards(0, count))
     of_rank(layer_specs_of(config), declared.shards)
-    load = config.load_layer or load_layer
+    load = config.family.load_layer or load_layer
     ropes = {rope: RopeTables(rope, 1, declared.dtype, NOWHERE) for rope in dict.fromkeys(config.ropes)}
     for layer, rope in enumerate(config.ropes):
         load(declared, config, f"model.layers.{layer}.", layer, ropes[rope])
-    (config.load_embedding or load_embedding)(declared, config, 1.0)
+    (config.family.load_embedding or load_embedding)(declared, config, 1.0)
     if not config.tie_word_embeddings:
         declared.weight(["lm_head"], [declared.shards.tokens(config.vocab_size)], config.hidden_size)
 

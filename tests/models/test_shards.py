@@ -30,7 +30,7 @@ from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_formats import dense_weight, read_formats
 from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weight_formats.quantised import QuantisedWeight
-from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight
+from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight, over_ranks
 from espalier.models.weights import Weights
 from espalier.shards import Part, Shards
 from espalier.shards.base import joined_columns
@@ -57,6 +57,9 @@ class ThreadCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return sum_parts.reference(self.all_gather(x), x.dtype)
+
+    def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        return None
 
     def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
         return joined_columns(self, x, each, size)
@@ -170,11 +173,13 @@ FORMS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
     "call": lambda layer, x: layer(x),
     "call-3d": lambda layer, x: layer(x[None]),
     "in_parts": lambda layer, x: sum_parts.reference(layer.in_parts(x), x.dtype),
+    "for_stream": lambda layer, x: sum_parts.reference(over_ranks(layer.for_stream(x)), x.dtype),
     "gated": lambda layer, x: layer.gated(x),
     "write_parts": lambda layer, x: written(layer, x),
     "rows_from": lambda layer, x: layer.rows_from(2)(x),
     "rounded": lambda layer, x: layer(rounded(x)),
     "rounded-parts": lambda layer, x: layer.in_parts(rounded(x)),
+    "rounded-stream": lambda layer, x: sum_parts.reference(over_ranks(layer.for_stream(rounded(x))), x.dtype),
     "rounded-gated": lambda layer, x: layer.gated(rounded(x)),
 }
 INPUTS = InputScales(4)
@@ -307,7 +312,8 @@ def test_a_matrix_of_which_nobody_says_a_part_is_refused_by_name(tmp_path):
         made.attention.out = weights.linear(f"{prefix}self_attn.", ("o_proj",), (config.hidden_size,), 32, bias=False)
         return made
 
-    config = replace(read_config(make_target(tmp_path / "target")), load_layer=own_layer)
+    config = read_config(make_target(tmp_path / "target"))
+    config = replace(config, family=replace(config.family, load_layer=own_layer))
     require_shards(config, 1)
     with pytest.raises(EspalierError, match=r"layers.0.self_attn.o_proj' has no part, so ranks cannot .*parallel=1"):
         require_shards(config, 2)

@@ -1,18 +1,20 @@
 """The token embedding, with which a stream begins.  The same launch looks up cos and sin of the rows' positions."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.kernels.ops.embedding import DraftHidden, EmbeddingTables, embed_rows
-from espalier.kernels.ops.rope import Rotation
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
 from espalier.shards import WHOLE, Shards
 
 
+@dataclass(eq=False, slots=True)
 class Embedding:
     """weight [vocab, hidden]; scale: factor of every embedding, a number that the model's dtype holds.
 
@@ -20,21 +22,16 @@ class Embedding:
     vocab_size, shards: of several ranks, whose `weight` is that of their part of the vocabulary (Shards.tokens).
     """
 
-    __slots__ = ("weight", "scale", "row_norm", "shape", "shards")
+    weight: Tensor
+    scale: float = 1.0
+    row_norm: RMSNorm | None = None
+    vocab_size: int | None = None
+    shards: Shards = WHOLE
 
-    def __init__(
-        self,
-        weight: Tensor,
-        scale: float = 1.0,
-        row_norm: RMSNorm | None = None,
-        vocab_size: int | None = None,
-        shards: Shards = WHOLE,
-    ) -> None:
-        self.weight = weight
-        self.scale = scale
-        self.row_norm = row_norm
-        self.shape = (len(weight) if vocab_size is None else vocab_size, weight.shape[1])
-        self.shards = shards
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the embedding of all ranks."""
+        return len(self.weight) if self.vocab_size is None else self.vocab_size, self.weight.shape[1]
 
     def __call__(self, p: Pass, rope: RopeTables, beside: DraftHidden | None = None) -> Stream:
         """The stream of the pass's B · Q rows.  rope: the one that most layers use.
@@ -43,12 +40,13 @@ class Embedding:
         them, and `given` holds both, normed: [B · Q, 2 · hidden].
         """
         tokens, table = (p.tokens, self.weight) if self.shards.count == 1 else self._over_ranks(p.tokens)
-        rows = embed_rows(tokens, p.positions, EmbeddingTables(table, rope.cos, rope.sin), beside)
-        p.looked_up(rope, Rotation(rows.cos, rows.sin))
+        tables = EmbeddingTables(table, rope.cos, rope.sin)
+        x, residual, rotation, live = embed_rows(tokens, p.positions, tables, beside)
+        p.looked_up(rope, rotation)
         if beside is not None:
-            return Stream(rows.residual, rows.live, rows.x)
-        x = rows.x if self.row_norm is None else self.row_norm(rows.x)
-        return Stream(x if self.scale == 1 else x * self.scale, rows.live)
+            return Stream(residual, live, x)
+        x = x if self.row_norm is None else self.row_norm(x)
+        return Stream(x if self.scale == 1 else x * self.scale, live)
 
     def _over_ranks(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The place of each token in a table of this pass's embeddings alone, and that table."""
