@@ -226,7 +226,7 @@ class Weights:
 
     def format_of(self, name: str) -> WeightFormat:
         """The storage format of a matrix."""
-        declared = self.formats(name)
+        declared = self.formats(name).spelled(lambda suffix: f"{name}{suffix}" in self)
         if declared == DENSE_FORMAT or name in self._with_scales or not self._is_plain(f"{name}.weight"):
             return declared
         return DENSE_FORMAT

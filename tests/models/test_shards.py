@@ -36,7 +36,7 @@ from espalier.shards import Part, Shards
 from espalier.shards.base import joined_columns
 from tests.builders import make_target
 from tests.gguf import blocks_of
-from tests.quantised import KINDS
+from tests.quantised import KINDS, ORDERED
 
 ROWS, COLUMNS = 64, 96
 ROTATION = torch.zeros(1, 2, dtype=torch.float64)
@@ -136,7 +136,7 @@ def unit_of(kind: str, dim: int) -> int | None:
         return {"fp8-block": 16, "fp8-block-32": 32}.get(kind, 1)
     if dim == 0:
         return 8 if kind.startswith(("awq", "gptq", "packed-channel-zeros")) else 1
-    if kind == "gptq-v2-ordered":
+    if kind in ORDERED:
         return None
     return {"dense": 1, "packed-channel-zeros": 8}.get(kind, 16)
 

@@ -36,7 +36,7 @@ from tests.peagle import peagle_directories
 from tests.properties.block_setup import BlockSetup
 from tests.properties.mtp_setup import MTPSetup
 from tests.properties.peagle_setup import PEagleSetup
-from tests.quantised import KINDS, quantise
+from tests.quantised import KINDS, ORDERED, quantise
 from tests.ranks import Group, models_of, planes_of, run_open, whole
 
 CLOSE = 1e-9
@@ -176,8 +176,8 @@ LARGER = [
       for family, draft in (("llama", "peagle"), ("mimo", "mtp"), ("glm4_moe", "mtp"), ("qwen3", "dflash"),
                             ("qwen3", "dspark"), ("qwen3", "dflash2"), ("qwen3", "rnn"))
       for traffic, setup in ((styled, ()), (in_grammars, OVERLAP), (hitting, ()))),
-    *(Case(kind, count, kind=kind, draft="none") for kind in KINDS if kind != "gptq-v2-ordered" for count in (2, 3)),
-    *(Case(f"stored-as-one-{kind}", 3, "phi3", "none", kind) for kind in KINDS if kind != "gptq-v2-ordered"),
+    *(Case(kind, count, kind=kind, draft="none") for kind in KINDS if kind not in ORDERED for count in (2, 3)),
+    *(Case(f"stored-as-one-{kind}", 3, "phi3", "none", kind) for kind in KINDS if kind not in ORDERED),
     *(Case("norms-of-held-heads", count, "olmo2", "none", kv_heads=1) for count in (2, 3)),
     *(Case(f"moe-{kind}", 2, "qwen2_moe", "none", kind) for kind in OF_EXPERTS),
     *(Case("mxfp4", count, "gpt_oss", "none", "mxfp4") for count in (2, 3)),

@@ -18,7 +18,7 @@ from espalier.models.config_values import heads_and_size
 from espalier.models.expert_loading import load_experts
 from espalier.models.families.by_type import FULL, SLIDING, kinds_of
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
-from espalier.models.layer_loading import HEADS, load_embedding
+from espalier.models.layer_loading import HEADS, layer_specs_of, load_embedding
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.gemma4 import BesideMLP, Gemma4Layer, LayerInput, PerLayerEmbedding
@@ -158,7 +158,7 @@ def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embe
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Gemma4Layer:
     full, hidden, eps = config.raw, config.hidden_size, config.rms_norm_eps
-    spec = _specs(config)[layer]
+    spec = layer_specs_of(config)[layer]
     scale = weights.value(f"{prefix}layer_scalar")
 
     def norm(name: str, factor: float = 1.0) -> RMSNorm:
