@@ -19,7 +19,8 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.tree import gather_rows
 from espalier.models.base import CausalLM, Layer
 from espalier.models.config import ModelConfig, Raw, parse
-from espalier.models.draft import DraftOutput, DraftSpec, count_of, object_of, refuse_sizes
+from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
+from espalier.models.draft_fields import Fields
 from espalier.models.families.gemma4 import FAMILY, UNIFIED
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.layers.embedding import Embedding
@@ -48,25 +49,26 @@ class AssistantConfig:
 
 def read_assistant(path: Path, raw: Raw, target: ModelConfig) -> AssistantConfig:
     """Read the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit this target."""
-    text = object_of(raw, "text_config", path)
+    given = Fields(raw, path)
+    text = given.object("text_config").raw
     family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
-    tied = bool(raw.get("tie_word_embeddings", True))
+    tied = given.flag("tie_word_embeddings", True)
     without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
     if named := [name for name in WITHOUT if text.get(name)]:
-        raise EspalierError(f"{path}: {named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
+        raise given.error(f"{named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
     layer = parse({**text, **without, **quantisation_of(raw)}, family, path)
-    hidden = count_of(raw, "backbone_hidden_size", path)
+    hidden = given.count("backbone_hidden_size")
     refuse_sizes(path, target, hidden, layer.vocab_size)
     of_target = layer_specs_of(target)
     specs = tuple(_reading(spec, of_target, path) for spec in layer_specs_of(layer))
     spec = DraftSpec("assistant", specs, modules=1, reads="hidden", hidden_size=hidden, vocab_size=layer.vocab_size)
-    layer = replace(layer, layer_specs=lambda config: specs)
-    if not raw.get("use_ordered_embeddings"):
+    layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
+    if not given.flag("use_ordered_embeddings"):
         return AssistantConfig(layer, spec)
-    clusters = count_of(raw, "num_centroids", path, least=1, most=layer.vocab_size)
+    clusters = given.count("num_centroids", least=1, most=layer.vocab_size)
     if layer.vocab_size % clusters:
-        raise EspalierError(f"{path}: num_centroids = {clusters} does not divide {layer.vocab_size} tokens; correct it")
-    return AssistantConfig(layer, spec, clusters, count_of(raw, "centroid_intermediate_top_k", path, 1, clusters))
+        raise given.error(f"num_centroids = {clusters} does not divide {layer.vocab_size} tokens; correct it")
+    return AssistantConfig(layer, spec, clusters, given.count("centroid_intermediate_top_k", 1, clusters))
 
 
 def _reading(spec: LayerSpec, target: Sequence[LayerSpec], path: Path) -> LayerSpec:
@@ -152,7 +154,7 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
     """Build the draft from its weights.  Raises EspalierError for what does not fit, and a weight that is not used."""
     layer, hidden, wide = config.layer, config.layer.hidden_size, config.spec.hidden_size
     tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in set(layer.ropes)}
-    load = layer.load_layer
+    load = layer.family.load_layer
     assert load is not None
     embed = weights.take("model.embed_tokens.weight", layer.vocab_size, hidden)
     head = embed
