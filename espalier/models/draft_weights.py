@@ -21,18 +21,19 @@ log = logging.getLogger(__name__)
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
     """The draft's embedding, or the target's.  Raises EspalierError if the target's does not fit."""
     if is_borrowed(weights, name, "model.embed_tokens", shape, target.embed.shape):
-        make_whole(target)
+        embed = whole_embedding(target)
         # Without the target's scale, which a draft's config would name.
-        return Embedding(target.embed.weight)
+        return Embedding(embed.weight)
     return Embedding(weights.take(f"{name}.weight", *shape))
 
 
-def make_whole(target: CausalLM) -> None:
-    """Give every rank the whole embedding of a target, and a tied head in its memory."""
+def whole_embedding(target: CausalLM) -> Embedding:
+    """The target's embedding, now whole on every rank, and a tied head in its memory."""
     shards = target.embed.shards
     target.embed.make_whole()
     if shards.count > 1 and target.config.tie_word_embeddings:
         target.head = tied_head(target.embed, shards)
+    return target.embed
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:

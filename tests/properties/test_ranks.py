@@ -31,6 +31,7 @@ from tests.engine.fake_cuda import fake_cuda
 from tests.folders import new_folder
 from tests.grammar.test_lossless import asked
 from tests.harness import LATENT_HEADS, Setup, prompts, request
+from tests.models.test_gemma4_assistant import pair
 from tests.mtp import mtp_directories
 from tests.peagle import peagle_directories
 from tests.properties.block_setup import BlockSetup
@@ -84,7 +85,7 @@ class Case:
             return MTPSetup(**how)
         if self.draft == "peagle":
             return PEagleSetup(**how)
-        if self.draft in ("eagle3", "ngram"):
+        if self.draft in ("eagle3", "ngram", "assistant"):
             return Setup(algorithm=self.draft, **how)
         return Setup(**how).plain() if self.draft == "none" else BlockSetup(form=self.draft, **how)
 
@@ -95,6 +96,8 @@ def directories(family: str, draft: str, kind: str | None, kv_heads: int | None)
         return mtp_directories(family, 1)
     if draft == "peagle":
         return peagle_directories(family)
+    if draft == "assistant":
+        return pair(family)
     if draft not in ("eagle3", "ngram", "none"):
         return block_directories(family, draft, 4)
     root, sizes = new_folder("ranks-"), {**(WIDE if kind else SIZES), **OF_FAMILY.get(family, {})}
@@ -178,6 +181,8 @@ LARGER = [
       for traffic, setup in ((styled, ()), (in_grammars, OVERLAP), (hitting, ()))),
     *(Case(kind, count, kind=kind, draft="none") for kind in KINDS if kind not in ORDERED for count in (2, 3)),
     *(Case(f"stored-as-one-{kind}", 3, "phi3", "none", kind) for kind in KINDS if kind not in ORDERED),
+    *(Case(f"assistant-{traffic.__name__}", 2, family, "assistant", traffic=traffic)
+      for family in ("gemma4", "gemma4_e") for traffic in (styled, in_grammars, hitting)),
     *(Case("norms-of-held-heads", count, "olmo2", "none", kv_heads=1) for count in (2, 3)),
     *(Case(f"moe-{kind}", 2, "qwen2_moe", "none", kind) for kind in OF_EXPERTS),
     *(Case("mxfp4", count, "gpt_oss", "none", "mxfp4") for count in (2, 3)),
