@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import LayerSpec
+from espalier.cache.layer_spec import LayerSpec, of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.tree import gather_rows
 from espalier.models.base import CausalLM, Layer
 from espalier.models.config import ModelConfig, Raw, parse
 from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
 from espalier.models.draft_fields import Fields
+from espalier.models.draft_weights import whole_embedding
 from espalier.models.families.gemma4 import FAMILY, UNIFIED
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.layers.embedding import Embedding
@@ -30,6 +31,7 @@ from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight, quantisation_of
 from espalier.models.weights import Weights
+from espalier.shards import WHOLE, Shards, on_every_rank
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 # What such layers cannot have, as transformers' config says.
@@ -120,11 +122,15 @@ class Assistant:
     norm: RMSNorm
     back: Linear
     score: Linear | Clusters
+<<<<<<< HEAD
     d2t: Tensor | None = None
+=======
+    shards: Shards = WHOLE
+>>>>>>> s4-56b
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
-        self.layer_specs = self.spec.layers
+        self.layer_specs = of_rank(self.spec.layers, self.shards)
 
     @property
     def modules(self) -> tuple["Assistant"]:
@@ -163,12 +169,13 @@ def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, 
         head = embed if layer.tie_word_embeddings else stored
     draft = Assistant(
         config,
-        embed=target.embed,
-        project=weights.linear("", ("pre_projection",), (hidden,), 2 * wide, bias=False),
+        embed=whole_embedding(target),
+        project=weights.linear("", ("pre_projection",), (on_every_rank(hidden),), 2 * wide, bias=False),
         layers=[load(weights, layer, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(layer.ropes)],
         norm=weights.norm("model.norm", hidden, layer.rms_norm_eps),
-        back=weights.linear("", ("post_projection",), (wide,), hidden, bias=False),
+        back=weights.linear("", ("post_projection",), (on_every_rank(wide),), hidden, bias=False),
         score=_clusters(weights, config, head) if config.clusters else Linear(dense_weight(head)),
+        shards=weights.shards,
     )
     weights.finish()
     return draft
@@ -179,5 +186,7 @@ def _clusters(weights: Weights, config: AssistantConfig, head: Tensor) -> Cluste
     order = weights.take_raw(f"{prefix}token_ordering", vocab).to(weights.device, torch.int64)
     if not torch.equal(order.sort().values, torch.arange(vocab, device=order.device)):
         raise EspalierError(f"{weights.path}: token_ordering does not name each token once; download the draft again")
-    centroids = weights.linear(prefix, ("centroids",), (config.clusters,), config.layer.hidden_size, bias=False)
+    centroids = weights.linear(
+        prefix, ("centroids",), (on_every_rank(config.clusters),), config.layer.hidden_size, bias=False
+    )
     return Clusters(head, centroids, order.view(config.clusters, -1), config.read)

@@ -112,6 +112,7 @@ FORMATS = (
         read=gemma4_assistant.read_assistant,
         make=gemma4_assistant.make_assistant,
         drafter=AssistantDrafter,
+        in_parts=True,
     ),
 )
 # By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
