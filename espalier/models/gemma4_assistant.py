@@ -122,11 +122,8 @@ class Assistant:
     norm: RMSNorm
     back: Linear
     score: Linear | Clusters
-<<<<<<< HEAD
     d2t: Tensor | None = None
-=======
     shards: Shards = WHOLE
->>>>>>> s4-56b
 
     def __post_init__(self) -> None:
         self.spec = self.config.spec
