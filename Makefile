@@ -37,10 +37,10 @@ help: ## this list
 demo: $(VENV)/.installed ## complete held-out Python with the bundled model, plain and by tree, and draw a round
 	@$(BIN)/espalier demo
 
-test: $(VENV)/.installed-test ## the tests of the package, about 5 minutes on 2 idle cores
+test: $(VENV)/.installed-test ## the tests of the package
 	@$(PYTEST) --ignore=tests/lab $(PYTEST_ARGS)
 
-test-lab: $(VENV)/.installed-test ## the tests of the laboratory, about 1 minute on 2 idle cores
+test-lab: $(VENV)/.installed-test ## the tests of the laboratory
 	@$(PYTEST) tests/lab $(PYTEST_ARGS)
 
 test-full: $(VENV)/.installed-test ## the tests over the whole product of layouts (long)
