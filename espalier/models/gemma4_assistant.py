@@ -114,7 +114,6 @@ class Assistant:
     """
 
     has_experts = False
-    d2t = None
 
     config: AssistantConfig
     embed: Embedding
@@ -123,6 +122,7 @@ class Assistant:
     norm: RMSNorm
     back: Linear
     score: Linear | Clusters
+    d2t: Tensor | None = None
     shards: Shards = WHOLE
 
     def __post_init__(self) -> None:
