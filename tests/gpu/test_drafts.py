@@ -131,7 +131,9 @@ def test_every_launch_leaves_the_same_bits(graph_batch, name, put_on_record):
     """Results are read from the same place whether a graph ran or not."""
     # One step needs no pass over mask rows.
     trees = ((4, TreeShape(1, 2, 3) if name == "P-EAGLE" else TreeShape(2, 2, 5)),)
-    setup = replace({**SETUPS, **HYBRIDS}[name], max_batch=6, dtype=torch.bfloat16, graph_batch=graph_batch, overlap=False)
+    setup = replace(
+        {**SETUPS, **HYBRIDS}[name], max_batch=6, dtype=torch.bfloat16, graph_batch=graph_batch, overlap=False
+    )
     setup = replace(setup, trees=trees)
     one = setup.engine()
     twin = twins(one, setup.engine())
