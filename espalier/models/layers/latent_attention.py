@@ -12,6 +12,7 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import LatentForm, head_product
+from espalier.models.layers.indexer import IndexedRows, Indexer, read_indexed
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.rope import RopeTables
@@ -26,9 +27,10 @@ class LatentAttention:
     q_norm, q: the queries' latent -> [heads · (nope + rope)]; both None if `down` projects the queries themselves.
     form: of the row to keep.  k_up: [heads, nope, kv_rank]; v_up: [heads, v_size, kv_rank].
     row_size: kv_rank + rope.
+    indexer: chooses the rows that queries attend to; None: they attend to all, or to what a layer before chose.
     """
 
-    __slots__ = ("down", "q_norm", "q", "form", "k_up", "v_up", "out", "row_size", "rope")
+    __slots__ = ("down", "q_norm", "q", "form", "k_up", "v_up", "out", "row_size", "rope", "indexer")
 
     sink: ClassVar[None] = None
 
@@ -43,6 +45,7 @@ class LatentAttention:
         out: Linear,
         row_size: int,
         rope: RopeTables,
+        indexer: Indexer | None = None,
     ) -> None:
         self.down = down
         self.q_norm = q_norm
@@ -53,21 +56,28 @@ class LatentAttention:
         self.out = out
         self.row_size = row_size
         self.rope = rope
+        self.indexer = indexer
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows | IndexedRows]:
         """As espalier/models/layers/stream.py:Reader."""
-        return self.down.read(norm, delta, x)
+        if self.indexer is None:
+            return self.down.read(norm, delta, x)
+        return read_indexed(self.down, norm, delta, x)
 
-    def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
+    def write(self, layer: int, rows: Rows | IndexedRows, p: Pass) -> Tensor:
         """As espalier/models/layers/attention.py:Attention.write."""
-        down = self.down(rows)
+        indexed = rows if isinstance(rows, IndexedRows) else None
+        down = self.down(rows if indexed is None else indexed.of_products)
         q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
-        if self.q_norm is not None and self.q is not None:
-            q = self.q(self.q_norm(q))
-        q = q.unflatten(1, (self.k_up.shape[0], -1))
-        return p.write(layer, q, latent, p.rotation(self.rope), self.form, self.k_up)
+        q_latent = q if self.q_norm is None else self.q_norm(q)
+        q = q_latent if self.q is None else self.q(q_latent)
+        q, rotation = q.unflatten(1, (self.k_up.shape[0], -1)), p.rotation(self.rope)
+        values = q, latent, rotation, self.form, self.k_up
+        if self.indexer is None or indexed is None:
+            return p.write(layer, *values)
+        return p.write(layer, *values, index=self.indexer(indexed, q_latent, rotation))
 
-    def gate(self, rows: Rows, kept: Tensor | None) -> None:
+    def gate(self, rows: object, kept: Tensor | None) -> None:
         """As espalier/models/layers/attention.py:Attention.gate: there is none."""
 
     def project(self, attended: Tensor) -> Tensor:
