@@ -121,8 +121,9 @@ ROUTED: dict[str, Any] = {
 # Fields of families with latent attention: sizes that are all different.
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "v_head_dim": 10}
 # Fields of families whose queries choose rows: few of them.  With many heads no score is exactly 0, as in a tie.
+# Behind a family's name, "_topk" and a number choose another number.
 INDEX: dict[str, Any] = {"index_topk": 5, "index_head_dim": 11, "index_n_heads": 12}
-SHARING = ["full", "shared", "full"]
+SHARING = ["full", "full", "shared"]
 # Fields of families with the gated delta rule, in all layers but every second one; all sizes are different.
 DELTA: dict[str, Any] = {
     "full_attention_interval": 2,
@@ -321,6 +322,9 @@ def make_target(
 
     A family with "_dense" behind its name chooses between no experts.
     """
+    family, _, topk = family.partition("_topk")
+    if topk:
+        config = {"index_topk": int(topk), **config}
     if family.endswith("_dense"):
         family = family.removesuffix("_dense")
         config = {**(WITHOUT_ROUTING if family == "gpt_oss" else WITHOUT_EXPERTS), **config}

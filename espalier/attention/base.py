@@ -196,7 +196,7 @@ class Attention:
         self, layer: int, queries: IndexQueries, keys: Tensor, rows: Tensor, held: Tensor
     ) -> SelectedMask:
         """`select` in plain torch.  rows [B, P]: rows of the pages; held [B, P]: whether they exist."""
-        committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, -1)
+        committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, keys.shape[3])
         scores = scores_of(queries, torch.cat((committed, keys[:, :, 0]), 1))
         seen = torch.cat((held[:, None].expand(-1, scores.shape[1], -1), self.nodes.seen(None)), 2)
         topk = self.specs[layer].topk
