@@ -138,7 +138,7 @@ def _load_indexer(
         q=weights.linear(under, ("wq_b",), (index.heads * index.size,), rank, bias=False),
         k=weights.linear(under, ("wk",), (index.size,), columns, bias=False),
         norm=IndexNorm(*(weights.take(f"{under}k_norm.{name}", index.size) for name in ("weight", "bias")), INDEX_EPS),
-        weights=weights.take(f"{under}weights_proj.weight", index.heads, columns),
+        weights=weights.take_matrix(f"{under}weights_proj", index.heads, columns),
         interleaved=index.interleaved,
     )
 

@@ -18,6 +18,7 @@ DIVIDED = (
     "MixtralForCausalLM",
     *("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM", "GptOssForCausalLM"),
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+    *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
     *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "Dots1ForCausalLM"),
 )
 # (name, rows, columns) of a matrix; one of the two is a part.

@@ -111,6 +111,7 @@ CATCHES = {
     "neighbours-scale": held.INCREMENTAL,
     "v-scaled-twice": held.TOKENS,
     **{fault.name: held.INCREMENTAL for fault in SELECTION_FAULTS},
+    "shared-selection-one-off": held.TOKENS,
     "index-row-without-topk": held.PROPOSAL,
     **dict.fromkeys(
         (

@@ -45,6 +45,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_intermediate_size": 24},
     "deepseek_v2": {"moe_intermediate_size": 24, "q_lora_rank": None},
     **{family: {"moe_intermediate_size": 24} for family in ("glm4_moe", "glm4_moe_lite", "dots1")},
+    **{family: {"moe_intermediate_size": 24} for family in ("deepseek_v32", "glm_moe_dsa")},
 }
 # As formats need it: groups and blocks of 16 and 32 in every part.
 WIDE: dict[str, Any] = {"hidden": 96, "heads": 6, "kv_heads": 6, "head_dim": 32}
@@ -149,13 +150,14 @@ SMALLER = [
     Case("stacked-experts-ngram", family="gpt_oss", draft="ngram", traffic=hitting),
     Case("shared-gate-crowded", family="qwen2_moe", draft="none", traffic=crowding, setup=CROWDED),
     Case("fp8-block", kind="fp8-block", draft="none"),
-    Case("latent-mtp", family="deepseek_v3", draft="mtp"),
+    Case("latent-mtp", family="deepseek_v32", draft="mtp"),
     Case("held-kv", 3, kv_heads=1, traffic=in_grammars),
     Case("gptq", 3, kind="gptq", draft="none"),
 ]
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     *("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"),
+    *("deepseek_v32", "glm_moe_dsa"),
     *("ministral", "ministral3", "granite", "smollm3", "mixtral"),
 )
 LARGER = [
