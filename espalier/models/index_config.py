@@ -75,7 +75,9 @@ def indexer_types(full: dict[str, Any]) -> tuple[str, ...]:
     """FULL or SHARED for each layer.  Raises EspalierError for fields that are wrong, or that contradict each other."""
     layers = full["num_hidden_layers"]
     declared, pattern, freq = (full.get(name) for name in (TYPES, PATTERN, FREQ))
-    read = [_listed(name, value, layers) for name, value in ((TYPES, declared), (PATTERN, pattern)) if value is not None]
+    read = [
+        _listed(name, value, layers) for name, value in ((TYPES, declared), (PATTERN, pattern)) if value is not None
+    ]
     if pattern is None and (freq is not None or not read):
         read.append(_scheduled(full, layers))
     for other in read[1:]:

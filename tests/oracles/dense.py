@@ -76,7 +76,9 @@ class DensePass(Pass):
 
     def _choose(self, layer: int, index: IndexRows) -> None:
         """Keep the index keys, and the rows that each row attends to: in order of (score, position), the last topk."""
-        q, k, weights = (values.unflatten(0, self.tokens.shape) for values in (index.q, index.k[:, None], index.weights))
+        q, k, weights = (
+            values.unflatten(0, self.tokens.shape) for values in (index.q, index.k[:, None], index.weights)
+        )
         mean, variance = k.mean(-1, keepdim=True), k.var(-1, keepdim=True, unbiased=False)
         k = (k - mean) / (variance + index.norm.eps).sqrt() * index.norm.weight + index.norm.bias
         q, k = (index_turned(x, index.rotation, index.interleaved) for x in (q, k))

@@ -308,9 +308,7 @@ def reference(
     scales = draft_scales = None
     if kv_dtype == FP8_KV:
         scales = [
-            scales_in(stored, layer, rows.kv_heads, rows.attended)
-            if kv_scales
-            else ones(rows.kv_heads, rows.attended)
+            scales_in(stored, layer, rows.kv_heads, rows.attended) if kv_scales else ones(rows.kv_heads, rows.attended)
             for layer, rows in (
                 (i if spec.shares is None else spec.shares, spec.keeps) for i, spec in enumerate(target.layer_specs)
             )

@@ -47,9 +47,7 @@ def cell_setup(cell: Mapping[str, Any]) -> tuple[Setup, list[Request]]:
     kind = MTPSetup if cell["algorithm"] == "mtp" else Setup
     family, context = f"{cell['family']}_topk{cell['chosen']}", max(lengths) + max_tokens
     setup = kind(**around, **sizes, family=family, max_context=context)
-    return setup, [
-        asked(i, prompt, max_tokens=max_tokens, **STYLES[i]) for i, prompt in enumerate(prompts(7, lengths))
-    ]
+    return setup, [asked(i, prompt, max_tokens=max_tokens, **STYLES[i]) for i, prompt in enumerate(prompts(7, lengths))]
 
 
 CELLS = pairwise({**PRODUCT, **AROUND}, lambda cell: False)

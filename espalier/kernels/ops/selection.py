@@ -21,8 +21,9 @@ from espalier.kernels.runtime.op import op
 
 # Products of queries and keys that the reference holds at once.
 MAX_PRODUCTS = 2**25
-# The most rows of a selection that the kernels take.
-MAX_TOPK = 4096
+# What the kernels take: values of a key, and rows that are chosen.
+MAX_INDEX_SIZE = 256
+MAX_TOPK = 8192
 
 
 class IndexNorm(NamedTuple):
@@ -75,8 +76,9 @@ class IndexKeys:
 class SelectedRows(NamedTuple):
     """The rows that each query attends to.
 
-    rows: [B, Q, K] int32, committed rows of the pages in order of position, of which the first `count` [B, Q] int32
-    exist; the others are the dummy row.  bits: [B, Q, W] int64, the staged rows, as ancestor bits.
+    rows: [B, Q, K] int32, committed rows of the pages in order of position, of which the first `count` [B, Q] int64
+    exist; the others are the dummy row.  count is 0 where all committed and staged rows of a request are no more than
+    topk: its queries attend to all that they see.  bits: [B, Q, W] int64, the staged rows, as ancestor bits.
     """
 
     rows: Tensor
@@ -103,7 +105,7 @@ def scores_of(queries: IndexQueries, keys: Tensor) -> Tensor:
     """[B, Q, N] float32 (float64 for float64): the scores of keys [B, N, size] for queries [B, Q, ...]."""
     q, weights = queries
     exact = torch.promote_types(q.dtype, torch.float32)
-    batch, rows, heads, size = q.shape
+    batch, rows, heads = q.shape[:3]
     scores = torch.empty(batch, rows, keys.shape[1], dtype=exact, device=q.device)
     keys = keys.to(exact).transpose(1, 2)
     step = max(MAX_PRODUCTS // max(batch * heads * keys.shape[2], 1), 1)
@@ -136,8 +138,8 @@ def _rotated(x: Tensor, rotation: Rotation, rotary: int, interleaved: bool) -> T
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> Tensor:
     """[B, Q, C + R] float32: scores of the C positions of the page table, then of the staged rows.
 
-    -inf for rows that a query does not see: positions without a row, and staged rows whose bit is not in ancestor_bits
-    [B, Q, W].
+    Those of positions past a request's length are undefined.  -inf for other rows that a query does not see: below
+    `first`, and staged rows whose bit is not in ancestor_bits [B, Q, W].
     """
     batch, num_staged = keys.staged.shape[:2]
     capacity = keys.page_table.shape[1] * keys.page_size
@@ -152,14 +154,21 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) 
 
 
 @op("espalier.kernels.attention.select_rows")
-def select_rows(scores: Tensor, page_table: Tensor, page_size: int, topk: int, num_staged: int) -> SelectedRows:
-    """The rows with the topk highest scores [B, Q, C + R], as index_scores gives them.  num_staged: R.  Exact."""
-    chosen = top_rows(scores, topk)
-    committed, staged = chosen.split((scores.shape[2] - num_staged, num_staged), 2)
-    width = min(topk, committed.shape[2])
-    count = committed.sum(2)
+def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
+    """The rows with the topk highest scores [B, Q, C + R], as index_scores gives them.  Exact.
+
+    length: [B] int64, of the committed rows; page_table: [B, T] int32, of C = T · page_size positions.
+    """
+    capacity = page_table.shape[1] * page_size
+    num_staged = scores.shape[2] - capacity
+    past = torch.arange(scores.shape[2], device=scores.device).expand(len(length), -1)
+    past = (past >= length[:, None]) & (past < capacity)
+    chosen = top_rows(scores.masked_fill(past[:, None], -torch.inf), topk)
+    committed, staged = chosen.split((capacity, num_staged), 2)
+    width = min(topk, capacity)
+    count = committed.sum(2).where((length + num_staged > topk)[:, None], 0)
     # The chosen positions in order, then the others.
-    order = committed.logical_not().to(torch.uint8).argsort(2, stable=True)[..., :width]
+    order = committed.logical_not().to(torch.uint8).argsort(dim=2, stable=True)[..., :width]
     keep = torch.arange(width, device=scores.device) < count[..., None]
     rows = page_rows(page_table, order.flatten(1), page_size, keep.flatten(1)).view(order.shape)
-    return SelectedRows(rows.int(), count.int(), pack(staged))
+    return SelectedRows(rows.int(), count, pack(staged))

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3 whose layers attend to the rows that an indexer chooses (DeepSeek-AI 2025, section 2.1)."""
+"""DeepSeek-V3.2: DeepSeek-V3 whose layers attend to the rows that an indexer chooses (DeepSeek-AI 2025)."""
 
 from dataclasses import replace
 
