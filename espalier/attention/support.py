@@ -45,7 +45,8 @@ class Support:
     latent row, None if latent rows are limited by head_sizes too; latents: if any, the only supported latent rows.
     window_on_chain, window_on_tree: sliding windows in passes over chains and over trees; left_bound: prefixes whose
     rows below `first` do not exist; sinks: see Attention.attend; fp8: rows in FP8 (kv_dtype); softcap: of logits.
-    selection: layers that attend to chosen rows (LayerSpec.topk), of which most_selected at most; None: any number.
+    selection: layers that attend to chosen rows (LayerSpec.topk), of which most_selected at most; largest_index: values
+    of an index key; None: any number.
     needs_exact_lengths: kinds of layers for which `prepare` must announce exact lengths; prefill_graph: whether prefill
     passes are captured, as rounds are; majors: of the compute capabilities it runs on, None for any; ran_on: hardware
     that its tests have passed on; limits: by the name of a property, why the library has its limit.
@@ -64,6 +65,7 @@ class Support:
     softcap: By = By.NOTHING
     selection: By = By.NOTHING
     most_selected: int | None = None
+    largest_index: int | None = None
     page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
     latent_page_sizes: Sequence[int] | None = None
     head_sizes: Sequence[int] | None = None
@@ -170,11 +172,14 @@ class Support:
         most = self.most_selected
         too_many = most is not None and spec.topk is not None and spec.topk > most
         yield too_many, f"index_topk = {spec.topk}", f"{most} at most", "selection"
+        index_size, limit = keeps.index_size if isinstance(keeps, LatentKV) else 0, self.largest_index
+        wide_index = limit is not None and index_size > limit
+        yield wide_index, f"index_head_dim = {index_size}", f"{limit} at most", "selection"
         differ = isinstance(keeps, KVHeads) and keeps.k_size != keeps.v_size
         yield differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes", "head_size"
         wrong = self._unsupported_sizes(keeps)
-        limit = "latent" if is_latent else "head_size"
-        yield bool(wrong), f"heads of size {max(wrong, default=0)}", f"sizes {self.plain_heads}", limit
+        of_size = "latent" if is_latent else "head_size"
+        yield bool(wrong), f"heads of size {max(wrong, default=0)}", f"sizes {self.plain_heads}", of_size
         is_inexact = not exact_lengths and isinstance(keeps, self.needs_exact_lengths)
         inexact = f"rounds whose lengths are not known exactly, of layers that keep {keeps.kind}"
         yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"

@@ -9,7 +9,8 @@ from functools import partial
 
 from torch import Tensor
 
-from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix
+from espalier.attention import chosen
+from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, Selection
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -30,13 +31,13 @@ from espalier.kernels.ops.attention import (
     tree_attention,
 )
 from espalier.kernels.ops.kv_splits import KVSplitPolicy, KVSplits, kv_splits
+from espalier.kernels.ops.selection import MAX_INDEX_SIZE, MAX_TOPK, IndexQueries, SelectedRows
 
 
 class TritonAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
-        self.queries = nodes.positions.shape[1]
-        self.partials: dict[tuple[KVSplitPolicy, int, int], PartialResults] = {}
+        self.partials: dict[tuple[KVSplitPolicy, int, int, int, int], PartialResults] = {}
         self.splits_of: dict[tuple[KVSplitPolicy, int | None], KVSplits] = {}
         self.contiguous_of: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
@@ -46,22 +47,51 @@ class TritonAttention(Attention):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         return self._attend(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits), sink)[0]
 
+    def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedRows | None:
+        return chosen.select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
+
+    def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
+        if selection is None:
+            return self.attend(layer, q, k, v)
+        assert isinstance(selection, SelectedRows)
+        spec, nodes = self.specs[layer], self.nodes
+        staged = Staged(k, v, nodes.row_positions, nodes.ancestor_bits)
+        count, queries, width = selection.rows.shape
+        policy = self._policy_of(spec, count * queries, 1, width)
+        rest = self.prefix.shared((spec.topk, k.shape[1], self._policy(spec)), partial(self._rest, spec, k.shape[1]))
+        return chosen.attend(
+            self._run, spec, q, self._committed(layer), staged, nodes.positions, selection, policy, rest
+        )
+
+    def _rest(self, spec: LayerSpec, staged: int) -> chosen.Rest:
+        """Of the requests with at most topk rows, committed and staged together."""
+        assert spec.topk is not None
+        length = self.prefix.length
+        length = length.where(length + staged <= spec.topk, 0)
+        return chosen.Rest(length, kv_splits.triton(length, self.prefix.first, self._policy(spec)))
+
+    def _committed(self, layer: int) -> Committed:
+        (k, v), prefix = self.committed(layer), self.prefix
+        return Committed(
+            k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first, self.scales(layer)
+        )
+
     def _attend(self, layer: int, q: Tensor, staged: Staged | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        spec, prefix = self.specs[layer], self.prefix
-        k, v = self.committed(layer)
-        scales, page_size = self.scales(layer), self.pages.page_size
-        committed = Committed(k, v, prefix.page_table, prefix.length, page_size, prefix.first, scales)
+        spec, committed = self.specs[layer], self._committed(layer)
         splits = self.splits(spec)
         inputs = Inputs(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, spec.window, sink)
         inputs = inputs._replace(softcap=spec.softcap)
+        if _is_wide_latent(spec) and sink is not None:
+            raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
+        return self._run(spec, inputs)
+
+    def _run(self, spec: LayerSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        splits, queries = inputs.splits, inputs.q.shape[1]
         if _is_wide_latent(spec):
-            if sink is not None:
-                raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
-            partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec)
+            partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec, queries)
             return latent_attention.triton(inputs, partials)
-        return tree_attention.triton(
-            inputs, self._partials(splits, spec), contiguous=self._contiguous_blocks(spec, inputs)
-        )
+        contiguous = self._contiguous_blocks(spec, inputs) if spec.topk is None else None
+        return tree_attention.triton(inputs, self._partials(splits, spec, queries), contiguous=contiguous)
 
     def splits(self, spec: LayerSpec) -> KVSplits:
         """The splits for layers with this spec.
@@ -74,9 +104,11 @@ class TritonAttention(Attention):
         return self.splits_of[key]
 
     def _policy(self, spec: LayerSpec) -> KVSplitPolicy:
-        (batch, queries), layout = self.nodes.positions.shape, self.pages.layout
+        layout = self.pages.layout
+        return self._policy_of(spec, *self.nodes.positions.shape, layout.tokens_in(layout.table_width))
+
+    def _policy_of(self, spec: LayerSpec, batch: int, queries: int, max_rows: int) -> KVSplitPolicy:
         kv_heads = spec.keeps.kv_heads
-        max_rows = layout.tokens_in(layout.table_width)
         return KVSplitPolicy.of(
             batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.keeps.v_size, _is_wide_latent(spec)
         )
@@ -99,10 +131,10 @@ class TritonAttention(Attention):
         key = (splits.policy, count_contiguous_blocks)
         return self.prefix.shared(key, partial(count_contiguous_blocks, splits, *pages))
 
-    def _partials(self, splits: KVSplits, spec: LayerSpec) -> PartialResults:
-        key = (splits.policy, spec.heads, spec.keeps.v_size)
+    def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:
+        key = (splits.policy, len(splits.table), queries, spec.heads, spec.keeps.v_size)
         if key not in self.partials:
-            self.partials[key] = PartialResults.of(splits, self.queries, spec.heads, spec.keeps.v_size)
+            self.partials[key] = PartialResults.of(splits, queries, spec.heads, spec.keeps.v_size)
         return self.partials[key]
 
 
@@ -122,6 +154,9 @@ class TritonBackend:
         sinks=By.ITSELF,
         fp8=By.ITSELF,
         softcap=By.ITSELF,
+        selection=By.ITSELF,
+        most_selected=MAX_TOPK,
+        largest_index=MAX_INDEX_SIZE,
         different_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
         largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),
