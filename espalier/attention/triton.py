@@ -72,9 +72,7 @@ class TritonAttention(Attention):
 
     def _committed(self, layer: int) -> Committed:
         (k, v), prefix = self.committed(layer), self.prefix
-        return Committed(
-            k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first, self.scales(layer)
-        )
+        return Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first, self.scales(layer))
 
     def _attend(self, layer: int, q: Tensor, staged: Staged | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         spec, committed = self.specs[layer], self._committed(layer)

@@ -184,7 +184,7 @@ CHOOSING = tuple(LayerSpec(3, replace(keeps, index_size=16), topk=19) for keeps 
 @pytest.mark.parametrize("in_fp8", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("shape", ["tree", "levels", "chain", "one of a chain"])
 def test_chosen_rows(kernel_device, shape, in_fp8):
-    """Against the reference; of requests whose rows all fit the choice, what attention without one gives, to the bit."""
+    """Against the reference; of requests whose rows all fit the choice, as attention without one, to the bit."""
     length = torch.tensor([17, 1, 170, 0], device=kernel_device)
     queries, rows = {"tree": (4, 4), "levels": (2, 6), "chain": (3, 3), "one of a chain": (1, 3)}[shape]
     nodes = Nodes.chain(length[:, None] + torch.arange(3, device=kernel_device))

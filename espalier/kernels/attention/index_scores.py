@@ -1,4 +1,4 @@
-"""Scores of index keys: the sum over index heads of weight · max(q · k, 0), for committed rows in pages and staged rows.
+"""Scores of index keys, the sum over index heads of weight · max(q · k, 0), for rows in pages and staged rows.
 
 Few queries and many rows: a block of keys is loaded once and multiplied with the heads of one query after another.  A
 request's programs take its blocks in turns, so a captured launch does no work for rows that do not exist.  The block
@@ -101,7 +101,7 @@ def _index_scores_kernel(
 
 
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> Tensor:
-    """Raises EspalierError for sizes that do not agree, other dtypes than DTYPES and keys over MAX_INDEX_SIZE values."""
+    """Raises EspalierError for sizes that do not agree, dtypes that are not in DTYPES, and keys that are too wide."""
     q, weights = queries
     batch, num_queries, heads, size = q.shape
     rows, capacity = keys.staged.shape[1], keys.page_table.shape[1] * keys.page_size
