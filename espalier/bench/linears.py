@@ -268,9 +268,21 @@ class ModelShape:
         return (
             self._run(f"{prefix}q and kv", (rows_of_down, self.hidden), count, rows),
             *up,
+            *self._indexers(prefix, latent, count, rows),
             Run(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, self.heads),
             Run(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, self.heads),
             self._run(f"{prefix}o", (self.hidden, self.heads * latent.v_size), count, rows),
+        )
+
+    def _indexers(self, prefix: str, latent: LatentConfig, count: int, rows: int) -> tuple[Run, ...]:
+        """Of layers that all have one, as in the shapes of SHAPES."""
+        index = latent.index
+        if index is None or latent.q_rank is None:
+            return ()
+        return (
+            self._run(f"{prefix}index up", (index.heads * index.size, latent.q_rank), count, rows),
+            self._run(f"{prefix}index key", (index.size, self.hidden), count, rows),
+            Run(f"{prefix}index weights", (index.heads, self.hidden), count, rows),
         )
 
     def _mlp(self, prefix: str, inner: int, count: int, rows: int) -> tuple[Run, ...]:

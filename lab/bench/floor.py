@@ -27,7 +27,7 @@ from espalier.terminal.machine import require_gpu
 from lab.bench.ceilings import Ceilings, measured_ceilings
 from lab.bench.checks import positive_numbers
 from lab.bench.experts import ExpertWeights
-from lab.bench.passes import attended, attention_flops
+from lab.bench.passes import attended, attention_flops, index_cost
 
 
 @dataclass(frozen=True)
@@ -149,8 +149,9 @@ def round_attention(
 ) -> Cost:
     """The attention of the passes of `round_runs`.  value_bytes: see kv_value_bytes.
 
-    Each pass reads a request's prefix of `context` tokens once; a layer with a window reads only the window.  The nodes
-    are left out: they are few compared with the prefix.
+    Each pass reads a request's prefix of `context` tokens once.  A layer with a window reads only the window; one with
+    an index reads the index keys and, once for all nodes, as many rows as are chosen.  The nodes are left out: they are
+    few compared with the prefix.
     """
     of_target, of_draft = value_bytes
     # (model, queries a request, bytes of a value) of each pass
@@ -160,8 +161,11 @@ def round_attention(
     elif drafts:
         passes += [(shape.draft_sizes, each.queries, of_draft) for each in draft_passes(shape.modules, steps, topk)]
     reads = [(model, queries, size, batch * attended(model, context)) for model, queries, size in passes]
+    indexed = [(queries, *index_cost(model, context)) for model, queries, _ in passes]
     num_bytes = sum(size * model.kept_values * rows for model, _, size, rows in reads)
-    return Cost(num_bytes, sum(queries * attention_flops(model) * rows for model, queries, _, rows in reads))
+    flops = sum(queries * attention_flops(model) * rows for model, queries, _, rows in reads)
+    num_bytes += batch * sum(of_keys for _, of_keys, _ in indexed)
+    return Cost(num_bytes, flops + batch * sum(queries * of_query for queries, _, of_query in indexed))
 
 
 class Floors:

@@ -34,7 +34,10 @@ def _read_at(rows: int, layer: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def attended(shape: ModelShape, context: float) -> float:
-    """The rows that a query reads, summed over the layers."""
+    """The rows that a query attends to, summed over the layers."""
+    index = None if shape.latent is None else shape.latent.index
+    if index is not None:
+        return shape.layers * min(index.topk, context)
     return sum(min(window, context) for window in shape.windows) + (shape.layers - len(shape.windows)) * context
 
 
@@ -42,6 +45,15 @@ def attention_flops(shape: ModelShape) -> int:
     """FLOPs of one pair of query and row, in one layer."""
     latent = shape.latent
     return 2 * shape.heads * (2 * shape.head_size if latent is None else latent.row_size + latent.kv_rank)
+
+
+def index_cost(shape: ModelShape, context: float) -> tuple[float, int]:
+    """(bytes of the index keys, in bfloat16, that a request's queries score, FLOPs of one query), in all layers."""
+    index = None if shape.latent is None else shape.latent.index
+    if index is None or context <= index.topk:
+        return 0, 0
+    scored = shape.layers * context
+    return 2 * index.size * scored, int(2 * index.heads * index.size * scored)
 
 
 def prompt_attention_flops(shape: ModelShape, length: int) -> int:
