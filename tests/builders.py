@@ -75,6 +75,7 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
     "deepseek_v32": DeepseekV32Config,
+    "deepseek_v32_wide": DeepseekV32Config,
     "glm_moe_dsa": GlmMoeDsaConfig,
     "dots1": Dots1Config,
     "granite_hybrid": GraniteMoeHybridConfig,
@@ -244,6 +245,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe": {**ROUTED, "head_dim": 12},
     "glm4_moe_lite": {**LATENT, **ROUTED, "n_group": 1, "topk_group": 1},
     "deepseek_v32": {**LATENT, **ROUTED, **INDEX},
+    "deepseek_v32_wide": {
+        **{**LATENT, **ROUTED, **INDEX, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},
+        "index_head_dim": 128,
+    },
     # Layers that share the rows that another one chose.
     "glm_moe_dsa": {**LATENT, **ROUTED, **INDEX, "n_group": 1, "topk_group": 1, "indexer_types": SHARING},
     "dots1": {**ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},

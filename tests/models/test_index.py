@@ -1,6 +1,7 @@
 """Configs of indexers: which layers choose rows, published files, overrides that keep the other fields, refusals."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from espalier.attention import BACKENDS, backend
 from espalier.attention.support import By
 from espalier.cache.kv import bytes_per_token
-from espalier.cache.layer_spec import stored_as
+from espalier.cache.layer_spec import LatentKV, LayerSpec, stored_as
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8, dequantise
+from espalier.kernels.ops.selection import MAX_TOPK
 from espalier.models import ModelConfig, load_target, read_config
 from espalier.models.index_config import FULL, SHARED, IndexConfig
 from espalier.models.layer_loading import layer_specs_of
@@ -161,6 +163,20 @@ def test_backends_without_chosen_rows_are_refused_by_name(tmp_path: Path) -> Non
     config = EngineConfig(model=path, device="cpu", dtype="float64", max_context=64, attention="triton")
     with pytest.raises(EspalierError, match="attention=triton"):
         load.resolve_config(config, load.find(config))
+
+
+def test_what_the_kernels_do_not_take_is_refused_by_name() -> None:
+    """Before anything is allocated; the reference takes it."""
+    row = LatentKV(576, 512, index_size=128)
+    for topk, keeps, says in (
+        (MAX_TOPK + 1, row, f"does not support index_topk = {MAX_TOPK + 1}; it supports {MAX_TOPK} at most"),
+        (2048, replace(row, index_size=512), "does not support index_head_dim = 512; it supports 256 at most"),
+    ):
+        spec = LayerSpec(16, keeps, topk=topk)
+        with pytest.raises(EspalierError, match=says):
+            backend("triton").support.require("cuda", torch.bfloat16, 64, [spec])
+        backend("reference").support.require("cuda", torch.bfloat16, 64, [spec])
+    backend("triton").support.require("cuda", torch.bfloat16, 64, [LayerSpec(16, row, topk=MAX_TOPK)])
 
 
 def test_indexers_of_an_fp8_checkpoint(tmp_path: Path) -> None:

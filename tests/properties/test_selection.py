@@ -71,15 +71,20 @@ SMALL = Setup(
 )
 
 
+@pytest.mark.full
 def test_a_prefix_hit_of_every_length():
     scenarios.hit_every_length(watched, replace(SMALL, page_size=3))
 
 
-@pytest.mark.parametrize("chunk_size", [16, 64], ids=["chunks", "pieces"])
+@pytest.mark.parametrize("chunk_size", [16, pytest.param(64, marks=pytest.mark.full)], ids=["chunks", "pieces"])
 def test_a_prompt_is_cut_behind_every_hit(chunk_size):
     scenarios.cut_behind_hits(watched, SMALL, chunk_size)
 
 
-def test_preempted_requests_and_a_tree_a_batch():
+@pytest.mark.full
+def test_preempted_requests():
     scenarios.preempt(watched, SMALL)
+
+
+def test_a_tree_a_batch():
     scenarios.tree_a_batch(watched, SMALL, TreeShape(2, 2, 5))
