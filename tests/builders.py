@@ -246,7 +246,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {**LATENT, **ROUTED, "n_group": 1, "topk_group": 1},
     "deepseek_v32": {**LATENT, **ROUTED, **INDEX},
     "deepseek_v32_wide": {
-        **{**LATENT, **ROUTED, **INDEX, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},
+        **LATENT,
+        **ROUTED,
+        **INDEX,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
         "index_head_dim": 128,
     },
     # Layers that share the rows that another one chose.
