@@ -127,6 +127,41 @@ def _count_chunks_kernel(
 
 
 @kernel
+def _write_chunk(
+    scores, table, row_ptr, chunk, length, capacity, rows, width, least, wanted, before, above_before, equal_behind,
+    PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the chosen rows of a committed chunk.
+
+    before: equal scores in earlier chunks; equal_behind: in later ones; above_before: larger scores in earlier chunks.
+    """
+    at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
+    is_equal = (exists & (ordered == least)).to(tl.int32)
+    # Of equal scores the last ones are taken.
+    behind = equal_behind + tl.cumsum(is_equal, 0, reverse=True)
+    taken = (exists & (ordered > least)) | ((is_equal > 0) & (behind <= wanted))
+    taken_before = tl.minimum(tl.maximum(wanted - equal_behind - tl.sum(is_equal, 0), 0), before)
+    place = above_before + taken_before + tl.cumsum(taken.to(tl.int32), 0) - 1
+    page = tl.load(table + at // PAGE_SIZE, mask=taken, other=0)
+    tl.store(row_ptr + place, page * PAGE_SIZE + at % PAGE_SIZE, mask=taken & (place < width))
+
+
+@kernel
+def _write_bits(scores, words, rows, least, wanted, WORDS: tl.constexpr, WORD: tl.constexpr):
+    """Write the bits of the chosen staged rows.  Returns the number of staged rows at the threshold."""
+    at = tl.arange(0, WORDS * WORD)
+    exists = at < rows
+    ordered = _ordered(tl.load(scores + at, mask=exists, other=float("-inf")))
+    exists = exists & (ordered > 0x007FFFFF)
+    is_equal = (exists & (ordered == least)).to(tl.int32)
+    taken = (exists & (ordered > least)) | ((is_equal > 0) & (tl.cumsum(is_equal, 0, reverse=True) <= wanted))
+    bits = tl.reshape(taken.to(tl.int64) << (at % WORD).to(tl.int64), [WORDS, WORD])
+    word = tl.arange(0, WORDS)
+    tl.store(words + word, tl.sum(bits, 1), mask=word < (rows + WORD - 1) // WORD)
+    return tl.sum(is_equal, 0)
+
+
+@kernel
 def _write_rows_kernel(
     score_ptr, length_ptr, bin_ptr, count_ptr, table_ptr, row_ptr, chosen_ptr, word_ptr,
     queries, capacity, rows, topk, width, chunks, score_b, score_q, length_b, table_b,
@@ -147,36 +182,18 @@ def _write_rows_kernel(
         counts = count_ptr + (query * chunks + other) * 2
         above = tl.load(counts, mask=other < chunks, other=0)
         equal = tl.load(counts + 1, mask=other < chunks, other=0)
-        equal_here = tl.sum(tl.where(other == chunk, equal, 0), 0)
-        equal_behind = tl.sum(tl.where(other > chunk, equal, 0), 0)
-        # Of equal scores the last ones are taken.
+        above_before = tl.sum(tl.where(other < chunk, above, 0), 0)
+        equal_before = tl.sum(tl.where(other < chunk, equal, 0), 0)
         if chunk < num_committed:
-            at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
-            is_equal = (exists & (ordered == least)).to(tl.int32)
-            behind = equal_behind + tl.cumsum(is_equal, 0, reverse=True)
-            taken = (exists & (ordered > least)) | ((is_equal > 0) & (behind <= wanted))
-            equal_before = tl.sum(tl.where(other < chunk, equal, 0), 0)
-            before = tl.sum(tl.where(other < chunk, above, 0), 0)
-            before += tl.minimum(tl.maximum(wanted - equal_behind - equal_here, 0), equal_before)
-            place = before + tl.cumsum(taken.to(tl.int32), 0) - 1
-            page = tl.load(table_ptr + request * table_b + at // PAGE_SIZE, mask=taken, other=0)
-            tl.store(row_ptr + query * width + place, page * PAGE_SIZE + at % PAGE_SIZE, mask=taken & (place < width))
+            equal_behind = tl.sum(tl.where(other > chunk, equal, 0), 0)
+            _write_chunk(
+                scores, table_ptr + request * table_b, row_ptr + query * width, chunk, length, capacity, rows, width,
+                least, wanted, equal_before, above_before, equal_behind, PAGE_SIZE, CHUNK,
+            )  # fmt: skip
         else:
-            at = tl.arange(0, WORDS * WORD)
-            exists = at < rows
-            ordered = _ordered(tl.load(scores + capacity + at, mask=exists, other=float("-inf")))
-            exists = exists & (ordered > 0x007FFFFF)
-            is_equal = (exists & (ordered == least)).to(tl.int32)
-            taken = (exists & (ordered > least)) | ((is_equal > 0) & (tl.cumsum(is_equal, 0, reverse=True) <= wanted))
-            bits = tl.reshape(taken.to(tl.int64) << (at % WORD).to(tl.int64), [WORDS, WORD])
-            word = tl.arange(0, WORDS)
-            num_words = (rows + WORD - 1) // WORD
-            tl.store(word_ptr + query * num_words + word, tl.sum(bits, 1), mask=word < num_words)
-            committed = other < num_committed
-            equal_staged = tl.sum(is_equal, 0)
-            equal_committed = tl.sum(tl.where(committed, equal, 0), 0)
-            count = tl.sum(tl.where(committed, above, 0), 0)
-            count += tl.minimum(tl.maximum(wanted - equal_staged, 0), equal_committed)
+            words = word_ptr + query * ((rows + WORD - 1) // WORD)
+            equal_staged = _write_bits(scores + capacity, words, rows, least, wanted, WORDS, WORD)
+            count = above_before + tl.minimum(tl.maximum(wanted - equal_staged, 0), equal_before)
             tl.store(chosen_ptr + query, tl.where(is_long, count, 0).to(tl.int64))
 
 

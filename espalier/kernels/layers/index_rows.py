@@ -30,6 +30,54 @@ def _normed(values, weight_ptr, bias_ptr, column, exists, mean, scale, TYPE: tl.
 
 
 @kernel
+def _store_key(
+    values, to, cos, sin, weight_ptr, bias_ptr,
+    EPS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, TYPE: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate one key at `values`, and store it at `to`."""
+    HALF: tl.constexpr = ROTARY // 2
+    column = tl.arange(0, BLOCK_SIZE)
+    exists = column < SIZE
+    x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
+    mean = tl.sum(x, 0) / SIZE
+    distance = tl.where(exists, x - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(distance * distance, 0) / SIZE + EPS)
+    stays = exists & (column >= ROTARY)
+    kept = _normed(values, weight_ptr, bias_ptr, column, stays, mean, scale, TYPE, EXACT)
+    tl.store(to + column, kept.to(to.dtype.element_ty), mask=stays)
+    pair = tl.arange(0, BLOCK)
+    in_half = pair < HALF
+    if INTERLEAVED:
+        left_column, right_column = 2 * pair, 2 * pair + 1
+    else:
+        left_column, right_column = pair, pair + HALF
+    left = _normed(values, weight_ptr, bias_ptr, left_column, in_half, mean, scale, TYPE, EXACT)
+    right = _normed(values, weight_ptr, bias_ptr, right_column, in_half, mean, scale, TYPE, EXACT)
+    left_cos = tl.load(cos + pair, mask=in_half, other=0.0).to(EXACT)
+    right_cos = tl.load(cos + HALF + pair, mask=in_half, other=0.0).to(EXACT)
+    left_sin = tl.load(sin + pair, mask=in_half, other=0.0).to(EXACT)
+    right_sin = tl.load(sin + HALF + pair, mask=in_half, other=0.0).to(EXACT)
+    tl.store(to + pair, (left * left_cos + right * left_sin).to(to.dtype.element_ty), mask=in_half)
+    tl.store(to + HALF + pair, (right * right_cos + left * right_sin).to(to.dtype.element_ty), mask=in_half)
+
+
+@kernel
+def _rotate_heads(
+    q_ptr, first, cos, sin, q_h,
+    HEADS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, EXACT: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rotate BLOCK_H heads of a row's queries from `first` on, in place."""
+    head = (first + tl.arange(0, BLOCK_H))[:, None]
+    mask = head < HEADS
+    left, right = rotated_halves(q_ptr + head * q_h, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK)
+    # All warps must read their values before one writes.
+    tl.debug_barrier()
+    store_halves(q_ptr + head * q_h, left, right, mask, ROTARY, BLOCK)
+
+
+@kernel
 def _index_rows_kernel(
     q_ptr, k_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, row_ptr, plane_ptr,
     q_n, q_h, k_n, cos_n, sin_n, row_n, plane_row,
@@ -40,39 +88,15 @@ def _index_rows_kernel(
     n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     cos, sin = cos_ptr + n * cos_n, sin_ptr + n * sin_n
     if block == 0:
-        TYPE: tl.constexpr = q_ptr.dtype.element_ty
-        HALF: tl.constexpr = ROTARY // 2
-        values, column = k_ptr + n * k_n, tl.arange(0, BLOCK_SIZE)
-        exists = column < SIZE
-        x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
-        mean = tl.sum(x, 0) / SIZE
-        distance = tl.where(exists, x - mean, 0.0)
-        scale = 1.0 / tl.sqrt(tl.sum(distance * distance, 0) / SIZE + EPS)
         to = plane_ptr + tl.load(row_ptr + n * row_n) * plane_row
-        stays = exists & (column >= ROTARY)
-        kept = _normed(values, weight_ptr, bias_ptr, column, stays, mean, scale, TYPE, EXACT)
-        tl.store(to + column, kept.to(to.dtype.element_ty), mask=stays)
-        pair = tl.arange(0, BLOCK)
-        in_half = pair < HALF
-        if INTERLEAVED:
-            left_column, right_column = 2 * pair, 2 * pair + 1
-        else:
-            left_column, right_column = pair, pair + HALF
-        left = _normed(values, weight_ptr, bias_ptr, left_column, in_half, mean, scale, TYPE, EXACT)
-        right = _normed(values, weight_ptr, bias_ptr, right_column, in_half, mean, scale, TYPE, EXACT)
-        left_cos = tl.load(cos + pair, mask=in_half, other=0.0).to(EXACT)
-        right_cos = tl.load(cos + HALF + pair, mask=in_half, other=0.0).to(EXACT)
-        left_sin = tl.load(sin + pair, mask=in_half, other=0.0).to(EXACT)
-        right_sin = tl.load(sin + HALF + pair, mask=in_half, other=0.0).to(EXACT)
-        tl.store(to + pair, (left * left_cos + right * left_sin).to(to.dtype.element_ty), mask=in_half)
-        tl.store(to + HALF + pair, (right * right_cos + left * right_sin).to(to.dtype.element_ty), mask=in_half)
+        _store_key(
+            k_ptr + n * k_n, to, cos, sin, weight_ptr, bias_ptr,
+            EPS, SIZE, ROTARY, INTERLEAVED, q_ptr.dtype.element_ty, EXACT, BLOCK_SIZE, BLOCK,
+        )  # fmt: skip
     else:
-        head = ((block - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
-        mask, heads = head < HEADS, q_ptr + n * q_n + head * q_h
-        left, right = rotated_halves(heads, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK)
-        # In place: all warps must read their values before one writes.
-        tl.debug_barrier()
-        store_halves(heads, left, right, mask, ROTARY, BLOCK)
+        _rotate_heads(
+            q_ptr + n * q_n, (block - 1) * BLOCK_H, cos, sin, q_h, HEADS, ROTARY, INTERLEAVED, EXACT, BLOCK_H, BLOCK
+        )
 
 
 def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
