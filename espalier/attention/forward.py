@@ -16,9 +16,9 @@ from espalier.attention.grouped import GroupedBackend
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
-from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import IndexQueries, IndexRows
+from espalier.kernels.ops.states import GateInputs
 from espalier.kernels.ops.tree import gather_rows
 
 
@@ -146,8 +146,8 @@ class Pass:
         index: of a layer that keeps index keys.  Its queries choose the rows that they attend to, in this layer and in
         those behind it that attend to chosen rows and keep no keys.
         Returns the queries of the rows that the layer computes: [B, Q, heads, k_size], or [B, 1, ...] of those needed.
-        A layer that keeps a state gives the rows' inputs [N, channels], gates and convolution, and gets the queries of
-        all rows; one without heads gets the convolution's output [B, Q, channels], or [B, 1, channels].
+        A layer that keeps a state gives what PassStates.write takes, and gets the queries of all rows; one without
+        heads gets the convolution's output [B, Q, channels], or [B, 1, channels].
         """
         place, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[place]
@@ -192,11 +192,9 @@ class Pass:
             self._selection = narrowed(self._selection, kept)
         return self._selection
 
-    def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | None, conv: ShortConv) -> Tensor:
-        """inputs: [N, channels]; gates: [N, 2, heads]."""
-        shape = self.tokens.shape
-        of_rows = None if gates is None else gates.unflatten(0, shape)
-        q = self._states.write(self.layers[layer], inputs.unflatten(0, shape), of_rows, conv)
+    def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | GateInputs | None, *how: Any) -> Tensor:
+        """As PassStates.write."""
+        q = self._states.write(self.layers[layer], self.tokens.shape[1], inputs, gates, *how)
         return q if gates is not None else self._of_kept(layer, q)
 
     def _of_kept(self, layer: int, values: Tensor) -> Tensor:
@@ -249,7 +247,7 @@ class Pass:
         states, access, nodes = self.cache.states, self.access, self.nodes
         assert states is not None and access is not None, "layers that keep a state run for a target alone"
         assert isinstance(nodes, Nodes)
-        return PassStates(states, access, nodes.parents, nodes.seen(None) if access.length is None else None)
+        return PassStates(states, access, nodes.parents, nodes.ancestor_bits)
 
     @cached_property
     def _needed_rows(self) -> Tensor:

@@ -18,8 +18,10 @@ from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver, StagedHandle
 from espalier.engine.launch_input import Launch
 from espalier.engine.masks import Maskers
+from espalier.engine.round_trees import RoundTrees
 from espalier.engine.scheduler import Scheduler
 from espalier.engine.state_keeper import make_keeper
+from espalier.engine.tree_choice import TreeChooser
 from espalier.errors import EspalierError, too_little_room
 from espalier.request import OutputChunk, Request, check_prompt
 from espalier.stats import SpeculationStats
@@ -62,9 +64,10 @@ class Engine:
     stopped: why the engine no longer runs; None while it works.  If a launch fails, every request in the engine is
     aborted with this text.
     observer: sees every launch; None, the default, costs nothing.
+    chooser: of the tree of each round; None for the layout's.
     """
 
-    def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool, pauses_draft: bool = False):
+    def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool, chooser: TreeChooser | None = None):
         runner = executor.runner
         self.layout = runner.layout
         self.vocab_size = runner.target.config.vocab_size
@@ -81,7 +84,7 @@ class Engine:
             vocab_size=self.vocab_size,
             captured_passes=executor.captured_passes,
             states=make_keeper(self.layout, self.prefixes, runner.cache.snapshot_rows),
-            pauses_draft=pauses_draft,
+            trees=RoundTrees(self.layout, chooser, executor.runs_any_tree),
         )
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None

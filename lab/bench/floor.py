@@ -14,6 +14,7 @@ import gc
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 
 import torch
 from rich.text import Text
@@ -21,13 +22,14 @@ from rich.text import Text
 from espalier.bench.chains import as_engine, plain
 from espalier.bench.linears import ModelShape, Run, shape_named
 from espalier.bench.timing import SECONDS, TURNS, Stopwatch
+from espalier.cache.layer_spec import INDEX_PLANE
 from espalier.config import FP8_KV, is_open
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.machine import require_gpu
 from lab.bench.ceilings import Ceilings, measured_ceilings
 from lab.bench.checks import positive_numbers
 from lab.bench.experts import ExpertWeights
-from lab.bench.passes import attended, attention_flops, index_cost
+from lab.bench.passes import attention_flops, index_cost, rows_read
 
 
 @dataclass(frozen=True)
@@ -160,12 +162,16 @@ def round_attention(
         passes += [(shape.draft_sizes, shape.block.rows, of_draft)] if steps else []
     elif drafts:
         passes += [(shape.draft_sizes, each.queries, of_draft) for each in draft_passes(shape.modules, steps, topk)]
-    reads = [(model, queries, size, batch * attended(model, context)) for model, queries, size in passes]
-    indexed = [(queries, *index_cost(model, context)) for model, queries, _ in passes]
-    num_bytes = sum(size * model.kept_values * rows for model, _, size, rows in reads)
-    flops = sum(queries * attention_flops(model) * rows for model, queries, _, rows in reads)
-    num_bytes += batch * sum(of_keys for _, of_keys, _ in indexed)
-    return Cost(num_bytes, flops + batch * sum(queries * of_query for queries, _, of_query in indexed))
+    num_bytes = flops = 0.0
+    for model, queries, size in passes:
+        for spec in model.specs:
+            rows = batch * rows_read(spec, context)
+            of_keys, of_query = index_cost(model, spec, context)
+            index_values = prod(spec.keeps.planes.get(INDEX_PLANE, (0,)))
+            # A layer that reads the rows of an earlier one reads them again.
+            num_bytes += size * (spec.keeps.values_per_token - index_values) * rows + batch * of_keys
+            flops += queries * (attention_flops(spec) * rows + batch * of_query)
+    return Cost(num_bytes, flops)
 
 
 class Floors:
