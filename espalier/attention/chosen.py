@@ -71,7 +71,7 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """As Attention.attend_selected.  policy: of the splits of chosen rows."""
     shape, scale = q.shape[:2], spec.softmax_scale
-    count, rows = chosen.count.flatten(), chosen.rows.flatten(0, 1)
+    count, rows = chosen.counts.flatten(), chosen.rows.flatten(0, 1)
     pages = Committed(committed.k, committed.v, rows, count, 1, 0, committed.scales)
     splits = kv_splits.triton(count, 0, policy)
     each = Inputs(q.flatten(0, 1)[:, None], pages, None, positions.reshape(-1, 1), splits, scale)

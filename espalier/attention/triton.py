@@ -102,8 +102,8 @@ class TritonAttention(Attention):
         return self.splits_of[key]
 
     def _policy(self, spec: LayerSpec) -> KVSplitPolicy:
-        layout = self.pages.layout
-        return self._policy_of(spec, *self.nodes.positions.shape, layout.tokens_in(layout.table_width))
+        (batch, queries), layout = self.nodes.positions.shape, self.pages.layout
+        return self._policy_of(spec, batch, queries, layout.tokens_in(layout.table_width))
 
     def _policy_of(self, spec: LayerSpec, batch: int, queries: int, max_rows: int) -> KVSplitPolicy:
         kv_heads = spec.keeps.kv_heads

@@ -238,8 +238,8 @@ DEEPSEEK_V3_1GPU = {
 # The second chooses rows; the first attends to all, to be compared with it.
 DEEPSEEK_V3_CUT = {**DEEPSEEK_V3_1GPU, "num_hidden_layers": 8, "first_k_dense_replace": 6}
 DEEPSEEK_V32 = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
-DEEPSEEK_V32 |= {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
-DEEPSEEK_V32_CUT = {**DEEPSEEK_V3_CUT, **DEEPSEEK_V32}
+INDEX = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
+DEEPSEEK_V32_CUT = {**DEEPSEEK_V3_CUT, **DEEPSEEK_V32, **INDEX}
 # Of the checkpoint in bfloat16: the published experts are in MXFP4.
 GPT_OSS_20B = {
     **GPT_OSS,

@@ -137,7 +137,11 @@ def _load_indexer(
     return Indexer(
         q=weights.linear(under, ("wq_b",), (index.heads * index.size,), rank, bias=False),
         k=weights.linear(under, ("wk",), (index.size,), columns, bias=False),
-        norm=IndexNorm(*(weights.take(f"{under}k_norm.{name}", index.size) for name in ("weight", "bias")), INDEX_EPS),
+        norm=IndexNorm(
+            weights.take(f"{under}k_norm.weight", index.size),
+            weights.take(f"{under}k_norm.bias", index.size),
+            INDEX_EPS,
+        ),
         weights=weights.take_matrix(f"{under}weights_proj", index.heads, columns),
         interleaved=index.interleaved,
     )

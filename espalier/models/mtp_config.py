@@ -122,7 +122,7 @@ def _family_of(base: Mapping[str, Any], path: Path) -> Family:
 def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Raw:
     """The config of a model that has the MTP layers as its last ones; each is of the kind of the target's last, or has
     the type `layer_type`."""
-    longer = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
+    longer: Raw = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
     if layer_type is not None and base.get("layer_types"):
         longer["layer_types"][-modules:] = [layer_type] * modules
     if base.get("index_topk") is not None:

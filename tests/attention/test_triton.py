@@ -205,8 +205,8 @@ def test_chosen_rows(kernel_device, shape, in_fp8):
         keys = torch.randn(4, rows, 1, 16, generator=generator).to(kernel_device)
         chosen = made.select(layer, asking, keys)
         expected = exact.select(layer, IndexQueries(*(value.double() for value in asking)), keys.double())
-        held = chosen.count + (chosen.bits[..., None] >> torch.arange(rows, device=kernel_device) & 1).sum((2, 3))
-        assert torch.equal(held[[0, 2]], expected.mask.sum(2)[[0, 2]]) and not chosen.count[[1, 3]].any()
+        held = chosen.counts + (chosen.bits[..., None] >> torch.arange(rows, device=kernel_device) & 1).sum((2, 3))
+        assert torch.equal(held[[0, 2]], expected.mask.sum(2)[[0, 2]]) and not chosen.counts[[1, 3]].any()
         out = made.attend_selected(layer, q, k, v, chosen)
         staged = (k, v) if in_fp8 else (k.double(), v.double())
         torch.testing.assert_close(

@@ -121,9 +121,9 @@ def test_selections(kernel_device, topk, drawn):
         table = random_table(4, columns, generator).to(kernel_device)
         made = select_rows.triton(scores, length, table, page_size, topk)
         expected = select_rows.reference(scores.clone(), length, table, page_size, topk)
-        assert torch.equal(made.count, expected.count) and torch.equal(made.bits, expected.bits)
+        assert torch.equal(made.counts, expected.counts) and torch.equal(made.bits, expected.bits)
         for request, query in product(range(4), range(2)):
-            count = int(made.count[request, query])
+            count = int(made.counts[request, query])
             assert made.rows[request, query, :count].tolist() == expected.rows[request, query, :count].tolist()
             assert not made.rows[request, query, count:].any()
             seen = scores[request, query].clone()

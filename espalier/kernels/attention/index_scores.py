@@ -97,7 +97,7 @@ def _index_scores_kernel(
                 seen = ((word >> (at % 64).to(tl.int64)) & 1) != 0
             score = tl.where(seen, score, float("-inf"))
             column = tl.where(is_staged, capacity, 0) + at
-            tl.store(out_ptr + query.to(tl.int64) * out_q + column, score, mask=exists)
+            tl.store(out_ptr + tl.cast(query, tl.int64) * out_q + column, score, mask=exists)
 
 
 def index_scores(queries: IndexQueries, keys: IndexKeys, ancestor_bits: Tensor) -> Tensor:

@@ -76,13 +76,13 @@ class IndexKeys:
 class SelectedRows(NamedTuple):
     """The rows that each query attends to.
 
-    rows: [B, Q, K] int32, committed rows of the pages in order of position, of which the first `count` [B, Q] int64
-    exist; the others are the dummy row.  count is 0 where all committed and staged rows of a request are no more than
+    rows: [B, Q, K] int32, committed rows of the pages in order of position, of which the first `counts` [B, Q] int64
+    exist; the others are the dummy row.  A count is 0 where all committed and staged rows of a request are no more than
     topk: its queries attend to all that they see.  bits: [B, Q, W] int64, the staged rows, as ancestor bits.
     """
 
     rows: Tensor
-    count: Tensor
+    counts: Tensor
     bits: Tensor
 
 

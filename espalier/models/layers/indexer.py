@@ -18,7 +18,7 @@ from espalier.kernels.ops.selection import IndexNorm, IndexRows
 from espalier.kernels.runtime.launch import chip
 from espalier.models.layers.experts import router_logits
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm
+from espalier.models.layers.norm import AnyNorm, Delta
 
 # eps of the norm of index keys, which the publishers' code fixes.
 INDEX_EPS = 1e-6
@@ -31,7 +31,7 @@ class IndexedRows(NamedTuple):
     of_products: Rows
 
 
-def read_indexed(down: Linear, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, IndexedRows]:
+def read_indexed(down: Linear, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, IndexedRows]:
     """(x + delta, its norm for `down` and for an indexer)."""
     rounding = down.rounding if x.is_cuda else None
     if rounding is not None and (len(x) > kernel_rows(rounding, chip(x)) or not rounds_norm(x.shape[1], rounding)):

@@ -67,16 +67,15 @@ class LatentAttention:
 
     def write(self, layer: int, rows: Rows | IndexedRows, p: Pass) -> Tensor:
         """As espalier/models/layers/attention.py:Attention.write."""
-        indexed = rows if isinstance(rows, IndexedRows) else None
-        down = self.down(rows if indexed is None else indexed.of_products)
+        down = self.down(rows.of_products if isinstance(rows, IndexedRows) else rows)
         q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
         q_latent = q if self.q_norm is None else self.q_norm(q)
         q = q_latent if self.q is None else self.q(q_latent)
         q, rotation = q.unflatten(1, (self.k_up.shape[0], -1)), p.rotation(self.rope)
         values = q, latent, rotation, self.form, self.k_up
-        if self.indexer is None or indexed is None:
+        if self.indexer is None or not isinstance(rows, IndexedRows):
             return p.write(layer, *values)
-        return p.write(layer, *values, index=self.indexer(indexed, q_latent, rotation))
+        return p.write(layer, *values, index=self.indexer(rows, q_latent, rotation))
 
     def gate(self, rows: object, kept: Tensor | None) -> None:
         """As espalier/models/layers/attention.py:Attention.gate: there is none."""

@@ -5,7 +5,6 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.quantised import Rows
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.latent_attention import LatentAttention
@@ -34,11 +33,11 @@ class AttentionMixer:
     def __init__(self, attention: Attention | LatentAttention) -> None:
         self.attention = attention
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Any]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.attention.read(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
+    def __call__(self, layer: int, rows: Any, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As Mixer."""
         q = self.attention.write(layer, rows, p)
         s.keep(p.kept(layer))
