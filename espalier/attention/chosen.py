@@ -5,34 +5,25 @@ attends to the staged rows that it chose.  For requests whose rows all fit the c
 rows, as without a choice: their results are the same to the bit.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Nodes, Prefix
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.attention.ancestor_bits import bits_up_to
-from espalier.kernels.ops.attention import Committed, Inputs, Staged, merge
-from espalier.kernels.ops.kv_splits import KVSplitPolicy, KVSplits, kv_splits
+from espalier.kernels.ops.attention import Inputs, Nodes, Prefix, merge
+from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
 from espalier.kernels.ops.selection import IndexKeys, IndexQueries, SelectedRows, index_scores, select_rows
 
 # The most scores that are held at once, for the pieces of prompts: 256 MiB.
 MAX_SCORES = 2**26
 
 
-class Run(Protocol):
-    """Attends with the kernel for rows of this layer: (out, lse), as in kernels/ops/attention.py:tree_attention."""
-
-    def __call__(self, spec: LayerSpec, inputs: Inputs) -> tuple[Tensor, Tensor]: ...
-
-
-class Rest(NamedTuple):
-    """Of the requests whose rows all fit the choice: lengths [B] int64, 0 of the others, and their splits."""
-
-    length: Tensor
-    splits: KVSplits
+# Attends with the kernel for a layer's rows: (out, lse), as in kernels/ops/attention.py:tree_attention.
+Run = Callable[[Inputs], tuple[Tensor, Tensor]]
 
 
 def select(
@@ -65,20 +56,22 @@ def bits_of(nodes: Nodes) -> Tensor:
     return bits_up_to(each, rows).transpose(0, 1).expand(batch, -1, -1)
 
 
-def attend(
-    run: Run, spec: LayerSpec, q: Tensor, committed: Committed, staged: Staged, positions: Tensor, chosen: SelectedRows,
-    policy: KVSplitPolicy, rest: Rest,
-) -> Tensor:  # fmt: skip
-    """As Attention.attend_selected.  policy: of the splits of chosen rows."""
-    shape, scale = q.shape[:2], spec.softmax_scale
-    count, rows = chosen.counts.flatten(), chosen.rows.flatten(0, 1)
-    pages = Committed(committed.k, committed.v, rows, count, 1, 0, committed.scales)
-    splits = kv_splits.triton(count, 0, policy)
-    each = Inputs(q.flatten(0, 1)[:, None], pages, None, positions.reshape(-1, 1), splits, scale)
-    over_chosen = (values[:, 0].unflatten(0, shape) for values in run(spec, each))
-    left = Committed(
-        committed.k, committed.v, committed.page_table, rest.length, committed.page_size, committed.first,
-        committed.scales,
-    )  # fmt: skip
-    staged = Staged(staged.k, staged.v, staged.row_positions, chosen.bits)
-    return merge.triton(tuple(over_chosen), run(spec, Inputs(q, left, staged, positions, rest.splits, scale)))
+def attend(run: Run, rest: Inputs, chosen: SelectedRows, policy: KVSplitPolicy) -> Tensor:
+    """As Attention.attend_selected.
+
+    rest: the staged rows, and the prefixes of requests whose rows all fit the choice; of the others empty ones.
+    policy: of the splits of chosen rows.
+    """
+    counts, queries = chosen.counts.flatten(), rest.nodes.positions
+    over_chosen = run(
+        rest._replace(
+            q=rest.q.flatten(0, 1)[:, None],
+            page_size=1,
+            prefix=Prefix(chosen.rows.flatten(0, 1), counts),
+            nodes=Nodes.chain(queries.reshape(-1, 1)),
+            splits=kv_splits.triton(counts, 0, policy),
+            staged=None,
+        )
+    )
+    out, lse = (values[:, 0].unflatten(0, queries.shape) for values in over_chosen)
+    return merge.triton((out, lse), run(rest._replace(nodes=replace(rest.nodes, ancestor_bits=chosen.bits))))

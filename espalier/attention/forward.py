@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, Nodes, Prefix, Selection, narrowed
+from espalier.attention.base import Attention, Selection, narrowed
 from espalier.attention.grouped import GroupedBackend
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
+from espalier.kernels.ops.attention import Nodes, Prefix
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import IndexQueries, IndexRows
 from espalier.kernels.ops.states import GateInputs

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, CommittedLengths, SelectedMask, Selection
+from espalier.attention.base import Attention, AttentionBackend, SelectedMask, Selection
 from espalier.attention.support import By, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.kernels.ops.attention import masked_attention, merge
@@ -48,7 +48,7 @@ class ReferenceAttention(Attention):
         return positions, exists, self.pages.rows(table, positions, exists)
 
 
-class ReferenceBackend:
+class ReferenceBackend(AttentionBackend):
     support = Support(
         name="reference",
         devices=("cpu", "cuda"),
@@ -62,7 +62,4 @@ class ReferenceBackend:
         different_v_size=True,
         ran_on=("CPU", "H100", "H200"),
     )
-    plan = staticmethod(ReferenceAttention)
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        pass
+    attention = ReferenceAttention

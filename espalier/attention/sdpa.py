@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, SelectedMask, Selection
+from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, SelectedMask, Selection
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.ops.attention import soft_capped
+from espalier.kernels.ops.attention import Nodes, Prefix, soft_capped
 from espalier.kernels.ops.selection import IndexQueries
 from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 
@@ -142,7 +142,7 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: floa
     return ((logits + bias).softmax(-1) @ v.to(exact).transpose(1, 2)).to(q.dtype)
 
 
-class SdpaBackend:
+class SdpaBackend(AttentionBackend):
     support = Support(
         name="sdpa",
         devices=("cpu",),

@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor
 
 from espalier.attention import chosen
-from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix, Selection
+from espalier.attention.base import Attention, AttentionBackend, Selection
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -22,10 +22,10 @@ from espalier.kernels.ops.attention import (
     MAX_LATENT_HEAD_SIZE,
     MAX_ROW_SIZE,
     MAX_V_SIZE,
-    Committed,
     Inputs,
+    Nodes,
     PartialResults,
-    Staged,
+    Prefix,
     count_contiguous_blocks,
     latent_attention,
     tree_attention,
@@ -45,7 +45,7 @@ class TritonAttention(Attention):
         return self._attend(layer, q, None, None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
-        return self._attend(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits), sink)[0]
+        return self._attend(layer, q, (k, v), sink)[0]
 
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedRows | None:
         return chosen.select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
@@ -54,34 +54,27 @@ class TritonAttention(Attention):
         if selection is None:
             return self.attend(layer, q, k, v)
         assert isinstance(selection, SelectedRows)
-        spec, nodes = self.specs[layer], self.nodes
-        staged = Staged(k, v, nodes.row_positions, nodes.ancestor_bits)
-        count, queries, width = selection.rows.shape
-        policy = self._policy_of(spec, count * queries, 1, width)
-        rest = self.prefix.shared((spec.topk, k.shape[1], self._policy(spec)), partial(self._rest, spec, k.shape[1]))
-        return chosen.attend(
-            self._run, spec, q, self._committed(layer), staged, nodes.positions, selection, policy, rest
-        )
+        spec, policy = self.specs[layer], self._policy(self.specs[layer])
+        batch, queries, width = selection.rows.shape
+        rest = self.prefix.shared((spec.topk, k.shape[1], policy), partial(self._rest, spec, policy, k.shape[1]))
+        inputs = self.inputs(layer, q, (k, v), *rest)
+        of_choice = self._policy_of(spec, batch * queries, 1, width)
+        return chosen.attend(partial(self._run, spec), inputs, selection, of_choice)
 
-    def _rest(self, spec: LayerSpec, staged: int) -> chosen.Rest:
-        """Of the requests with at most topk rows, committed and staged together."""
+    def _rest(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
+        """The prefixes of requests with at most topk rows, committed and staged together; of the others empty ones."""
         assert spec.topk is not None
-        length = self.prefix.length
-        length = length.where(length + staged <= spec.topk, 0)
-        return chosen.Rest(length, kv_splits.triton(length, self.prefix.first, self._policy(spec)))
+        prefix = self.prefix
+        length = prefix.length.where(prefix.length + staged <= spec.topk, 0)
+        return Prefix(prefix.page_table, length, prefix.first), kv_splits.triton(length, prefix.first, policy)
 
-    def _committed(self, layer: int) -> Committed:
-        (k, v), prefix = self.committed(layer), self.prefix
-        return Committed(k, v, prefix.page_table, prefix.length, self.pages.page_size, prefix.first, self.scales(layer))
-
-    def _attend(self, layer: int, q: Tensor, staged: Staged | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        spec, committed = self.specs[layer], self._committed(layer)
-        splits = self.splits(spec)
-        inputs = Inputs(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, spec.window, sink)
-        inputs = inputs._replace(softcap=spec.softcap)
+    def _attend(
+        self, layer: int, q: Tensor, staged: tuple[Tensor, Tensor] | None, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        spec = self.specs[layer]
         if _is_wide_latent(spec) and sink is not None:
             raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
-        return self._run(spec, inputs)
+        return self._run(spec, self.inputs(layer, q, staged, self.prefix, self.splits(spec), sink))
 
     def _run(self, spec: LayerSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
         splits, queries = inputs.splits, inputs.q.shape[1]
@@ -124,10 +117,9 @@ class TritonAttention(Attention):
         return self.contiguous_of[key]
 
     def _counted(self, inputs: Inputs) -> Tensor:
-        committed, splits = inputs.committed, inputs.splits
-        pages = committed.page_table, committed.page_size, committed.first
-        key = (splits.policy, count_contiguous_blocks)
-        return self.prefix.shared(key, partial(count_contiguous_blocks, splits, *pages))
+        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first
+        key = (inputs.splits.policy, count_contiguous_blocks)
+        return self.prefix.shared(key, partial(count_contiguous_blocks, inputs.splits, *pages))
 
     def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:
         key = (splits.policy, len(splits.table), queries, spec.heads, spec.keeps.v_size)
@@ -141,7 +133,7 @@ def _is_wide_latent(spec: LayerSpec) -> bool:
     return isinstance(spec.keeps, LatentKV) and spec.keeps.size > MAX_LATENT_HEAD_SIZE
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     support = Support(
         name="triton",
         devices=("cuda",),
@@ -161,7 +153,4 @@ class TritonBackend:
         prefill_graph=True,
         ran_on=("H100", "H200"),
     )
-    plan = staticmethod(TritonAttention)
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        pass
+    attention = TritonAttention

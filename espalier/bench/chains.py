@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.bench.linears import Run, Shape
-from espalier.kernels.layers.linear_tuning import plans_for
+from espalier.kernels.layers.linear_tuning import LINEARS, plans_for
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
 from espalier.kernels.layers.tuning_table import DENSE
@@ -114,4 +114,4 @@ def as_engine(x: Rows, weight: Matrix) -> Tensor:
         return linear_quantised(x, weight, None)
     assert isinstance(x, Tensor)
     plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
-    return plain(x, weight) if plans is None else linear(x, weight, None, plans.at(len(x)))
+    return plain(x, weight) if plans is None else linear(x, weight, None, LINEARS.at(plans, len(x)))

@@ -25,11 +25,13 @@ class LayerNames:
     """Names of a layer's weights.
 
     qkv: one name where q, k and v are stored as one matrix, in this order.  out: of the output projection.
+    head_norms: of the heads of q and of k.
     under_mlp: the prefix of the MLP's weights; mlp: their names.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
     under_mlp: str = "mlp."
     mlp: MLPNames = GATE_UP_DOWN
 
@@ -48,6 +50,12 @@ class LayerNorms:
 
 
 PLAIN_NORMS = LayerNorms()
+# Gemma's.
+FOUR_NORMS = LayerNorms(
+    before_mlp="pre_feedforward_layernorm",
+    behind_attention="post_attention_layernorm",
+    behind_mlp="post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Builds a layer of a target or a draft from its weights.  A family that brings its own layer calls these."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from espalier.kernels.ops.rope import HeadNorms, LatentForm
 from espalier.kernels.ops.selection import IndexNorm
 from espalier.models.config import ModelConfig
 from espalier.models.expert_loading import load_experts
-from espalier.models.index_config import FULL, SHARED, IndexConfig
+from espalier.models.index_config import IndexConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_declaration import one_each
 from espalier.models.layers.attention import Attention, WideNorms
@@ -25,12 +26,20 @@ from espalier.models.weights import Weights
 from espalier.shards import Size
 
 HEADS = "number of attention heads"
+FULL = "full_attention"
+
+
+def specs_by_type(config: ModelConfig, others: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The spec of each layer by its entry in `layer_types`: K and V heads for full attention, else that of `others`."""
+    keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
+    of_type = {FULL: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
+    return tuple(of_type[kind] for kind in config.raw["layer_types"])
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """The spec of each layer."""
-    if config.layer_specs is not None:
-        return config.layer_specs(config)
+    if config.family.layer_specs is not None:
+        return config.family.layer_specs(config)
     size, latent = config.head_size, config.latent
     if latent is None:
         keeps = KVHeads(config.kv_heads, size, size)
@@ -40,8 +49,8 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     row, index = LatentKV(latent.row_size, latent.kv_rank), latent.index
     if index is None:
         return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
-    of_type = {FULL: replace(row, index_size=index.size), SHARED: row}
-    return tuple(LayerSpec(config.heads, of_type[kind], scale=scale, topk=index.topk) for kind in index.types)
+    rows = (replace(row, index_size=index.size) if index.is_full(layer) else row for layer in range(config.num_layers))
+    return tuple(LayerSpec(config.heads, keeps, scale=scale, topk=index.topk) for keeps in rows)
 
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
@@ -65,23 +74,29 @@ def load_attention(
     """
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
-    size, shards, names = config.head_size, weights.shards, config.names
+    size, shards, names = config.head_size, weights.shards, config.family.names
     heads, kv_heads = shards.part(config.heads, HEADS), shards.kv_heads(config.kv_heads)
     q_rows, kv_rows = heads.times(size), kv_heads.times(size)
     rows = one_each(names.qkv, (q_rows, kv_rows, kv_rows))
     qkv = weights.linear(prefix, names.qkv, rows, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
     norms = wide_norms = sink = None
-    if config.qk_norm and config.wide_qk_norm:
+    if config.qk_norm and config.family.wide_qk_norm:
         sizes = (("q", len(q_rows)), ("k", len(kv_rows)))
         eps = config.rms_norm_eps
         wide_norms = WideNorms(*(weights.norm(f"{prefix}{name}_norm", width, eps) for name, width in sizes))
     elif config.qk_norm:
-        q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
-        norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
-    if config.sinks:
+        norms = load_head_norms(weights, config, prefix)
+    if config.family.sinks:
         sink = weights.take_exact(f"{prefix}sinks", config.heads)[heads.slice]
     return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, wide_norms)
+
+
+def load_head_norms(weights: Weights, config: ModelConfig, prefix: str) -> HeadNorms:
+    """The norms of the heads of q and k under `prefix`."""
+    names, offset = config.family.names.head_norms, config.family.norm_offset
+    q, k = (weights.norm_weight(f"{prefix}{name}.weight", config.head_size, offset) for name in names)
+    return HeadNorms(q, k, config.rms_norm_eps)
 
 
 def _load_latent_attention(
@@ -156,13 +171,13 @@ def load_layer(
     same.
     """
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
-    hidden, norms = config.hidden_size, config.layer_norms
+    hidden, norms = config.hidden_size, config.family.layer_norms
 
     def before(name: str | None) -> AnyNorm:
         return Unnormed() if name is None else norm(name)
 
     def norm(name: str) -> RMSNorm:
-        return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.norm_offset)
+        return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.family.norm_offset)
 
     return DecoderLayer(
         index=layer if index is None else index,
@@ -182,5 +197,5 @@ def load_layer(
 
 def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:
     """The dense MLP of the layer under `prefix`."""
-    sizes, names = (config.hidden_size, config.intermediate_size), config.names
+    sizes, names = (config.hidden_size, config.intermediate_size), config.family.names
     return weights.mlp(f"{prefix}{names.under_mlp}", *sizes, config.mlp_bias, config.activation, names=names.mlp)

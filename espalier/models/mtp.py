@@ -116,8 +116,8 @@ def _load_module(
     """embed_of, head_of: by name.  module: from 0."""
     layer, family, prefix = config.layer, config.family, config.owned(module)
     hidden, index, own = layer.hidden_size, config.num_layers + module, family.index(module, config.num_layers)
-    eps_and_offset = layer.rms_norm_eps, layer.norm_offset
-    load = layer.load_layer or load_layer
+    eps_and_offset = layer.rms_norm_eps, layer.family.norm_offset
+    load = layer.family.load_layer or load_layer
     return MTPModule(
         embed=embed_of(family.embed.format(own)),
         rope=rope,

@@ -33,8 +33,8 @@ def require_shards(config: ModelConfig, count: int) -> None:
         raise EspalierError(
             f"tensor_parallel={count} is not supported for models that transformers runs; use 1, or model_impl='native'"
         )
-    is_one = len(config.names.qkv) == 1 or len(config.names.mlp.gate_up) == 1
-    if config.architecture not in DIVIDED or config.wide_qk_norm or is_one:
+    is_one = len(config.family.names.qkv) == 1 or len(config.family.names.mlp.gate_up) == 1
+    if config.architecture not in DIVIDED or config.family.wide_qk_norm or is_one:
         raise EspalierError(
             f"tensor_parallel={count} is not supported for {config.architecture}, whose layers have no parts; use 1, "
             f"or one of {', '.join(DIVIDED)}"

@@ -30,7 +30,7 @@ from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, one_each
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.text_part import name_in_text, names_as_stored
+from espalier.models.stored_names import AS_OWN, StoredNames
 from espalier.models.weight_files import first_line, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
@@ -66,11 +66,10 @@ class Weights:
 
     formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a plain
     tensor is dense, whatever `formats` says: checkpoints leave layers out that their config.json does not name.
-    prefix: what stored names have for "model.", where they have it.
     shards: what this rank holds of the matrices that are declared in parts.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
-    is_text_part: whether this is a multimodal checkpoint, of which only the text part is read, under the names that it
-    has in a checkpoint of its own (espalier/models/text_part.py).  other_parts: what the others are called.
+    stored: what the files call the weights; all names here are those of a checkpoint of the text model alone.
+    other_parts: what the parts are called that are not read.
     """
 
     shards: Shards = WHOLE
@@ -82,16 +81,14 @@ class Weights:
         device: torch.device | str,
         formats: FormatOf = all_dense,
         allow_bin: bool = False,
-        prefix: str = "model.",
-        is_text_part: bool = False,
+        stored: StoredNames = AS_OWN,
         shards: Shards = WHOLE,
     ) -> None:
         self.shards = shards
         self.path = path
-        self.prefix = prefix
+        self.stored = stored
         self.dtype = dtype
         self.device = device
-        self.is_text_part = is_text_part
         self.other_parts: set[str] = set()
         self._loaded: Mapping[str, Tensor] = {}
         # By name, the file and the name that it has there.
@@ -101,8 +98,7 @@ class Weights:
             self._open(file)
         if not files:
             self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
-        stored = [stored for _, stored in self._files.values()]
-        self.formats = names_as_stored(formats, stored) if is_text_part else formats
+        self.formats = stored.formats(formats, [name for _, name in self._files.values()])
         self._names = frozenset((*self._files, *self._loaded))
         self._not_taken = set(self._names)
 
@@ -431,7 +427,7 @@ class Weights:
                 f"{shard} is truncated or corrupt ({first_line(error)}); download the file again"
             ) from None
         for stored in names:
-            name = name_in_text(stored) if self.is_text_part else re.sub(f"^{re.escape(self.prefix)}", "model.", stored)
+            name = self.stored.own(stored)
             if name is None:
                 self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
             elif name in self._files:

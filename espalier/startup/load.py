@@ -222,9 +222,8 @@ def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
     """What each rank holds: a part of the target, with the whole embedding, and the whole draft."""
     # The target's own MTP layers are read if they are the draft, and then counted with it.
     is_own = checkpoint.draft_path == checkpoint.target_path
-    unread = tuple(checkpoint.target.unread) if is_own else unread_prefixes(checkpoint.target)
-    is_text_part = checkpoint.target.text_part_of is not None
-    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, is_text_part)
+    unread = tuple(checkpoint.target.family.unread) if is_own else unread_prefixes(checkpoint.target)
+    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored)
     if ranks > 1:
         target = target.of_rank(ranks, checkpoint.target.vocab_size * checkpoint.target.hidden_size)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:

@@ -10,7 +10,6 @@ from espalier.kernels.layers import quantise_rows as quantise_rows_launcher
 from espalier.kernels.layers import quantised_plans
 from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.layers.linear_quantised import _launch, lines_ahead
-from espalier.kernels.layers.linear_tuning import LinearPlans
 from espalier.kernels.layers.quantised import (
     FP8,
     SPREAD,
@@ -130,8 +129,8 @@ def test_rows_that_are_rounded_already_give_the_same_bits(kernel_device, kind):
         assert torch.equal(product(rounded, matrix, None, plan), product(x, matrix, None, plan))
     weight = QuantisedWeight(matrix, "fp8")
     assert weight.rounding == matrix.inputs
-    assert_is_the_product(weight.of_rounded(rounded, None, "apply"), x, matrix, None)
-    assert torch.equal(weight.of_rounded(rounded, None, "gated"), gated(weight.of_rounded(rounded, None, "apply")))
+    assert_is_the_product(weight.apply(rounded, None), x, matrix, None)
+    assert torch.equal(weight.gated(rounded, None), gated(weight.apply(rounded, None)))
 
 
 def product_of_each(of_gated, whole, matrix):
@@ -358,7 +357,7 @@ def test_few_rows_and_rows_behind_a_norm_prefetch_one_line(code, block_in, rows,
 def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkeypatch):
     matrix, x = drawn("int4", (), 4096, 4096, torch.device("cpu")), x_of(3, 4096, torch.device("cpu"))
     mine, others = TritonPlan(32, 64, 1, 4, 3), TritonPlan(128, 64, 1, 4, 3)
-    tables = {"int4-1x64": {(4096, 4096): LinearPlans((mine, *[None] * 4))}, DENSE: {(4096, 4096): others}}
+    tables = {"int4-1x64": {(4096, 4096): (mine, *[None] * 4)}, DENSE: {(4096, 4096): others}}
     monkeypatch.setattr(quantised_plans, "chip", lambda tensor: H200)
     monkeypatch.setattr(TunedKind, "measured", lambda kind, gpu, dtype, format: tables.get(format, {}))
     by_rule = rule(17, 4096, 4096, "int4", 256, True, H200)

@@ -26,10 +26,11 @@ from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_formats import dense_weight, read_formats
 from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weight_formats.quantised import QuantisedWeight
-from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight
+from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight, over_ranks
 from espalier.models.weights import Weights
 from espalier.serve_ray.settings import checked_settings
 from espalier.shards import Part, Shards
+from espalier.shards.base import joined_columns
 from tests.builders import make_target
 from tests.gguf import blocks_of
 from tests.quantised import KINDS
@@ -52,6 +53,12 @@ class ThreadCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return sum_parts.reference(self.all_gather(x), x.dtype)
+
+    def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        return None
+
+    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
+        return joined_columns(self, x, each, size)
 
     def abort(self) -> None:
         pass
@@ -162,11 +169,13 @@ FORMS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
     "call": lambda layer, x: layer(x),
     "call-3d": lambda layer, x: layer(x[None]),
     "in_parts": lambda layer, x: sum_parts.reference(layer.in_parts(x), x.dtype),
+    "for_stream": lambda layer, x: sum_parts.reference(over_ranks(layer.for_stream(x)), x.dtype),
     "gated": lambda layer, x: layer.gated(x),
     "write_parts": lambda layer, x: written(layer, x),
     "rows_from": lambda layer, x: layer.rows_from(2)(x),
     "rounded": lambda layer, x: layer(rounded(x)),
     "rounded-parts": lambda layer, x: layer.in_parts(rounded(x)),
+    "rounded-stream": lambda layer, x: sum_parts.reference(over_ranks(layer.for_stream(rounded(x))), x.dtype),
     "rounded-gated": lambda layer, x: layer.gated(rounded(x)),
 }
 INPUTS = InputScales(4)

@@ -16,17 +16,15 @@ import torch
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.ranks import RankFailed
-from espalier.errors import EspalierError
-from espalier.models.config import ModelConfig
 from espalier.models.loading import read_config
-from espalier.models.shard_sizes import require_shards
+from espalier.models.shard_sizes import DIVIDED
 from espalier.request import Request, SamplingParams
 from espalier.shards import WHOLE
 from espalier.startup import rank_work
 from espalier.startup.build import assemble
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from tests.block import block_directories
-from tests.builders import CONFIGS, add_kv_scales, make_eagle3, make_target
+from tests.builders import add_kv_scales, make_eagle3, make_target
 from tests.engine.fake_cuda import fake_cuda
 from tests.folders import new_folder
 from tests.grammar.test_lossless import asked
@@ -182,22 +180,7 @@ LARGER = [
 @pytest.mark.full
 def test_every_architecture_that_is_divided_is_compared():
     files = [case.files[0] for case in (*SMALLER, *LARGER) if case.draft in ("none", "mtp") and case.kind is None]
-    compared = {read_config(path).architecture for path in files}
-    # By our own layers.
-    others = [family for family in CONFIGS if family != "starcoder2"]
-    assert {config.architecture for config in map(config_of, others) if divides(config)} == compared
-
-
-def config_of(family: str) -> ModelConfig:
-    return read_config(make_target(new_folder("ranks-") / family, family, **SIZES, **OF_FAMILY.get(family, {})))
-
-
-def divides(config: ModelConfig) -> bool:
-    try:
-        require_shards(config, 2)
-    except EspalierError:
-        return False
-    return True
+    assert {read_config(path).architecture for path in files} == set(DIVIDED)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import splits_of, takes_format
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY, TritonPlan, block_rows
-from espalier.kernels.layers.linear_tuning import LINEARS, MIN_BLOCK_IN, LinearPlans
+from espalier.kernels.layers.linear_tuning import LINEARS, MIN_BLOCK_IN, NO_PLANS
 from espalier.kernels.layers.quantised import E8M0_BIAS, INTERLEAVED, OF_E2M1, QuantisedMatrix, Rows
 from espalier.kernels.runtime.launch import Chip, chip
 
@@ -54,7 +54,7 @@ RAGGED_IN = 1024
 def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
     """The measured plan for the weight's shape, format and x's rows; `rule`'s where there is none."""
     measured = LINEARS.measured(chip(weight.codes), x.dtype, tuning_name(weight))
-    plan = measured.get((weight.shape[0], weight.shape[1]), LinearPlans()).at(len(x))
+    plan = LINEARS.at(measured.get((weight.shape[0], weight.shape[1]), NO_PLANS), len(x))
     return plan if isinstance(plan, TritonPlan) else rule_of(weight, x)
 
 

@@ -16,8 +16,8 @@ from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import heads_and_size
 from espalier.models.expert_loading import load_experts
+from espalier.models.families.by_type import FULL, SLIDING, kinds_of
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
-from espalier.models.families.gemma3 import FULL, SLIDING
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.gemma4 import BesideMLP, Gemma4Layer, LayerInput, PerLayerEmbedding
@@ -36,10 +36,7 @@ BY_LAYER = ("head_dim", "num_key_value_heads")
 
 def _kinds(full: Raw) -> list[str]:
     """The type of each layer: of `layer_types`; without it, every sixth and the last have full attention."""
-    if full.get("layer_types") is not None:
-        return list(full["layer_types"])
-    count = full["num_hidden_layers"]
-    return [SLIDING if layer % 6 and layer != count else FULL for layer in range(1, count + 1)]
+    return kinds_of(full, lambda layer: layer % 6 == 0 or layer == full["num_hidden_layers"])
 
 
 def _windows(full: Raw) -> Windows:
@@ -240,8 +237,6 @@ FAMILY = Family(
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
     qk_norm=True,
     layer_norms=GEMMA3.layer_norms,

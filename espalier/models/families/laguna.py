@@ -11,7 +11,7 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import positive
-from espalier.models.families.by_type import FULL, SLIDING, Bases, ropes_of, windows_of
+from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
 from espalier.models.families.glm4_moe import sparse_layers
 from espalier.models.layer_loading import load_layer
 from espalier.models.layers.attention import Attention, OutputGate
@@ -24,7 +24,7 @@ PER_HEAD, PER_VALUE = (True, "per-head"), ("per-element",)
 
 
 def _kinds(full: Raw) -> list[str]:
-    return full.get("layer_types") or [FULL] * full["num_hidden_layers"]
+    return kinds_of(full, lambda layer: True)
 
 
 def _heads(full: Raw) -> list[int]:
@@ -98,7 +98,6 @@ FAMILY = Family(
         "head_dim": 128,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "hidden_act": "silu",
         "sliding_window": 512,
@@ -113,8 +112,6 @@ FAMILY = Family(
             SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
         },
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
     qk_norm=True,
     ropes=lambda full: ropes_of(full, _kinds(full), BASES),

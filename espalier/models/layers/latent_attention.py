@@ -5,13 +5,14 @@ is ever computed.  In the same way a head's output is v_up · (the weighted sum 
 row of the cache, once (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
-from typing import ClassVar
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import LatentForm, head_product
+from espalier.models.layers.attention import AttentionBlock
 from espalier.models.layers.indexer import IndexedRows, Indexer, read_indexed
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
@@ -22,7 +23,8 @@ from espalier.models.weight_formats.sharded import Unsummed
 NORM_EPS = 1e-6
 
 
-class LatentAttention:
+@dataclass(eq=False, slots=True)
+class LatentAttention(AttentionBlock):
     """down: hidden state -> the queries' latent [q_rank], then the row to keep [kv_rank + rope], in one product.
 
     q_norm, q: the queries' latent -> [heads · (nope + rope)]; both None if `down` projects the queries themselves.
@@ -31,33 +33,16 @@ class LatentAttention:
     indexer: chooses the rows that queries attend to; None: they attend to all, or to what a layer before chose.
     """
 
-    __slots__ = ("down", "q_norm", "q", "form", "k_up", "v_up", "out", "row_size", "rope", "indexer")
-
-    sink: ClassVar[None] = None
-
-    def __init__(
-        self,
-        down: Linear,
-        q_norm: RMSNorm | None,
-        q: Linear | None,
-        form: LatentForm,
-        k_up: Tensor,
-        v_up: Tensor,
-        out: Linear,
-        row_size: int,
-        rope: RopeTables,
-        indexer: Indexer | None = None,
-    ) -> None:
-        self.down = down
-        self.q_norm = q_norm
-        self.q = q
-        self.form = form
-        self.k_up = k_up
-        self.v_up = v_up
-        self.out = out
-        self.row_size = row_size
-        self.rope = rope
-        self.indexer = indexer
+    down: Linear
+    q_norm: RMSNorm | None
+    q: Linear | None
+    form: LatentForm
+    k_up: Tensor
+    v_up: Tensor
+    out: Linear
+    row_size: int
+    rope: RopeTables
+    indexer: Indexer | None = None
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows | IndexedRows]:
         """As espalier/models/layers/stream.py:Reader."""
@@ -66,7 +51,6 @@ class LatentAttention:
         return read_indexed(self.down, norm, delta, x)
 
     def write(self, layer: int, rows: Rows | IndexedRows, p: Pass) -> Tensor:
-        """As espalier/models/layers/attention.py:Attention.write."""
         down = self.down(rows.of_products if isinstance(rows, IndexedRows) else rows)
         q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
         q_latent = q if self.q_norm is None else self.q_norm(q)
@@ -77,11 +61,8 @@ class LatentAttention:
             return p.write(layer, *values)
         return p.write(layer, *values, index=self.indexer(rows, q_latent, rotation))
 
-    def gate(self, rows: object, kept: Tensor | None) -> None:
-        """As espalier/models/layers/attention.py:Attention.gate: there is none."""
-
     def project(self, attended: Tensor) -> Tensor | Unsummed:
-        """As espalier/models/layers/attention.py:Attention.project, of weighted sums of latents."""
+        """attended: weighted sums of latents."""
         latents = attended.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])
         head_product(latents, self.v_up.transpose(1, 2), values)
