@@ -15,11 +15,12 @@ from espalier.cache.kv import bytes_per_token
 from espalier.cache.layer_spec import LatentKV, LayerSpec, stored_as
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import FP8, dequantise
+from espalier.kernels.layers.quantised import FP8, InputScales, dequantise
 from espalier.kernels.ops.selection import MAX_TOPK
 from espalier.models import ModelConfig, load_target, read_config
 from espalier.models.index_config import FULL, SHARED, IndexConfig
 from espalier.models.layer_loading import layer_specs_of
+from espalier.models.layers.indexer import rounding_of_both
 from espalier.models.mtp_config import read_mtp
 from espalier.startup import load
 from tests.builders import make_target
@@ -189,6 +190,14 @@ def test_indexers_of_an_fp8_checkpoint(tmp_path: Path) -> None:
         for linear, name in ((indexer.q, "wq_b"), (indexer.k, "wk")):
             assert torch.equal(dequantise(linear.weight.matrix, torch.float64), meant[f"{under}{name}.weight"])
         assert torch.equal(indexer.weights, meant[f"{under}weights_proj.weight"])
+
+
+def test_a_norm_rounds_for_both_products_only_what_both_take_so() -> None:
+    by_block, by_row = InputScales(128), InputScales()
+    static = InputScales(static=torch.ones(1))
+    assert rounding_of_both(by_block, InputScales(128)) == by_block and rounding_of_both(by_row, by_row) == by_row
+    for one, other in ((by_block, by_row), (by_block, None), (None, by_row), (static, static), (by_row, static)):
+        assert rounding_of_both(one, other) is None
 
 
 def test_a_shared_layer_reads_no_indexer_and_leaves_one_that_is_stored(tmp_path: Path) -> None:

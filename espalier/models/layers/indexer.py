@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import Rows
+from espalier.kernels.layers.quantised import InputScales, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import rounds_norm
@@ -31,13 +31,22 @@ class IndexedRows(NamedTuple):
     of_products: Rows
 
 
-def read_indexed(down: Linear, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, IndexedRows]:
+def read_indexed(
+    down: Linear, indexer: "Indexer", norm: AnyNorm, delta: Delta, x: Tensor
+) -> tuple[Tensor, IndexedRows]:
     """(x + delta, its norm for `down` and for an indexer)."""
-    rounding = down.rounding if x.is_cuda else None
+    rounding = rounding_of_both(down.rounding, indexer.k.rounding) if x.is_cuda else None
     if rounding is not None and (len(x) > kernel_rows(rounding, chip(x)) or not rounds_norm(x.shape[1], rounding)):
         rounding = None
     total, normed, rounded = norm.both_after(delta, x, rounding)
     return total, IndexedRows(normed, rounded)
+
+
+def rounding_of_both(one: InputScales | None, other: InputScales | None) -> InputScales | None:
+    """How a norm may round the inputs of two products at once; None where they take them differently."""
+    if one is None or other is None or one.static is not None or other.static is not None or one.group != other.group:
+        return None
+    return one
 
 
 @dataclass(frozen=True)

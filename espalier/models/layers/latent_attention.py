@@ -48,7 +48,7 @@ class LatentAttention(AttentionBlock):
         """As espalier/models/layers/stream.py:Reader."""
         if self.indexer is None:
             return self.down.read(norm, delta, x)
-        return read_indexed(self.down, norm, delta, x)
+        return read_indexed(self.down, self.indexer, norm, delta, x)
 
     def write(self, layer: int, rows: Rows | IndexedRows, p: Pass) -> Tensor:
         down = self.down(rows.of_products if isinstance(rows, IndexedRows) else rows)
