@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.attention import Nodes, Prefix, backend, triton
+from espalier.attention import Nodes, Prefix, backend, chosen, triton
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
 from espalier.errors import EspalierError
@@ -203,16 +203,31 @@ def test_chosen_rows(kernel_device, shape, in_fp8):
         of_heads = torch.randn(4, queries, 6, 16, generator=generator), torch.randn(4, queries, 6, generator=generator)
         asking = IndexQueries(*(value.to(kernel_device) for value in of_heads))
         keys = torch.randn(4, rows, 1, 16, generator=generator).to(kernel_device)
-        chosen = made.select(layer, asking, keys)
+        choice = made.select(layer, asking, keys)
         expected = exact.select(layer, IndexQueries(*(value.double() for value in asking)), keys.double())
-        held = chosen.counts + (chosen.bits[..., None] >> torch.arange(rows, device=kernel_device) & 1).sum((2, 3))
-        assert torch.equal(held[[0, 2]], expected.mask.sum(2)[[0, 2]]) and not chosen.counts[[1, 3]].any()
-        out = made.attend_selected(layer, q, k, v, chosen)
+        held = choice.counts + (choice.bits[..., None] >> torch.arange(rows, device=kernel_device) & 1).sum((2, 3))
+        assert torch.equal(held[[0, 2]], expected.mask.sum(2)[[0, 2]]) and not choice.counts[[1, 3]].any()
+        out = made.attend_selected(layer, q, k, v, choice)
         staged = (k, v) if in_fp8 else (k.double(), v.double())
         torch.testing.assert_close(
             out.double(), exact.attend_selected(layer, q.double(), *staged, expected), rtol=0, atol=TOLERANCE
         )
         assert torch.equal(out[[1, 3]], made.attend(layer, q, k, v)[[1, 3]])
+
+
+def test_a_prompt_chooses_in_chunks_of_queries(kernel_device, monkeypatch):
+    pages, table = pages_in(torch.float32, kernel_device, layers=CHOOSING)
+    length = torch.tensor([17, 1, 170, 0], device=kernel_device)
+    nodes = Nodes.chain(length[:, None] + torch.arange(3, device=kernel_device))
+    generator = torch.Generator().manual_seed(9)
+    of_heads = torch.randn(4, 3, 6, 16, generator=generator), torch.randn(4, 3, 6, generator=generator)
+    asking = IndexQueries(*(value.to(kernel_device) for value in of_heads))
+    keys = torch.randn(4, 3, 1, 16, generator=generator).to(kernel_device)
+    made = backend("triton").plan(pages, CHOOSING, Prefix(table, length), nodes)
+    whole = made.select(0, asking, keys)
+    monkeypatch.setattr(chosen, "MAX_SCORES", 1)
+    chunked = made.select(0, asking, keys)
+    assert all(torch.equal(one, other) for one, other in zip(whole, chunked, strict=True))
 
 
 def test_layouts_whose_rows_all_fit_choose_nothing(kernel_device):

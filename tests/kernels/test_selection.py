@@ -9,6 +9,7 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.ops import selection
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.selection import (
     MAX_TOPK,
@@ -89,6 +90,15 @@ def test_scores(kernel_device, shape, dtype):
         assert torch.equal(scores[:, kept] == -torch.inf, exact[:, kept] == -torch.inf)
         limit = SCORE_TOLERANCE * exact[exact.isfinite()].abs().max().item()
         torch.testing.assert_close(scores[:, kept], exact[:, kept], rtol=0, atol=limit)
+
+
+def test_the_reference_scores_in_chunks_of_queries(monkeypatch):
+    generator = torch.Generator().manual_seed(6)
+    asking = IndexQueries(torch.randn(2, 5, 3, 8, generator=generator), torch.randn(2, 5, 3, generator=generator))
+    keys = torch.randn(2, 9, 8, generator=generator)
+    whole = selection.scores_of(asking, keys)
+    monkeypatch.setattr(selection, "MAX_PRODUCTS", 1)
+    torch.testing.assert_close(selection.scores_of(asking, keys), whole)
 
 
 def in_plain_words(scores: Tensor, topk: int) -> list[int]:
