@@ -94,6 +94,10 @@ class Attention:
         over_staged = staged_attention(self.inputs(layer, q, (k, v), *self._no_prefix))
         return merge(self.over_prefix(q, layer), over_staged, sink)
 
+    def over_committed(self, layer: int, q: Tensor) -> Tensor:
+        """As `attend` where there are no staged rows; zeros for an empty prefix."""
+        return self.over_prefix(q, layer)[0]
+
     def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> Selection | None:
         """The rows that each query attends to, the layer's topk at most; None: all that it sees.
 

@@ -154,9 +154,9 @@ class Pass:
         spec = self.cache.specs[place]
         if isinstance(spec.keeps, RecurrentState):
             return self._write_state(layer, *values)
-        planes, shares = staging.layers[place], spec.shares is not None
+        shares = spec.shares is not None
         # A layer that shares rows writes no heads.
-        planes = tuple(plane[:, :0] for plane in planes) if shares else planes
+        planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
         q = spec.keeps.write(self.rows, planes, pages.scales.get(place), *values)
         if index is not None:
             assert isinstance(spec.keeps, LatentKV)
@@ -175,6 +175,9 @@ class Pass:
         index, (batch, queries) = self.layers[layer], self.tokens.shape
         if isinstance(self.cache.specs[index].keeps, RecurrentState):
             return self._of_kept(layer, self._states.read(index, q, sink))
+        if index not in self.cache.staging.layers:
+            # A draft's layer that reads a target's rows: no row of the pass has any.
+            return self._plan(layer).over_committed(index, q)
         spec, plan = self.cache.specs[index], self._plan(layer)
         planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
         k, v = spec.rows.read(planes)

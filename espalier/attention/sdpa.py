@@ -113,17 +113,29 @@ class SdpaAttention(Attention):
         out = out.view(batch, kv_heads, groups, queries, out.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return out if scales is None else times_v_scale(out, scales)
 
+    def over_committed(self, layer: int, q: Tensor) -> Tensor:
+        if not self.longest:
+            return q.new_zeros(*q.shape[:3], self.specs[layer].rows.v_size)
+        planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]
+        seen = self._seen(self.specs[layer].window).any(-1)
+        out = self.attend(layer, q, *self.specs[layer].rows.read(planes))
+        return out.masked_fill(~seen[:, :, None, None], 0.0)
+
     def _bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, groups * Q, longest + R], made once per pass, window and group size."""
         key = (window, groups)
         if key not in self.bias:
-            rows = self.committed_rows
-            committed = rows.held[:, None].expand(-1, self.nodes.positions.shape[1], -1)
-            if window is not None:
-                committed = committed & (self.nodes.positions[:, :, None] - rows.positions[:, None] < window)
-            seen = torch.cat((committed, self.nodes.seen(window)), 2)
+            seen = torch.cat((self._seen(window), self.nodes.seen(window)), 2)
             self.bias[key] = _biased(seen, groups, dtype)
         return self.bias[key]
+
+    def _seen(self, window: int | None) -> Tensor:
+        """[B, Q, longest] bool: the committed rows that each query sees."""
+        rows = self.committed_rows
+        seen = rows.held[:, None].expand(-1, self.nodes.positions.shape[1], -1)
+        if window is not None:
+            seen = seen & (self.nodes.positions[:, :, None] - rows.positions[:, None] < window)
+        return seen
 
 
 def _biased(seen: Tensor, groups: int, dtype: torch.dtype) -> Tensor:

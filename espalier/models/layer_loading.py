@@ -12,18 +12,20 @@ from espalier.models.config import ModelConfig
 from espalier.models.expert_loading import load_experts
 from espalier.models.index_config import IndexConfig
 from espalier.models.latent_config import LatentConfig
-from espalier.models.layer_declaration import one_each
+from espalier.models.layer_declaration import as_stored
 from espalier.models.layers.attention import Attention, WideNorms
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.indexer import INDEX_EPS, Indexer
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
+from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.gguf import BlockWeight
+from espalier.models.weight_formats import dense_weight
+from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
-from espalier.shards import Size
+from espalier.shards import Part, Shards, on_every_rank
 
 HEADS = "number of attention heads"
 FULL = "full_attention"
@@ -54,14 +56,19 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    """The token embedding.  scale: of its values."""
-    name, shape = "model.embed_tokens", (config.vocab_size, config.hidden_size)
-    if not weights.format_of(name).embeds:
-        return Embedding(weights.take(f"{name}.weight", *shape), scale)
-    weight, table = weights.weight([name], shape[:1], shape[1]), weights.empty(*shape)
-    assert isinstance(weight, BlockWeight)
-    weight.write_to(table)
-    return Embedding(table, scale)
+    """The token embedding, or the rank's part of it.  scale: of its values."""
+    own = weights.shards.tokens(config.vocab_size)
+    table = weights.table("model.embed_tokens", own, config.hidden_size)
+    return Embedding(table, scale, None, config.vocab_size, weights.shards)
+
+
+def tied_head(embed: Embedding, shards: Shards) -> Linear:
+    """The head whose rows are the embedding's, in the same memory."""
+    vocab_size, _ = embed.shape
+    if shards.count == 1:
+        return Linear(dense_weight(embed.weight))
+    own = embed.weight if embed.shards.count > 1 else embed.weight[shards.tokens(vocab_size).slice]
+    return Linear(GatheredWeight(dense_weight(own), shards, vocab_size))
 
 
 def load_attention(
@@ -77,19 +84,26 @@ def load_attention(
     size, shards, names = config.head_size, weights.shards, config.family.names
     heads, kv_heads = shards.part(config.heads, HEADS), shards.kv_heads(config.kv_heads)
     q_rows, kv_rows = heads.times(size), kv_heads.times(size)
-    rows = one_each(names.qkv, (q_rows, kv_rows, kv_rows))
-    qkv = weights.linear(prefix, names.qkv, rows, columns, config.attention_bias)
+    stored = as_stored(names.qkv, (q_rows, kv_rows, kv_rows))
+    qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
     norms = wide_norms = sink = None
     if config.qk_norm and config.family.wide_qk_norm:
-        sizes = (("q", len(q_rows)), ("k", len(kv_rows)))
-        eps = config.rms_norm_eps
-        wide_norms = WideNorms(*(weights.norm(f"{prefix}{name}_norm", width, eps) for name, width in sizes))
+        wide_norms = _wide_norms(weights, config, prefix, q_rows, kv_rows)
     elif config.qk_norm:
         norms = load_head_norms(weights, config, prefix)
     if config.family.sinks:
         sink = weights.take_exact(f"{prefix}sinks", config.heads)[heads.slice]
     return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, wide_norms)
+
+
+def _wide_norms(weights: Weights, config: ModelConfig, prefix: str, q_rows: Part, kv_rows: Part) -> WideNorms:
+    """Of the rank's heads, by the length of all."""
+    q, k = (
+        RMSNorm(weights.take_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
+        for name, rows in (("q", q_rows), ("k", kv_rows))
+    )
+    return WideNorms(q, k, weights.shards)
 
 
 def load_head_norms(weights: Weights, config: ModelConfig, prefix: str) -> HeadNorms:
@@ -111,7 +125,7 @@ def _load_latent_attention(
     """The latent attention block under `prefix`.  columns, layer: as in load_attention."""
     hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS), latent.q_rank
     q_rows, bias = heads.times(latent.head_size), config.attention_bias
-    rows: Size = q_rows if rank is None else rank
+    rows = q_rows if rank is None else on_every_rank(rank)
     names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.row_size
     down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
     q_norm = q = None

@@ -19,14 +19,15 @@ from espalier.models.find_family import find_family, has_family, is_multimodal, 
 from espalier.models.from_transformers.config import is_known, read_by_transformers
 from espalier.models.from_transformers.load import load_by_transformers
 from espalier.models.gguf_config import gguf_config
-from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer
+from espalier.models.kv_scale_loading import load_kv_scales
+from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.rope import RopeTables
 from espalier.models.shard_sizes import require_shards
 from espalier.models.stored_names import TEXT_PART
-from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
+from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weight_formats.modelopt import read_hf_quant_config
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
@@ -134,7 +135,7 @@ def make_target(
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
     own_rows = [i for i in with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares is None]
     kv_scales = tuple(
-        weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
+        load_kv_scales(weights, f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
         for i, spec in enumerate(layer_specs)
     )
     norm = weights.norm(config.family.final_norm, config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
@@ -164,20 +165,15 @@ def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
-    """The lm_head.  With tied embeddings it is the embedding's tensor, and a stored head must be equal to it.
-
-    Every rank has the whole embedding, and a part of the head.
-    """
+    """The lm_head.  With tied embeddings it is the embedding's tensor, and a stored head must be equal to it."""
     own, shards = weights.shards.tokens(config.vocab_size), weights.shards
     if not config.tie_word_embeddings:
         head = weights.linear("", ("lm_head",), (own,), config.hidden_size, bias=False)
         return head if own.is_whole else Linear(GatheredWeight(head.weight, shards, config.vocab_size))
     name = "lm_head.weight"
-    if name in weights and not torch.equal(weights.take(name, *embed.weight.shape), embed.weight):
+    if name in weights and not torch.equal(weights.take_parts(name, embed.shape, 0, [own]), embed.weight):
         raise EspalierError(
             f"{weights.path}: tie_word_embeddings is true but {name!r} differs from the embedding; "
             'pass model_overrides={"tie_word_embeddings": False} to use it'
         )
-    if own.is_whole:
-        return Linear(dense_weight(embed.weight))
-    return Linear(GatheredWeight(dense_weight(embed.weight[own.slice]), shards, config.vocab_size))
+    return tied_head(embed, shards)

@@ -166,11 +166,8 @@ class TargetTensors:
         found: dict[str, tuple[int, ...]] = {embedding_name(c): (c.vocab_size, c.hidden_size)}
         for i in range(c.num_layers):
             found |= {f"model.layers.{i}.{name}": size for name, size in layer_shapes(c, i).items()}
-        return {
-            **found,
-            f"{c.family.final_norm}.weight": (c.hidden_size,),
-            "lm_head.weight": (c.vocab_size, c.hidden_size),
-        }
+        norm = {f"{c.family.final_norm}.weight": (c.hidden_size,)}
+        return {**found, **norm, "lm_head.weight": (c.vocab_size, c.hidden_size)}
 
     def tensor(self, name: str) -> Tensor:
         """Make a tensor.  The embedding is kept, because the lm_head and the draft are made from it."""

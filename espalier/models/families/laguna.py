@@ -13,7 +13,7 @@ from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import positive
 from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
 from espalier.models.families.glm4_moe import sparse_layers
-from espalier.models.layer_loading import load_layer
+from espalier.models.layer_loading import HEADS, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.rope import RopeTables
@@ -80,8 +80,9 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     heads = _heads(config.raw)[layer]
     made = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
     assert isinstance(made.attention, Attention)
-    columns = heads if config.raw["gating"] in PER_HEAD else heads * config.head_size
-    project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (columns,), config.hidden_size, bias=False)
+    own = weights.shards.part(heads, HEADS)
+    rows = own if config.raw["gating"] in PER_HEAD else own.times(config.head_size)
+    project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, _softplus)
     return made
 

@@ -13,7 +13,7 @@ from espalier.models.config import Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import positive
 from espalier.models.families.by_type import kinds_of, windows_of
 from espalier.models.layer_declaration import FOUR_NORMS
-from espalier.models.layer_loading import load_embedding, load_layer
+from espalier.models.layer_loading import HEADS, load_embedding, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
@@ -49,7 +49,7 @@ def _ropes(full: Raw) -> list[Raw | None]:
 
 def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
     embed = load_embedding(weights, config, scale)
-    embed.row_norm = RMSNorm(torch.ones_like(embed.weight[0]), config.rms_norm_eps)
+    embed.row_norm = RMSNorm(torch.ones_like(weights.empty(config.hidden_size)), config.rms_norm_eps)
     return embed
 
 
@@ -62,8 +62,8 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     made.post_mlp_norm = RMSNorm(made.post_mlp_norm.weight, eps)
     ones = torch.ones_like(weights.empty(size))
     made.attention.norms = HeadNorms(ones * positive(config.raw, "qk_scale_factor"), ones, config.rms_norm_eps)
-    columns = config.heads * size
-    project = weights.linear(f"{prefix}self_attn.", ("gate_proj",), (columns,), config.hidden_size, bias=False)
+    rows = weights.shards.part(config.heads, HEADS).times(size)
+    project = weights.linear(f"{prefix}self_attn.", ("gate_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, torch.sigmoid)
     return made
 

@@ -15,19 +15,31 @@ from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.sharded import Unsummed
+from espalier.shards import WHOLE, Shards
 
 
 class WideNorms(NamedTuple):
-    """q, k: norms of the whole projections, over all heads."""
+    """q, k: norms of the whole projections, over all heads, of which `shards` has a part: as many on each rank."""
 
     q: RMSNorm
     k: RMSNorm
+    shards: Shards = WHOLE
 
     def of(self, qkv: Tensor) -> Tensor:
         """[N, q + k + v columns] -> the same, q and k normed."""
         sizes = len(self.q.weight), len(self.k.weight)
         q, k, v = qkv.split((*sizes, qkv.shape[1] - sum(sizes)), 1)
-        return torch.cat((self.q(q), self.k(k), v), 1)
+        if self.shards.count == 1:
+            return torch.cat((self.q(q), self.k(k), v), 1)
+        exact = torch.promote_types(qkv.dtype, torch.float32)
+        squares = torch.stack([part.to(exact).square().mean(1) for part in (q, k)], 1)
+        of_q, of_k = (self.shards.all_reduce(squares) / self.shards.count).split(1, 1)
+        return torch.cat((_normed(self.q, q, of_q), _normed(self.k, k, of_k), v), 1)
+
+
+def _normed(norm: RMSNorm, x: Tensor, mean_square: Tensor) -> Tensor:
+    """norm of rows [N, size], of which x has a part; mean_square: of the rows, [N, 1]."""
+    return (x * (mean_square + norm.eps).rsqrt() * norm.weight).to(x.dtype)
 
 
 class OutputGate(NamedTuple):

@@ -29,10 +29,8 @@ class PerLayerEmbedding(Embedding):
 
     __slots__ = ("table", "table_scale", "project", "norm")
 
-    def __init__(
-        self, weight: Tensor, scale: float, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm
-    ) -> None:
-        super().__init__(weight, scale)
+    def __init__(self, own: Embedding, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm) -> None:
+        super().__init__(own.weight, own.scale, None, own.shape[0], own.shards)
         self.table = table
         self.table_scale = table_scale
         self.project = project

@@ -154,6 +154,10 @@ class WeightFormat(ABC):
         """What loading says of a checkpoint in this format: what it asks for and is not done."""
         return None
 
+    def spelled(self, stored: Callable[[str], bool]) -> "WeightFormat":
+        """This format with the suffixes that a matrix is stored under.  stored: whether a suffix is one of them."""
+        return self
+
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         """The tensors that store a matrix [rows, columns].  Raises EspalierError for a shape that it cannot store."""
