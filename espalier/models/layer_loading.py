@@ -164,14 +164,14 @@ def _load_indexer(
         weights.ignore_under((under,))
         return None
     return Indexer(
-        q=weights.linear(under, ("wq_b",), (index.heads * index.size,), rank, bias=False),
-        k=weights.linear(under, ("wk",), (index.size,), columns, bias=False),
+        q=weights.linear(under, ("wq_b",), (on_every_rank(index.heads * index.size),), rank, bias=False),
+        k=weights.linear(under, ("wk",), (on_every_rank(index.size),), columns, bias=False),
         norm=IndexNorm(
             weights.take(f"{under}k_norm.weight", index.size),
             weights.take(f"{under}k_norm.bias", index.size),
             INDEX_EPS,
         ),
-        weights=weights.take_matrix(f"{under}weights_proj", index.heads, columns),
+        weights=weights.take_matrix(f"{under}weights_proj", on_every_rank(index.heads), columns),
         interleaved=index.interleaved,
     )
 
