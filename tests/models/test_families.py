@@ -152,6 +152,28 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe, a third rotated, yarn": ("glm4_moe", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.34}}),
     "glm4_moe_lite": ("glm4_moe_lite", {}),
     "glm4_moe_lite, layers by type": ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"]}),
+    "deepseek_v32": ("deepseek_v32", {}),
+    "deepseek_v32, biases, yarn, layers by type": (
+        "deepseek_v32",
+        {
+            "attention_bias": True,
+            "rope_parameters": YARN,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "index_topk": 16,
+        },
+    ),
+    "glm_moe_dsa": ("glm_moe_dsa", {}),
+    "glm_moe_dsa, a pattern": (
+        "glm_moe_dsa",
+        {"indexer_types": None, "index_topk_pattern": "FSS", "index_topk": 4, "index_topk_freq": None},
+    ),
+    **{
+        f"glm_moe_dsa, every {every} from {offset}": (
+            "glm_moe_dsa",
+            {"indexer_types": None, "index_topk_freq": every, "index_skip_topk_offset": offset, "layers": 5},
+        )
+        for every, offset in ((1, 0), (2, 1), (3, 2), (2, 3))
+    },
     "dots1": ("dots1", {}),
     "granite_hybrid": ("granite_hybrid", {}),
     "granite_hybrid, no experts, RoPE, biases, limits of dt": (

@@ -310,15 +310,13 @@ def reference(
     scales = draft_scales = None
     if kv_dtype == FP8_KV:
         scales = [
-            scales_in(stored, layer, rows.kv_heads, len(rows.planes))
-            if kv_scales
-            else ones(rows.kv_heads, len(rows.planes))
+            scales_in(stored, layer, rows.kv_heads, rows.attended) if kv_scales else ones(rows.kv_heads, rows.attended)
             for layer, rows in (
                 (i if spec.shares is None else spec.shares, spec.keeps) for i, spec in enumerate(target.layer_specs)
             )
         ]
     if draft_kv_dtype == FP8_KV and draft is not None:
-        draft_scales = [ones(spec.keeps.kv_heads, len(spec.keeps.planes)) for spec in draft.layer_specs]
+        draft_scales = [ones(spec.keeps.kv_heads, spec.keeps.attended) for spec in draft.layer_specs]
     return Reference(target, draft, scales=scales, draft_scales=draft_scales)
 
 

@@ -74,6 +74,8 @@ PARAMETERS = {
     "qwen3-30b-a3b": 30.53,
     "deepseek-v2-lite": 15.71,
     "deepseek-v3-1gpu": 48.47,
+    "deepseek-v3-cut": 28.37,
+    "deepseek-v3.2-cut": 28.48,
     "gpt-oss-20b": 20.91,
     "gemma-4-31b": 32.11,
     "gemma-4-26b-a4b": 25.97,
