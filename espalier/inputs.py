@@ -5,7 +5,7 @@ LLM and the server's front share this module, so that a prompt gives the same to
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 from espalier.chat import ChatOptions, Steps, finish
@@ -41,7 +41,7 @@ class ConversationOptions(ChatOptions, total=False):
 class ModelFacts:
     """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
 
-    model: its directory; max_context: tokens of one request, prompt and output; generation_config: the content of the
+    sources: what proposes tokens beside the draft; model: its directory; max_context: tokens of one request, prompt and output; generation_config: the content of the
     model's generation_config.json, {} without one; max_position: the positions that the model has, None if unknown.
     """
 
@@ -51,6 +51,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...] = ()
     generation_config: dict[str, Any] = field(default_factory=dict)
     max_position: int | None = None
+    sources: tuple[str, ...] = ()
 
 
 class InputProcessor:
@@ -148,7 +149,22 @@ class InputProcessor:
         """
         if isinstance(params, ResolvedParams):
             return params
-        return self.checked(params.resolve(self.facts.generation_config, self.facts.eos_token_ids))
+        return self.checked(self.predicted(params.resolve(self.facts.generation_config, self.facts.eos_token_ids)))
+
+    def predicted(self, params: ResolvedParams) -> ResolvedParams:
+        """The parameters with the prediction as token ids.  Raises EspalierError if the engine takes none."""
+        guessed: Any = params.prediction
+        if not guessed:
+            return replace(params, prediction=()) if guessed == "" else params
+        if "prediction" not in self.facts.sources:
+            raise EspalierError(
+                "prediction is not supported by this engine, whose sources beside the draft are "
+                f"{', '.join(self.facts.sources) or 'none'}; leave it out, or start the engine with sources=prediction"
+            )
+        if isinstance(guessed, str):
+            self.require_fit(guessed)
+            guessed = self.text_of("a prediction").encode(guessed, False)
+        return replace(params, prediction=tuple(guessed))
 
     def checked(self, params: ResolvedParams) -> ResolvedParams:
         """The same parameters.  Raises EspalierError for values that this model does not support."""

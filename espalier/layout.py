@@ -158,6 +158,7 @@ class RoundLayout:
     the configured tree.  The configured tree is the largest, and sets the size of the buffers;
     busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size;
     block_rows: rows of the one pass of a block draft; 0 for other drafts.
+    text_paths, sent_paths: paths that are grafted onto each tree: of the request's own text, of the host's guesses.
     """
 
     max_batch: int
@@ -171,6 +172,8 @@ class RoundLayout:
     trees: tuple[tuple[int, TreeShape], ...] = ()
     busy_chunk_size: int | None = None
     block_rows: int = 0
+    text_paths: int = 0
+    sent_paths: int = 0
 
     def __post_init__(self) -> None:
         configured = self.tree

@@ -114,6 +114,11 @@ class SamplingParams:
     n: int | None = _param("outputs per prompt", whole_number(1, MAX_SAMPLES))
     speculation: bool | None = _param("false: plain decoding for this request", limits.true_or_false)
     max_draft_depth: int | None = _param("accept at most this many draft tokens per round", whole_number(0))
+    prediction: str | Sequence[int] | None = _param(
+        "text or token ids that the output is likely to be: where they agree, more of it is verified at once",
+        limits.prediction,
+        has_own_spelling=True,
+    )
     grammar: Grammar | None = _param(  # noqa: RUF009  (it is a field)
         "the form that the output must have (espalier.Grammar)",
         require_grammar,
@@ -152,6 +157,8 @@ class SamplingParams:
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
         values["stop"] = limits.texts_of(values.get("stop", ()))
+        if not isinstance(guessed := values.get("prediction", ()), str):
+            values["prediction"] = tuple(guessed)
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         own = tuple(values.get("stop_token_ids", ()))
         # The user's own ids are not deduplicated: of 1 and True one would go, and the check must see both.
@@ -213,6 +220,7 @@ class ResolvedParams(SamplingParams):
     ignore_eos: bool = False
     n: int = 1
     speculation: bool = True
+    prediction: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     shown_special_tokens: tuple[int, ...] = ()
     form: OutputForm | None = None
@@ -298,11 +306,17 @@ class TextSink(Protocol):
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of one request.  cached_tokens: prompt tokens that were found in the prefix cache."""
+    """Token counts of one request.
+
+    cached_tokens: prompt tokens that were found in the prefix cache; accepted_prediction_tokens,
+    rejected_prediction_tokens: of the prediction, those that the output has had and the others.
+    """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -317,7 +331,8 @@ class Request:
 
     In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, the rows of these launched so far;
     num_known, index of the last root that the host knows, which is also the number of rows committed before it;
-    rounds_in_flight, rounds launched and not yet read.  generation: how often it has left a slot.
+    rounds_in_flight, rounds launched and not yet read.  num_predicted: tokens of its prediction that its output has had.
+    generation: how often it has left a slot.
     """
 
     id: str
@@ -351,6 +366,7 @@ class Request:
     num_known: int = 0
     rounds_in_flight: int = 0
     prompt_cached: bool = False
+    num_predicted: int = 0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
@@ -372,7 +388,9 @@ class Request:
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.prompt), len(self.output), self.cached_tokens)
+        accepted = self.num_predicted
+        rejected = len(self.params.prediction) - accepted
+        return Usage(len(self.prompt), len(self.output), self.cached_tokens, accepted, rejected)
 
     def end(self, max_context: int) -> int:
         """The number of tokens, prompt included, after which the request is finished.

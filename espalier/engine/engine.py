@@ -8,7 +8,7 @@ round with these masks: with overlap at the start of the next step, in lock-step
 scheduler.py decides which of the waiting requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +16,14 @@ from functools import partial
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver, StagedHandle
+from espalier.engine.guesses import Guesses
 from espalier.engine.launch_input import Launch
 from espalier.engine.masks import Maskers
 from espalier.engine.scheduler import Scheduler
 from espalier.engine.state_keeper import make_keeper
 from espalier.errors import EspalierError, too_little_room
 from espalier.request import OutputChunk, Request, check_prompt
+from espalier.speculate.sources.base import HostSource
 from espalier.stats import SpeculationStats
 
 
@@ -64,7 +66,9 @@ class Engine:
     observer: sees every launch; None, the default, costs nothing.
     """
 
-    def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool, pauses_draft: bool = False):
+    def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool, pauses_draft: bool = False,
+        sources: Sequence[HostSource] = (),
+    ):
         runner = executor.runner
         self.layout = runner.layout
         self.vocab_size = runner.target.config.vocab_size
@@ -82,6 +86,7 @@ class Engine:
             captured_passes=executor.captured_passes,
             states=make_keeper(self.layout, self.prefixes, runner.cache.snapshot_rows),
             pauses_draft=pauses_draft,
+            guesses=Guesses(self.layout, sources),
         )
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None

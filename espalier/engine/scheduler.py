@@ -14,6 +14,7 @@ from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.draft_pause import Drafting
+from espalier.engine.guesses import Guesses
 from espalier.engine.launch_input import (
     NOT_FINITE,
     Launch,
@@ -47,7 +48,7 @@ class Scheduler:
 
     on_round: called with a RoundTrace for each request of each round; set it to trace trees.
     captured_passes: as Executor has them; pauses_draft: whether guesses may pause (draft_pause.py); states: of a model
-    without states by default.
+    without states by default; guesses: of the host's sources, by default of none.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Scheduler:
         captured_passes: tuple[LaunchForm, ...] = (),
         pauses_draft: bool = False,
         states: Stateless | None = None,
+        guesses: Guesses | None = None,
     ):
         self.layout = layout
         self.drafting = Drafting(layout.steps, pauses_draft)
@@ -68,6 +70,7 @@ class Scheduler:
         self.pool = pool
         self.prefixes = prefixes
         self.states = states or Stateless()
+        self.guesses = guesses or Guesses(layout, ())
         self.rounds_in_flight = rounds_in_flight
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -119,10 +122,13 @@ class Scheduler:
     def harvest(self, launch: Launch, rows: list[RequestResult]) -> None:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
+        guesses = dict(launch.launch_input.guesses)
         for (request, generation, is_prefilled), row in zip(launch.members, rows, strict=True):
             if generation != request.generation:
                 continue
             if not launch.launch_input.is_prefill:
+                assert request.slot is not None
+                self.guesses.count(guesses.get(request.slot, ()), request, row)
                 self._read_round(request, row)
             elif self._read_prompt_logprobs(request, row) and is_prefilled:
                 self._read_prompt(request, row)
@@ -197,6 +203,7 @@ class Scheduler:
         request.prefill_len = request.num_known = prefill_len
         request.num_prefilled, hit = self.states.enter(request, start, cached)
         request.rounds_in_flight = 0
+        self.guesses.enter(request)
         if not request.output:
             request.cached_tokens = hit
         insort(self.running, request, key=lambda r: r.place)
@@ -287,6 +294,7 @@ class Scheduler:
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
+        guesses, survival = ((), None) if prefill.width or not drafts else self.guesses.next(batch)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
@@ -304,6 +312,8 @@ class Scheduler:
             masks=self.masks.of_prompts(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
             marks=marks,
+            guesses=guesses,
+            survival=survival,
             committed=committed,
         )
         self._appended, self._to_clear = [], []
@@ -363,6 +373,7 @@ class Scheduler:
             if reason:
                 break
         request.from_draft += from_draft[:kept]
+        self.guesses.read(request, row.tokens[:kept])
         logprobs = None if row.logprobs is None else request.logprobs.add(row.logprobs[:kept])
         text = request.text.take(final=reason is not None) if request.text else ""
         if reason:
@@ -414,6 +425,7 @@ class Scheduler:
         request.finish_reason = reason
         if request.slot is not None:
             self._release(request)
+        self.guesses.leave(request)
 
     def _preempt(self, request: Request) -> None:
         """Return a running request to the queue.  It keeps its tokens; its full pages go to the prefix cache."""

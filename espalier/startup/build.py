@@ -22,8 +22,13 @@ from espalier.models.base import CausalLM
 from espalier.models.draft import DraftModel
 from espalier.shards import WHOLE, Shards
 from espalier.slots import SlotTable
+from espalier.speculate.drafters.base import Drafter
+from espalier.speculate.drafters.grafted import GraftedDrafter
 from espalier.speculate.drafters.registry import make_drafter
 from espalier.speculate.round import ModelRunner
+from espalier.speculate.sources.base import HostSource
+from espalier.speculate.sources.index import IndexSource
+from espalier.speculate.sources.prediction import PredictionSource
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,8 @@ def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = F
     """
     config = loaded.config
     graphs = (config.graph_batch, keep_graphs, capture_stages)
-    return engine_of(make_runner(loaded), config.overlap, config.prefix_cache, *graphs, config.pauses_draft)
+    on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, config.pauses_draft)
+    return engine_of(*on, host_sources(config.sources, config.index_bytes))
 
 
 def engine_of(
@@ -142,10 +148,17 @@ def engine_of(
     keep_graphs: bool = False,
     capture_stages: bool = False,
     pauses_draft: bool = False,
+    sources: Sequence[HostSource] = (),
 ) -> Engine:
     """An engine on the buffers of `runner`, which no other engine may use."""
     executor = executor_of(runner, overlap, graph_batch, keep_graphs, capture_stages)
-    return Engine(executor, overlap, prefix_cache, pauses_draft)
+    return Engine(executor, overlap, prefix_cache, pauses_draft, sources)
+
+
+def host_sources(names: Sequence[str], index_bytes: int) -> list[HostSource]:
+    """The sources that the host asks, in order of preference.  names: of all sources."""
+    made: list[HostSource] = [PredictionSource()] if "prediction" in names else []
+    return [*made, IndexSource(index_bytes)] if "index" in names else made
 
 
 def executor_of(
@@ -182,6 +195,8 @@ def make_runner(loaded: Loaded) -> ModelRunner:
             (draft_layers, layout.draft_rows, draft_backend, None),
         )
     )
-    drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
+    drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
+    if layout.text_paths or layout.sent_paths:
+        drafter = GraftedDrafter(drafter, layout)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

@@ -18,6 +18,7 @@ from espalier.kernels.runtime.launch import require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
 from espalier.models.weight_count import WeightCount
+from espalier.slots import SOURCES
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
 from espalier.startup.cache_memory import pages_and_snapshots
@@ -30,6 +31,9 @@ STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
 # Of a draft whose one pass proposes every depth: more depth is free, and more candidates cost almost nothing.
 BLOCK_STEPS, BLOCK_TOPK = 15, 8
+# Paths that are grafted onto a tree: of the request's own text, and of what the host guesses.
+TEXT_PATHS, SENT_PATHS = 2, 2
+INDEX_BYTES = 2**26
 CGROUP = Path("/sys/fs/cgroup")
 # Of control groups v2 and v1: the files with the limit, the use and its parts, and the part that the kernel gives back
 # when memory runs short.  It is cached files, such as those of a model that was loaded before.
@@ -227,6 +231,7 @@ def resolve(
     is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
     trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
+    sources = choose_sources(speculation, spec.algorithm, tree, device)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(tree),
@@ -237,6 +242,8 @@ def resolve(
         chunk_size=chunk_size,
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
         trees=tuple(trees.items()),
+        text_paths=TEXT_PATHS * ("text" in sources),
+        sent_paths=SENT_PATHS * bool({"prediction", "index"} & {*sources}),
     )
     if device.type == "cuda":
         require_triton()
@@ -271,8 +278,28 @@ def resolve(
         seed=_value_or(config.seed, secrets.randbits(63)),
         # Whoever names a tree gets it in every round.
         pauses_draft=device.type == "cpu" and spec.algorithm == "ngram" and speculation == SpeculationConfig(),
+        sources=sources,
+        index_bytes=_value_or(speculation.index_bytes, INDEX_BYTES) * ("index" in sources),
         tensor_parallel=config.tensor_parallel,
     )
+
+
+def choose_sources(
+    speculation: SpeculationConfig, algorithm: str, tree: TreeShape, device: torch.device
+) -> tuple[str, ...]:
+    """What proposes tokens beside the drafter of this algorithm.  Raises EspalierError for what nothing is known of."""
+    if is_open(speculation.sources):
+        return ("prediction",) if tree.steps and device.type == "cpu" else ()
+    named = [name.strip() for name in speculation.sources.split(",")]
+    if named == ["none"]:
+        return ()
+    if unknown := [name for name in named if name not in SOURCES]:
+        raise EspalierError(f"sources={unknown[0]!r} is not supported; use {', '.join(SOURCES)}, or none alone")
+    if not tree.steps:
+        raise EspalierError(f"sources={speculation.sources!r} needs a tree, and this is {tree}; leave it out")
+    if algorithm == "ngram" and "text" in named:
+        raise EspalierError("sources='text' is what algorithm='ngram' drafts with; leave it out of sources")
+    return tuple(name for name in SOURCES if name in named)
 
 
 def _threads(config: EngineConfig, device: torch.device, facts: Facts, dtype: torch.dtype) -> int:

@@ -1,0 +1,62 @@
+"""What the host's sources guess for the rounds of a batch, and what became of it."""
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.layout import RoundLayout
+from espalier.request import Request
+from espalier.slots import Guess, guess_width
+from espalier.speculate.sources.base import HostSource
+from espalier.speculate.sources.survival import Survival
+
+OfSlots = tuple[tuple[int, tuple[Guess, ...]], ...]
+
+
+class Guesses:
+    """sources: in order of preference, where there are more guesses than a round carries."""
+
+    def __init__(self, layout: RoundLayout, sources: Sequence[HostSource]):
+        self.layout = layout
+        self.sources = sources
+        self.survival = Survival(layout.steps) if layout.text_paths or layout.sent_paths else None
+
+    def enter(self, request: Request) -> None:
+        for source in self.sources:
+            source.enter(request)
+
+    def read(self, request: Request, tokens: Sequence[int]) -> None:
+        """tokens: that were appended to the request."""
+        for source in self.sources:
+            source.read(request, tokens)
+
+    def leave(self, request: Request) -> None:
+        for source in self.sources:
+            source.leave(request)
+
+    def next(self, batch: Sequence[Request]) -> tuple[OfSlots, np.ndarray | None]:
+        """What a round of these requests carries: LaunchInput.guesses and survival."""
+        survival = None if self.survival is None else self.survival.to_send()
+        if not self.sources:
+            return (), survival
+        found = ((request.slot, self._of(request)) for request in batch if request.slot is not None)
+        return tuple((slot, guesses) for slot, guesses in found if guesses), survival
+
+    def _of(self, request: Request) -> tuple[Guess, ...]:
+        if not request.params.depth_limit(self.layout.steps):
+            return ()
+        width = guess_width(self.layout)
+        guesses = chain.from_iterable(source.guesses(request, width) for source in self.sources)
+        by_token: dict[int, Guess] = {}
+        for guess in guesses:
+            by_token.setdefault(guess.tokens[0], guess)
+        return tuple(by_token.values())[: self.layout.sent_paths]
+
+    def count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> None:
+        """Count what became of a round's guesses for a request, before its tokens are appended.  row: the result."""
+        for guess in guesses:
+            known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
+            if self.survival is not None and guess.tokens[: len(known)] == known:
+                self.survival.add(guess.kind, guess.tokens[len(known) :], row.tokens)

@@ -1,0 +1,67 @@
+"""A drafter with other sources beside it: their paths are grafted onto its trees.
+
+What the drafter drafts with stays as it is.  A drafter without files may have sources too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Self
+
+from torch import Tensor
+
+from espalier.attention import CommittedLengths
+from espalier.layout import RoundLayout
+from espalier.models.draft import DraftSpec
+from espalier.slots import BatchState
+from espalier.speculate.drafters.base import Drafter, Grow
+from espalier.speculate.pieces import LastTokens
+from espalier.speculate.sampler import Sampler
+from espalier.speculate.sources.base import Paths
+from espalier.speculate.sources.graft import graft
+from espalier.speculate.sources.sent import paths_of_guesses
+from espalier.speculate.sources.text import paths_of_text
+from espalier.speculate.tree import Tree
+
+
+@dataclass(frozen=True)
+class GraftedDrafter:
+    """drafter: proposes the trees; layout: of the rounds."""
+
+    drafter: Drafter
+    layout: RoundLayout
+
+    @property
+    def spec(self) -> DraftSpec:
+        return self.drafter.spec
+
+    @property
+    def captures_prefill(self) -> bool:
+        return self.drafter.captures_prefill
+
+    def for_layout(self, layout: RoundLayout) -> Self:
+        return replace(self, drafter=self.drafter.for_layout(layout), layout=layout)
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        self.drafter.prepare(lengths)
+
+    def begin(self, slots: BatchState) -> Grow:
+        grow = self.drafter.begin(slots)
+        return grow if self.layout.num_draft_tokens == 1 else partial(self._grow, slots, grow)
+
+    def _grow(self, slots: BatchState, grow: Grow, sampler: Sampler) -> Tree:
+        tree = grow(sampler)
+        return graft(tree, Paths.join(self._paths(slots)), slots.table.survival, self.layout.steps)
+
+    def _paths(self, slots: BatchState) -> Sequence[Paths]:
+        steps, paths = self.layout.steps, []
+        if self.layout.sent_paths:
+            paths.append(paths_of_guesses(slots, steps))
+        if self.layout.text_paths:
+            paths.append(paths_of_text(slots, self.layout.text_paths, steps))
+        return paths
+
+    def extend(
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
+    ) -> None:
+        self.drafter.extend(slots, target_features, length, last)
