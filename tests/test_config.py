@@ -168,7 +168,7 @@ def test_cuda_has_the_models_dtype_and_overlap(monkeypatch):
     monkeypatch.setattr("espalier.startup.resolve.require_triton", lambda: None)
     a_gpu(monkeypatch, (9, 0))
     config = resolved(device=torch.device("cuda"))
-    assert (config.dtype, config.overlap, config.layout.max_batch) == ("bfloat16", True, 64)
+    assert (config.dtype, config.overlap, config.layout.max_batch) == ("bfloat16", True, 128)
 
 
 @pytest.mark.parametrize(("steps", "topk"), [(0, 1), *product((1, 3, 5), (1, 4))])

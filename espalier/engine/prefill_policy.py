@@ -16,7 +16,7 @@ PASS_OVERHEAD_ROWS = 256
 # An eager pass of fewer rows takes the host longer than an H200, if the model is an 8B (docs/log.md).
 EAGER_ROWS = 1024
 # Of the widths that enter nearly as many tokens a second as the best one, the largest is used: it makes few pieces.
-NEAR_BEST = 0.95
+NEAR_BEST = 0.98
 
 
 class PrefillPass(NamedTuple):

@@ -64,7 +64,7 @@ class DeviceDefaults:
 DEFAULTS = {
     "cpu": DeviceDefaults(8, most_context=8192, chunk_size=512, busy_chunk_size=512, overlap=False, memory_share=0.4),
     "cuda": DeviceDefaults(
-        64, most_context=32768, chunk_size=2048, busy_chunk_size=640, overlap=True, memory_share=0.85
+        128, most_context=32768, chunk_size=4096, busy_chunk_size=640, overlap=True, memory_share=0.85
     ),
 }
 

@@ -60,7 +60,7 @@ class Looked:
 
     def __init__(self, inner: CudaExecutor):
         self.inner = inner
-        self.runner: Any = SimpleNamespace()
+        self.runner: Any = SimpleNamespace(cache=inner.runner.cache)
         self.look()
 
     def launch(self, launch_input: LaunchInput) -> Handle:

@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CONFIG_MAPPING, Phi3Config, Phi3ForCausalLM
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, Phi3Config, Phi3ForCausalLM
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
+from espalier.models.from_transformers.load import experts_implementation
 from espalier.models.from_transformers.probe import tiny_config
 from espalier.models.from_transformers.replace import OurExperts, OurLinear, OurNorm, find_equal
 from scripts.any_model import Found, compare, make_model
@@ -237,3 +238,14 @@ def test_only_what_computes_the_same_is_replaced() -> None:
     tiny.model.norm = OtherNorm(64)
     tiny.lm_head = nn.Bilinear(4, 4, 4)
     assert OtherNorm not in find_equal(tiny) and nn.Bilinear not in find_equal(tiny)
+
+
+@pytest.mark.parametrize(("family", "expected"), [("llama", "eager"), ("mixtral", "grouped_mm")])
+def test_experts_on_a_gpu_are_computed_as_the_class_allows(family: str, expected: str, tmp_path: Path) -> None:
+    """Transformers checks the choice where it makes the model, on any device."""
+    config = AutoConfig.for_model(family, num_hidden_layers=1)
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    chosen = experts_implementation(model_class, torch.device("cuda"))
+    assert chosen == expected
+    with torch.device("meta"):
+        model_class._from_config(config, experts_implementation=chosen)

@@ -59,8 +59,7 @@ def _load(path: Path, model_class: Any, config: Any, dtype: torch.dtype, device:
                 config=copy.deepcopy(config),
                 dtype=dtype,
                 attn_implementation=NAME,
-                # The plain loop reads the experts' rows on the host, which a captured pass cannot.
-                experts_implementation="eager" if device.type == "cpu" else "grouped_mm",
+                experts_implementation=experts_implementation(model_class, device),
                 use_safetensors=True,
                 local_files_only=True,
                 output_loading_info=True,
@@ -80,6 +79,13 @@ def _load(path: Path, model_class: Any, config: Any, dtype: torch.dtype, device:
                 "belong together: download both again"
             )
     return model.to(device).eval().requires_grad_(False)
+
+
+def experts_implementation(model_class: Any, device: torch.device) -> str:
+    """How transformers computes experts.  It refuses a choice for classes that have none."""
+    # The plain loop reads the experts' rows on the host, which a captured pass cannot.
+    on_device = device.type != "cpu" and model_class._can_set_experts_implementation()
+    return "grouped_mm" if on_device else "eager"
 
 
 @contextmanager
