@@ -149,21 +149,25 @@ class InputProcessor:
         """
         if isinstance(params, ResolvedParams):
             return params
-        return self.checked(self.predicted(params.resolve(self.facts.generation_config, self.facts.eos_token_ids)))
+        resolved = self.checked(params.resolve(self.facts.generation_config, self.facts.eos_token_ids))
+        return self.predicted(resolved, params.prediction) if params.prediction else resolved
 
-    def predicted(self, params: ResolvedParams) -> ResolvedParams:
-        """The parameters with the prediction as token ids.  Raises EspalierError if the engine takes none."""
-        guessed: Any = params.prediction
-        if not guessed:
-            return replace(params, prediction=()) if guessed == "" else params
+    def predicted(self, params: ResolvedParams, guessed: str | Sequence[int]) -> ResolvedParams:
+        """The parameters with this prediction.  Raises EspalierError if the engine takes none, or if it is too long."""
         if "prediction" not in self.facts.sources:
             raise EspalierError(
                 "prediction is not supported by this engine, whose sources beside the draft are "
                 f"{', '.join(self.facts.sources) or 'none'}; leave it out, or start the engine with sources=prediction"
             )
+        most = self.facts.max_context
         if isinstance(guessed, str):
-            self.require_fit(guessed)
-            guessed = self.text_of("a prediction").encode(guessed, False)
+            tokenizer = self.text_of("a prediction")
+            is_long = self.bound.exceeds(guessed, most)
+            size, guessed = f"{len(guessed)} characters", [] if is_long else tokenizer.encode(guessed, False)
+        else:
+            size, is_long = f"{len(guessed)} tokens", False
+        if is_long or len(guessed) > most:
+            raise EspalierError(f"a prediction of {size} is not supported: max_context is {most} tokens; shorten it")
         return replace(params, prediction=tuple(guessed))
 
     def checked(self, params: ResolvedParams) -> ResolvedParams:

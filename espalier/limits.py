@@ -74,7 +74,7 @@ def check_for_model(params: Any, vocab_size: int, has_tokenizer: bool) -> None:
         check_beside_grammar(params, has_tokenizer)
     for token in params.stop_token_ids:
         require_int("stop_token_ids entry", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
-    for token in params.prediction if not isinstance(params.prediction, str) else ():
+    for token in params.prediction:
         require_int("prediction token id", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
     for token in params.logit_bias:
         require_int("logit_bias token", token, 0, vocab_size - 1, remedy=" (the vocabulary)")

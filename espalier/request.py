@@ -157,8 +157,9 @@ class SamplingParams:
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
         values["stop"] = limits.texts_of(values.get("stop", ()))
-        if not isinstance(guessed := values.get("prediction", ()), str):
-            values["prediction"] = tuple(guessed)
+        # A text is encoded where there is a tokenizer (InputProcessor.predicted).
+        guessed = values.pop("prediction", ())
+        values["prediction"] = () if isinstance(guessed, str) else tuple(guessed)
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         own = tuple(values.get("stop_token_ids", ()))
         # The user's own ids are not deduplicated: of 1 and True one would go, and the check must see both.

@@ -144,6 +144,8 @@ class Setup:
     draft_kv_dtype: str = "float64"
     model_impl: str = "auto"
     num_snapshots: int = 12
+    text_paths: int = 0
+    sent_paths: int = 0
 
     @property
     def reentry(self) -> int:
@@ -157,7 +159,7 @@ class Setup:
         nodes = min(self.num_draft_tokens, max_draft_tokens(self.steps, self.topk))
         tree = (self.steps, self.topk, nodes)
         sizes = (self.max_batch, *tree, self.page_size, self.max_context, self.reentry, self.chunk_size)
-        return RoundLayout(*sizes, trees=self.trees)
+        return RoundLayout(*sizes, trees=self.trees, text_paths=self.text_paths, sent_paths=self.sent_paths)
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
         is_drafted = self.algorithm == "eagle3"

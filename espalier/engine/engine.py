@@ -66,7 +66,12 @@ class Engine:
     observer: sees every launch; None, the default, costs nothing.
     """
 
-    def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool, pauses_draft: bool = False,
+    def __init__(
+        self,
+        executor: Executor,
+        overlap: bool,
+        prefix_cache: bool,
+        pauses_draft: bool = False,
         sources: Sequence[HostSource] = (),
     ):
         runner = executor.runner

@@ -5,7 +5,7 @@ from itertools import chain
 
 import numpy as np
 
-from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.engine.launch_input import RequestResult
 from espalier.layout import RoundLayout
 from espalier.request import Request
 from espalier.slots import Guess, guess_width

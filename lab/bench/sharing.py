@@ -247,9 +247,7 @@ def replay(recorded: Sequence[Pools], batch: int, width: int, policy: str) -> fl
         survival.learn(at, selected)
         accepted = (selected & at.on_path).sum(1)
         tokens, count = tokens + int(accepted.sum()) + batch, count + batch
-        running = [
-            (pools, place + 1 + got) for (pools, place), got in zip(running, accepted.tolist(), strict=True)
-        ]
+        running = [(pools, place + 1 + got) for (pools, place), got in zip(running, accepted.tolist(), strict=True)]
         for row, (pools, place) in enumerate(running):
             if place >= len(pools):
                 if not waiting:

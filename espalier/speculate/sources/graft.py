@@ -71,9 +71,7 @@ def _tree_of(tree: Tree, paths: Paths, chosen: Tensor, first: Tensor, best: Tens
     # The node before it in its path; the root at its beginning.
     before = torch.where(order % steps == 0, 0, drafted + order - 1).expand(batch, -1)
     parents = first.gather(1, torch.cat((tree.parents, before), 1))
-    place = torch.zeros_like(first).scatter_(
-        1, chosen, torch.arange(chosen.shape[1], device=device).expand_as(chosen)
-    )
+    place = torch.zeros_like(first).scatter_(1, chosen, torch.arange(chosen.shape[1], device=device).expand_as(chosen))
     place[:, 0] = 0
     scores = best.gather(1, chosen)
     void = scores == -torch.inf

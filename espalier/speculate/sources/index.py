@@ -67,7 +67,7 @@ class IndexSource:
         ]
 
     def find(self, last: Sequence[int], salt: int, width: int) -> list[tuple[int, tuple[int, ...]]]:
-        """(tokens that match, the tokens that followed) of places where the last tokens stand, the longest run first."""
+        """(tokens that match, the tokens that followed) of places where the last tokens stand, longest runs first."""
         text, made, seen = np.array(last, dtype=np.int64), [], set()
         for run, table in self.tables.items():
             if len(text) < run:
