@@ -48,9 +48,9 @@ class SpeculationConfig:
     )
 
     sources: str = option(
-        "what proposes tokens beside the draft, separated by commas: text (what followed the same tokens in the request "
-        "before), prediction (what requests bring as such), index (texts that the engine has served, of the same "
-        "client); or none"
+        "what proposes tokens beside the draft, separated by commas: text (what followed the same tokens in the "
+        "request before), prediction (what requests bring as such), index (texts that the engine has served, of the "
+        "same client); or none; by default prediction on a CPU, none on a GPU"
     )
     index_bytes: int | Literal["auto"] = option("memory of the index; by default 64 MiB", low=4096)
 

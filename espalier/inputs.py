@@ -41,8 +41,9 @@ class ConversationOptions(ChatOptions, total=False):
 class ModelFacts:
     """The properties of a model and engine that requests are checked against.  Plain values, sent between processes.
 
-    sources: what proposes tokens beside the draft; model: its directory; max_context: tokens of one request, prompt and output; generation_config: the content of the
+    model: its directory; max_context: tokens of one request, prompt and output; generation_config: the content of the
     model's generation_config.json, {} without one; max_position: the positions that the model has, None if unknown.
+    sources: what proposes tokens beside the draft (SpeculationConfig).
     """
 
     model: str

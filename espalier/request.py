@@ -17,7 +17,7 @@ from espalier.grammar.spec import Grammar, require_grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, TEMPERATURES, number, whole_number
 from espalier.logprobs import PromptLogprobs, TokenLogprob, TokenLogprobs
-from espalier.stats import SpeculationStats
+from espalier.stats import SpeculationStats, Usage
 
 
 def _param(help: str, check: limits.Check, generation_config: str | None = None, has_own_spelling: bool = False) -> Any:
@@ -158,8 +158,7 @@ class SamplingParams:
             values["top_k"] = 0
         values["stop"] = limits.texts_of(values.get("stop", ()))
         # A text is encoded where there is a tokenizer (InputProcessor.predicted).
-        guessed = values.pop("prediction", ())
-        values["prediction"] = () if isinstance(guessed, str) else tuple(guessed)
+        values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         own = tuple(values.get("stop_token_ids", ()))
         # The user's own ids are not deduplicated: of 1 and True one would go, and the check must see both.
@@ -305,21 +304,6 @@ class TextSink(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of one request.
-
-    cached_tokens: prompt tokens that were found in the prefix cache; accepted_prediction_tokens,
-    rejected_prediction_tokens: of the prediction, those that the output has had and the others.
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    accepted_prediction_tokens: int = 0
-    rejected_prediction_tokens: int = 0
-
-
 @dataclass(eq=False)
 class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
@@ -332,8 +316,8 @@ class Request:
 
     In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, the rows of these launched so far;
     num_known, index of the last root that the host knows, which is also the number of rows committed before it;
-    rounds_in_flight, rounds launched and not yet read.  num_predicted: tokens of its prediction that its output has had.
-    generation: how often it has left a slot.
+    rounds_in_flight, rounds launched and not yet read.  generation: how often it has left a slot.  num_predicted:
+    tokens of its prediction that its output has had.
     """
 
     id: str
@@ -389,9 +373,8 @@ class Request:
 
     @property
     def usage(self) -> Usage:
-        accepted = self.num_predicted
-        rejected = len(self.params.prediction) - accepted
-        return Usage(len(self.prompt), len(self.output), self.cached_tokens, accepted, rejected)
+        rejected = len(self.params.prediction) - self.num_predicted
+        return Usage(len(self.prompt), len(self.output), self.cached_tokens, self.num_predicted, rejected)
 
     def end(self, max_context: int) -> int:
         """The number of tokens, prompt included, after which the request is finished.

@@ -5,7 +5,7 @@ from itertools import chain
 
 import numpy as np
 
-from espalier.engine.launch_input import RequestResult
+from espalier.engine.launch_input import Launch, RequestResult
 from espalier.layout import RoundLayout
 from espalier.request import Request
 from espalier.slots import Guess, guess_width
@@ -54,8 +54,14 @@ class Guesses:
             by_token.setdefault(guess.tokens[0], guess)
         return tuple(by_token.values())[: self.layout.sent_paths]
 
-    def count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> None:
-        """Count what became of a round's guesses for a request, before its tokens are appended.  row: the result."""
+    def count(self, launch: Launch, rows: Sequence[RequestResult]) -> None:
+        """Count what became of a launch's guesses, before its tokens are appended.  rows: its results."""
+        by_slot = dict(launch.launch_input.guesses)
+        for (request, generation, _), row in zip(launch.members, rows, strict=True):
+            if by_slot and generation == request.generation and request.slot is not None:
+                self._count(by_slot.get(request.slot, ()), request, row)
+
+    def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> None:
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
             if self.survival is not None and guess.tokens[: len(known)] == known:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
-from espalier.cache.prefix_tree import PrefixTree
+from espalier.cache.prefix_tree import PrefixTree, Room
 from espalier.engine.draft_pause import Drafting
 from espalier.engine.guesses import Guesses
 from espalier.engine.launch_input import (
@@ -69,6 +69,7 @@ class Scheduler:
         self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
         self.prefixes = prefixes
+        self._room = Room(pool, prefixes)
         self.states = states or Stateless()
         self.guesses = guesses or Guesses(layout, ())
         self.rounds_in_flight = rounds_in_flight
@@ -122,13 +123,11 @@ class Scheduler:
     def harvest(self, launch: Launch, rows: list[RequestResult]) -> None:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
-        guesses = dict(launch.launch_input.guesses)
+        self.guesses.count(launch, rows)
         for (request, generation, is_prefilled), row in zip(launch.members, rows, strict=True):
             if generation != request.generation:
                 continue
             if not launch.launch_input.is_prefill:
-                assert request.slot is not None
-                self.guesses.count(guesses.get(request.slot, ()), request, row)
                 self._read_round(request, row)
             elif self._read_prompt_logprobs(request, row) and is_prefilled:
                 self._read_prompt(request, row)
@@ -187,7 +186,7 @@ class Scheduler:
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
         # Evict only if eviction frees enough pages.  Otherwise cached pages would be lost and the request still waits.
-        if not (self._has_room(need) and self._make_room(need)):
+        if not (self._room.could_be(need) and self._room.make(need)):
             self.pool.release(shared)
             self._no_room = request, self.pool.num_released
             return False
@@ -212,18 +211,6 @@ class Scheduler:
 
     # Pages
 
-    def _make_room(self, count: int) -> bool:
-        """Evict cached pages that no running request uses until `count` pages are free.  False if too few are free."""
-        missing = count - self.pool.free
-        if missing > 0 and self.prefixes is not None:
-            self.prefixes.evict(missing)
-        return self.pool.free >= count
-
-    def _has_room(self, count: int) -> bool:
-        """Whether `count` pages could be free after eviction.  Nothing is evicted."""
-        missing = count - self.pool.free
-        return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.evictable)
-
     def _reserve(self, decoding: list[Request]) -> list[Request]:
         """Reserve pages for the tokens of one round, in order of place; if pages run out, preempt the last request.
 
@@ -245,7 +232,7 @@ class Scheduler:
         missing = self.layout.reserve(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
             return True
-        if not self._make_room(missing):
+        if not self._room.make(missing):
             return False
         assert request.slot is not None
         for page in self.pool.allocate(missing):

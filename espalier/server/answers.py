@@ -11,10 +11,10 @@ import msgspec
 
 from espalier.inputs import text_stream
 from espalier.logprobs import PromptLogprobs, TokenLogprob
-from espalier.request import OutputChunk, ResolvedParams, Usage
+from espalier.request import OutputChunk, ResolvedParams
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
-from espalier.stats import SpeculationStats
+from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode

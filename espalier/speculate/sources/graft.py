@@ -19,12 +19,13 @@ def graft(tree: Tree, paths: Paths, survival: Tensor, steps: int) -> Tree:
     """The trees of the best nodes of the trees and the paths, as many as the trees have.  steps: the greatest depth.
 
     survival: [KINDS, S] float32, log-probability, at most 0, that a path of a kind goes on at each depth if it did so
-    up to there.  A node's score is that of its likeliest occurrence.  Ties go to the draft's node, then to the first path, so a parent comes before its children.
+    up to there.  A node's score is that of its likeliest occurrence.  Ties go to the draft's node, then to the first
+    path, so a parent comes before its children.
     """
     sequences = torch.cat((tree_sequences(tree, steps), path_sequences(paths.tokens[..., :steps])), 1)
     path_scores = survival[paths.kinds][..., :steps].cumsum(-1).flatten(1)
     scores = usable(torch.cat((tree.scores, path_scores), 1))
-    batch, size = scores.shape
+    size = scores.shape[1]
     exists = _exists(tree, paths.tokens[..., :steps])
     scores = scores.masked_fill(~exists, -torch.inf)
     same = (sequences[:, :, None] == sequences[:, None]).all(-1) & exists[:, :, None] & exists[:, None]

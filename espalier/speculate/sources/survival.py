@@ -24,27 +24,32 @@ class Survival:
 
     def __init__(self, steps: int) -> None:
         by_kind = [1.0, *(FIRST[source][strength] for source in SOURCES for strength in range(STRENGTHS))]
-        self.first = np.repeat(np.array(by_kind)[:, None], steps, 1)
+        self.first = np.array(by_kind)
         self.tried = np.zeros((PATH_KINDS, steps))
         self.followed = np.zeros((PATH_KINDS, steps))
         self._sent: np.ndarray | None = None
 
     @property
     def probabilities(self) -> np.ndarray:
-        """[PATH_KINDS, S]: that a path goes on at a depth, if it did down to there."""
-        return (self.followed + PRIOR * self.first) / (self.tried + PRIOR)
+        """[PATH_KINDS, S]: that a path goes on at a depth, if it did down to there.
+
+        Few paths come to a great depth, so the depth above counts too: as PRIOR paths.
+        """
+        made = np.empty_like(self.tried)
+        above = self.first
+        for depth in range(made.shape[1]):
+            above = (self.followed[:, depth] + PRIOR * above) / (self.tried[:, depth] + PRIOR)
+            made[:, depth] = above
+        return made
 
     def add(self, kind: int, path: Sequence[int], emitted: Sequence[int]) -> None:
         """Count a path.  emitted: the tokens that were decided in its place, all of which the target has picked."""
-        agreed = next((at for at, (a, b) in enumerate(zip(path, emitted, strict=False)) if a != b), None)
-        tried = min(len(path), len(emitted), self.tried.shape[1]) if agreed is None else agreed + 1
-        tried = min(tried, self.tried.shape[1])
-        if tried:
-            fades = 0.5 ** (1 / HALF_LIFE)
-            self.tried[kind] *= fades
-            self.followed[kind] *= fades
-            self.tried[kind, :tried] += 1
-            self.followed[kind, : tried if agreed is None or agreed >= tried else agreed] += 1
+        pairs = list(zip(path, emitted, strict=False))[: self.tried.shape[1]]
+        followed = next((at for at, (said, got) in enumerate(pairs) if said != got), len(pairs))
+        fades = 0.5 ** (1 / HALF_LIFE)
+        for counts, depth in ((self.tried, min(followed + 1, len(pairs))), (self.followed, followed)):
+            counts[kind] *= fades
+            counts[kind, :depth] += 1
 
     def to_send(self) -> np.ndarray | None:
         """[PATH_KINDS, S] float32: log-probabilities, if they have changed since they were sent; else None."""
