@@ -13,7 +13,7 @@ from os import PathLike
 from typing import Any, Literal, Union, get_args, get_origin
 
 from espalier.errors import EspalierError, refuses_unknown, shown
-from espalier.layout import RoundLayout
+from espalier.layout import RoundCosts, RoundLayout
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 # The kv_dtype that is no dtype of a model.
@@ -43,7 +43,7 @@ class SpeculationConfig:
         metadata={
             "help": "smaller trees for larger batches: a file that `bench choose` wrote, or JSON like "
             '{"8": {"steps": 3, "topk": 2, "num_draft_tokens": 8}, "64": {"steps": 0}}, where each tree applies from '
-            "that batch size on; by default plain decoding from the batch size where it was measured to be as fast"
+            "that batch size on; by default trees are chosen while the engine runs, {} keeps the one that is configured"
         },
     )
 
@@ -141,9 +141,10 @@ class EngineConfig:
 class ResolvedConfig:
     """An EngineConfig in which every value is chosen.  The engine runs on this.
 
-    layout: the trees and the sizes of passes; num_pages: includes the dummy page; pauses_draft: whether rounds leave
-    out guesses that do not pay (engine/draft_pause.py); num_snapshots: 0 for a model without recurrent states, or
-    without a prefix cache; sources: what proposes tokens beside the draft; index_bytes: of the source `index`.
+    layout: the trees and the sizes of passes; num_pages: includes the dummy page; round_costs: what rounds are
+    predicted to take, where trees are chosen while the engine runs (engine/tree_choice.py); num_snapshots: 0 for a
+    model without recurrent states, or without a prefix cache; sources: what proposes tokens beside the draft;
+    index_bytes: of the source `index`.
     """
 
     model: str
@@ -165,20 +166,23 @@ class ResolvedConfig:
     model_impl: str
     model_overrides: dict[str, Any]
     seed: int
-    pauses_draft: bool = False
+    round_costs: RoundCosts | None = None
     sources: tuple[str, ...] = ()
     index_bytes: int = 0
     tensor_parallel: int = 1
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields by name, with those of the layout among them.
+        """All fields by name but round_costs, with those of the layout among them.
 
-        by_batch: the tree's fields by the smallest batch to which that tree applies.
+        by_batch, choices: the fields of the tree, or of the trees among which is chosen, by the smallest batch to which
+        they apply.
         """
         sizes = asdict(self.layout)
-        sizes["by_batch"] = dict(sizes.pop("trees"))
+        sizes["by_batch"], sizes["choices"] = dict(sizes.pop("trees")), dict(sizes.pop("choices"))
         values: dict[str, Any] = {}
         for f in fields(self):
+            if f.name == "round_costs":
+                continue
             values |= sizes if f.name == "layout" else {f.name: getattr(self, f.name)}
         return values
 

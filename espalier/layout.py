@@ -6,7 +6,7 @@ against it on the host, without reading from the device.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from espalier.errors import EspalierError
 
@@ -92,6 +92,24 @@ TREE_FIELDS = tuple(f.name for f in fields(TreeShape))
 PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
 
 
+class RoundCosts(Protocol):
+    """What rounds are predicted to take.  A plain value: it can be sent to another process.
+
+    by_clock: whether the clock corrects the prediction, which is in seconds then.
+    """
+
+    @property
+    def by_clock(self) -> bool: ...
+
+    def seconds(self, tree: TreeShape, batch: int, context: float) -> float:
+        """The time of a round.  context: tokens of a request, the mean over the batch."""
+        ...
+
+    def of_guesses(self, batch: int, guesses: int | None) -> float:
+        """The time of a round that had so many guesses a request, None for plain decoding.  Only without a clock."""
+        ...
+
+
 def bucket_of(batch: int, buckets: Iterable[int]) -> int:
     """The padded size of a round of `batch` requests: the first of the ascending buckets that holds it.
 
@@ -111,12 +129,13 @@ class LaunchForm(NamedTuple):
     """What decides the shapes of a launch, padding included.
 
     batch: requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: of the pass, 0 where each
-    request has one.
+    request has one; tree: of a round, None for the layout's.
     """
 
     batch: int
     width: int = 0
     pieces: int = 0
+    tree: TreeShape | None = None
 
     @property
     def pass_rows(self) -> int:
@@ -125,7 +144,9 @@ class LaunchForm(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"a prefill pass of {self.pass_rows} rows" if self.width else f"a round of batch {self.batch}"
+        if self.width:
+            return f"a prefill pass of {self.pass_rows} rows"
+        return f"a round of batch {self.batch}" + (f", {self.tree}" if self.tree else "")
 
 
 def captured_form(captured: Sequence[LaunchForm], width: int, pieces: int) -> LaunchForm | None:
@@ -157,7 +178,9 @@ class RoundLayout:
     trees: (n, shape), n ascending: rounds of n or more requests use this shape, up to the next n; smaller rounds use
     the configured tree.  The configured tree is the largest, and sets the size of the buffers;
     busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size;
-    block_rows: rows of the one pass of a block draft; 0 for other drafts.
+    block_rows: rows of the one pass of a block draft; 0 for other drafts;
+    choices: (n, shapes), n ascending from 1, all batches of a bucket alike: what rounds of n or more requests may use
+    instead of `trees`, up to the next n, the first of them to begin with; empty where nothing is chosen;
     text_paths, sent_paths: paths that are grafted onto each tree: of the request's own text, of the host's guesses.
     """
 
@@ -172,6 +195,7 @@ class RoundLayout:
     trees: tuple[tuple[int, TreeShape], ...] = ()
     busy_chunk_size: int | None = None
     block_rows: int = 0
+    choices: tuple[tuple[int, tuple[TreeShape, ...]], ...] = ()
     text_paths: int = 0
     sent_paths: int = 0
 
@@ -189,7 +213,7 @@ class RoundLayout:
                 f"{MIN_CHUNK_WIDTH} to {self.chunk_size} (chunk_size)",
             ),
         )
-        for _, shape in self.trees:
+        for shape in (*(shape for _, shape in self.trees), *(shape for _, shapes in self.choices for shape in shapes)):
             configured.require(shape)
         sizes = [batch for batch, _ in self.trees]
         if any(size <= before for before, size in zip([0, *sizes], sizes, strict=False)):
@@ -206,18 +230,36 @@ class RoundLayout:
         Use it only for the sizes of a launch: page tables and pages follow from this layout.
         """
         self.tree.require(shape)
-        return replace(self, **asdict(shape), trees=())
+        return replace(self, **asdict(shape), trees=(), choices=())
 
     def at(self, batch: int) -> "RoundLayout":
         """The layout of a round with `batch` requests, padding included."""
         shape = next((shape for least, shape in reversed(self.trees) if least <= batch), self.tree)
         return self if shape == self.tree else self.with_tree(shape)
 
+    def choices_at(self, batch: int) -> tuple[TreeShape, ...]:
+        """The trees among which a round of `batch` requests is chosen; none where nothing is chosen."""
+        return next((shapes for least, shapes in reversed(self.choices) if least <= batch), ())
+
+    def round_forms(self, buckets: Sequence[int]) -> list[LaunchForm]:
+        """The forms of the rounds of these buckets, those with the most rows first."""
+        forms = [LaunchForm(batch, tree=tree) for batch in buckets for tree in self.choices_at(batch) or (None,)]
+        rows = {form: form.batch * (form.tree or self.at(form.batch).tree).num_draft_tokens for form in forms}
+        return sorted(forms, key=lambda form: (rows[form], form.batch), reverse=True)
+
     @property
     def fullest(self) -> tuple[tuple[int, "RoundLayout"], ...]:
         """For each tree, the largest batch that uses it and the layout of its rounds."""
-        largest = [least - 1 for least, _ in self.trees if least <= self.max_batch]
-        return tuple((batch, self.at(batch)) for batch in (*largest, self.max_batch) if batch)
+        largest = [*(least - 1 for least, _ in self.trees if least <= self.max_batch), self.max_batch]
+        of_trees = [(batch, self.at(batch)) for batch in largest if batch]
+        ends = [*(least - 1 for least, _ in self.choices[1:]), self.max_batch]
+        chosen = {
+            shape: min(end, self.max_batch)
+            for end, (least, shapes) in zip(ends, self.choices, strict=False)
+            if least <= self.max_batch
+            for shape in shapes
+        }
+        return (*of_trees, *((batch, self.with_tree(shape)) for shape, batch in chosen.items()))
 
     @property
     def num_slots(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 from espalier.cli import serve
 from espalier.errors import EspalierError
 from espalier.terminal.flags import engine_settings
-from lab.shape_flags import SHAPE_NAMES, add_shape_flags, seed_of, shape_settings
+from lab.shape_flags import SHAPE_NAMES, add_shape_flags, shape_settings
 
 SHAPE_WORKER = "lab.shape_worker"
 
@@ -34,6 +34,6 @@ def _shape(args: Namespace) -> tuple[dict[str, Any], str]:
 
     settings = engine_settings(args)
     refuse_decided(settings if args.model == "auto" else {"model": args.model})
-    recipe = shape_settings(args, seed_of(settings))
+    recipe = shape_settings(args, settings)
     recipe_of(**recipe)
     return {"recipe": recipe, "settings": serve.sendable(settings)}, args.shape

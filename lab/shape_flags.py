@@ -11,18 +11,22 @@ from espalier.terminal.flags import flag_of
 
 # The flags of a synthetic model besides --shape.
 SHAPE_FLAGS = (
-    *("accept_length", "routing_correlation", "mtp_layers", "mtp_form", "block_size", "block_fade"),
+    *("layers", "accept_length", "routing_correlation", "mtp_layers", "mtp_form", "block_size", "block_fade"),
     *("weights", "draft_weights"),
 )
 # Names of synthetic models: those of espalier/bench/shapes.py, which imports PyTorch, as the help does not.
 SHAPE_NAMES = (
-    "llama-3.1-8b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "deepseek-v3-1gpu", "gpt-oss-20b",
-    "gemma-4-31b", "gemma-4-26b-a4b", "ministral3-14b",
+    "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "deepseek-v2-lite",
+    "deepseek-v3-1gpu", "gpt-oss-20b", "gemma-4-31b", "gemma-4-26b-a4b", "ministral3-14b", "phi-4", "qwen3.6-27b",
+    "qwen3.6-35b-a3b", "nemotron-30b-a3b",
 )  # fmt: skip
 
 
 def add_shape_flags(parser: ArgumentParser | _ArgumentGroup) -> None:
     """Flags of a synthetic model besides --shape and --accept-length."""
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help="of --shape: the first N layers alone, where memory ends before all"
+    )
     parser.add_argument(
         "--routing-correlation",
         type=float,
@@ -71,9 +75,13 @@ def seed_of(settings: Mapping[str, Any]) -> int:
     return 0 if is_open(seed) else seed
 
 
-def shape_settings(args: Namespace, seed: int) -> dict[str, Any]:
-    """The keywords of recipe_of (lab/bench/synthetic_models.py) from the flags of a synthetic model."""
-    return {"shape": args.shape, "seed": seed, **{name: getattr(args, name) for name in SHAPE_FLAGS}}
+def shape_settings(args: Namespace, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of recipe_of (lab/bench/synthetic_models.py) from the flags of a synthetic model.
+
+    settings: of the engine.
+    """
+    of_engine = {"seed": seed_of(settings), "model_impl": settings.get("model_impl")}
+    return {"shape": args.shape, **of_engine, **{name: getattr(args, name) for name in SHAPE_FLAGS}}
 
 
 def refuse_shape_flags(args: Namespace, but: Collection[str] = ()) -> None:

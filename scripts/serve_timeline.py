@@ -102,6 +102,7 @@ class PacedExecutor:
     """
 
     captured_passes = ()
+    runs_any_tree = False
     failure = None
 
     def __init__(self, runner: ModelRunner, pace: Sequence[float]):

@@ -24,6 +24,7 @@ from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats.dense import dense_weight
+from espalier.models.weight_formats.sharded import Unsummed
 
 CALLS, TURNS = 8, 20
 
@@ -94,9 +95,9 @@ def draw(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> list[Tensor]
     return [torch.empty(s, dtype=dtype, device=device).normal_(std=s[-1] ** -0.5) for s in shapes]
 
 
-def chain(blocks: Sequence[MixtureMLP], variant: Variant, norm: RMSNorm, x: Tensor) -> Callable[[], Tensor]:
-    def body() -> Tensor:
-        delta = x
+def chain(blocks: Sequence[MixtureMLP], variant: Variant, norm: RMSNorm, x: Tensor) -> Callable[[], object]:
+    def body() -> object:
+        delta: Tensor | Unsummed = x
         with variant.chosen():
             for call in range(CALLS):
                 block = blocks[call % len(blocks)]

@@ -16,8 +16,8 @@ from espalier.attention.grouped import GroupedBackend
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
-from espalier.kernels.ops.recurrence import ShortConv
 from espalier.kernels.ops.rope import Rotation
+from espalier.kernels.ops.states import GateInputs
 from espalier.kernels.ops.tree import gather_rows
 
 
@@ -140,8 +140,8 @@ class Pass:
 
         layer: its place among those that run; values: as the layer's `keeps.write` takes them.
         Returns the queries of the rows that the layer computes: [B, Q, heads, k_size], or [B, 1, ...] of those needed.
-        A layer that keeps a state gives the rows' inputs [N, channels], gates and convolution, and gets the queries of
-        all rows; one without heads gets the convolution's output [B, Q, channels], or [B, 1, channels].
+        A layer that keeps a state gives what PassStates.write takes, and gets the queries of all rows; one without
+        heads gets the convolution's output [B, Q, channels], or [B, 1, channels].
         """
         index, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
         spec = self.cache.specs[index]
@@ -169,11 +169,9 @@ class Pass:
         k, v = self.cache.specs[index].rows.read(planes)
         return self._plan(layer).attend(index, q, k, v, sink)
 
-    def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | None, conv: ShortConv) -> Tensor:
-        """inputs: [N, channels]; gates: [N, 2, heads]."""
-        shape = self.tokens.shape
-        of_rows = None if gates is None else gates.unflatten(0, shape)
-        q = self._states.write(self.layers[layer], inputs.unflatten(0, shape), of_rows, conv)
+    def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | GateInputs | None, *how: Any) -> Tensor:
+        """As PassStates.write."""
+        q = self._states.write(self.layers[layer], self.tokens.shape[1], inputs, gates, *how)
         return q if gates is not None else self._of_kept(layer, q)
 
     def _of_kept(self, layer: int, values: Tensor) -> Tensor:
@@ -226,7 +224,7 @@ class Pass:
         states, access, nodes = self.cache.states, self.access, self.nodes
         assert states is not None and access is not None, "layers that keep a state run for a target alone"
         assert isinstance(nodes, Nodes)
-        return PassStates(states, access, nodes.parents, nodes.seen(None) if access.length is None else None)
+        return PassStates(states, access, nodes.parents, nodes.ancestor_bits)
 
     @cached_property
     def _needed_rows(self) -> Tensor:

@@ -3,9 +3,11 @@
 chains.py runs them on a GPU.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from espalier.bench.shapes import find_shape
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.tuning_table import DENSE
@@ -14,10 +16,13 @@ from espalier.models.block_config import EDGE_PARTS, BlockConfig, EdgeKind
 from espalier.models.config import ModelConfig
 from espalier.models.draft import DraftConfig
 from espalier.models.latent_config import LatentConfig
+from espalier.models.layer_loading import layer_specs_of
 from espalier.models.mtp_config import MTPConfig
 from espalier.models.quantisers import GROUP, MX_BLOCK, NV_GROUP, QUANTISERS
 
 Shape = tuple[int, int]
+# Fields of a config that add products to a layer which are not counted here.
+UNCOUNTED = ("hidden_size_per_layer_input", "use_double_wide_mlp", "gating")
 
 
 @dataclass(frozen=True)
@@ -140,15 +145,16 @@ class BlockSizes:
     def context(self, rows: int) -> "tuple[Run, ...]":
         """The K and V projections of `rows` context rows."""
         layers = self.layers
-        return (layers._run("draft context", (layers.kept_values, layers.hidden), layers.layers, rows),)
+        columns = layers.specs[0].keeps.values_per_token
+        return (layers._run("draft context", (columns, layers.hidden), layers.layers, rows),)
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a decoder's linear layers and attention, and of a draft for it.
 
-    kv_heads, head_size: of layers with K and V heads.  latent: of layers with latent attention; None: there are none.
-    windows: the window of each layer that has one, in positions.  experts: None for a dense model.
+    specs: of each layer, its heads and rows.  latent: of layers with latent attention; None: there are none.
+    experts: of the last layers; None for a dense model.
     draft_vocab: rows of the draft's lm_head.  captured: number of target features that the draft fuses.
     draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp, block: None for an EAGLE head.
     weights: how the matrices of layers are stored, as of a Run.  Sizes of a draft have their own, for its head too.
@@ -156,29 +162,40 @@ class ModelShape:
     """
 
     hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_size: int
+    specs: tuple[LayerSpec, ...]
     intermediate: int
     vocab: int
     draft_vocab: int = 32000
     captured: int = 3
     draft: "ModelShape | None" = None
     latent: LatentConfig | None = None
-    windows: tuple[int, ...] = ()
     experts: ExpertSizes | None = None
     mtp: MTPSizes | None = None
     block: BlockSizes | None = None
     weights: str = DENSE
     is_draft: bool = False
 
+    @property
+    def layers(self) -> int:
+        return len(self.specs)
+
+    @property
+    def dense_layers(self) -> int:
+        """The first layers, which have no experts."""
+        return self.layers - (0 if self.experts is None else min(self.experts.layers, self.layers))
+
+    def part(self, first: int, end: int | None = None) -> "ModelShape":
+        """The layers from `first` up to `end` alone."""
+        specs = self.specs[first:end]
+        dense = min(max(self.dense_layers - first, 0), len(specs))
+        return replace(self, specs=specs, experts=self.experts and replace(self.experts, layers=len(specs) - dense))
+
     def target_pass(self, rows: int, head_rows: int | None = None) -> tuple[Run, ...]:
         """A verify pass: every layer over `rows` rows, and the lm_head over `head_rows`, None: over all rows.
 
         Routed experts are no linear layers, so they are no runs: their router's run has them.
         """
-        return (*self._layers("", self.hidden, self.layers, rows), self._head("lm_head", self.vocab, rows, head_rows))
+        return (*self._layers("", self.hidden, rows), self._head("lm_head", self.vocab, rows, head_rows))
 
     def draft_pass(
         self, rows: int, head_rows: int | None = None, fused_rows: int = 0, module: int = 1
@@ -192,16 +209,16 @@ class ModelShape:
         if self.mtp is not None:
             name, layer = f"draft {module} ", self.mtp.layer
             joined = layer._run(f"{name}project", (layer.hidden, 2 * layer.hidden), 1, rows)
-            return (joined, *layer._layers(name, layer.hidden, 1, rows), *head)
+            return (joined, *layer._layers(name, layer.hidden, rows), *head)
         draft = self.draft_sizes
         fuse = (self._fuse(draft, fused_rows),) if fused_rows else ()
-        return (*fuse, *draft._layers("draft ", 2 * draft.hidden, 1, rows), *head)
+        return (*fuse, *draft.part(0, 1)._layers("draft ", 2 * draft.hidden, rows), *head)
 
     def block_pass(self, batch: int, steps: int, topk: int) -> tuple[Run, ...]:
         """The one pass of a block draft: its layers over the block, its head over a row for each depth, its edges."""
         block = self.block
         assert block is not None
-        layers = block.layers._layers("draft ", block.layers.hidden, block.layers.layers, batch * block.rows)
+        layers = block.layers._layers("draft ", block.layers.hidden, batch * block.rows)
         return (*layers, self._own_head(batch * steps), *block.edge_products(batch, steps, topk, self.draft_vocab))
 
     def extend_passes(self, rows: int) -> tuple[Run, ...]:
@@ -222,7 +239,8 @@ class ModelShape:
             return self.mtp.layer
         if self.block is not None:
             return self.block.layers
-        return self.draft or replace(self, layers=1, windows=(), experts=None, weights=DENSE, is_draft=True)
+        whole = (replace(self.specs[0], window=None),)
+        return self.draft or replace(self, specs=whole, experts=None, weights=DENSE, is_draft=True)
 
     def shapes(self, weights: str = DENSE) -> tuple[Shape, ...]:
         """Every weight shape of a linear layer that is stored so, once, in the order of a round.
@@ -235,42 +253,39 @@ class ModelShape:
         runs = (run for run in (*self.target_pass(1), *draft) if run.name != "draft edge factors")
         return tuple(dict.fromkeys(run.shape for run in runs if run.heads == 1 and run.weights == weights))
 
-    @property
-    def kept_values(self) -> int:
-        """Values that a token keeps in one layer."""
-        return 2 * self.kv_heads * self.head_size if self.latent is None else self.latent.row_size
+    def _layers(self, prefix: str, wide: int, rows: int) -> tuple[Run, ...]:
+        """Dense layers first; layers of the same products together.  wide: input size of the first product."""
+        # A window changes no product.
+        kinds = Counter((at < self.dense_layers, replace(spec, window=None)) for at, spec in enumerate(self.specs))
+        runs, taken = list[Run](), Counter[tuple[str, Shape]]()
+        for (is_dense, spec), count in kinds.items():
+            mlp = self._mlp(prefix, self.intermediate, count, rows) if is_dense else self._routed(prefix, count, rows)
+            for run in (*self._attention(prefix, wide, spec, count, rows), *mlp):
+                runs.append(replace(run, first=taken[run.name, run.shape]))
+                taken[run.name, run.shape] += count
+        return tuple(runs)
 
-    def _layers(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
-        """In the order of a pass: the dense layers come first.  wide: input size of the first product."""
-        mixtures = 0 if self.experts is None else min(self.experts.layers, count)
-        dense = count - mixtures
-        runs = (
-            *self._attention(prefix, wide, dense, rows),
-            *self._mlp(prefix, self.intermediate, dense, rows),
-            *(replace(run, first=dense) for run in self._attention(prefix, wide, mixtures, rows)),
-            *self._routers_and_shared(prefix, mixtures, rows),
-        )
-        return tuple(run for run in runs if run.count)
-
-    def _attention(self, prefix: str, wide: int, count: int, rows: int) -> tuple[Run, ...]:
+    def _attention(self, prefix: str, wide: int, spec: LayerSpec, count: int, rows: int) -> tuple[Run, ...]:
         if self.latent is not None:
-            return self._latent_attention(prefix, self.latent, count, rows)
-        attention = self.heads * self.head_size
+            return self._latent_attention(prefix, self.latent, spec.heads, count, rows)
+        size = spec.keeps.k_size
         return (
-            self._run(f"{prefix}qkv", (attention + 2 * self.kv_heads * self.head_size, wide), count, rows),
-            self._run(f"{prefix}o", (self.hidden, attention), count, rows),
+            self._run(f"{prefix}qkv", (spec.projected_heads * size, wide), count, rows),
+            self._run(f"{prefix}o", (self.hidden, spec.heads * size), count, rows),
         )
 
-    def _latent_attention(self, prefix: str, latent: LatentConfig, count: int, rows: int) -> tuple[Run, ...]:
-        queries = self.heads * latent.head_size
+    def _latent_attention(
+        self, prefix: str, latent: LatentConfig, heads: int, count: int, rows: int
+    ) -> tuple[Run, ...]:
+        queries = heads * latent.head_size
         rows_of_down = (latent.q_rank or queries) + latent.row_size
         up = () if latent.q_rank is None else (self._run(f"{prefix}q up", (queries, latent.q_rank), count, rows),)
         return (
             self._run(f"{prefix}q and kv", (rows_of_down, self.hidden), count, rows),
             *up,
-            Run(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, self.heads),
-            Run(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, self.heads),
-            self._run(f"{prefix}o", (self.hidden, self.heads * latent.v_size), count, rows),
+            Run(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, heads),
+            Run(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, heads),
+            self._run(f"{prefix}o", (self.hidden, heads * latent.v_size), count, rows),
         )
 
     def _mlp(self, prefix: str, inner: int, count: int, rows: int) -> tuple[Run, ...]:
@@ -290,7 +305,7 @@ class ModelShape:
         quantiser = QUANTISERS[self.weights]
         return quantiser.of(self.is_draft).takes(name.split()[-1], columns)
 
-    def _routers_and_shared(self, prefix: str, count: int, rows: int) -> tuple[Run, ...]:
+    def _routed(self, prefix: str, count: int, rows: int) -> tuple[Run, ...]:
         """The router with the routed experts behind it, and then the linear layers beside them."""
         experts = self.experts
         if experts is None:
@@ -322,11 +337,13 @@ class ModelShape:
 
 
 def model_sizes(config: ModelConfig) -> ModelShape:
-    """The sizes of a target, or of a draft's layer."""
-    if config.layer_specs is not None:
+    """The sizes of a target, or of a draft's layers.  Raises EspalierError for products that are not counted."""
+    specs = layer_specs_of(config)
+    uncounted = [name for name in UNCOUNTED if config.raw.get(name)]
+    if uncounted or any(isinstance(spec.keeps, RecurrentState) for spec in specs):
+        what = f"products of {uncounted[0]}" if uncounted else "a state"
         raise EspalierError(
-            f"the layers of {config.architecture} keep rows of several sizes, and the benches count one; name another "
-            "shape"
+            f"layers of {config.architecture} have {what}, which the benches do not count; name another model"
         )
     experts = None
     if config.experts is not None and config.experts.layers:
@@ -343,27 +360,21 @@ def model_sizes(config: ModelConfig) -> ModelShape:
         )
     return ModelShape(
         hidden=config.hidden_size,
-        layers=config.num_layers,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_size=config.head_size,
+        specs=specs,
         intermediate=config.intermediate_size,
         vocab=config.vocab_size,
         latent=config.latent,
-        windows=tuple(window for window in config.windows if window is not None),
         experts=experts,
     )
 
 
 def module_sizes(config: MTPConfig) -> ModelShape:
     """The sizes of one MTP module's decoder layer."""
-    whole, index = model_sizes(config.layer), config.num_layers
-    window, experts = config.layer.windows[index], config.layer.experts
+    whole, index, experts = model_sizes(config.layer), config.num_layers, config.layer.experts
     has_experts = experts is not None and index in experts.layers
     return replace(
         whole,
-        layers=1,
-        windows=() if window is None else (window,),
+        specs=whole.specs[index : index + 1],
         experts=replace(whole.experts, layers=1) if has_experts and whole.experts else None,
     )
 

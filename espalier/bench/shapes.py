@@ -5,7 +5,7 @@ costs the same, since a tied head reads the whole embedding too.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,6 +26,7 @@ DEEPSEEK_V3 = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepse
 GEMMA4 = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "attention_bias": False}
 GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True}
 MINISTRAL3 = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+PHI3 = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "attention_bias": False}
 # Of a draft whose target has latent attention.
 DRAFT_HEAD_SIZE = 128
 
@@ -45,6 +46,15 @@ class Shape:
     draft_vocab: int
     fields: Mapping[str, Any]
     first_plain: int = 0
+
+    def cut(self, layers: int) -> "Shape":
+        """The first layers alone.  Raises EspalierError for more than there are."""
+        count = self.fields["num_hidden_layers"]
+        if not 1 <= layers <= count:
+            raise EspalierError(f"--layers={layers} is not supported: {self.name} has {count} layers; use 1 to {count}")
+        by_layer = {name: each[:layers] for name, each in self.fields.items() if isinstance(each, list)}
+        name = f"{self.name}, {layers} of {count} layers"
+        return replace(self, name=name, fields={**self.fields, **by_layer, "num_hidden_layers": layers})
 
     @property
     def plain(self) -> range:
@@ -109,14 +119,14 @@ class Shape:
         return format_of(self.draft_json, path).read(path, self.draft_json, self.target)
 
 
-def _llama(hidden: int, inner: int, layers: int, head: int, factor: float) -> dict[str, Any]:
+def _llama(hidden: int, inner: int, layers: int, head: int, factor: float, heads: int = 32) -> dict[str, Any]:
     return {
         **LLAMA,
         "vocab_size": 128256,
         "hidden_size": hidden,
         "intermediate_size": inner,
         "num_hidden_layers": layers,
-        "num_attention_heads": 32,
+        "num_attention_heads": heads,
         "num_key_value_heads": 8,
         "head_dim": head,
         "max_position_embeddings": 131072,
@@ -253,6 +263,8 @@ GPT_OSS_20B = {
     "eos_token_id": 200002,
     "pad_token_id": 199999,
 }
+# Transformers 5.24 has the E sizes as defaults.  These follow the sizes that public loaders check the published files
+# against: 50 sliding and 10 full layers (31B), 25 and 5 with 128 experts of 704 (26B-A4B).
 GEMMA4_31B = {
     **GEMMA4,
     "vocab_size": 262144,
@@ -287,6 +299,8 @@ GEMMA4_26B_A4B = {
     "top_k_experts": 8,
     "moe_intermediate_size": 704,
 }
+# Transformers 5.24 has the 8B as defaults (34 layers, 4096, 14336); heads, YaRN and vocabulary are the same.  With
+# these sizes the text model has 13.5 billion parameters, as its model card says.
 MINISTRAL3_14B = {
     **MINISTRAL3,
     "vocab_size": 131072,
@@ -312,11 +326,97 @@ MINISTRAL3_14B = {
     "eos_token_id": 2,
     "pad_token_id": 11,
 }
+# Their own MTP layer is left out: the foundry's head stands in its place.
+QWEN3_6_27B = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "full_attention_interval": 4,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+    "mtp_num_hidden_layers": 0,
+    "eos_token_id": 248046,
+}
+QWEN3_6_35B_A3B = {
+    **QWEN3_6_27B,
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 32,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+NEMOTRON3 = "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"
+NEMOTRON3_30B_A3B = {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "hidden_size": 2688,
+    "intermediate_size": 1856,
+    "num_hidden_layers": 52,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 262144,
+    "layer_norm_epsilon": 1e-5,
+    "eos_token_id": 2,
+}
+# Transformers 5.24 has Phi-3-mini as defaults.  These are of Phi-4's config.json; 14.7 billion parameters.
+PHI_4 = {
+    **PHI3,
+    "vocab_size": 100352,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 10,
+    "max_position_embeddings": 16384,
+    "original_max_position_embeddings": 16384,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 250000.0,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "bos_token_id": 100257,
+    "eos_token_id": 100257,
+    "pad_token_id": 100257,
+}
 SHAPES: Mapping[str, Shape] = MappingProxyType(
     {
         shape.name: shape
         for shape in (
             Shape("llama-3.1-8b", "meta-llama/Llama-3.1-8B", 128000, 32000, _llama(4096, 14336, 32, 128, 8.0)),
+            Shape("llama-3.1-70b", "meta-llama/Llama-3.1-70B", 128000, 32000, _llama(8192, 28672, 80, 128, 8.0, 64)),
             Shape("llama-3.2-1b", "meta-llama/Llama-3.2-1B", 128000, 32000, _llama(2048, 8192, 16, 64, 32.0)),
             Shape("qwen3-8b", "Qwen/Qwen3-8B", 151643, 32000, QWEN3_8B),
             Shape("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 151643, 32000, QWEN3_30B_A3B),
@@ -326,6 +426,10 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             Shape("gemma-4-31b", "google/gemma-4-31B", 255999, 32000, GEMMA4_31B, first_plain=256),
             Shape("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", 255999, 32000, GEMMA4_26B_A4B, first_plain=256),
             Shape("ministral3-14b", "mistralai/Ministral-3-14B-Instruct-2512", 131072, 32000, MINISTRAL3_14B, 1000),
+            Shape("qwen3.6-27b", "Qwen/Qwen3.6-27B", 248044, 32000, QWEN3_6_27B),
+            Shape("qwen3.6-35b-a3b", "Qwen/Qwen3.6-35B-A3B", 248044, 32000, QWEN3_6_35B_A3B),
+            Shape("nemotron-30b-a3b", NEMOTRON3, 131072, 32000, NEMOTRON3_30B_A3B, 1000),
+            Shape("phi-4", "microsoft/phi-4", 100256, 32000, PHI_4),
         )
     }
 )

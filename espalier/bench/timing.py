@@ -50,7 +50,9 @@ class Stopwatch:
             body()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._first.pool() if self._first else None):
+        pool = self._first.pool() if self._first else None
+        # NCCL's threads may ask for events meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             body()
         self._first = self._first or graph
         return graph

@@ -12,7 +12,7 @@ With --seconds only the first candidates are measured, buckets of few rows first
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -324,7 +324,7 @@ class Tuner:
 
     def among_neighbours(self, model: ModelShape, alone: Mapping[Cell, Measured], table: PlanTable) -> None:
         """Add to `table`, shape by shape, the plans that make the model's passes fastest.  Plans already there stay."""
-        model = replace(model, layers=min(model.layers, LAYERS))
+        model = model.part(0, LAYERS)
         weights = Weights(self.weights.dtype, self.device)
         for rows in ROWS_BUCKETS:
             for runs in (model.target_pass(rows), model.draft_pass(rows, fused_rows=rows)):

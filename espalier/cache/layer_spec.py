@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.recurrence import ShortConv, StateRows, convolved, outputs, solve, state_after, unit
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents, write_rows
+from espalier.kernels.ops.states import Columns, plain_columns
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.shards import Shards
 
@@ -164,36 +164,10 @@ class RecurrentState:
     def channels(self) -> int:
         return self.conv_channels or 2 * self.k_heads * self.k_size + self.heads * self.v_size
 
-    def write(
-        self, inputs: Tensor, gates: Tensor | None, conv: ShortConv, tail: Tensor, parents: Tensor | None
-    ) -> tuple[Tensor, StateRows | None]:
-        """Convolve the inputs [B, R, channels] of new rows.  Returns q [B, R, k_heads, k_size] and what the rows bring.
-
-        gates: as in StateRows.  tail, parents: as `convolved` takes them.  Without heads the convolution's output is
-        returned, [B, R, channels], and the rows bring nothing else.
-        """
-        out = convolved(inputs, tail, parents, conv)
-        if gates is None:
-            return out, None
-        size = self.k_heads * self.k_size
-        q, k, v = out.split((size, size, self.heads * self.v_size), -1)
-        q, k = (x.unflatten(-1, (self.k_heads, self.k_size)) for x in (q, k))
-        if self.units:
-            exact = torch.promote_types(inputs.dtype, torch.float32)
-            q, k = unit(q.to(exact)) * self.k_size**-0.5, unit(k.to(exact))
-        return q, StateRows(k, v.unflatten(-1, (self.heads, self.v_size)), gates)
-
-    def read(self, q: Tensor, rows: StateRows, state: Tensor, seen: Tensor) -> Tensor:
-        """[B, R, heads, v_size]: the output of each row from the state of the row before it.
-
-        state: [B, heads, k_size, v_size], behind which the rows come.  seen: [B, R, R] bool, as `solve` takes it.
-        """
-        return outputs(q, solve(rows, state, seen, self.delta), state, seen)
-
-    def commit(self, rows: StateRows, state: Tensor, seen: Tensor, *counts: Tensor) -> list[Tensor]:
-        """The state behind the first `count` [B] rows of a chain, for each of the counts."""
-        solved = solve(rows, state, seen, self.delta)
-        return [state_after(rows, solved, state, count) for count in counts]
+    @property
+    def columns(self) -> Columns:
+        """Of inputs whose channels are in order."""
+        return plain_columns(self.heads, self.k_heads, self.k_size, self.v_size, self.channels, self.units)
 
 
 Keeps = KVHeads | LatentKV | RecurrentState
@@ -210,6 +184,7 @@ class LayerSpec:
     scale: factor of q·k; None means k_size ** -0.5.
     softcap: a logit s of attention, scale included, becomes softcap · tanh(s / softcap); None: it stays.
     shares: the earlier layer whose rows this layer reads; it writes none of its own.  Both have the same `keeps`.
+    v_is_k: whether V is made of K's projection.
     """
 
     heads: int
@@ -218,6 +193,7 @@ class LayerSpec:
     scale: float | None = None
     softcap: float | None = None
     shares: int | None = None
+    v_is_k: bool = False
 
     def __post_init__(self) -> None:
         if self.shares is not None and not isinstance(self.keeps, KVHeads):
@@ -228,6 +204,12 @@ class LayerSpec:
         """What a layer keeps that keeps rows."""
         assert not isinstance(self.keeps, RecurrentState), "a layer that keeps a state has no rows to attend to"
         return self.keeps
+
+    @property
+    def projected_heads(self) -> int:
+        """Heads of the layer's product of q, k and v."""
+        of_rows = 0 if self.shares is not None else 1 if self.v_is_k else 2
+        return self.heads + of_rows * self.rows.kv_heads
 
     @property
     def softmax_scale(self) -> float:

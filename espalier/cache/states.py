@@ -13,8 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState
-from espalier.kernels.ops.recurrence import Scanned, ShortConv, StateRows, causal, scan, tail_after
+from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState, groups_of
+from espalier.kernels.ops.recurrence import ShortConv, StateRows
+from espalier.kernels.ops.states import (
+    Columns,
+    GateInputs,
+    PathRows,
+    Prepared,
+    RowInputs,
+    StateColumns,
+    chain_outputs,
+    commit_states,
+    commit_tails,
+    prepare,
+    tree_outputs,
+)
 from espalier.layout import RoundLayout
 
 ZERO_ROW = 0
@@ -51,12 +64,6 @@ class StateAccess:
         rows = self.marks.at - self.prefix_len
         return rows.where((rows > 0) & (rows <= self.length) & (self.marks.row > 0), 0)
 
-    @property
-    def counts(self) -> tuple[Tensor, ...]:
-        """The numbers of rows [B] whose states are kept: of all that exist, and of those before the mark."""
-        assert self.length is not None
-        return (self.length,) if self.marked is None else (self.length, self.marked)
-
     @cached_property
     def follows(self) -> Tensor:
         """[B] bool: whether the batch row before holds the request's rows before."""
@@ -70,12 +77,20 @@ class StateAccess:
         has_rows = self.length > 0
         return has_rows & ~torch.cat((self.follows[1:] & has_rows[1:], has_rows.new_zeros(min(len(has_rows), 1))))
 
+    def path(self, source: Tensor | None, width: int, spare: int) -> PathRows:
+        """As kernels/ops/states.py has it."""
+        assert self.length is not None
+        follows, ends = (self.follows, self.ends) if self.is_split else (None, None)
+        mark_row = None if self.marks is None else self.marks.row
+        return PathRows(self.slots, source, self.length, self.marked, mark_row, follows, ends, width, spare)
+
 
 @dataclass
 class LayerStates:
-    """One layer's.  recurrent: [rows, heads, k_size, v_size], None without heads; tail: [rows, taps - 1, channels].
+    """Those of layers that keep the same, or of one of them, without the first dimension.
 
-    inputs, k, v, gates: staged rows, [n, ...] each; those without heads have inputs alone.
+    recurrent: [layers, rows, heads, k_size, v_size], None without heads; tail: [layers, rows, taps - 1, channels].
+    inputs, rows: staged, [layers, n, ...] each; those without heads have inputs alone.
     """
 
     keeps: RecurrentState
@@ -84,9 +99,17 @@ class LayerStates:
     inputs: Tensor
     rows: StateRows | None
 
+    def of_layer(self, index: int) -> "LayerStates":
+        recurrent = None if self.recurrent is None else self.recurrent[index]
+        rows = None if self.rows is None else StateRows(*(values[index] for values in self.rows))
+        return LayerStates(self.keeps, recurrent, self.tail[index], self.inputs[index], rows)
+
 
 class StateTable:
-    """states: by layer.  num_rows: of the table, the spare one included."""
+    """stacks: of the layers that keep the same, in one tensor, so that a launch takes all of them; states: by layer.
+
+    num_rows: of the table, the spare one included.
+    """
 
     def __init__(
         self,
@@ -98,11 +121,18 @@ class StateTable:
     ):
         self.num_rows = table_rows(layout, num_snapshots)
         self.first_snapshot, self.spare = layout.num_slots, self.num_rows - 1
-        self.states = {
-            layer: _allocated(spec.keeps, self.num_rows, layout.verify_rows, dtype, device)
+        keeping = [
+            layer
             for layer, spec in enumerate(specs)
             if isinstance(spec.keeps, RecurrentState) and spec.keeps != NOTHING
-        }
+        ]
+        self.stacks: list[LayerStates] = []
+        self.states: dict[int, LayerStates] = {}
+        for keeps, layers in groups_of(specs, keeping).items():
+            assert isinstance(keeps, RecurrentState)
+            stack = _allocated(keeps, len(layers), self.num_rows, layout.verify_rows, dtype, device)
+            self.stacks.append(stack)
+            self.states |= {layer: stack.of_layer(index) for index, layer in enumerate(layers)}
 
     @property
     def snapshot_rows(self) -> range:
@@ -110,105 +140,76 @@ class StateTable:
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy rows, (source, destination) each, in this order."""
-        if not pairs:
-            return
-        for layer in self.states.values():
-            for values in (layer.tail,) if layer.recurrent is None else (layer.recurrent, layer.tail):
+        for stack in self.stacks:
+            for values in (stack.tail,) if stack.recurrent is None else (stack.recurrent, stack.tail):
                 for source, destination in pairs:
-                    values[destination].copy_(values[source])
+                    values[:, destination].copy_(values[:, source])
 
     def commit(self, access: StateAccess, source: Tensor) -> None:
         """Apply the staged rows `source` [B, W] of accepted paths, of which the first `access.length` are decided."""
-        seen = causal(source.shape[1], source.device)
-        for layer in self.states.values():
-            inputs, tail = layer.inputs[source], layer.tail[access.slots]
-            self.store(access, layer.tail, *(tail_after(tail, inputs, count) for count in access.counts))
-            if layer.recurrent is not None and layer.rows is not None:
-                rows, state = StateRows(*(values[source] for values in layer.rows)), layer.recurrent[access.slots]
-                self.store(access, layer.recurrent, *layer.keeps.commit(rows, state, seen, *access.counts))
-
-    def store(self, access: StateAccess, values: Tensor, made: Tensor, at_mark: Tensor | None = None) -> None:
-        """Write to the slots what is behind the rows, [B, ...], and to the marks' rows what is behind their rows."""
-        values.index_copy_(0, access.slots.where(access.ends, self.spare), made)
-        if at_mark is not None:
-            assert access.marks is not None and access.marked is not None
-            values.index_copy_(0, access.marks.row.where(access.marked > 0, self.spare), at_mark)
+        path = access.path(source.contiguous(), source.shape[1], self.spare)
+        for stack in self.stacks:
+            commit_tails(stack.tail, stack.inputs, path, stack.keeps.columns)
+            if stack.recurrent is not None and stack.rows is not None:
+                commit_states(stack.recurrent, stack.rows, path, stack.keeps.delta)
 
 
 @dataclass
 class PassStates:
-    """The states in one pass.  parents: [B, R], as `convolved` takes them; seen: [B, R, R] bool, of a tree."""
+    """The states in one pass.  parents: [B, R], of a tree, else None; bits: [B, R, W] int64, its ancestor bits."""
 
     table: StateTable
     access: StateAccess
     parents: Tensor | None
-    seen: Tensor | None
+    bits: Tensor | None
     _rows: dict[int, StateRows] = field(default_factory=dict)
 
-    def write(self, layer: int, inputs: Tensor, gates: Tensor | None, conv: ShortConv) -> Tensor:
-        """As RecurrentState.write, of inputs [B, R, channels]: returns q, or the convolution's output."""
-        states = self.table.states[layer]
-        tail = self._tail_before(states, inputs)
-        q, rows = states.keeps.write(inputs, gates, conv, tail, self.parents)
-        if self.access.length is None:
-            self._stage(states, inputs, rows)
-        else:
-            behind = (tail_after(tail, inputs, count) for count in self.access.counts)
-            self.table.store(self.access, states.tail, *behind)
-        if rows is not None:
-            self._rows[layer] = rows
-        return q
+    def write(
+        self,
+        layer: int,
+        width: int,
+        inputs: Tensor,
+        gates: GateInputs | Tensor | None,
+        conv: ShortConv,
+        columns: Columns | None = None,
+    ) -> Tensor:
+        """Convolve inputs [N, columns] of N new rows, `width` for each request, and keep what they bring.
+
+        gates: [N, 2, heads], as StateRows has them, or what they are computed from; None without heads.  columns: None
+        for channels in order.  Returns q [B, width, k_heads, k_size], or the convolution's output [B, width, channels].
+        """
+        states, is_tree = self.table.states[layer], self.access.length is None
+        columns = states.keeps.columns if columns is None else columns
+        out = _room(states, len(inputs), is_tree)
+        rows = RowInputs(states.tail, self.access.slots, self.parents, self._follows, width)
+        prepare(inputs, gates if isinstance(gates, GateInputs) else None, conv, columns, rows, out)
+        if not is_tree:
+            path = self.access.path(None, width, self.table.spare)
+            commit_tails(states.tail[None], inputs[None], path, columns)
+        if out.q is None or out.k is None or out.gates is None:
+            return out.v.unflatten(0, (-1, width))
+        if isinstance(gates, Tensor):
+            out.gates.copy_(gates)
+        self._rows[layer] = StateRows(*(values.unflatten(0, (-1, width)) for values in (out.k, out.v, out.gates)))
+        return out.q.unflatten(0, (-1, width))
 
     def read(self, layer: int, q: Tensor, skip: Tensor | None = None) -> Tensor:
         """[B, R, heads, v_size]: the rows' outputs.  A pass of known tokens goes on to the slots' next state.
 
         skip: [heads], the factor of a row's v that is added to its output.
         """
-        rows = self._rows.pop(layer)
-        out = self._outputs(self.table.states[layer], q, rows)
-        out = out if skip is None else torch.addcmul(out, skip[:, None], rows.v.to(out.dtype))
-        return out.to(rows.v.dtype)
-
-    def _outputs(self, states: LayerStates, q: Tensor, rows: StateRows) -> Tensor:
+        rows, states = self._rows.pop(layer), self.table.states[layer]
         assert states.recurrent is not None
-        before = states.recurrent[self.access.slots]
+        state = StateColumns(states.recurrent, self.access.slots)
         if self.access.length is None:
-            assert self.seen is not None
-            return states.keeps.read(q, rows, before, self.seen)
-        scan_rows = self._scan_pieces if self.access.is_split and len(q) else scan
-        scanned = scan_rows(q, rows, before, self.access.length, self.access.marked, states.keeps.delta)
-        behind = (scanned.state, scanned.marked)[: len(self.access.counts)]
-        self.table.store(self.access, states.recurrent, *behind)
-        return scanned.out
+            assert self.bits is not None
+            return tree_outputs(q, rows, state, self.bits, skip, states.keeps.delta)
+        path = self.access.path(None, q.shape[1], self.table.spare)
+        return chain_outputs(q, rows, state, path, skip, states.keeps.delta)
 
-    def _tail_before(self, states: LayerStates, inputs: Tensor) -> Tensor:
-        """[B, taps - 1, channels]: the inputs before each batch row."""
-        tail = states.tail[self.access.slots]
-        if not self.access.is_split or not tail.shape[1]:
-            return tail
-        # A piece that another one follows is full.
-        last = inputs[:, inputs.shape[1] - tail.shape[1] :].roll(1, 0)
-        return last.where(self.access.follows[:, None, None], tail)
-
-    def _stage(self, states: LayerStates, inputs: Tensor, rows: StateRows | None) -> None:
-        count = inputs.shape[0] * inputs.shape[1]
-        states.inputs[:count] = inputs.flatten(0, 1)
-        if rows is not None and states.rows is not None:
-            for staged, values in zip(states.rows, rows, strict=True):
-                staged[:count] = values.flatten(0, 1)
-
-    def _scan_pieces(
-        self, q: Tensor, rows: StateRows, before: Tensor, count: Tensor, marked: Tensor | None, delta: bool
-    ) -> Scanned:
-        """As `scan`, one batch row after another: a piece begins with the state behind the one before it."""
-        made, state = [], before[:1]
-        for piece in range(len(q)):
-            one = slice(piece, piece + 1)
-            state = state.where(self.access.follows[one, None, None, None], before[one])
-            own = StateRows(*(values[one] for values in rows))
-            made.append(scan(q[one], own, state, count[one], None if marked is None else marked[one], delta))
-            state = made[-1].state
-        return Scanned(*(torch.cat(values) for values in zip(*made, strict=True)))
+    @property
+    def _follows(self) -> Tensor | None:
+        return self.access.follows if self.access.is_split else None
 
 
 def table_rows(layout: RoundLayout, num_snapshots: int) -> int:
@@ -238,12 +239,12 @@ def bytes_of_staged_node(specs: Sequence[LayerSpec], dtype: torch.dtype) -> int:
 
 
 def _allocated(
-    keeps: RecurrentState, num_rows: int, staged: int, dtype: torch.dtype, device: torch.device
+    keeps: RecurrentState, layers: int, num_rows: int, staged: int, dtype: torch.dtype, device: torch.device
 ) -> LayerStates:
     exact = torch.promote_types(dtype, torch.float32)
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.zeros(layers, *shape, dtype=dtype, device=device)
 
     recurrent = rows = None
     if keeps.heads:
@@ -255,3 +256,17 @@ def _allocated(
         )
     tail = zeros(num_rows, keeps.taps - 1, keeps.channels)
     return LayerStates(keeps, recurrent, tail, zeros(staged, keeps.channels), rows)
+
+
+def _room(states: LayerStates, count: int, is_tree: bool) -> Prepared:
+    """Where `count` rows of a layer are prepared: in staging, or in memory of their own."""
+    keeps, inputs = states.keeps, states.inputs
+    staged_inputs = inputs[:count] if is_tree else None
+    if states.rows is None:
+        return Prepared(None, None, inputs.new_empty(count, keeps.channels), None, staged_inputs)
+    if is_tree:
+        k, v, gates = (values[:count] for values in states.rows)
+    else:
+        k, v, gates = (values.new_empty(count, *values.shape[1:]) for values in states.rows)
+    q_dtype = k.dtype if keeps.units else inputs.dtype
+    return Prepared(k.new_empty(k.shape, dtype=q_dtype), k, v, gates, staged_inputs)

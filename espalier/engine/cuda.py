@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from espalier.engine.cuda_stages import EagerStages, StageMemory, Stages, no_garbage_collection
+from espalier.engine.cuda_stages import OF_THIS_THREAD, EagerStages, StageMemory, Stages, no_garbage_collection
 from espalier.engine.cuda_streams import give_streams_back, take_streams
 from espalier.engine.executor import Handle, execute
 from espalier.engine.launch_buffer import LaunchBuffer, pack_launch
@@ -142,8 +142,7 @@ class CudaExecutor:
 
     graph_batch: the largest batch whose rounds are captured; 0: every launch runs eagerly.  Larger rounds are padded to
     batch buckets too, so that they have few forms.
-    captured_passes: forms of the prefill passes that are captured; none without captured rounds, or where not
-    every backend captures them (Support.prefill_graph).
+    captured_passes: forms of the captured prefill passes; none without captured rounds and Support.prefill_graph.
     keep_graphs: PyTorch keeps what graphs are made of (CUDAGraph.raw_cuda_graph), so that their kernels can be counted.
     overlap: whether rounds may be launched before the one before is read: then attention is captured for lengths that
     the host does not know exactly.
@@ -152,6 +151,7 @@ class CudaExecutor:
     """
 
     failure: Exception | None = None
+    runs_any_tree = False
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ class CudaExecutor:
         """The form that a launch is padded to, eager or captured."""
         if launch_input.is_prefill:
             return launch_input.form(self.captured_passes)
-        return LaunchForm(self.bucket(len(launch_input.slots)))
+        return LaunchForm(self.bucket(len(launch_input.slots)), tree=launch_input.tree)
 
     def graph_of(self, launch_input: LaunchInput) -> Graph | None:
         """The graph that a launch replays; None for an eager launch, which may have the form of a graph."""
@@ -335,10 +335,9 @@ class CudaExecutor:
         masks = None
         if launch_input.masks is not None:
             masks = torch.from_numpy(launch_input.masks).pin_memory().to(self.device, non_blocking=True)
-        device_launch = self._to_device(packed)
-        return execute(
-            self.runner, self.results, device_launch, launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks
-        )
+        runner, device_launch = self.runner.of_tree(launch_input.tree), self._to_device(packed)
+        known = (launch_input.width, ALL_SAMPLING, launch_input.prompt_rows, masks)
+        return execute(runner, self.results, device_launch, *known)
 
     def _to_device(self, packed: LaunchBuffer) -> LaunchBuffer:
         vector = torch.from_numpy(packed.vector).pin_memory().to(self.device, non_blocking=True)
@@ -367,7 +366,7 @@ class CudaExecutor:
             return
         began, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
         pool, passes = torch.cuda.graph_pool_handle(), self.captured_passes[::-1]
-        forms = [*map(LaunchForm, self.captured_buckets[::-1]), *passes]
+        forms = [*self.runner.layout.round_forms(self.captured_buckets), *passes]
         what = "a launch that compiles kernels"
         try:
             self.compile([*self.dummy_rounds, *(of_dummies(*form) for form in passes)])
@@ -378,15 +377,16 @@ class CudaExecutor:
             raise EspalierError(
                 f"{what} does not fit into the memory of {self.device}; lower num_pages, graph_batch or max_batch"
             ) from None
-        self._say_captured(f"{len(passes)} forms of prefill passes and of rounds", began, before)
+        self._say_captured(f"{len(passes)} prefill passes and {len(forms) - len(passes)} rounds", began, before)
         if self.capture_stages:
             self._capture_stages(pool)
 
     @property
     def dummy_rounds(self) -> list[LaunchInput]:
         """Of all forms, the largest first."""
-        rounds = [of_dummies(batch) for batch in self.buckets[::-1]]
-        return [*rounds, *(replace(each, is_staged=True) for each in rounds if self.capture_stages)]
+        rounds = [of_dummies(*form) for form in self.runner.layout.round_forms(self.buckets)]
+        staged = self.buckets[::-1] if self.capture_stages else ()
+        return [*rounds, *(replace(of_dummies(batch), is_staged=True) for batch in staged)]
 
     def _say_captured(self, what: str, began: float, reserved: int) -> None:
         mib = (torch.cuda.memory_reserved(self.device) - reserved) / 2**20
@@ -396,18 +396,18 @@ class CudaExecutor:
     @torch.inference_mode()
     def captured(self, form: LaunchForm, pool: Any) -> Graph:
         """A graph of the launches of a form, captured with dummy slots; pool: its memory."""
-        dummies = of_dummies(*form)
+        dummies, runner = of_dummies(*form), self.runner.of_tree(form.tree)
         packed = self._pack(dummies, 0, form)
         with torch.cuda.stream(self.stream):
             self._prepare_capture(dummies, form)
             vector = torch.from_numpy(packed.vector).to(self.device)
             device_launch = packed.on(vector)
             # Run once eagerly: libraries load kernels and allocate workspaces, which is not allowed in a capture.
-            execute(self.runner, self.results, device_launch, form.width, ALL_SAMPLING)
+            execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
             self.stream.synchronize()
         graph = torch.cuda.CUDAGraph(keep_graph=self.keep_graphs)
-        with torch.cuda.graph(graph, pool=pool, stream=self.stream):
-            execute(self.runner, self.results, device_launch, form.width, ALL_SAMPLING)
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode=OF_THIS_THREAD):
+            execute(runner, self.results, device_launch, form.width, ALL_SAMPLING)
         if self.keep_graphs:  # else PyTorch did so when the capture ended
             graph.instantiate()
         return Graph(vector, graph)

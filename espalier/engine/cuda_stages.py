@@ -29,6 +29,9 @@ from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import ALL_ALLOWED, DraftGuide, mask_words
 from espalier.speculate.round import ModelRunner
 
+# A capture goes on whatever other threads do: NCCL's ask for events all the while.
+OF_THIS_THREAD = "thread_local"
+
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
@@ -194,7 +197,7 @@ class ProposeGraphs:
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
-        self.graphs[-1].capture_begin(pool=self.pool)
+        self.graphs[-1].capture_begin(pool=self.pool, capture_error_mode=OF_THIS_THREAD)
 
     def end(self) -> None:
         self.graphs[-1].capture_end()
@@ -344,6 +347,6 @@ class EagerStages:
 def _captured(stage: Callable[[], None], pool: Any, stream: torch.cuda.Stream) -> Callable[[], None]:
     """The replay of a CUDA graph of the stage."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=OF_THIS_THREAD):
         stage()
     return graph.replay

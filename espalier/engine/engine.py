@@ -19,8 +19,10 @@ from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObs
 from espalier.engine.guesses import Guesses
 from espalier.engine.launch_input import Launch
 from espalier.engine.masks import Maskers
+from espalier.engine.round_trees import RoundTrees
 from espalier.engine.scheduler import Scheduler
 from espalier.engine.state_keeper import make_keeper
+from espalier.engine.tree_choice import TreeChooser
 from espalier.errors import EspalierError, too_little_room
 from espalier.request import OutputChunk, Request, check_prompt
 from espalier.speculate.sources.base import HostSource
@@ -64,6 +66,7 @@ class Engine:
     stopped: why the engine no longer runs; None while it works.  If a launch fails, every request in the engine is
     aborted with this text.
     observer: sees every launch; None, the default, costs nothing.
+    chooser: of the tree of each round; None for the layout's.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Engine:
         executor: Executor,
         overlap: bool,
         prefix_cache: bool,
-        pauses_draft: bool = False,
+        chooser: TreeChooser | None = None,
         sources: Sequence[HostSource] = (),
     ):
         runner = executor.runner
@@ -90,7 +93,7 @@ class Engine:
             vocab_size=self.vocab_size,
             captured_passes=executor.captured_passes,
             states=make_keeper(self.layout, self.prefixes, runner.cache.snapshot_rows),
-            pauses_draft=pauses_draft,
+            trees=RoundTrees(self.layout, chooser, executor.runs_any_tree),
             guesses=Guesses(self.layout, sources),
         )
         self.requests: dict[str, Request] = {}

@@ -20,7 +20,7 @@ from espalier.engine.masks import AskRows, GuideRows, RowMasks, Trees
 from espalier.engine.results import Results, read, read_trees
 from espalier.errors import EspalierError
 from espalier.kernels.ops.sampling import rows_of
-from espalier.layout import LaunchForm
+from espalier.layout import PLAIN, LaunchForm
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
 from espalier.sampling.prompt import PromptRows
@@ -92,6 +92,12 @@ class Executor(Protocol):
         ...
 
     @property
+    def runs_any_tree(self) -> bool:
+        """Whether a round may have any tree up to the configured one, at no more cost than its rows; else only those of
+        the layout, and a staged round only the first of them."""
+        ...
+
+    @property
     def failure(self) -> Exception | None:
         """Why it can run no more, although no launch has failed: another rank has.  None while it can."""
         ...
@@ -111,6 +117,7 @@ class ClosedExecutor:
     """Replaces the executor of a closed engine, so that the engine holds no device memory any more."""
 
     captured_passes: tuple[LaunchForm, ...] = ()
+    runs_any_tree = False
     failure: Exception | None = None
 
     @property
@@ -196,11 +203,11 @@ def guide_of(rows: GuideRows, batch: int, ask: AskRows) -> DraftGuide:
 
 class CpuExecutor:
     captured_passes: tuple[LaunchForm, ...] = ()
+    runs_any_tree = True
     failure: Exception | None = None
 
     def __init__(self, runner: ModelRunner, overlap: bool):
         self.runner = runner
-        self.plain = runner.plain
         self.results = Results(runner.layout, runner.target.config.vocab_size, 1, runner.pages.device)
         threads = torch.get_num_threads()
         self.worker = ThreadPoolExecutor(1, "espalier-stream", torch.set_num_threads, (threads,)) if overlap else None
@@ -258,7 +265,8 @@ class CpuExecutor:
         return self._read_rows(launch_input, None)
 
     def _runner_of(self, launch_input: LaunchInput) -> ModelRunner:
-        return replace(self.runner, trims_trees=True) if launch_input.drafts else self.plain
+        runner = self.runner.of_tree(launch_input.tree)
+        return runner if launch_input.tree == PLAIN else replace(runner, trims_trees=True)
 
     def _to_device(self, launch_input: LaunchInput) -> LaunchBuffer:
         form = launch_input.form(self.captured_passes)

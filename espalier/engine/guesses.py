@@ -37,10 +37,8 @@ class Guesses:
             source.leave(request)
 
     def next(self, batch: Sequence[Request]) -> tuple[OfSlots, np.ndarray | None]:
-        """What a round of these requests carries: LaunchInput.guesses and survival."""
-        survival = None if self.survival is None else self.survival.to_send()
-        if not self.sources:
-            return (), survival
+        """What a round of these requests carries: LaunchInput.guesses and survival.  Nothing for no requests."""
+        survival = None if self.survival is None or not batch else self.survival.to_send()
         found = ((request.slot, self._of(request)) for request in batch if request.slot is not None)
         return tuple((slot, guesses) for slot, guesses in found if guesses), survival
 

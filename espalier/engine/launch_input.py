@@ -7,7 +7,7 @@ import numpy as np
 
 from espalier.attention import CommittedLengths
 from espalier.engine.prefill_policy import PrefillPass
-from espalier.layout import LaunchForm, captured_form
+from espalier.layout import LaunchForm, TreeShape, captured_form
 from espalier.request import Request
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
@@ -40,7 +40,7 @@ class LaunchInput:
     cleared_pages: free pages of requests whose logits were not finite: their rows become zero before the launch.
     traced: whether results carry the trees.
     prompt_rows: rows of a prefill pass whose log-probabilities are wanted; None for none.
-    drafts: False for a round in which nobody can use guesses.  A GPU drafts all the same: its graphs have one form.
+    tree: of a round; None for the layout's.
     is_staged: a round that runs in stages, because a request of it has a grammar.
     masks: [B, 1, words] int32, the tokens that a prefill pass may pick; None for all.
     state_copies: (source, destination) rows of the states, which are copied in this order before the launch.
@@ -62,7 +62,7 @@ class LaunchInput:
     cleared_pages: tuple[int, ...] = ()
     traced: bool = False
     prompt_rows: PromptRows | None = None
-    drafts: bool = True
+    tree: TreeShape | None = None
     is_staged: bool = False
     masks: np.ndarray | None = None
     state_copies: tuple[tuple[int, int], ...] = ()
@@ -82,7 +82,7 @@ class LaunchInput:
 
     def form(self, captured: Sequence[LaunchForm] = ()) -> LaunchForm:
         """Its form: for a prefill pass the first of the `captured` ones that holds it, if there is one."""
-        own = LaunchForm(len(self.slots), self.width, len(self.pieces))
+        own = LaunchForm(len(self.slots), self.width, len(self.pieces), self.tree)
         if self.is_eager_only:
             return own
         return captured_form(captured, self.width, own.pieces or own.batch) or own
@@ -146,7 +146,7 @@ class RequestResult:
     picked from logits that were not finite.  logprobs: rows of espalier/logprobs.py, one for each token; None if the
     request did not ask.  prompt_logprobs: for the rows of LaunchInput.prompt_rows, those of the prompt token after
     each; None if no request of the launch asked for them.  tree_sum: a number that differs, almost surely, where trees
-    differ.
+    differ.  ranks, is_leaf: as in acceptance.py:Sample, if LaunchInput.tree is set.
     """
 
     tokens: list[int]
@@ -156,16 +156,19 @@ class RequestResult:
     logprobs: np.ndarray | None = None
     prompt_logprobs: np.ndarray | None = None
     tree_sum: int = field(default=0, compare=False)
+    ranks: tuple[int, ...] = ()
+    is_leaf: bool = True
 
 
-def of_dummies(batch: int, width: int = 0, pieces: int = 0) -> LaunchInput:
-    """A launch of dummy slots, which changes no request, in the form LaunchForm(batch, width, pieces).
+def of_dummies(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:
+    """A launch of dummy slots, which changes no request, in the form LaunchForm(batch, width, pieces, tree).
 
     The pieces are spread over the requests.
     """
     dummies = (0,) * batch
     spread = tuple((i * batch // pieces, 0) for i in range(pieces))
-    return LaunchInput(dummies, ALL_SAMPLING, lengths=dummies if width else (), width=width, pieces=spread)
+    lengths = dummies if width else ()
+    return LaunchInput(dummies, ALL_SAMPLING, lengths=lengths, width=width, pieces=spread, tree=tree)
 
 
 def sampling_needs_of(requests: list[Request]) -> SamplingNeeds:

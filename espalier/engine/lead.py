@@ -1,7 +1,7 @@
 """Rank 0's executor: each call goes to the other ranks, then to the executor of this one."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +33,10 @@ class LeadExecutor:
         return self.own.captured_passes
 
     @property
+    def runs_any_tree(self) -> bool:
+        return self.own.runs_any_tree
+
+    @property
     def failure(self) -> Exception | None:
         return self.ranks.failure
 
@@ -48,8 +52,11 @@ class LeadExecutor:
 
     def close(self) -> None:
         if self.ranks.failure is not None:
-            # They end what this rank waits for.
+            # They end what this rank waits for.  What it raises then says less than their failure.
             self.ranks.end()
+            with suppress(Exception):
+                self.own.close()
+            return
         try:
             self.own.close()
         finally:

@@ -1,8 +1,8 @@
-"""Threads that ask grammars, and are left behind where a grammar takes too long.
+"""Threads that ask grammars, and are left behind where grammars take too long.
 
-xgrammar cannot be interrupted, and releases the GIL.  So the engine waits for a thread.  A thread that has used
-GRAMMAR_S for one request is abandoned: it goes on at a low priority until its call returns, another thread takes its
-place, and what it finds is dropped.
+xgrammar cannot be interrupted, and releases the GIL.  So the engine waits for threads.  A thread whose grammar has used
+its share of the round's time makes room for another.  Once such grammars have used what the shares leave, their threads
+are abandoned: they go on at a low priority until their calls return, and what they find is dropped.
 """
 
 import itertools
@@ -11,14 +11,18 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from espalier.cores import available_cores, lower_priority
 
-# The processor time that the grammar of one request may take in a round, half of what it took in the round before
-# included.  Then the engine goes on without it.  Ordinary grammars take less than a hundredth.
+# The processor time that all grammars of a round may take together, half of what they took in the round before
+# included.  Then the engine goes on without those that took more than their share.  Ordinary grammars take less than a
+# hundredth.
 GRAMMAR_S = 0.25
+# A half of it is shared out, to so many grammars at most: of more, each has as much as if they were so many.
+MAX_SHARES = 16
 # While so many abandoned threads run, requests with a grammar are refused.
 MAX_ABANDONED = 4
 # Threads at once, abandoned ones not counted.
@@ -30,7 +34,7 @@ Work = Callable[[int], Any]
 
 
 class MaskThreads:
-    """A pool of threads that can be abandoned.  limit_s: the processor time that one request may take in a round."""
+    """A pool of threads that can be abandoned.  limit_s: the processor time that the work of one round may take."""
 
     def __init__(self, limit_s: float = GRAMMAR_S):
         self.limit_s = limit_s
@@ -44,18 +48,24 @@ class MaskThreads:
         return self.queue.num_abandoned
 
     def run(
-        self, work: Work, count: int, *, at_once: bool = False, limits_s: Sequence[float] | None = None
+        self,
+        work: Work,
+        count: int,
+        *,
+        at_once: bool = False,
+        used_s: list[float] | None = None,
+        spent_s: Callable[[float], float] = lambda share_s: 0.0,
     ) -> list[Any]:
         """work(0) to work(count - 1), each its result or TOO_SLOW.  Raises what a piece of work raises.
 
-        limits_s: of each piece of work, by default limit_s.  at_once: several threads begin; else one does, and others
-        help once one is too slow.
+        used_s: what each has used in this round before; what it uses is added.  spent_s: what others of the round have
+        used beyond a share.  at_once: several threads begin; else one does, and others help once one is slow.
         """
-        call = _Call(work, count, limits_s or [self.limit_s] * count)
+        share_s = self.limit_s / 2 / min(max(count, 1), MAX_SHARES)
+        call = _Call(work, count, share_s, [0.0] * count if used_s is None else used_s)
         self._send(call, min(count, available_cores()) if at_once else min(count, 1))
-        wait_s = max(min(call.limits_s, default=0.0), self.limit_s / 10)
-        while call.left and not call.ended.acquire(timeout=wait_s):
-            wait_s = self._abandon_slow(call)
+        while call.left and not call.ended.acquire(timeout=self.limit_s / 2 / MAX_SHARES):
+            self._look(call, spent_s)
         if call.error is not None:
             raise call.error
         return call.results
@@ -68,20 +78,23 @@ class MaskThreads:
             self.threads.add(thread)
             thread.start()
 
-    def _abandon_slow(self, call: "_Call") -> float:
-        """Abandon the threads that took too long.  Returns the seconds until another thread may have."""
-        wait_s = self.limit_s
+    def _look(self, call: "_Call", spent_s: Callable[[float], float]) -> None:
+        """Let other threads go on in place of slow ones.  Abandon those once they have used up the limit."""
         with call.lock:
-            for thread in [each for each in self.threads if each.job is not None and each.job[0] is call]:
-                left_s = thread.left_s()
-                if left_s <= 0:
+            running = [(each, each.job) for each in self.threads if each.job is not None and each.job.call is call]
+            slow = [(thread, job) for thread, job in running if job.used_s(thread) > call.share_s]
+            beyond_s = sum(job.used_s(thread) - call.share_s for thread, job in slow)
+            beyond_s += sum(max(0.0, used - call.share_s) for used in call.ended_s) + spent_s(call.share_s)
+            if beyond_s > self.limit_s / 2:
+                for thread, job in slow:
+                    call.used_s[job.place] = job.used_s(thread)
                     self._abandon(thread)
                     call.left -= 1
-                else:
-                    # At least a tenth of the limit, because a thread that waits for a core uses no time.
-                    wait_s = min(wait_s, max(left_s, self.limit_s / 10))
+            elif all(job.is_slow for _, job in slow):
+                return
+            for _, job in slow:
+                job.is_slow = True
         self._send(call, call.left)
-        return wait_s
 
     def _abandon(self, thread: "_MaskThread") -> None:
         self.threads.remove(thread)
@@ -157,12 +170,15 @@ class _Queue:
 class _Call:
     """One call of MaskThreads.run.
 
-    places: the numbers that no thread has taken; left: how many have no result; lock: of what a thread leaves here.
+    places: the numbers that no thread has taken; left: how many have no result; lock: of what a thread leaves here;
+    ended_s: what the pieces of work that ended have used in this round.
     """
 
-    def __init__(self, work: Work, count: int, limits_s: Sequence[float]):
+    def __init__(self, work: Work, count: int, share_s: float, used_s: list[float]):
         self.work = work
-        self.limits_s = limits_s
+        self.share_s = share_s
+        self.used_s = used_s
+        self.ended_s: list[float] = []
         self.places = itertools.count()
         self.count = count
         self.left = count
@@ -173,21 +189,30 @@ class _Call:
         self.ended.acquire()
 
 
+@dataclass(slots=True)
+class _Job:
+    """A piece of work that a thread does.  begun_s: the thread's time then; is_slow: it has made room for another."""
+
+    call: _Call
+    place: int
+    begun_s: float
+    is_slow: bool = False
+
+    def used_s(self, thread: threading.Thread) -> float:
+        """Processor time that it has used in this round, before too."""
+        return self.call.used_s[self.place] + _thread_time(thread) - self.begun_s
+
+
 class _MaskThread(threading.Thread):
-    """A thread of the pool.  job: (call, the thread's time at which it is too slow) of its piece of work."""
+    """A thread of the pool.  job: its piece of work."""
 
     def __init__(self, queue: _Queue):
         # A daemon: the interpreter does not wait for it.
         super().__init__(name="espalier-masks", daemon=True)
         self.queue = queue
         self.is_abandoned = False
-        self.job: tuple[_Call, float] | None = None
+        self.job: _Job | None = None
         queue.enter()
-
-    def left_s(self) -> float:
-        """Processor time that its piece of work may still take."""
-        assert self.job is not None
-        return self.job[1] - _thread_time(self)
 
     def run(self) -> None:
         call = self.queue.get()
@@ -204,7 +229,7 @@ class _MaskThread(threading.Thread):
 
     def _do(self, call: _Call, place: int) -> None:
         result, error = None, None
-        self.job = call, _thread_time(self) + call.limits_s[place]
+        self.job = job = _Job(call, place, _thread_time(self))
         try:
             result = call.work(place)
         except BaseException as raised:
@@ -213,6 +238,8 @@ class _MaskThread(threading.Thread):
             self.job = None
             if self.is_abandoned:
                 return
+            call.used_s[place] = job.used_s(self)
+            call.ended_s.append(call.used_s[place])
             call.results[place], call.error = result, call.error or error
             call.left -= 1
             if not call.left:

@@ -1,9 +1,9 @@
 """What grammars bring to a launch: masks of prompts, of trees' nodes, and the guide for the draft.
 
-A grammar whose masks take too long (mask_threads.py) allows no token from then on, so its request ends.
+All grammars of a round share one limit of time.  A grammar that takes too long (mask_threads.py) allows no token from
+then on, so its request ends.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,8 @@ NO_TOKEN_LEFT = (
     "change the grammar"
 )
 TOOK_TOO_LONG = (
-    f"the grammar took more than {GRAMMAR_S:g} s to find the tokens that may follow the output so far; write it so "
-    "that each text can be read in one way only, or make it smaller"
+    f"the grammar took more than its share of {GRAMMAR_S:g} s to find the tokens that may follow the output so far; "
+    "write it so that each text can be read in one way only, or make it smaller"
 )
 NOTHING_KNOWN = KnownNext([], None)
 
@@ -143,7 +143,7 @@ class MaskBuilder:
     def guide(self, maskers: Maskers) -> GuideRows | None:
         """What is known before a tree is drafted; None without a tree or a grammar."""
         rows = _masked(maskers)
-        self._begin_round(maskers)
+        self._begin_round()
         if not rows or not self.steps:
             return None
         forced = np.full((len(rows), self.steps), -1, dtype=np.int64)
@@ -205,24 +205,22 @@ class MaskBuilder:
         def ask(place: int) -> Any:
             masker = maskers[place]
             assert masker is not None
-            if masker in self.too_slow or limits_s[place] <= 0:
-                return TOO_SLOW
-            begun = time.thread_time()
-            answer = question(place, masker)
-            self._used_s[masker] = self._used_s.get(masker, 0.0) + time.thread_time() - begun
-            return answer
+            return TOO_SLOW if masker in self.too_slow else question(place, masker)
 
-        used_s = [0.0 if masker is None else self._used_s.get(masker, 0.0) for masker in maskers]
-        limits_s = [self.threads.limit_s - used for used in used_s]
-        answers = self.threads.run(ask, len(maskers), at_once=at_once, limits_s=limits_s)
-        slow = (masker for masker, answer in zip(maskers, answers, strict=True) if answer is TOO_SLOW)
-        self.too_slow.update(masker for masker in slow if masker is not None)
+        def spent_s(share_s: float) -> float:
+            others = (used for masker, used in self._used_s.items() if masker not in asked)
+            return sum(max(0.0, used - share_s) for used in others)
+
+        asked = [masker for masker in maskers if masker is not None]
+        used_s = [self._used_s.get(masker, 0.0) for masker in asked]
+        answers = self.threads.run(ask, len(asked), at_once=at_once, used_s=used_s, spent_s=spent_s)
+        self._used_s.update(zip(asked, used_s, strict=True))
+        self.too_slow.update(masker for masker, answer in zip(asked, answers, strict=True) if answer is TOO_SLOW)
         return answers
 
-    def _begin_round(self, maskers: Maskers) -> None:
-        for masker in maskers:
-            if masker is not None and masker in self._used_s:
-                self._used_s[masker] /= 2
+    def _begin_round(self) -> None:
+        for masker, used_s in list(self._used_s.items()):
+            self._used_s[masker] = used_s / 2
 
     def close(self) -> None:
         """End the threads."""

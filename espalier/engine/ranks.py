@@ -196,6 +196,15 @@ class Ranks:
         self.num_loaded += 1
         self.send(Load(source))
 
+    def joined(self, collectives: Any) -> None:
+        """Abort these when a rank fails.  Raises the failure, if one has."""
+        with self._changed:
+            self.collectives = collectives
+            if self.failure is None:
+                return
+        self._abort()
+        raise self.failure
+
     def loaded(self) -> None:
         """Wait until every rank has loaded, or has started if nothing was sent.  Raises as `expect`."""
         if self.num_answered <= self.num_loaded:
@@ -257,6 +266,8 @@ class Ranks:
                 peer.kill()
                 with suppress(Exception):
                     peer.process.wait(END_S)
+        if self.failure is None:
+            self._abort()
         self.folder.cleanup()
 
     # The watch
@@ -330,6 +341,10 @@ class Ranks:
             self._changed.notify_all()
         for peer in self.peers:
             peer.kill()
+        self._abort()
+
+    def _abort(self) -> None:
+        """End what this rank waits for, and free what joins it to the others."""
         if self.collectives is not None:
             # Whatever it raises says less than the failure.
             with suppress(Exception):

@@ -110,6 +110,7 @@ def read(
     sums = (entry[:, fields.tokens.start : fields.parents.stop] @ fields.weights).tolist()
     logprobs = _logprobs(fields, entry, launch_input.num_logprobs, num_finite)
     of_prompts = _of_prompts(prompt_logprobs, launch_input.prompt_rows, len(length))
+    ranks, is_leaf = _ranks(fields, entry, is_node) if launch_input.tree else ([], [True] * len(length))
     return [
         RequestResult(
             emitted[b][: num_finite[b]],
@@ -119,9 +120,27 @@ def read(
             logprobs[b],
             of_prompts[b],
             sums[b],
+            tuple(ranks[b][: length[b] - 1]) if ranks else (),
+            is_leaf[b],
         )
         for b in range(len(length))
     ]
+
+
+def _ranks(fields: Fields, entry: np.ndarray, is_node: np.ndarray) -> tuple[list[list[int]], list[bool]]:
+    """For each request: the rank among its siblings of each node of the path below the root, and of what is behind the
+    path anything; whether the path's last node has no child.
+
+    Nodes are in the order of their scores, so a node's rank is the number of siblings before it.
+    """
+    parents = np.where(is_node, entry[:, fields.parents], VOID)
+    parents[:, 0] = VOID  # the root is its own parent
+    path, request = entry[:, fields.path], np.arange(len(entry))
+    nodes = np.clip(path[:, 1:], 0, parents.shape[1] - 1)
+    before = np.arange(parents.shape[1]) < nodes[..., None]
+    siblings = parents[:, None] == np.take_along_axis(parents, nodes, 1)[..., None]
+    last = path[request, np.clip(entry[:, fields.length][:, 0] - 1, 0, path.shape[1] - 1)]
+    return (before & siblings).sum(-1).tolist(), (parents != last[:, None]).all(1).tolist()
 
 
 def _tree(fields: Fields, row: np.ndarray, length: int) -> DraftTree:

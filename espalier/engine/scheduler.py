@@ -13,7 +13,6 @@ from dataclasses import replace
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree, Room
-from espalier.engine.draft_pause import Drafting
 from espalier.engine.guesses import Guesses
 from espalier.engine.launch_input import (
     NOT_FINITE,
@@ -35,8 +34,9 @@ from espalier.engine.prefill_policy import (
     pieces_of,
 )
 from espalier.engine.queue import WaitingQueue
+from espalier.engine.round_trees import RoundTrees
 from espalier.engine.state_keeper import Pairs, Stateless
-from espalier.layout import LaunchForm, RoundLayout
+from espalier.layout import PLAIN, LaunchForm, RoundLayout, TreeShape
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
@@ -47,8 +47,8 @@ class Scheduler:
     """num_rounds: rounds launched so far, by the number of requests in the batch.
 
     on_round: called with a RoundTrace for each request of each round; set it to trace trees.
-    captured_passes: as Executor has them; pauses_draft: whether guesses may pause (draft_pause.py); states: of a model
-    without states by default; guesses: of the host's sources, by default of none.
+    captured_passes: as Executor has them; trees: the layout's by default; states: of a model without states by default;
+    guesses: of the host's sources, by default of none.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Scheduler:
         rounds_in_flight: int,
         vocab_size: int,
         captured_passes: tuple[LaunchForm, ...] = (),
-        pauses_draft: bool = False,
+        trees: RoundTrees | None = None,
         states: Stateless | None = None,
         guesses: Guesses | None = None,
     ):
         self.layout = layout
-        self.drafting = Drafting(layout.steps, pauses_draft)
+        self.trees = trees or RoundTrees(layout)
         self.captured_passes = captured_passes
         self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
@@ -124,16 +124,17 @@ class Scheduler:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
         self.guesses.count(launch, rows)
-        for (request, generation, is_prefilled), row in zip(launch.members, rows, strict=True):
+        allowed = [0] * len(rows)
+        for place, ((request, generation, is_prefilled), row) in enumerate(zip(launch.members, rows, strict=True)):
             if generation != request.generation:
                 continue
             if not launch.launch_input.is_prefill:
-                self._read_round(request, row)
+                allowed[place] = self._read_round(request, row)
             elif self._read_prompt_logprobs(request, row) and is_prefilled:
                 self._read_prompt(request, row)
             if request.aborted and not request.done:
                 self._finish(request, "abort")
-        self.drafting.read(launch.launch_input, rows)
+        self.trees.read(launch.launch_input, rows, allowed)
 
     def stop(self, error: str) -> None:
         """Abort every request and forget the launches in flight."""
@@ -253,7 +254,6 @@ class Scheduler:
             request.num_prefilled += length
         self._last_was_prefill = True
         self._idle_rows = 0.0
-        self.drafting.restart()
         return self._launch(batch, committed, marks, made, pieces, prompt_rows)
 
     def _launch_round(self, batch: list[Request]) -> Launch:
@@ -264,10 +264,10 @@ class Scheduler:
             request.rounds_in_flight += 1
         self._last_was_prefill = False
         waiting = sum(r.num_prefilled < r.prefill_len for r in self.running)
-        rows = PASS_OVERHEAD_ROWS + len(batch) * self.layout.at(len(batch)).num_draft_tokens
-        self._idle_rows += rows * waiting / len(batch)
+        tree = self.trees.next_tree(batch)
+        self._idle_rows += (PASS_OVERHEAD_ROWS + self.trees.rows(tree, len(batch))) * waiting / len(batch)
         self.num_rounds[len(batch)] += 1
-        return self._launch(batch, committed, marks, drafts=self.drafting.next_drafts(batch))
+        return self._launch(batch, committed, marks, tree=tree)
 
     def _launch(
         self,
@@ -277,11 +277,11 @@ class Scheduler:
         prefill: PrefillPass = NO_PREFILL,
         pieces: Pairs = (),
         prompt_rows: PromptRows | None = None,
-        drafts: bool = True,
+        tree: TreeShape | None = None,
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
-        guesses, survival = ((), None) if prefill.width or not drafts else self.guesses.next(batch)
+        guesses, survival = self.guesses.next([] if prefill.width or tree == PLAIN else batch)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
@@ -294,7 +294,7 @@ class Scheduler:
             cleared_pages=tuple(self._to_clear),
             traced=self.on_round is not None,
             prompt_rows=prompt_rows,
-            drafts=drafts,
+            tree=tree,
             is_staged=not prefill.width and any(r.masker for r in batch),
             masks=self.masks.of_prompts(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
@@ -327,7 +327,8 @@ class Scheduler:
         else:
             self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
 
-    def _read_round(self, request: Request, row: RequestResult) -> None:
+    def _read_round(self, request: Request, row: RequestResult) -> int:
+        """Returns the depth down to which the request could accept guesses."""
         request.rounds_in_flight -= 1
         before = request.num_known
         request.num_known += len(row.tokens)
@@ -340,7 +341,8 @@ class Scheduler:
         if not row.finite and not request.done:
             self._finish(request, "abort", self.masks.why_no_token(request.masker) or NOT_FINITE)
         max_accept_depth = self.layout.max_accept_depth(request.end(self.layout.max_context), before)
-        depth = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0), row.tree_size.depth)
+        allowed = min(request.params.depth_limit(self.layout.steps), max(max_accept_depth, 0))
+        depth = min(allowed, row.tree_size.depth)
         if kept:
             for stats in (request.stats, self.totals):
                 # The tree may have deeper nodes, for the shape of the batch.
@@ -348,6 +350,7 @@ class Scheduler:
         if self.on_round is not None and row.tree is not None:
             trace = RoundTrace(request.id, row.tree, before, row.tokens, [*pages], self.layout.page_size)
             self.on_round(trace)
+        return allowed
 
     def _append(self, request: Request, row: RequestResult, from_draft: list[bool]) -> int:
         """Append decided tokens to the request until one ends it.  Returns the number of tokens appended."""

@@ -33,9 +33,9 @@ from espalier.grammar.regex_tree import (
     alt,
     num_ranges,
     num_states,
+    regex_of,
     repeat,
     seq,
-    text_of,
     within,
 )
 
@@ -92,7 +92,7 @@ def ebnf_of_regex(regex: str) -> str:
     Raises EspalierError if it is not in the dialect.
     """
     node = _anchored(_Reader(regex, "regex", NEWLINE).read(), regex, "regex")
-    text = text_of(_checked(node, regex, "regex", "write one that allows a text"))
+    text = regex_of(_checked(node, regex, "regex", "write one that allows a text"))
     return 'root ::= ""' if node == EMPTY else 'root ::= Regex("' + text.replace("\\", "\\\\") + '")'
 
 

@@ -1,13 +1,14 @@
 """A regular expression as a tree, and the same as text that xgrammar reads in one way only."""
 
 from dataclasses import dataclass
-from math import inf
 
 from espalier.grammar.characters import Ranges, common, of_text
 
 CARET = of_text("^")
 # The last characters of two and of three bytes.
 GAPS = (0x7FF, 0xFFFF)
+# The most times that xgrammar writes a part out.
+MAX_UNROLLED = 128
 
 
 @dataclass(frozen=True)
@@ -64,30 +65,9 @@ def seq(parts: list[Node]) -> Node:
 
 def alt(branches: list[Node]) -> Node:
     """An empty branch becomes a repetition of the others: no text has two places for it."""
-    made: list[Node] = []
-    for branch in dict.fromkeys(branches):
-        if branch not in (EMPTY, NOTHING):
-            _add_branch(made, branch)
-    node = made[0] if len(made) == 1 else Alt(tuple(made))
+    made = tuple(branch for branch in dict.fromkeys(branches) if branch not in (EMPTY, NOTHING))
+    node = made[0] if len(made) == 1 else Alt(made)
     return repeat(node, 0, 1) if EMPTY in branches else node
-
-
-def _add_branch(made: list[Node], branch: Node) -> None:
-    """Add a branch, or join it with one that repeats the same part: xgrammar reads a|a{1,2} wrongly."""
-    part, least, most = _counts(branch)
-    for i, other in enumerate(made):
-        same, low, high = _counts(other)
-        if same == part and least <= high + 1 and low <= most + 1:
-            end = max(most, high)
-            made[i] = repeat(part, min(least, low), None if end == inf else int(end))
-            return
-    made.append(branch)
-
-
-def _counts(node: Node) -> tuple[Node, int, float]:
-    if isinstance(node, Repeat):
-        return node.part, node.least, inf if node.most is None else node.most
-    return node, 1, 1
 
 
 def repeat(part: Node, least: int, most: int | None) -> Node:
@@ -130,14 +110,23 @@ def num_ranges(node: Node) -> int:
     return sum(map(num_ranges, node.parts if isinstance(node, Seq) else node.branches if isinstance(node, Alt) else ()))
 
 
-def text_of(node: Node) -> str:
-    """The regex in ASCII, of classes, groups and repetitions alone, which no part of xgrammar reads otherwise."""
+def regex_of(node: Node) -> str:
+    """The regex in ASCII, of classes, groups and repetitions alone, which no part of xgrammar reads otherwise.
+
+    xgrammar merges the states of a rule that are reached alike, and those at which a text ends.  It does so wrongly
+    where a text can end in several states, or come back to the first one.  The empty groups bring a first state and a
+    last one of their own.
+    """
+    return f"(){{0,1}}({_text_of(node)})()"
+
+
+def _text_of(node: Node) -> str:
     if isinstance(node, Chars):
         return _class(node.ranges)
     if isinstance(node, Seq):
-        return "".join(f"({text_of(part)})" if isinstance(part, Alt) else text_of(part) for part in node.parts)
+        return "".join(f"({_text_of(part)})" if isinstance(part, Alt) else _text_of(part) for part in node.parts)
     if isinstance(node, Alt):
-        return "|".join(map(text_of, node.branches))
+        return "|".join(map(_text_of, node.branches))
     assert isinstance(node, Repeat), "anchors are resolved before"
     return _repeated(node)
 
@@ -145,8 +134,11 @@ def text_of(node: Node) -> str:
 def _repeated(node: Repeat) -> str:
     """xgrammar reads "?" and {2,} wrongly behind a part that may end and also go on.  So such a part has neither."""
     least, most = node.least, node.most
-    part = text_of(node.part)
-    part = part if isinstance(node.part, Chars) else f"({part})"
+    if isinstance(node.part, Chars):
+        part = _text_of(node.part)
+    else:
+        # Of a part that comes often xgrammar makes a rule.
+        part = f"({regex_of(node.part) if max(least, most or 0) > MAX_UNROLLED else _text_of(node.part)})"
     if most is None:
         return part + ("*" if least == 0 else "+" if least == 1 else f"{{{least}}}{part}*")
     if (least, most) == (0, 1) and isinstance(node.part, Chars):

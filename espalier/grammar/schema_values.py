@@ -12,7 +12,7 @@ from espalier.grammar.characters import PLAIN
 from espalier.grammar.formats import ANNOTATING, FORMATS, INTEGERS, node_of_format
 from espalier.grammar.lengths import of_length
 from espalier.grammar.regex import MAX_STATES, pattern_node
-from espalier.grammar.regex_tree import NOTHING, Chars, Repeat, num_states, text_of
+from espalier.grammar.regex_tree import NOTHING, Chars, Repeat, num_states, regex_of
 
 # xgrammar ignores a larger multipleOf, and any multipleOf with exactly one bound.
 MAX_MULTIPLE = 1024
@@ -63,7 +63,7 @@ def string_rules(rules: dict[str, Any], place: str) -> dict[str, Any]:
         raise refused(place, f"{what!r} allows no text of this length", "change 'minLength' or 'maxLength'")
     if num_states(node) > MAX_STATES:
         raise refused(place, f"a length of more than {MAX_STATES} is not supported", "lower it, or leave it out")
-    return {"type": "string", "pattern": text_of(node)}
+    return {"type": "string", "pattern": regex_of(node)}
 
 
 def number_rules(rules: dict[str, Any], name: str, place: str) -> dict[str, Any]:

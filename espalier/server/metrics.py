@@ -129,6 +129,10 @@ def _of_engine(figures: Figures) -> Iterator[Metric]:
     for bucket, graph, count in report.rounds:
         rounds.add_metric([str(bucket), "graph" if graph else "eager"], count)
     yield rounds
+    trees = CounterMetricFamily(
+        "espalier_rounds_by_tree", "rounds by tree: steps,topk,num_draft_tokens", labels=["tree"]
+    )
+    yield _labelled(trees, (("{},{},{}".format(*tree), count) for *tree, count in report.trees))
     yield _abort_steps(figures.abort_steps)
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +183,7 @@ class Worker:
             pages_owned=pool.num_pages - 1 - pool.free - cached,
             preempted=scheduler.num_preempted,
             rounds=self._rounds(),
+            trees=[(*astuple(tree), count) for tree, count in scheduler.trees.num_rounds.items()],
             totals=engine.totals,
             low_acceptance=low_acceptance(engine.totals),
             abort_steps=abort_steps,

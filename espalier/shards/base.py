@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.errors import EspalierError
@@ -72,9 +73,28 @@ class Collectives(Protocol):
         """The sum of x over the ranks.  It may overwrite x."""
         ...
 
+    def all_reduce_add_norm(
+        self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """(total, its RMS norm), [N, H] each, in one step.  None: where `all_reduce` and a norm are as fast.
+
+        total: residual + the sum over the ranks of parts, [N, H] or [parts, N, H], which are summed in order.
+        """
+        ...
+
+    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
+        """x [N, columns] of each rank -> [N, size], side by side.  A rank has `each` columns, the last ones fewer."""
+        ...
+
     def abort(self) -> None:
         """End what waits for other ranks, with an error or a wrong result.  Called from another thread."""
         ...
+
+
+def joined_columns(collectives: Collectives, x: Tensor, each: int, size: int) -> Tensor:
+    """As Collectives.gather_columns, by all_gather."""
+    padded = F.pad(x, (0, each - x.shape[1]))
+    return collectives.all_gather(padded).transpose(0, 1).flatten(1)[:, :size].contiguous()
 
 
 @dataclass(frozen=True)
@@ -117,6 +137,12 @@ class Shards:
     def all_gather(self, x: Tensor) -> Tensor:
         """As Collectives.all_gather."""
         return x[None] if self.collectives is None else self.collectives.all_gather(x)
+
+    def gather_tokens(self, x: Tensor, vocab_size: int) -> Tensor:
+        """x [N, the rank's tokens] -> [N, vocab_size]."""
+        if self.collectives is None:
+            return x
+        return self.collectives.gather_columns(x, self.tokens_each(vocab_size), vocab_size)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As Collectives.all_reduce."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore, ProcessGroupGloo
 
+from espalier.shards.base import joined_columns
+
 # Of joining, where every rank is known to be alive.
 JOIN_LIMIT = timedelta(seconds=60)
 # Of one operation.  The host that watches the ranks ends it long before (engine/ranks.py).
@@ -45,6 +47,12 @@ class GlooCollectives:
         for part in parts[1:]:
             total += part
         return total.to(x.dtype)
+
+    def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        return None
+
+    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
+        return joined_columns(self, x, each, size)
 
     def abort(self) -> None:
         """Nothing: an operation ends with an error when another rank's process has ended."""

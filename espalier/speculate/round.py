@@ -21,7 +21,7 @@ from espalier.cache.kv import PagedKV
 from espalier.cache.states import Marks, StateAccess
 from espalier.kernels.ops.state import NodeRows, advance, chain, gather
 from espalier.kernels.ops.tree import Path, accept, gather_rows
-from espalier.layout import PLAIN, RoundLayout, logit_rows, node_slices
+from espalier.layout import RoundLayout, TreeShape, logit_rows, node_slices
 from espalier.models.base import CausalLM, ModelOutput
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.mask import DraftGuide
@@ -74,10 +74,11 @@ class ModelRunner:
         """The same runner for trees of fewer nodes, behind the drafter."""
         return replace(self, layout=self.layout.with_tree(replace(self.layout.tree, num_draft_tokens=nodes)))
 
-    @property
-    def plain(self) -> "ModelRunner":
-        """The runner for rounds without guesses.  Models and buffers are shared."""
-        layout = self.layout.with_tree(PLAIN)
+    def of_tree(self, tree: TreeShape | None) -> "ModelRunner":
+        """The runner for rounds of this tree at every batch; None: of the layout's.  Models and buffers are shared."""
+        if tree is None:
+            return self
+        layout = self.layout.with_tree(tree)
         return replace(self, layout=layout, drafter=self.drafter.for_layout(layout))
 
     def prepare(self, lengths: CommittedLengths) -> None:

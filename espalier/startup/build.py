@@ -14,6 +14,7 @@ from espalier.config import FP8_KV, ResolvedConfig
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.executor import CpuExecutor, Executor
+from espalier.engine.tree_choice import TreeChoice, TreeChooser
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.state.kv_scales import KVScales
@@ -136,7 +137,7 @@ def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = F
     """
     config = loaded.config
     graphs = (config.graph_batch, keep_graphs, capture_stages)
-    on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, config.pauses_draft)
+    on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, chooser_of(config))
     return engine_of(*on, host_sources(config.sources, config.index_bytes))
 
 
@@ -147,12 +148,19 @@ def engine_of(
     graph_batch: int = 0,
     keep_graphs: bool = False,
     capture_stages: bool = False,
-    pauses_draft: bool = False,
+    chooser: TreeChooser | None = None,
     sources: Sequence[HostSource] = (),
 ) -> Engine:
     """An engine on the buffers of `runner`, which no other engine may use."""
     executor = executor_of(runner, overlap, graph_batch, keep_graphs, capture_stages)
-    return Engine(executor, overlap, prefix_cache, pauses_draft, sources)
+    return Engine(executor, overlap, prefix_cache, chooser, sources)
+
+
+def chooser_of(config: ResolvedConfig) -> TreeChooser | None:
+    """What chooses among the trees of the layout while the engine runs; None where there is nothing to choose."""
+    if config.round_costs is None or not config.layout.choices:
+        return None
+    return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
 
 
 def host_sources(names: Sequence[str], index_bytes: int) -> list[HostSource]:

@@ -34,7 +34,7 @@ from espalier.speculate.drafters.registry import (
     own_draft,
     read_draft,
 )
-from espalier.startup.build import Loaded, assemble, cache_size
+from espalier.startup.build import Loaded, assemble, cache_size, chooser_of
 from espalier.startup.checkpoints import BUNDLED, find_draft, find_target
 from espalier.startup.measure_chip import measure_chip
 from espalier.startup.measure_memory import measure_pages
@@ -180,13 +180,12 @@ def build_engine_of_ranks(
     work = RankWork(models or models_of_files, resolved, requested_pages, str(joined))
     with explaining(ranks):
         ranks.load(work)
-        loaded = work.models_of(0)
-        ranks.collectives = loaded.shards.collectives
+        loaded = work.models_of(0, ranks.joined)
         executor, loaded = work.executor_of(loaded)
     ranks.loaded()
     _say_resolved(loaded)
     config = loaded.config
-    return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache), config
+    return Engine(LeadExecutor(executor, ranks), config.overlap, config.prefix_cache, chooser_of(config)), config
 
 
 def models_of_files(resolved: ResolvedConfig, shards: Shards) -> Loaded:

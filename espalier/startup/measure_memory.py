@@ -95,8 +95,11 @@ def measure(executor: CudaExecutor, layout: RoundLayout, device: torch.device, g
     none compiles while requests wait.  A capture compiles what it captures.
     """
     passes = [fullest_pass(layout, width) for width in layout.chunk_widths]
-    largest = {layout.at(batch).tree: of_dummies(batch) for batch in executor.buckets}
-    rounds = [*largest.values(), *(replace(each, is_staged=True) for each in largest.values())]
+    # Ascending, so that the largest batch of each tree stays.
+    staged = {layout.at(batch).tree: replace(of_dummies(batch), is_staged=True) for batch in executor.buckets}
+    forms = sorted(layout.round_forms(executor.buckets), key=lambda form: form.batch)
+    largest = {form.tree or layout.at(form.batch).tree: of_dummies(*form) for form in forms}
+    rounds = [*largest.values(), *staged.values()]
     compiled = executor.dummy_rounds if graph_batch < layout.max_batch else rounds
     executor.compile([*compiled, *passes, *smaller_passes(layout, executor.runner.target.config.vocab_size)])
     captured = [*rounds, *(of_dummies(*layout.captured_passes[-1]),) * executor.runner.captures_prefill]

@@ -34,13 +34,15 @@ class RankWork:
         """As espalier/engine/follow.py:Source."""
         return self.executor_of(self.models_of(rank))[0]
 
-    def models_of(self, rank: int) -> Loaded:
-        """The models of a rank, whose shards have the collectives."""
+    def models_of(self, rank: int, on_join: Callable[[Collectives], None] | None = None) -> Loaded:
+        """The models of a rank, whose shards have the collectives.  on_join: is told them before weights are read."""
         config, count = self.config, self.config.tensor_parallel
         if torch.device(config.device).type == "cuda":
             config = replace(config, device=f"cuda:{rank}")
             torch.cuda.set_device(rank)
         joined = join(torch.device(config.device), Path(self.joined), rank, count)
+        if on_join is not None:
+            on_join(joined)
         return self.models(config, Shards(rank, count, joined))
 
     def executor_of(self, loaded: Loaded) -> tuple[Executor, Loaded]:
@@ -56,6 +58,6 @@ def join(device: torch.device, file: Path, rank: int, count: int) -> Collectives
     """Meet the other ranks."""
     if device.type == "cpu":
         return GlooCollectives(file, rank, count)
-    from espalier.shards.nccl import NcclCollectives
+    from espalier.kernels.ranks.collectives import join_gpus
 
-    return NcclCollectives(file, rank, count, device)
+    return join_gpus(file, rank, count, device)

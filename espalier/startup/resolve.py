@@ -25,7 +25,7 @@ from espalier.startup.cache_memory import pages_and_snapshots
 from espalier.startup.pause import busy_chunk_size
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
-from espalier.startup.tree_policy import Machine, choose_trees
+from espalier.startup.tree_policy import Machine, choose_trees, choose_while_running
 
 STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
@@ -230,6 +230,7 @@ def resolve(
     max_batch = _value_or(config.max_batch, defaults.max_batch)
     is_named = any(not is_open(getattr(speculation, name)) for name in TREE_FIELDS)
     trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)
+    costs, choices = choose_while_running(speculation, tree, machine, max_batch, spec.algorithm)
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
     sources = choose_sources(speculation, spec.algorithm, tree, device)
     layout = RoundLayout(
@@ -244,6 +245,7 @@ def resolve(
         trees=tuple(trees.items()),
         text_paths=TEXT_PATHS * ("text" in sources),
         sent_paths=SENT_PATHS * bool({"prediction", "index"} & {*sources}),
+        choices=choices,
     )
     if device.type == "cuda":
         require_triton()
@@ -276,8 +278,7 @@ def resolve(
         model_impl=facts.model_impl,
         model_overrides=dict(config.model_overrides),
         seed=_value_or(config.seed, secrets.randbits(63)),
-        # Whoever names a tree gets it in every round.
-        pauses_draft=device.type == "cpu" and spec.algorithm == "ngram" and speculation == SpeculationConfig(),
+        round_costs=costs,
         sources=sources,
         index_bytes=_value_or(speculation.index_bytes, INDEX_BYTES) * ("index" in sources),
         tensor_parallel=config.tensor_parallel,

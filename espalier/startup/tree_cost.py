@@ -9,15 +9,14 @@ The prediction assumes uniform routing, independent rows and CONTEXT tokens a re
 experts, trees are faster than predicted; `espalier bench choose` measures.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.cache.states import bytes_per_state
+from espalier.engine.acceptance import accept_length
 from espalier.kernels.layers.experts_plan import expected_touched
 from espalier.layout import PLAIN, TreeShape, next_bucket
 from espalier.models.config import ModelConfig
@@ -26,15 +25,12 @@ from espalier.models.layer_loading import layer_specs_of
 
 # Smaller trees that are compared with the configured one.  Of a block draft only their numbers of nodes count.
 SMALLER_TREES = (TreeShape(5, 4, 16), TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2))
-# Accept length by number of nodes, and whose they are.
-ACCEPT_LENGTHS = ((1, 1.0), (2, 1.76), (4, 2.55), (8, 2.85), (16, 3.5), (64, 4.0))
 # Seconds of a layer's launches that are neither reading nor products: those of an 8B's layer, of an H100 (docs/log.md).
 LAYER_SECONDS = 1.2e-5
 # A tree replaces the one of smaller batches if it is predicted to be this much faster.
 WORTH_A_CHANGE = 1.03
 # Committed tokens of a request, whose rows a round reads once.
 CONTEXT = 1024
-ACCEPTED_BY = "an EAGLE-3 head of llama-3.1-8b"
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,9 @@ class PassWeights:
         """The time of a draft pass."""
         return _seconds(self.draft, self.draft * rows, self.draft_layers, chip)
 
-    def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures) -> float:
-        """The time of a round."""
-        cache = (2 * self.kept * CONTEXT + 3 * self.state_bytes) * batch / chip.bandwidth
+    def round_seconds(self, tree: TreeShape, batch: int, chip: ChipFigures, context: float = CONTEXT) -> float:
+        """The time of a round.  context: committed tokens of a request, the mean."""
+        cache = (2 * self.kept * context + 3 * self.state_bytes) * batch / chip.bandwidth
         verify = self.target_seconds(batch * tree.num_draft_tokens, chip) + cache
         if tree == PLAIN:
             return verify
@@ -165,14 +161,8 @@ def _attention_weights(config: ModelConfig, spec: LayerSpec) -> int:
         # Of the inputs, a gate of the outputs' size, and the outputs.
         return config.hidden_size * (spec.keeps.channels + 2 * spec.heads * spec.keeps.v_size)
     latent, hidden, heads = config.latent, config.hidden_size, spec.heads
-    if isinstance(spec.keeps, RecurrentState):
-        # What enters the convolution, the gate of the output, and the output.
-        return hidden * (spec.keeps.channels + 2 * spec.keeps.heads * spec.keeps.v_size)
     if latent is None:
-        # Gemma 4 may have one projection for K and V where it has no window.
-        of_keys = 1 if config.raw.get("attention_k_eq_v") and spec.window is None else 2
-        kv_heads = 0 if spec.shares is not None else of_keys * spec.keeps.kv_heads
-        return hidden * (2 * heads + kv_heads) * spec.keeps.k_size
+        return hidden * (spec.projected_heads + heads) * spec.keeps.k_size
     rank = latent.q_rank or hidden
     queries = (hidden * rank if latent.q_rank else 0) + rank * heads * latent.head_size
     up = heads * latent.kv_rank * (latent.nope_size + latent.v_size)
@@ -186,11 +176,7 @@ def trees_by_cost(
 
     Empty if the configured tree is predicted to be the fastest at every batch.
     """
-    smaller = [tree for tree in SMALLER_TREES if _fits(configured, tree)]
-    if weights.block_rows:
-        sizes = [tree.num_draft_tokens for tree in SMALLER_TREES if tree.num_draft_tokens < configured.num_draft_tokens]
-        smaller = [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
-    trees = [configured, *smaller, PLAIN]
+    trees = [configured, *smaller_trees(configured, weights), PLAIN]
     chosen: dict[int, TreeShape] = {}
     current = configured
     for batch in _buckets(max_batch):
@@ -201,12 +187,12 @@ def trees_by_cost(
     return chosen
 
 
-def accept_length(tree: TreeShape) -> float:
-    """The accept length of a tree: ACCEPT_LENGTHS, interpolated over the logarithm of the number of nodes."""
-    nodes = min(tree.num_draft_tokens, ACCEPT_LENGTHS[-1][0])
-    low, high = next((low, high) for low, high in pairwise(ACCEPT_LENGTHS) if nodes <= high[0])
-    share = math.log2(nodes / low[0]) / math.log2(high[0] / low[0])
-    return min(low[1] + share * (high[1] - low[1]), tree.steps + 1)
+def smaller_trees(configured: TreeShape, weights: PassWeights) -> list[TreeShape]:
+    """The trees that are compared with the configured one, plain decoding aside."""
+    if not weights.block_rows:
+        return [tree for tree in SMALLER_TREES if _fits(configured, tree)]
+    sizes = [tree.num_draft_tokens for tree in SMALLER_TREES if tree.num_draft_tokens < configured.num_draft_tokens]
+    return [replace(configured, num_draft_tokens=nodes) for nodes in sizes]
 
 
 def _fits(configured: TreeShape, tree: TreeShape) -> bool:

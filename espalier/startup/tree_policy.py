@@ -1,7 +1,8 @@
 """Chooses the tree for each batch size: the user's table, a table in a file, or the trees that are predicted.
 
 A table says "from n requests on, use this tree".  `espalier bench choose` measures and writes one.  Without a
-table, the trees are predicted (tree_cost.py) from what the GPU was measured to do at the start (measure_chip.py).
+table, the trees are predicted (tree_cost.py) from what the GPU was measured to do at the start (measure_chip.py), and
+chosen anew while the engine runs (engine/tree_choice.py), among those of tree_sets.py.
 """
 
 import json
@@ -12,9 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from espalier.config import SpeculationConfig
+from espalier.engine.acceptance import ACCEPTED_BY
+from espalier.engine.round_times import CpuCosts
 from espalier.errors import EspalierError, once_each
-from espalier.layout import PLAIN, TREE_FIELDS, TreeShape
-from espalier.startup.tree_cost import ACCEPTED_BY, ChipFigures, PassWeights, trees_by_cost
+from espalier.layout import PLAIN, TREE_FIELDS, RoundCosts, TreeShape
+from espalier.startup.tree_cost import ChipFigures, PassWeights, trees_by_cost
+from espalier.startup.tree_sets import Choices, PredictedCosts, tree_sets
 
 # Rows of a verify pass that trees by default do not exceed.  Staging and logits grow with them: 4096 rows of
 # llama-3.1-8b are 0.54 GB of K and V, and 1.05 GB of logits in bfloat16.
@@ -40,7 +45,7 @@ def choose_trees(
 
     requested: a table, the path of one, or "auto"; machine: None where nothing is predicted, as on a CPU.
     is_named: whether the user set the configured tree; max_batch: the largest batch.
-    Logs one line with the trees and the reason; a warning if "auto" replaces the user's tree at a batch that can occur.
+    Logs one line with the trees and the reason; a warning if "auto" may replace the user's tree.
     Raises EspalierError naming what is wrong with a table.  RoundLayout checks that trees fit the configured one.
     """
     if isinstance(requested, Mapping):
@@ -56,10 +61,28 @@ def choose_trees(
     if requested == "auto":
         chosen, why = _bounded(chosen, configured, max_batch), why
     listed = "; ".join(f"from {least} requests on {shape}" for least, shape in chosen.items())
-    replaces_named = requested == "auto" and is_named and min(chosen, default=max_batch + 1) <= max_batch
+    replaces_named = requested == "auto" and is_named and machine is not None
     level = logging.WARNING if replaces_named else logging.INFO
     log.log(level, "trees by batch: %s%s (%s)", configured, f"; {listed}" if chosen else " at every batch", why)
     return chosen
+
+
+def choose_while_running(
+    speculation: SpeculationConfig, configured: TreeShape, machine: Machine | None, max_batch: int, algorithm: str
+) -> tuple[RoundCosts | None, Choices]:
+    """For ResolvedConfig.round_costs and RoundLayout.choices: None and nothing where trees are not chosen anew.
+
+    speculation: as the user gave it.  On a CPU, costs are known of n-gram lookup alone, and whoever names a tree gets
+    it in every round.
+    """
+    if speculation.by_batch != "auto" or configured == PLAIN:
+        return None, ()
+    if machine is not None:
+        costs = PredictedCosts(machine.weights, machine.chip)
+        return costs, tree_sets(configured, costs, max_batch, MAX_VERIFY_ROWS)
+    if algorithm == "ngram" and speculation == SpeculationConfig():
+        return CpuCosts(), ((1, (configured, PLAIN)),)
+    return None, ()
 
 
 def _predicted(configured: TreeShape, machine: Machine, max_batch: int) -> tuple[Trees, str]:
@@ -67,8 +90,8 @@ def _predicted(configured: TreeShape, machine: Machine, max_batch: int) -> tuple
     chip, routing = machine.chip, "for uniform routing " if machine.weights.expert else ""
     why = (
         f"predicted {routing}from {chip.bandwidth / 1e12:.1f} TB/s and {chip.peak / 1e12:.0f} TFLOP/s, as measured on "
-        f"{chip.gpu}, and from the accept lengths of {ACCEPTED_BY}; `espalier bench choose` measures; "
-        "by_batch={} keeps the tree"
+        f"{chip.gpu}, and from the accept lengths of {ACCEPTED_BY}, to begin with; others "
+        "follow while the engine runs; by_batch={} keeps the tree"
     )
     return trees_by_cost(configured, machine.weights, max_batch, chip), why
 

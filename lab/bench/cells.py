@@ -8,24 +8,32 @@ from espalier.engine.prefill_policy import next_pass
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models.draft import DraftSpec
+from espalier.startup.resolve import NUM_DRAFT_TOKENS, STEPS, TOPK
 from lab.bench.flags import CELL_EXAMPLES
 
-FORM = re.compile(r"(\d+)x(\d+):(?:(plain)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
+FORM = re.compile(r"(\d+)x(\d+):(?:(plain|auto)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
 PLAIN = (0, 1, 1)
-# Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.
-WARM_UP = 6
+# Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.  Where the engine chooses
+# trees, it has found the best by then.
+WARM_UP, WARM_UP_AUTO = 6, 250
 # Rounds after the timed ones, in which the experts that a pass touches are counted.
 COUNTED = 3
 
 
 @dataclass(frozen=True)
 class Cell:
-    """context: tokens of each prompt; tree: steps, topk and nodes."""
+    """context: tokens of each prompt; tree: steps, topk and nodes; is_auto: whether the engine chooses trees, up to the
+    default one, which `tree` is then."""
 
     batch: int
     context: int
     tree: tuple[int, int, int]
     page_size: int
+    is_auto: bool = False
+
+    @property
+    def warm_up(self) -> int:
+        return WARM_UP_AUTO if self.is_auto else WARM_UP
 
     @property
     def drafts(self) -> bool:
@@ -38,7 +46,7 @@ class Cell:
     @property
     def tree_name(self) -> str:
         """The tree and the page size."""
-        tree = ",".join(map(str, self.tree)) if self.drafts else "plain"
+        tree = "auto" if self.is_auto else ",".join(map(str, self.tree)) if self.drafts else "plain"
         return f"{tree}@{self.page_size}"
 
     def own_layout(self, chunk_size: int, rounds: int, draft: DraftSpec) -> RoundLayout:
@@ -52,7 +60,7 @@ class Cell:
         """The most tokens of a request: decoded while later prompts enter, in the warm-up, in timed rounds and in
         counted ones."""
         entering = passes(layout, [self.context] * self.batch)
-        return (entering + WARM_UP + rounds + COUNTED + 4) * layout.extend_width + 2
+        return (entering + self.warm_up + rounds + COUNTED + 4) * layout.extend_width + 2
 
 
 def passes(layout: RoundLayout, prompts: Sequence[int]) -> int:
@@ -76,12 +84,13 @@ def parse_cells(texts: Sequence[str], page_sizes: Sequence[int]) -> tuple[Cell, 
         match = FORM.fullmatch(text)
         if match is None:
             raise EspalierError(f"--cells {text!r} is not a cell; write {CELL_EXAMPLES}")
-        batch, context, plain, *tree, pages = match.groups()
-        sizes = PLAIN if plain else (int(tree[0]), int(tree[1]), int(tree[2]))
-        if not plain and not sizes[0]:
+        batch, context, word, *tree, pages = match.groups()
+        named = (STEPS, TOPK, NUM_DRAFT_TOKENS) if word == "auto" else PLAIN
+        sizes = named if word else (int(tree[0]), int(tree[1]), int(tree[2]))
+        if not word and not sizes[0]:
             raise EspalierError(f"--cells {text!r} has no steps; plain decoding is written {batch}x{context}:plain")
         for page_size in map(int, pages.split(",")) if pages else page_sizes:
-            cell = Cell(int(batch), int(context), sizes, page_size)
+            cell = Cell(int(batch), int(context), sizes, page_size, word == "auto")
             _check(cell, text)
             cells[cell] = None
     return tuple(cells)

@@ -57,7 +57,8 @@ class UserSizes:
     def config(self, cell: Cell) -> ResolvedConfig:
         steps, topk, nodes = cell.tree
         # by_batch is empty: the cell's tree runs at every batch.
-        tree = SpeculationConfig(steps=steps, topk=topk, num_draft_tokens=nodes, by_batch={}) if cell.drafts else None
+        fixed = SpeculationConfig(steps=steps, topk=topk, num_draft_tokens=nodes, by_batch={}) if cell.drafts else None
+        tree = SpeculationConfig() if cell.is_auto else fixed
         settings = {**self.settings, "page_size": cell.page_size, "speculation": tree}
         return shape_config(self.recipe, settings, self.device)
 

@@ -34,8 +34,8 @@ from espalier.terminal.machine import require_gpu
 from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.synthetic_models import SyntheticModels, recipe_of
-from lab.shape_flags import refuse_shape_flags, seed_of, shape_settings
-from lab.synthetic.checkpoint import Recipe
+from lab.shape_flags import refuse_shape_flags, shape_settings
+from lab.synthetic.checkpoint import Recipe, total_bytes
 
 # Fields of EngineConfig that --shape decides, or that only a model from files has.
 DECIDED = ("model", "draft", "device", "dtype", "model_overrides")
@@ -109,7 +109,7 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
     if drafter_without_files(algorithm):
         spec = DraftSpec(algorithm)
     facts = Facts(
-        free_bytes=free_memory(device),
+        free_bytes=free_memory(device) - unmade_bytes(recipe, dtype_on(device), config.tensor_parallel),
         weights=WeightCount(),  # the models are on the device already, or small compared with its free memory
         stored_dtype=dtype,
         max_position=shape.target.max_position,
@@ -121,11 +121,20 @@ def shape_config(recipe: Recipe, settings: Mapping[str, Any], device: torch.devi
         num_layers=shape.target.num_layers,
         chip=measure_chip(device) if device.type == "cuda" else None,
         threads=thread_facts(),
+        model_impl=recipe.model_impl,
         pass_weights=pass_weights(
             shape.target, None if drafter_without_files(algorithm) else recipe.draft_config
         ).of_rank(shards.count),
     )
     return resolve(config, shape.name, None, spec, device, facts)
+
+
+def unmade_bytes(recipe: Recipe, dtype: torch.dtype, ranks: int) -> int:
+    """Bytes of the models that are not on the device yet: those that each of several ranks will make."""
+    if ranks == 1:
+        return 0
+    target, draft = recipe.tensors(dtype, "meta")
+    return total_bytes(target) // ranks + total_bytes(draft)
 
 
 def _llm(engine: Engine, config: ResolvedConfig) -> LLM:
@@ -157,13 +166,13 @@ def engines_with(args: Namespace, settings: Mapping[str, Any], ways: Iterable[Wa
         return OfModel(settings)
     refuse_decided(settings)
     device = require_gpu(f"{args.command} --shape")
-    recipe = recipe_of(**shape_settings(args, seed_of(settings)))
+    recipe = recipe_of(**shape_settings(args, settings))
     return OfShape(recipe, settings, device, ways)
 
 
 def shape_of(args: Namespace) -> ModelShape:
     """The sizes of the --shape that the flags describe."""
-    return recipe_sizes(recipe_of(**shape_settings(args, 0)))
+    return recipe_sizes(recipe_of(**shape_settings(args, {})))
 
 
 def refuse_decided(settings: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from espalier.engine.engine import Engine
 from espalier.engine.lead import LeadExecutor
 from espalier.kernels.ops.experts import route
 from espalier.models.layers.experts import MixtureMLP, RoutedRows
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class CountingExperts:
@@ -23,7 +24,7 @@ class CountingExperts:
     def __init__(self, mlp: MixtureMLP, counts: list[tuple[int, Tensor]]) -> None:
         self.mlp, self.counts, self.read = mlp, counts, mlp.read
 
-    def __call__(self, rows: RoutedRows, live: Tensor | None = None) -> Tensor:
+    def __call__(self, rows: RoutedRows, live: Tensor | None = None) -> Tensor | Unsummed:
         mlp, x = self.mlp, rows.x
         ids, _ = route(rows.logits, mlp.bias, mlp.routing)
         if live is not None:

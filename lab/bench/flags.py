@@ -12,7 +12,7 @@ from espalier.terminal.flags import add_engine_flags, add_json_flag, whole_numbe
 from lab.shape_flags import SHAPE_NAMES, add_shape_flags
 
 ACCEPT_LENGTH = "accept length of the draft of --shape with tree 5,8,64 (4)"
-CELL_EXAMPLES = "1x1024:5,8,64, 8x1024:plain or 1x8192:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
+CELL_EXAMPLES = "1x1024:5,8,64, 8x1024:plain, 8x1024:auto or 1x8192:5,8,64@1,64 (BATCHxCONTEXT:STEPS,TOPK,NODES@PAGES)"
 
 
 def engines(parser: ArgumentParser) -> None:
@@ -119,6 +119,7 @@ def kernels(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--in-order", action="store_true", help="use consecutive pages, as a pool that was never full gives them"
     )
+    parser.add_argument("--only", nargs="+", choices=("attention", "experts", "states"), help="parts to time (all)")
     add_json_flag(parser)
 
 
@@ -143,6 +144,14 @@ def linears(parser: ArgumentParser) -> None:
         help=f"formats of their weights: dense, {', '.join(SHAPE_WEIGHTS)} (dense,fp8,fp8-block,int4,nvfp4,mxfp4)",
     )
     parser.add_argument("--rows", default="1,4,16,64", metavar="N,N", help="rows of the inputs (1,4,16,64)")
+    add_json_flag(parser)
+
+
+def ranks(parser: ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks, each on a GPU of its own (2)")
+    parser.add_argument("--rows", default="1,16,64,512,2048", metavar="N,N", help="rows of a sum (1,16,64,512,2048)")
+    parser.add_argument("--hidden", type=int, default=4096, metavar="N", help="columns of a sum (4096)")
+    parser.add_argument("--vocab", type=int, default=128256, metavar="N", help="logits of a row (128256)")
     add_json_flag(parser)
 
 

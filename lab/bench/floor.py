@@ -27,7 +27,7 @@ from espalier.terminal.machine import require_gpu
 from lab.bench.ceilings import Ceilings, measured_ceilings
 from lab.bench.checks import positive_numbers
 from lab.bench.experts import ExpertWeights
-from lab.bench.passes import attended, attention_flops
+from lab.bench.passes import attention_flops, rows_read
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,14 @@ def round_attention(
         passes += [(shape.draft_sizes, shape.block.rows, of_draft)] if steps else []
     elif drafts:
         passes += [(shape.draft_sizes, each.queries, of_draft) for each in draft_passes(shape.modules, steps, topk)]
-    reads = [(model, queries, size, batch * attended(model, context)) for model, queries, size in passes]
-    num_bytes = sum(size * model.kept_values * rows for model, _, size, rows in reads)
-    return Cost(num_bytes, sum(queries * attention_flops(model) * rows for model, queries, _, rows in reads))
+    num_bytes = flops = 0.0
+    for model, queries, size in passes:
+        for spec in model.specs:
+            rows = batch * rows_read(spec, context)
+            # A layer that reads the rows of an earlier one reads them again.
+            num_bytes += size * spec.keeps.values_per_token * rows
+            flops += queries * attention_flops(spec) * rows
+    return Cost(num_bytes, flops)
 
 
 class Floors:

@@ -12,7 +12,7 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.request import Request
-from lab.bench.cells import COUNTED, WARM_UP, Cell
+from lab.bench.cells import COUNTED, Cell
 from lab.bench.checks import require_pages
 from lab.bench.experts_touched import experts_touched
 from lab.bench.instrument import record_launches
@@ -72,7 +72,7 @@ def full_rounds(engine: Engine, models: SyntheticModels, cell: Cell, num_rounds:
     empty_prefix_cache(engine)
     prompts = models.prompts([cell.context] * cell.batch)
     requests = enter(engine, prompts, max_tokens)
-    for _ in range(WARM_UP):
+    for _ in range(cell.warm_up):
         engine.step()
     before = [request.num_tokens for request in requests]
     launches.reset()

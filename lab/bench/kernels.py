@@ -1,5 +1,5 @@
-"""`python -m lab kernels`: attention over committed rows, K and V heads or latent rows, and the product with experts,
-on a GPU, compared with its memory bandwidth.
+"""`python -m lab kernels`: attention over committed rows, K and V heads or latent rows, the product with experts, and
+layers that keep a state, on a GPU, compared with its memory bandwidth.
 
 A cell of attention runs as a model's layers do: one plan, then layer after layer, each with its own pages, so that no
 layer finds its rows in the L2 cache.  Replays of a CUDA graph are timed by events on the device.
@@ -30,9 +30,10 @@ from espalier.layout import MAX_PAGE_SIZE, RoundLayout
 from espalier.terminal.console import QUIET, print_header, print_table, progress, require_writable, stdout, write_json
 from espalier.terminal.flags import written
 from espalier.terminal.machine import require_gpu
-from lab.bench.cases import Case, about, table, timed
+from lab.bench.cases import Case, Timed, about, table, timed
 from lab.bench.ceilings import measured_ceilings
 from lab.bench.experts import expert_case
+from lab.bench.states import STATE_HEADS, state_cases
 
 SPEC = LayerSpec(32, KVHeads(kv_heads=8, k_size=128, v_size=128))
 # The attention of DeepSeek-V2-Lite and of DeepSeek-V3.
@@ -42,7 +43,7 @@ DTYPE = torch.bfloat16
 STEPS = 5
 TOPK = 8
 
-
+PARTS = ("attention", "experts", "states")
 HEADS = ("what", "requests x queries x committed", "heads", "page size")
 EXPERT_HEADS = ("experts, a row's", "hidden x inner", "rows")
 
@@ -109,22 +110,24 @@ def run(args: Namespace) -> int:
     print_header()
     stopwatch = Stopwatch()
     ceilings = measured_ceilings(stopwatch, device)
-    attention, experts = [], []
-    with progress("measuring", 2 * len(SHAPES) * len(args.page_size) + len(EXPERTS) * len(EXPERT_ROWS)) as advance:
-        for one in timed(attention_cases(args.page_size, device, args.in_order), stopwatch, ceilings.bandwidth):
-            attention.append(one)
-            advance()
-        for one in timed(expert_cases(device), stopwatch, ceilings.bandwidth):
-            experts.append(one)
+    sources: dict[str, tuple[Sequence[str], Iterator[Case]]] = {
+        "attention": (HEADS, attention_cases(args.page_size, device, args.in_order)),
+        "experts": (EXPERT_HEADS, expert_cases(device)),
+        "states": (STATE_HEADS, state_cases(device)),
+    }
+    names = [name for name in PARTS if name in (args.only or PARTS)]
+    measured: dict[str, list[Timed]] = {}
+    with progress("measuring", len(names)) as advance:
+        for name in names:
+            measured[name] = list(timed(sources[name][1], stopwatch, ceilings.bandwidth))
             advance()
     order = "in order" if args.in_order else "in no order"
-    cells = {"cells": [one.as_dict(HEADS) for one in attention]}
-    cells["experts"] = [one.as_dict(EXPERT_HEADS) for one in experts]
+    cells = {name: [one.as_dict(sources[name][0]) for one in rows] for name, rows in measured.items()}
     write_json(args.json, {"ceilings": asdict(ceilings), "in_order": args.in_order, **cells})
     stdout().print(Text(f"bfloat16, pages {order}; {about(ceilings)}", QUIET))
-    print_table(table(HEADS, attention))
-    stdout().print()
-    print_table(table(EXPERT_HEADS, experts))
+    for name, rows in measured.items():
+        print_table(table(sources[name][0], rows))
+        stdout().print()
     return 0
 
 

@@ -1,9 +1,11 @@
 """What the laboratory counts of a model's passes besides their weights: prefill, and the rows that attention reads."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from espalier.bench.linears import ModelShape, Run
+from espalier.cache.layer_spec import LayerSpec
 
 # The ends of the names of a layer's products up to attention.
 UP_TO_ATTENTION = ("fc", "project", "context", "qkv", "q and kv", "q up", "k up")
@@ -21,9 +23,7 @@ def prefill_pass(shape: ModelShape, rows: int, requests: int, drafts: bool = Tru
     if drafts and shape.mtp is not None:
         # MTP modules read the target's output at every row.
         return (*whole, *extend)
-    experts = shape.experts
-    rest = replace(shape, layers=shape.layers - 1, experts=experts and replace(experts, layers=experts.layers - 1))
-    last = replace(shape, layers=1, experts=experts and replace(experts, layers=1))
+    rest, last = shape.part(0, shape.layers - 1), shape.part(shape.layers - 1)
     of_last = _read_at(requests, last.target_pass(rows)[:-1])
     return (*rest.target_pass(rows)[:-1], *of_last, whole[-1], *extend)
 
@@ -33,18 +33,21 @@ def _read_at(rows: int, layer: Sequence[Run]) -> tuple[Run, ...]:
     return tuple(run if run.name.endswith(UP_TO_ATTENTION) else replace(run, rows=rows) for run in layer)
 
 
-def attended(shape: ModelShape, context: float) -> float:
-    """The rows that a query reads, summed over the layers."""
-    return sum(min(window, context) for window in shape.windows) + (shape.layers - len(shape.windows)) * context
+def rows_read(spec: LayerSpec, context: float) -> float:
+    """The rows of a prefix that a query of a layer reads."""
+    return context if spec.window is None else min(spec.window, context)
 
 
-def attention_flops(shape: ModelShape) -> int:
+def attention_flops(spec: LayerSpec) -> int:
     """FLOPs of one pair of query and row, in one layer."""
-    latent = shape.latent
-    return 2 * shape.heads * (2 * shape.head_size if latent is None else latent.row_size + latent.kv_rank)
+    keeps = spec.rows
+    return 2 * spec.heads * (keeps.k_size + keeps.v_size)
 
 
 def prompt_attention_flops(shape: ModelShape, length: int) -> int:
     """FLOPs of the attention of all layers over a prompt: each token reads itself and those before it."""
-    windows = [*shape.windows, *[length] * (shape.layers - len(shape.windows))]
-    return attention_flops(shape) * sum(min(at + 1, window) for window in windows for at in range(length))
+    return sum(count * flops_of_prompt(spec, length) for spec, count in Counter(shape.specs).items())
+
+
+def flops_of_prompt(spec: LayerSpec, length: int) -> int:
+    return attention_flops(spec) * sum(min(at + 1, spec.window or length) for at in range(length))

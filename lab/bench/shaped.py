@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from rich.text import Text
 
+from espalier.cache.layer_spec import RecurrentState
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
+from espalier.models.layer_loading import layer_specs_of
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
 from espalier.terminal.flags import flag_of, given_flags
 from espalier.terminal.machine import require_gpu
@@ -30,13 +32,13 @@ from lab.bench.plot import Bars, plot
 from lab.bench.ranked_models import synthetic_models
 from lab.bench.recipe_sizes import recipe_sizes
 from lab.bench.synthetic_models import SyntheticModels, recipe_of
-from lab.shape_flags import seed_of, shape_settings
+from lab.shape_flags import shape_settings
 from lab.synthetic.checkpoint import Recipe
 
 ROUNDS = 40
 # Settings that an engine as large as its cell leaves open.
 OWN_SIZE_SETTINGS = ("attention", "overlap", "chunk_size", "kv_dtype", "draft_kv_dtype")
-OWN_SIZE_FLAGS = (*OWN_SIZE_SETTINGS, "page_size", "seed")
+OWN_SIZE_FLAGS = (*OWN_SIZE_SETTINGS, "page_size", "seed", "model_impl")
 DEFAULT_CELLS = ["1x1024:5,8,64"]
 
 
@@ -87,13 +89,15 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     if rounds < 2:
         raise EspalierError(f"--rounds={rounds} is not supported; use 2 or more")
     cells = with_plain(parse_cells(args.cells or DEFAULT_CELLS, page_sizes))
-    recipe = recipe_of(**shape_settings(args, seed_of(settings)))
+    recipe = recipe_of(**shape_settings(args, settings))
     sizes = _sizes(args, settings, recipe, device)
     rows = max(sizes.layout(cell, rounds).position_rows for cell in cells)
     models = synthetic_models(recipe, settings, dtype_on(device), device, rows)
     stdout().print(Text(models.title, QUIET))
     floors = None
-    if device.type == "cuda":
+    # No floor counts the products of layers that keep a state.
+    keeps_states = any(isinstance(spec.keeps, RecurrentState) for spec in layer_specs_of(recipe.shape.target))
+    if device.type == "cuda" and not keeps_states:
         value_bytes = kv_value_bytes(settings.get("kv_dtype", "auto"), settings.get("draft_kv_dtype", "auto"))
         floors = Floors(recipe_sizes(recipe), value_bytes=value_bytes)
     about = {"settings": {**settings, "rounds": rounds, "own_size": args.own_size}}
@@ -111,6 +115,8 @@ def _refuse_flags(args: Namespace) -> None:
             raise EspalierError(f"{flag_of(name)} is not for --own-size, where the cell decides; leave one out")
     if args.all_buckets and not args.own_size:
         raise EspalierError("--all-buckets is for --own-size: other engines capture every bucket; leave it out")
+    if args.own_size and any(":auto" in text for text in args.cells or ()):
+        raise EspalierError("--cells with auto are not for --own-size, whose engines have one tree; leave one out")
 
 
 def _sizes(args: Namespace, settings: dict[str, Any], recipe: Recipe, device: torch.device) -> EngineSizes:
@@ -176,7 +182,7 @@ def measure(
             failure = error
         for cell, rounds, engine, seconds in ran:
             of_cell = None
-            if floors is not None and ceilings is not None and failure is None:
+            if floors is not None and ceilings is not None and failure is None and not cell.is_auto:
                 # Now that the engine has closed.  Before it runs, nobody knows how many experts its passes touch; while
                 # it runs, it has all memory, and the products need some.
                 touched = rounds.experts_touched
@@ -211,6 +217,12 @@ def plain_beside(all_measured: Sequence[Measured], one: Measured) -> Measured | 
     return min(same, key=lambda each: each.cell.page_size != one.cell.page_size, default=None)
 
 
+def best_beside(all_measured: Sequence[Measured], one: Measured) -> float:
+    """Tokens a second of the fastest cell of the same batch and context."""
+    same = one.cell.batch, one.cell.context
+    return max(each.rounds.tokens_per_second for each in all_measured if (each.cell.batch, each.cell.context) == same)
+
+
 def _bars(figure: dict[str, Any]) -> Bars:
     floor, rounds = figure["floor"], figure["rounds"]
     rates = rounds["tokens_per_second"], figure["plain_tokens_per_second"]
@@ -228,7 +240,7 @@ def engines_of(measured: Sequence[Measured]) -> list[EngineFigures]:
 
 HEADS = (
     "cell", "max batch", "round ms", "GPU ms", "idle", "host ms", "floor ms", "of floor", "bytes ms",
-    "accept", "tokens/s", "over plain", "chain's", "experts", "took s",
+    "accept", "tokens/s", "over plain", "of best", "chain's", "experts", "took s",
 )  # fmt: skip
 ENGINE_HEADS = (
     "engine", "max batch", "max context", "start s", "graphs MiB", "kernels", "staging MiB", "pages GiB"
@@ -236,7 +248,8 @@ ENGINE_HEADS = (
 
 
 def table(measured: Sequence[Measured]) -> list[list[str]]:
-    """One row a cell.  experts: touched in a layer by the target's pass."""
+    """One row a cell.  of best: of the fastest cell of the same batch and context; experts: touched in a layer by the
+    target's pass."""
     rows = [list(HEADS)]
     for each, figures in zip(measured, as_dicts(measured), strict=True):
         timed, floor = each.rounds, each.floor
@@ -254,6 +267,7 @@ def table(measured: Sequence[Measured]) -> list[list[str]]:
                 f"{timed.accept_length:.2f}",
                 f"{timed.tokens_per_second:.0f}",
                 _or_nothing(figures["tree_over_plain"], "{:.2f}"),
+                f"{timed.tokens_per_second / best_beside(measured, each):.3f}",
                 f"{timed.follows}/{each.cell.batch}",
                 _or_nothing(timed.experts_touched, "{:.1f}"),
                 f"{each.seconds:.1f}",

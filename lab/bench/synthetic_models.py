@@ -20,7 +20,7 @@ from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.drafts import MAX_STEPS
-from espalier.layout import LaunchForm, RoundLayout
+from espalier.layout import RoundLayout
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import MAX_MODULES
 from espalier.startup.build import Loaded, assemble, config_of_layout
@@ -71,7 +71,7 @@ def recipe_of(shape: str, seed: int, accept_length: float | None = None, **field
 
 
 def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
-    """The recipe of a named shape with these fields of Recipe; None: the field's default.
+    """The recipe of a named shape with these fields of Recipe; None: the field's default.  layers: as of Shape.cut.
 
     Raises EspalierError for an unknown shape, for fields that do not fit together, and for weights that the shape is
     not stored in.
@@ -90,7 +90,9 @@ def recipe_with(shape: str, seed: int, **fields: Any) -> Recipe:
         raise EspalierError(
             f"--block-fade={block_fade} is not supported; use above 0 to 1, with --block-size, or leave it out"
         )
-    found = find_shape(shape)
+    found, layers = find_shape(shape), given.pop("layers", None)
+    if layers is not None:
+        found = found.cut(layers)
     if "weights" in given:
         require_stored(found.target, given["weights"])
     return Recipe(found, seed, **given)
@@ -125,7 +127,8 @@ class SyntheticModels:
         kind = "" if self.recipe.weights == DENSE else f"{self.recipe.weights} "
         size = f"{self.weights_bytes / 1e9:.1f} GB of {kind}weights made in {self.seconds:.1f} s"
         routing = f"; routing correlation {self.recipe.routing_correlation}" if self.recipe.shape.target.experts else ""
-        return f"{self.recipe.shape.name}, {size}; {self.recipe.draft_name} of skill {self.recipe.skill}{routing}"
+        runs = " by transformers" if self.recipe.model_impl == "transformers" else ""
+        return f"{self.recipe.shape.name}{runs}, {size}; {self.recipe.draft_name} of skill {self.recipe.skill}{routing}"
 
     @property
     def weights_bytes(self) -> int:
@@ -207,7 +210,7 @@ def _start(engine: Engine, seconds: float) -> Start:
     staging = _bytes(runner.cache.staging.stacks)
     if not (isinstance(executor, CudaExecutor) and executor.graphs):
         return Start(seconds, pages, staging, None, None)
-    largest = executor.graphs[LaunchForm(executor.captured_buckets[-1])].graph
+    largest = executor.graphs[executor.runner.layout.round_forms(executor.captured_buckets[-1:])[0]].graph
     pool = tuple(largest.pool())
     segments = torch.cuda.memory_snapshot()
     held = sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) == pool)

@@ -6,7 +6,7 @@ from lab.faults.base import Fault
 
 
 def _own_product(right):
-    return lambda weight, own, bias: own if bias is None else own + bias
+    return lambda shards, own: own
 
 
 def _other_prompts(right):
@@ -53,7 +53,7 @@ FAULTS_OF_RANKS = {
         Fault(
             "product-not-summed",
             "each rank goes on with its own part of a product that the ranks should sum",
-            "espalier.models.weight_formats.sharded:SummedWeight.joined",
+            "espalier.shards.base:Shards.all_reduce",
             _own_product,
         ),
         Fault(

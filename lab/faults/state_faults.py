@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from espalier.cache.states import ZERO_ROW, tail_after
+from espalier.cache.states import ZERO_ROW
+from espalier.kernels.ops.recurrence import tail_after
 from lab.faults.base import Fault
 
 
@@ -33,7 +34,8 @@ def _tail_kept(right):
         right(table, access, source)
         whole = torch.full_like(access.length, source.shape[1])
         for layer, states in table.states.items():
-            table.store(access, states.tail, tail_after(tails[layer], states.inputs[source], whole))
+            path = access.path(source, source.shape[1], table.spare)
+            path.store(states.tail, tail_after(tails[layer], states.inputs[source], whole))
 
     return commit
 

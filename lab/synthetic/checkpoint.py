@@ -20,6 +20,8 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.models import CausalLM, DraftModel
 from espalier.models.draft import DraftConfig
+from espalier.models.from_transformers.config import read_by_transformers
+from espalier.models.from_transformers.load import made_by_transformers
 from espalier.models.loading import make_target
 from espalier.models.weight_files import INDEX, write_weights
 from espalier.models.weight_formats import all_dense
@@ -54,6 +56,7 @@ class Recipe:
     block_fade: its skill at each depth, divided by that at the depth before; at depth 1 it is `skill`.
     weights, draft_weights: how target and draft store their matrices: "dense", or a name of
     espalier/models/quantisers.py:QUANTISERS.  `skill` is that of a dense draft; a quantised one is about as good.
+    model_impl: what runs the target, as of EngineConfig.
     """
 
     shape: Shape
@@ -68,6 +71,11 @@ class Recipe:
     block_fade: float = 1.0
     weights: str = DENSE
     draft_weights: str = DENSE
+    model_impl: str = "native"
+
+    def __post_init__(self) -> None:
+        if self.model_impl == "transformers" and self.weights != DENSE:
+            raise EspalierError("--model-impl transformers has no quantised weights; leave --weights out")
 
     @property
     def draft_json(self) -> dict[str, Any]:
@@ -223,6 +231,12 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
+def _by_transformers(recipe: Recipe, tensors: Tensors, capture: tuple[int, ...]) -> CausalLM:
+    config = read_by_transformers(recipe.shape.config_json, Path("synthetic checkpoint"))
+    state = {name: tensors.tensor(name) for name in tensors.shapes}
+    return made_by_transformers(config, tensors.dtype, tensors.device, capture, state)
+
+
 class SyntheticWeights(Weights):
     """The weights of a checkpoint that is not on disk: each tensor is made when it is read."""
 
@@ -253,7 +267,11 @@ def build(
     """
     tensors, draft_tensors = recipe.tensors(dtype, device)
     draft_config = recipe.draft_config
-    target = make_target(SyntheticWeights(tensors, shards), tensors.config, draft_config.spec.capture, position_rows)
+    capture, target = draft_config.spec.capture, None
+    if recipe.model_impl == "transformers":
+        target = _by_transformers(recipe, tensors, capture)
+    else:
+        target = make_target(SyntheticWeights(tensors, shards), tensors.config, capture, position_rows)
     own = draft_shards(draft_config.spec.algorithm, shards)
     draft = recipe.draft_format.make(SyntheticWeights(draft_tensors, own), draft_config, target, position_rows)
     if tensors.device.type == "cuda":

@@ -1,20 +1,28 @@
 """The names and shapes of a layer's tensors in a checkpoint, as the publisher of its family stores them."""
 
 from espalier.models.config import Experts, ModelConfig
+from espalier.models.families.nemotron_h import FAMILY as NEMOTRON_H
+from espalier.models.families.qwen3_next import LINEAR
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_loading import layer_specs_of
+from lab.synthetic.state_tensors import delta_net, gated_attention, joined_experts, nemotron
 
+NEMOTRON = NEMOTRON_H.architecture
 Shapes = dict[str, tuple[int, ...]]
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Shapes by name, without the prefix of the layer."""
     experts, hidden = config.experts, config.hidden_size
+    if config.architecture == NEMOTRON:
+        return nemotron(config, layer)
+    if LINEAR in (config.raw.get("layer_types") or ()):
+        return _hybrid(config, layer)
     if config.layer_specs is not None:
         return _gemma4(config, layer)
     attention = _heads(config) if config.latent is None else _latent(config, config.latent)
     if experts is None or layer not in experts.layers:
-        mlp = _gated("mlp.", config.intermediate_size, hidden)
+        mlp = _joined(_gated("mlp.", config.intermediate_size, hidden), "mlp.", config.names.mlp.gate_up)
     elif experts.stored == "stacked":
         mlp = _stacked_experts(experts, hidden)
     else:
@@ -22,10 +30,22 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
     return {**attention, **mlp, "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
 
 
+def embedding_name(config: ModelConfig) -> str:
+    return f"model.embed{'dings' if config.architecture == NEMOTRON else '_tokens'}.weight"
+
+
+def _hybrid(config: ModelConfig, layer: int) -> Shapes:
+    """Of Qwen3.5 and later."""
+    hidden, has_experts = config.hidden_size, config.experts is not None and layer in config.experts.layers
+    mixer = delta_net(config, layer) or gated_attention(config)
+    mlp = joined_experts(config) if has_experts else _gated("mlp.", config.intermediate_size, hidden)
+    return {**mixer, **mlp, "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+
+
 def _gemma4(c: ModelConfig, layer: int) -> Shapes:
     """Of the sizes without inputs of layers and shared rows."""
     spec, hidden = layer_specs_of(c)[layer], c.hidden_size
-    size, names = spec.keeps.k_size, "qk" if spec.window is None and c.raw["attention_k_eq_v"] else "qkv"
+    size, names = spec.keeps.k_size, "qk" if spec.v_is_k else "qkv"
     rows = {"q": c.heads * size, "k": spec.keeps.kv_heads * size, "v": spec.keeps.kv_heads * size}
     norms = {"input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"}
     shapes: Shapes = {f"self_attn.{name}_proj.weight": (rows[name], hidden) for name in names}
@@ -48,7 +68,8 @@ def _gemma4(c: ModelConfig, layer: int) -> Shapes:
 def _heads(c: ModelConfig) -> Shapes:
     queries, channels, hidden = c.heads * c.head_size, c.kv_heads * c.head_size, c.hidden_size
     rows = {"q": queries, "k": channels, "v": channels}
-    shapes: Shapes = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
+    apart: Shapes = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
+    shapes = _joined(apart, "self_attn.", c.names.qkv)
     shapes["self_attn.o_proj.weight"] = (hidden, queries)
     if c.attention_bias:
         shapes |= {f"self_attn.{name}_proj.bias": (count,) for name, count in rows.items()}
@@ -86,6 +107,16 @@ def _gated(prefix: str, inner: int, hidden: int) -> Shapes:
         f"{prefix}up_proj.weight": (inner, hidden),
         f"{prefix}down_proj.weight": (hidden, inner),
     }
+
+
+def _joined(shapes: Shapes, prefix: str, names: tuple[str, ...]) -> Shapes:
+    """The first matrices as one, if `names`, of what a layer multiplies first, is one name."""
+    if len(names) > 1:
+        return shapes
+    parts = {"qkv_proj": 3, "gate_up_proj": 2}[names[0]]
+    sizes = list(shapes.items())
+    rows = sum(size[0] for _, size in sizes[:parts])
+    return {f"{prefix}{names[0]}.weight": (rows, sizes[0][1][1]), **dict(sizes[parts:])}
 
 
 def _experts(experts: Experts, hidden: int) -> Shapes:

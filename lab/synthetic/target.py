@@ -27,9 +27,10 @@ from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig
 from espalier.models.layer_loading import layer_specs_of
 from lab.synthetic.chain import NUM_NUDGES, NUM_SUCCESSORS, PROBABILITIES, Chain
-from lab.synthetic.layer_tensors import layer_shapes
+from lab.synthetic.layer_tensors import embedding_name, layer_shapes
 from lab.synthetic.rope import LagCode, lag_code
 from lab.synthetic.routing import TOPIC_SIZE, router_weight, topic_directions
+from lab.synthetic.state_tensors import CONSTANTS, PLAIN_NORMS
 
 # Logit of the most likely successor.  Tokens that do not follow have logits of mean 0 and a standard deviation of about
 # PEAK * sqrt(n / hidden), where n is the number of a token's predecessors.
@@ -162,25 +163,30 @@ class TargetTensors:
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         c = self.config
-        found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (c.vocab_size, c.hidden_size)}
+        found: dict[str, tuple[int, ...]] = {embedding_name(c): (c.vocab_size, c.hidden_size)}
         for i in range(c.num_layers):
             found |= {f"model.layers.{i}.{name}": size for name, size in layer_shapes(c, i).items()}
-        return {**found, "model.norm.weight": (c.hidden_size,), "lm_head.weight": (c.vocab_size, c.hidden_size)}
+        return {**found, f"{c.final_norm}.weight": (c.hidden_size,), "lm_head.weight": (c.vocab_size, c.hidden_size)}
 
     def tensor(self, name: str) -> Tensor:
         """Make a tensor.  The embedding is kept, because the lm_head and the draft are made from it."""
         part = name.removesuffix(".weight").rpartition(".")[2]
-        if name == "model.embed_tokens.weight":
+        if name == embedding_name(self.config):
             return self.embedding if self.config.embedding_scale == 1 else self.embedding / self.config.embedding_scale
         if name == "lm_head.weight":
             return self._head()
         size = self.shapes[name]
+        if part in CONSTANTS:
+            return torch.full(size, CONSTANTS[part], device=self.device)
+        if part == "conv1d" and len(size) == 3:
+            return self.draw.normal(name, size[0], size[2], size[2] ** -0.5, self.dtype)[:, None]
         if part == "e_score_correction_bias":
             return torch.zeros(size, device=self.device)
         if part.endswith("bias") or part == "sinks":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         if len(size) == 1:
-            return torch.full(size, self._constant(name, part), dtype=self.dtype, device=self.device)
+            offset = 0.0 if name.endswith(PLAIN_NORMS) else self.config.norm_offset
+            return torch.full(size, self._constant(name, part) - offset, dtype=self.dtype, device=self.device)
         if part in ("gate", "router") or name.endswith("router.proj.weight"):
             return router_weight(self, name, size[0]).to(self.dtype)
         if len(size) == 3:
@@ -215,7 +221,7 @@ class TargetTensors:
         Attention must keep a value that is the same in all rows.
         """
         c = self.config
-        keeps_values = c.latent is None and not c.sinks and c.layer_specs is None
+        keeps_values = c.latent is None and not c.sinks and c.layer_specs is None and len(c.names.qkv) > 1
         return self.chain.fading is not None and not self.copies and keeps_values
 
     @property
@@ -257,7 +263,7 @@ class TargetTensors:
     def _linear(self, name: str, part: str, size: tuple[int, ...]) -> Tensor:
         """A random weight that keeps a standard deviation of 1.  One whose output is added to the residual is scaled
         down, and orthogonal to the planted directions."""
-        if part not in ("o_proj", "down_proj"):
+        if part not in ("o_proj", "out_proj", "down_proj"):
             return self.draw.normal(name, size[0], size[1], size[1] ** -0.5, self.dtype)
         weight = self.draw.normal(name, size[0], size[1], self._step(name, part) * size[1] ** -0.5, torch.float32)
         basis = self.planted.basis
@@ -268,8 +274,10 @@ class TargetTensors:
         experts, num_in, num_out = size
         if self.config.experts is not None and self.config.experts.stored == "joined":
             out = self.draw.normal(name, experts * num_in, num_out, num_out**-0.5, self.dtype).view(size)
+            # A norm behind the block scales it.
+            step = self._step(name, part) if self.config.layer_norms.behind_mlp is None else 1.0
             for matrix in out if part == "down_proj" else ():
-                matrix.copy_(self.planted.clean(matrix.T.float()).T)
+                matrix.copy_(self.planted.clean(matrix.T.float()).T * step)
             return out
         if part != "down_proj":
             return self.draw.normal(name, experts * num_in, num_out, num_in**-0.5, self.dtype).view(size)
@@ -377,6 +385,8 @@ def require_copying(config: ModelConfig, chain: Chain, shape: str) -> None:
         raise EspalierError(f"copy mode is not for latent attention, which {shape} has; use mode chain")
     if config.layer_specs is not None:
         raise EspalierError(f"copy mode needs layers with heads of one size, which {shape} lacks; use mode chain")
+    if len(config.names.qkv) == 1:
+        raise EspalierError(f"copy mode needs q, k and v stored apart, which {shape} lacks; use mode chain")
     if config.heads < 2 * config.kv_heads:
         raise EspalierError(f"copy mode needs two query heads a key-value head, {shape} has fewer")
     for layer, window in enumerate(config.windows):

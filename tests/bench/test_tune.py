@@ -9,6 +9,7 @@ import torch
 from espalier.bench import tune
 from espalier.bench.linears import ModelShape
 from espalier.bench.tune import Measured, Tuner, plans_by_shape
+from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan
@@ -19,9 +20,9 @@ from lab.bench.recipe_sizes import recipe_sizes
 from lab.synthetic.checkpoint import Recipe
 from tests.lab.synthetic.mixtures import mixture
 
-TINY = ModelShape(hidden=64, layers=2, heads=2, kv_heads=1, head_size=32, intermediate=96, vocab=72, draft_vocab=40)
+TINY = ModelShape(64, (LayerSpec(2, KVHeads(1, 32, 32)),) * 2, intermediate=96, vocab=72, draft_vocab=40)
 LATENT = recipe_sizes(Recipe(mixture("v3-dense")))
-WIDE = ModelShape(hidden=256, layers=2, heads=4, kv_heads=4, head_size=64, intermediate=1024, vocab=320, draft_vocab=40)
+WIDE = ModelShape(256, (LayerSpec(4, KVHeads(4, 64, 64)),) * 2, intermediate=1024, vocab=320, draft_vocab=40)
 NAMES = {"fp8": "fp8", "fp8-block": "fp8-128x128", "int4": "int4-1x128", "mxfp4": "mxfp4-1x32"}
 FIRST, SECOND = TritonPlan(64, 64, 1, 4, 2), TritonPlan(64, 128, 1, 4, 2)
 

@@ -40,7 +40,7 @@ class FakeGraph:
     def __init__(self, keep_graph: bool = False) -> None:
         self.capture = Capture()
 
-    def capture_begin(self, pool: Any = None) -> None:
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         type(self).captured += 1
         assert not gc.isenabled(), "a garbage collection would end the capture"
         self.capture.__enter__()
@@ -76,7 +76,7 @@ class FakeEvent:
 
 
 @contextmanager
-def fake_graph(graph: FakeGraph, pool: Any, stream: Any) -> Iterator[None]:
+def fake_graph(graph: FakeGraph, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
     graph.capture_begin(pool)
     yield
     graph.capture_end()

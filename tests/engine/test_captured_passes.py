@@ -67,7 +67,7 @@ def test_a_capture_that_runs_out_of_memory_names_its_graph(captured_before, monk
     monkeypatch.setattr(CudaExecutor, "captured", capturing)
     with pytest.raises(EspalierError) as raised:
         engine_on_fake_cuda(setup, graph_batch=2)
-    batch, width, pieces = forms[-1]
+    batch, width, pieces, _ = forms[-1]
     named = f"a prefill pass of {width * (pieces or batch)} rows" if width else f"a round of batch {batch}"
     assert f"the CUDA graph of {named} does not fit" in str(raised.value)
     assert bool(width) == bool(captured_before), "both kinds of graphs are tried"

@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from espalier.config import EngineConfig, SpeculationConfig
-from espalier.engine.draft_pause import LONGEST, LOOKUP, MOST, ROW, SHORTEST, TRIAL, DraftPause
+from espalier.engine.round_times import CpuCosts
+from espalier.layout import PLAIN
 from espalier.request import SamplingParams
 from espalier.speculate import round as of_round
 from espalier.speculate.round import Proposed, Verified
@@ -80,14 +79,15 @@ def test_a_batch_in_which_nobody_speculates_drafts_nothing(algorithm: str, verif
 @pytest.mark.parametrize("pauses", [False, True])
 def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[Proposed]) -> None:
     setup = replace(SETUP, algorithm="ngram", max_context=128)
-    config = replace(setup.config(), pauses_draft=pauses)
+    config = setup.config(round_costs=CpuCosts() if pauses else None)
+    config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN)),)))
     engine = assemble(Loaded(config, *setup.models(setup.layout.position_rows)))
     r = request(0, prompts(3, (40,))[0], SamplingParams(max_tokens=80, temperature=6.0))
     engine.add(r)
     while engine.has_work:
         engine.step()
     drafting = sum(proposed.runner.layout.steps > 0 for proposed in verified)
-    assert drafting < len(verified) / 2 if pauses else drafting == len(verified)
+    assert drafting < 0.75 * len(verified) if pauses else drafting == len(verified)
     assert r.output == plainly(setup, r).tokens
 
 
@@ -99,34 +99,4 @@ def test_a_tree_that_is_named_does_not_pause(speculation: Any, pauses: bool, tmp
     # A bundled model by another path has no draft.
     shutil.copytree(BUNDLED_FILES / "target", tmp_path / "target")
     config = EngineConfig(model=tmp_path / "target", speculation=speculation, device="cpu")
-    assert resolve_config(config, find(config)).pauses_draft is pauses
-
-
-@given(st.lists(st.tuples(st.integers(1, 15), st.integers(0, 3)), max_size=400), st.integers(1, 8))
-def test_guesses_never_cost_more_than_their_trials(rounds: list[tuple[int, int]], batch: int) -> None:
-    """Of each pause and the trial before it, the loss is one trial's."""
-    pause, lost, trials = DraftPause(), 0.0, 1
-    for guesses, accepted in rounds:
-        if pause.next_drafts():
-            rows, accepted = guesses * batch, min(guesses, accepted) * batch
-            pause.add(batch, rows, accepted)
-            lost += (LOOKUP + ROW * rows) / (1 + ROW * (batch - 1)) - accepted / batch
-            trials += pause.left > 0
-    # Below the limit by one round at most, from as high as the balance can be.
-    assert lost <= trials * (TRIAL + MOST + LOOKUP + 15 * ROW * batch)
-
-
-def test_pauses_grow_while_nothing_is_accepted_and_a_new_request_ends_them() -> None:
-    pause, pauses, drafted = DraftPause(), [], 0
-    for _ in range(2000):
-        if pause.next_drafts():
-            drafted += 1
-            pause.add(1, 15, 0)
-            pauses += [pause.left - 1] if pause.left else []
-    assert pauses[:5] == [SHORTEST, 2 * SHORTEST, 4 * SHORTEST, 8 * SHORTEST, LONGEST] and pauses[-1] == LONGEST
-    assert drafted < 40
-    pause.restart()
-    assert pause.next_drafts()
-    for _ in range(50):
-        assert pause.next_drafts()
-        pause.add(1, 15, 3)
+    assert (resolve_config(config, find(config)).round_costs is not None) is pauses

@@ -143,6 +143,36 @@ def test_a_thread_is_abandoned_for_the_time_that_it_uses_and_not_for_the_time_th
     wait_until(lambda: not threads.num_abandoned)
 
 
+@settings(max_examples=8)
+@given(st.integers(1, 8), st.integers(0, 6), st.booleans(), st.randoms(use_true_random=False))
+def test_all_slow_grammars_of_a_round_share_one_limit(num_slow, num_good, at_once, rng):
+    """One limit each would make eight of them stop the round for eight limits."""
+    threads, limit_s = MaskThreads(), 0.04
+    threads.limit_s = limit_s
+    kinds = [True] * num_slow + [False] * num_good
+    rng.shuffle(kinds)
+
+    def work(place: int) -> int:
+        if kinds[place]:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", SECONDS_OF_HASHES // 10)
+        return place
+
+    used_s = [0.0] * len(kinds)
+    right = [TOO_SLOW if is_slow else place for place, is_slow in enumerate(kinds)]
+    assert threads.run(work, len(kinds), at_once=at_once, used_s=used_s) == right
+    # Not one limit, because on a busy machine the engine may look late.
+    assert sum(used_s) < 3 * limit_s
+    threads.close()
+
+
+def test_what_others_took_in_a_round_counts_and_ends_slow_work_alone():
+    threads = MaskThreads(10.0)
+    work = [lambda: hashlib.pbkdf2_hmac("sha256", b"", b"", SECONDS_OF_HASHES // 2), lambda: 1]
+    used_s, spent_s = [5.0, 0.0], lambda share_s: 5.0
+    assert threads.run(lambda place: work[place](), 2, used_s=used_s, spent_s=spent_s) == [TOO_SLOW, 1]
+    threads.close()
+
+
 def test_what_a_piece_of_work_raises_is_raised():
     threads = MaskThreads()
     with pytest.raises(ZeroDivisionError):

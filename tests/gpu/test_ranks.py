@@ -13,6 +13,7 @@ import torch
 
 from espalier import LLM, Grammar, SamplingParams
 from espalier.engine.ranks import RankFailed
+from espalier.kernels.ranks.collectives import PeerCollectives
 
 pytestmark = [
     pytest.mark.gpu,
@@ -45,12 +46,36 @@ def test_graphs_replay_on_both_ranks():
     assert all(captured)
 
 
-def test_a_rank_that_dies_ends_all():
-    with LLM("bundled", device="cuda", max_batch=2, max_context=512, tensor_parallel=2) as llm:
+def test_ranks_join_in_peer_memory():
+    """As often as the rounds of the bundled model need: NCCL joins what is too large."""
+    how: dict[str, Any] = {"max_batch": 2, "max_context": 512, "tensor_parallel": 2}
+    with LLM("bundled", device="cuda", **how) as llm:
+        target = llm.engine.executor.runner.target
+        joined = target.layers[0].attention.out.weight.shards.collectives
+        assert isinstance(joined, PeerCollectives)
+        before = int(joined.memory.uses[0])
+        llm.generate(PROMPTS[0], PARAMS[1])
+        rounds = int(joined.memory.uses[0]) - before
+    assert rounds > 2 * len(target.layers)
+
+
+@pytest.mark.parametrize(
+    ("sent", "match", "seconds"),
+    [(signal.SIGKILL, "has ended by SIGKILL", 5), (signal.SIGSTOP, "does not answer", 20)],
+    ids=["dies", "stops"],
+)
+def test_a_rank_that_fails_ends_all(sent, match, seconds):
+    """Its peers wait for it inside of kernels.  The GPUs are free for the next engine."""
+    how: dict[str, Any] = {"max_batch": 2, "max_context": 512, "tensor_parallel": 2, "num_pages": 256}
+    with LLM("bundled", device="cuda", **how) as llm:
         stream = llm.stream("Once", SamplingParams(max_tokens=400))
         next(stream)
-        os.kill(llm.engine.executor.ranks.peers[0].process.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        process = llm.engine.executor.ranks.peers[0].process  # type: ignore[attr-defined]
+        os.kill(process.pid, sent)
         began = time.monotonic()
-        with pytest.raises(RankFailed, match="has ended by SIGKILL"):
+        with pytest.raises(RankFailed, match=match):
             list(stream)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < seconds
+    assert process.poll() is not None
+    with LLM("bundled", device="cuda", **how) as llm:
+        assert llm.generate(PROMPTS[0], PARAMS[1])[0].token_ids

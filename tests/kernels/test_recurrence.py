@@ -6,7 +6,7 @@ from torch import Tensor
 
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.attention.ancestor_bits import ancestor_mask
-from espalier.kernels.ops.recurrence import ShortConv, StateRows, convolved, scan, tail_after
+from espalier.kernels.ops.recurrence import ShortConv, StateRows, convolved, outputs, scan, solve, tail_after
 
 EXACT = 1e-11
 KEEPS = [
@@ -59,7 +59,7 @@ def test_a_node_reads_the_state_of_its_parent(keeps, rows):
     void[1, leaves[::2]] = True
     seen = ancestor_mask(parents, void, rows)
     q, brought, state = made(keeps, 2, rows)
-    out = keeps.read(q, brought, state, seen)
+    out = outputs(q, solve(brought, state, seen, keeps.delta), state, seen)
     for b in range(2):
         behind: list[Tensor] = []
         for i in range(rows):

@@ -9,6 +9,7 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.cache.layer_spec import KVHeads, LayerSpec, ReadyHeads, RecurrentState
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation
+from espalier.kernels.ops.states import GateInputs
 from tests.oracles.fp8_cache import LayerScales
 
 Planes = tuple[Tensor, ...]
@@ -51,8 +52,14 @@ class DensePass(Pass):
     def write(self, layer: int, *values: Any) -> Tensor:
         spec = self.specs[layer]
         if isinstance(spec.keeps, RecurrentState):
-            by_request = (value.unflatten(0, self.tokens.shape) if value is not None else None for value in values[:2])
-            out, self.values[layer], self.planes[layer] = states_of(spec.keeps, *by_request, *values[2])
+            inputs, gates, conv, *columns = values
+            inputs = columns[0].in_order(inputs) if columns else inputs
+            gates = gates.computed() if isinstance(gates, GateInputs) else gates
+            shape = self.tokens.shape
+            of_rows = None if gates is None else gates.unflatten(0, shape)
+            out, self.values[layer], self.planes[layer] = states_of(
+                spec.keeps, inputs.unflatten(0, shape), of_rows, *conv
+            )
             return out if spec.keeps.heads else self._computed(layer, out)
         if spec.shares is not None:
             ready = isinstance(values[0], ReadyHeads)

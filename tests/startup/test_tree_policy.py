@@ -129,7 +129,7 @@ def test_trees_get_smaller_with_the_batch_and_the_log_says_why(caplog):
     [
         ({"topk": 4}, 32, "WARNING"),
         ({}, 32, "INFO"),
-        ({"topk": 4}, 1, "INFO"),  # it keeps its tree at every batch there is
+        ({"topk": 4}, 1, "WARNING"),
     ],
 )
 def test_a_named_tree_is_not_dropped_in_silence(tree, max_batch, level, caplog):

@@ -133,7 +133,9 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
                     f"{config.path}: num_kv_shared_layers = {shared}, but layer {layer} has no earlier layer of its "
                     "type and sizes whose K and V it could read; correct the config"
                 )
-        specs.append(LayerSpec(config.heads, keeps, config.windows[layer], scale=1.0, shares=source))
+        window = config.windows[layer]
+        v_is_k = bool(full["attention_k_eq_v"]) and window is None
+        specs.append(LayerSpec(config.heads, keeps, window, scale=1.0, shares=source, v_is_k=v_is_k))
     return tuple(specs)
 
 
@@ -188,19 +190,18 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
     size, kv_heads, eps = spec.keeps.k_size, spec.keeps.kv_heads, config.rms_norm_eps
-    v_is_k = bool(config.raw["attention_k_eq_v"]) and spec.window is None
-    names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares is not None else 2 if v_is_k else 3]
+    names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares is not None else 2 if spec.v_is_k else 3]
     rows = (config.heads * size, kv_heads * size, kv_heads * size)[: len(names)]
     qkv = weights.linear(prefix, names, rows, config.hidden_size, config.attention_bias)
     out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), rows[0], config.out_bias)
     q_norm = weights.take(f"{prefix}q_norm.weight", size)
     if spec.shares is None:
-        norms = HeadNorms(q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=v_is_k)
+        norms = HeadNorms(q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=spec.v_is_k)
     else:
         # Published files still have what a layer of its own K and V would have.
         weights.ignore_under(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))
         norms = HeadNorms(q_norm, q_norm, eps)
-    return Attention(qkv, out, sum(rows) // size, rope, norms)
+    return Attention(qkv, out, spec.projected_heads, rope, norms)
 
 
 def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str) -> BesideMLP:

@@ -2,17 +2,19 @@
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from espalier.errors import EspalierError, one_line
 from espalier.models.config import ModelConfig
 from espalier.models.from_transformers.attention import NAME
+from espalier.models.from_transformers.probe import Probed
 from espalier.models.from_transformers.target import Body, TransformersTarget
 from espalier.models.weight_count import stored_weights
 from espalier.models.weights import HARMLESS, Weights
@@ -43,20 +45,43 @@ def load_by_transformers(
             f"{path}: config.json describes {probed.num_weights} weights, and the files hold {stored}; they do not "
             "belong together: download both again"
         )
-    model = _load(path, probed.model_class, probed.config, dtype, torch.device(device))
+    return made_by_transformers(config, dtype, torch.device(device), capture)
+
+
+def made_by_transformers(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    capture: tuple[int, ...],
+    state: Mapping[str, Tensor] | None = None,
+) -> TransformersTarget:
+    """state: the weights by name, in the place of those in the directory of the config."""
+    probed = config.probed
+    assert probed is not None
+    model = _load(None if state else config.path, config.path, probed, dtype, device, state)
     body = Body(model, probed.layers, probed.equal, capture)
     log.info("%s runs by transformers; replaced by ours: %s", config.architecture, probed.in_words)
     return TransformersTarget(config, probed.specs, body, probed.attention, capture)
 
 
-def _load(path: Path, model_class: Any, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def _load(
+    source: Path | None,
+    path: Path,
+    probed: Probed,
+    dtype: torch.dtype,
+    device: torch.device,
+    state: Mapping[str, Tensor] | None,
+) -> Any:
+    """source: what transformers reads; None: `state`.  path: for messages."""
+    model_class = probed.model_class
     # Without accelerate a model comes to a GPU by way of the host's memory.
     direct = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") else {}
     try:
         with _quietly():
             model, found = model_class.from_pretrained(
-                path,
-                config=copy.deepcopy(config),
+                source,
+                config=copy.deepcopy(probed.config),
+                state_dict=state,
                 dtype=dtype,
                 attn_implementation=NAME,
                 experts_implementation=experts_implementation(model_class, device),

@@ -10,8 +10,9 @@ from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.rope import RopeTables
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class WideNorms(NamedTuple):
@@ -64,7 +65,7 @@ class Attention:
         self.wide_norms = wide_norms
         self.output_gate = output_gate
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         # The gate may be stored in another format than q, k and v, so it may not take rows that are rounded for them.
         return self.qkv.read(norm, delta, x) if self.output_gate is None else norm.after(delta, x)
@@ -83,6 +84,6 @@ class Attention:
         assert isinstance(rows, Tensor)
         return self.output_gate.activation(self.output_gate.project(rows if kept is None else rows[kept]))
 
-    def project(self, attended: Tensor) -> Tensor:
+    def project(self, attended: Tensor) -> Tensor | Unsummed:
         """[B, Q, heads, size] -> [B · Q, hidden], or parts of it as RMSNorm.after takes them."""
-        return self.out.in_parts(attended.reshape(-1, self.out.shape[1]))
+        return self.out.for_stream(attended.reshape(-1, self.out.shape[1]))

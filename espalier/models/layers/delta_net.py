@@ -1,18 +1,17 @@
 """The gated delta rule as a block (Yang et al. 2025, arXiv:2412.06464), as Qwen3-Next and Qwen3.5 have it."""
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.layers.quantised import Rows
-from espalier.kernels.ops.norm import rms_norm
 from espalier.kernels.ops.recurrence import ShortConv
+from espalier.kernels.ops.states import GateInputs, OutputGate, gated_norm
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class DeltaNet:
@@ -22,7 +21,20 @@ class DeltaNet:
     exp(-exp(A_log) · softplus(a + dt_bias)), and beta is sigmoid(b).  norm: of each head's output, gated by silu(z).
     """
 
-    __slots__ = ("keeps", "qkvz", "ba", "is_grouped", "conv", "A_log", "dt_bias", "norm", "out")
+    __slots__ = (
+        "keeps",
+        "qkvz",
+        "ba",
+        "is_grouped",
+        "conv",
+        "A_log",
+        "dt_bias",
+        "norm",
+        "out",
+        "share",
+        "columns",
+        "z_at",
+    )
 
     def __init__(
         self,
@@ -45,32 +57,29 @@ class DeltaNet:
         self.dt_bias = dt_bias
         self.norm = norm
         self.out = out
+        self.share = keeps.heads // keeps.k_heads
+        self.columns = keeps.columns
+        self.z_at = keeps.channels
+        if is_grouped:
+            of_group = self.share * keeps.v_size
+            step = 2 * keeps.k_size + 2 * of_group
+            self.columns = keeps.columns._replace(k=keeps.k_size, v=2 * keeps.k_size, k_step=step, v_step=step)
+            self.z_at = 2 * keeps.k_size + of_group
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Tensor]:
         """As espalier/models/layers/stream.py:Reader.  Two projections read the norm, so it is not rounded for one."""
         return norm.after(delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As espalier/models/layers/mixer.py:Mixer."""
-        qkv, z, b, a = self._projected(rows)
-        exact = self.A_log.dtype
-        log_decay = -self.A_log.exp() * F.softplus(a.to(exact) + self.dt_bias)
-        gates = torch.stack((log_decay, b.to(exact).sigmoid()), 1)
-        q = p.write(layer, qkv, gates, self.conv)
+        qkvz, ba = self.qkvz(rows), self.ba(rows)
+        q = p.write(layer, qkvz, self._gates(ba), self.conv, self.columns)
         s.keep(p.kept(layer))
         read = p.attend(layer, q).flatten(0, 1)
-        z = of_kept(z, layer, p).to(exact)
-        gated = rms_norm(read, self.norm.weight, self.norm.eps).to(exact) * F.silu(z)
-        return self.out.in_parts(gated.to(read.dtype).flatten(1))
+        gate = OutputGate(of_kept(qkvz, layer, p)[:, self.z_at :], self.share, self.columns.v_step, False)
+        return self.out.for_stream(gated_norm(read, gate, self.norm.weight, self.norm.eps))
 
-    def _projected(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q, k and v [N, channels], z [N, heads, v_size], b and a [N, heads]."""
-        keeps, qkvz, ba = self.keeps, self.qkvz(rows), self.ba(rows)
-        heads, shape = keeps.heads, (keeps.heads, keeps.v_size)
-        if not self.is_grouped:
-            return qkvz[:, : keeps.channels], qkvz[:, keeps.channels :].unflatten(1, shape), *ba.split(heads, 1)
-        share = heads // keeps.k_heads
-        sizes = (keeps.k_size, keeps.k_size, share * keeps.v_size, share * keeps.v_size)
-        *qkv, z = qkvz.unflatten(1, (keeps.k_heads, -1)).split(sizes, 2)
-        b, a = ba.unflatten(1, (keeps.k_heads, 2, share)).unbind(2)
-        return torch.cat([part.flatten(1) for part in qkv], 1), z.reshape(-1, *shape), b.flatten(1), a.flatten(1)
+    def _gates(self, ba: Tensor) -> GateInputs:
+        """ba: [N, 2 · heads]."""
+        apart, step = (self.share, 2 * self.share) if self.is_grouped else (self.keeps.heads, self.share)
+        return GateInputs(ba[:, apart:], ba, self.A_log, self.dt_bias, self.share, step)

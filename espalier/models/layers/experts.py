@@ -22,11 +22,12 @@ from espalier.kernels.ops.experts import (
     grouped_experts,
     route,
 )
-from espalier.kernels.ops.linear import linear_parts, sum_parts
+from espalier.kernels.ops.linear import linear_parts
 from espalier.kernels.ops.norm import norm_router, rounds_norm, takes_router
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.norm import AnyNorm
+from espalier.models.layers.norm import AnyNorm, Delta, summed
+from espalier.models.weight_formats.sharded import Unsummed
 from espalier.shards import WHOLE, Shards
 
 # For few rows: a router has few outputs, so it is split along its inputs, and `route` adds the parts.  A single part
@@ -89,30 +90,31 @@ class MixtureMLP:
         if shared is not None and shared_gate is None and biases is None and are_silu:
             self.shared_tiles = _as_tiles(shared, gate_up, down)
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, RoutedRows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, RoutedRows]:
         """As espalier/models/layers/stream.py:Reader.
 
         For a few rows the norm and the router are one launch.  The launch that norms also rounds what experts take
         rounded.
         """
         rounding = rounding_in_norm(self.gate_up, x)
-        if delta is not None and norm.weight is not None and takes_router(x):
-            total, normed, rounded, logits = norm_router.triton(delta, x, norm.weight, norm.eps, self.router, rounding)
+        own = summed(delta) if takes_router(x) else None
+        if own is not None and norm.weight is not None:
+            total, normed, rounded, logits = norm_router.triton(own, x, norm.weight, norm.eps, self.router, rounding)
             return total, RoutedRows(normed, rounded, logits)
-        total, normed, rounded = norm.both_after(delta, x, rounding)
+        total, normed, rounded = norm.both_after(delta if own is None else own, x, rounding)
         return total, RoutedRows(normed, rounded, router_logits(normed, self.router))
 
     def routed(self, x: Tensor) -> RoutedRows:
         """Rows [N, hidden] that are normed already, with their router's logits."""
         return RoutedRows(x, x, router_logits(x, self.router))
 
-    def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor:
+    def __call__(self, routed: RoutedRows, live: Tensor | None = None) -> Tensor | Unsummed:
         """[N, hidden] -> [parts, N, hidden], float32 at least, or [N, hidden], as RMSNorm.after takes them.
 
         live: [N] bool; other rows go to no expert.  None: all rows are live.
         """
         parts = self._mixed(*routed, live)
-        return parts if self.shards.count == 1 else self.shards.all_reduce(sum_parts(parts, routed.x.dtype))
+        return parts if self.shards.count == 1 else Unsummed(parts, self.shards, routed.x.dtype)
 
     def _mixed(self, x: Tensor, of_experts: Rows, logits: Tensor, live: Tensor | None) -> Tensor:
         ids, weights = route(logits, self.bias, self.routing)

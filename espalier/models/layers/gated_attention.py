@@ -8,9 +8,10 @@ from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import AnyNorm
+from espalier.models.layers.norm import AnyNorm, Delta
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class GatedAttention:
@@ -28,11 +29,11 @@ class GatedAttention:
         self.rope = rope
         self.norms = norms
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.qkv.read(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As espalier/models/layers/mixer.py:Mixer."""
         made = self.qkv(rows).unflatten(1, (-1, self.head_size))
         q, gate = made[:, : 2 * self.heads].unflatten(1, (self.heads, 2)).unbind(2)
@@ -40,4 +41,4 @@ class GatedAttention:
         q = p.write(layer, qkv, p.rotation(self.rope), self.norms)
         s.keep(p.kept(layer))
         attended = p.attend(layer, q).flatten(0, 1)
-        return self.out.in_parts((attended * of_kept(gate, layer, p).sigmoid()).flatten(1))
+        return self.out.for_stream((attended * of_kept(gate, layer, p).sigmoid()).flatten(1))

@@ -15,6 +15,7 @@ from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
+from espalier.models.weight_formats.sharded import over_ranks
 
 
 class PerLayerEmbedding(Embedding):
@@ -82,7 +83,7 @@ class BesideMLP:
         """x: [N, H], the stream; dense: of the MLP, [N, H].  Returns the sum of both blocks, normed each."""
         rows, logits = self.norm(x), router_logits(self.router_norm(x), self.mixture.router)
         parts = self.mixture(RoutedRows(rows, rows, logits), live)
-        return self.mlp_norm(dense) + self.after(sum_parts(parts, x.dtype))
+        return self.mlp_norm(dense) + self.after(sum_parts(over_ranks(parts), x.dtype))
 
 
 class Gemma4Layer:
@@ -128,8 +129,8 @@ class Gemma4Layer:
         s.add(self.attention.project(attended), self.post_attention_norm)
         out = self.mlp(s.normed(self.mlp_norm, self.mlp), s.live)
         if self.beside is not None:
-            out = self.beside(s.x, sum_parts(out, s.x.dtype), s.live)
-        delta = self.post_mlp_norm(sum_parts(out, s.x.dtype))
+            out = self.beside(s.x, sum_parts(over_ranks(out), s.x.dtype), s.live)
+        delta = self.post_mlp_norm(sum_parts(over_ranks(out), s.x.dtype))
         if self.own_input is not None:
             assert s.beside is not None
             s.x = s.x + delta

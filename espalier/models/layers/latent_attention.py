@@ -13,8 +13,9 @@ from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import LatentForm, head_product
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.rope import RopeTables
+from espalier.models.weight_formats.sharded import Unsummed
 
 # eps of the norms of both latents.  The publishers' code fixes it; rms_norm_eps of config.json is for the other norms.
 NORM_EPS = 1e-6
@@ -54,7 +55,7 @@ class LatentAttention:
         self.row_size = row_size
         self.rope = rope
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.down.read(norm, delta, x)
 
@@ -70,9 +71,9 @@ class LatentAttention:
     def gate(self, rows: Rows, kept: Tensor | None) -> None:
         """As espalier/models/layers/attention.py:Attention.gate: there is none."""
 
-    def project(self, attended: Tensor) -> Tensor:
+    def project(self, attended: Tensor) -> Tensor | Unsummed:
         """As espalier/models/layers/attention.py:Attention.project, of weighted sums of latents."""
         latents = attended.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])
         head_product(latents, self.v_up.transpose(1, 2), values)
-        return self.out.in_parts(values.flatten(1))
+        return self.out.for_stream(values.flatten(1))

@@ -4,8 +4,9 @@ from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.models.layers.norm import AnyNorm
+from espalier.models.layers.norm import AnyNorm, Delta
 from espalier.models.weight_formats import Weight
+from espalier.models.weight_formats.sharded import SummedWeight, Unsummed
 
 
 class Linear:
@@ -30,7 +31,7 @@ class Linear:
         """How a norm must round the inputs of this layer that it gives as RoundedRows; None: it gives a tensor."""
         return self.weight.rounding
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return norm.rounded_after(delta, x, self.weight.rounding)
 
@@ -41,6 +42,12 @@ class Linear:
         if x.ndim == 2:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
+
+    def for_stream(self, x: Rows) -> Tensor | Unsummed:
+        """As `in_parts`.  Of a layer whose columns ranks divide: what the next norm sums over the ranks too."""
+        if isinstance(self.weight, SummedWeight):
+            return self.weight.unsummed(x, self.bias)
+        return self.in_parts(x)
 
     def in_parts(self, x: Rows) -> Tensor:
         """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after)."""

@@ -3,18 +3,20 @@
 Its state takes in a row by `S = exp(-exp(A_log) · dt) · S + dt · B ⊗ x`, and is read by C; dt follows from the row.
 """
 
-import torch
-import torch.nn.functional as F
+from math import inf
+
 from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.recurrence import ShortConv
+from espalier.kernels.ops.states import GateInputs, OutputGate, gated_norm
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Stream
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class Mamba2:
@@ -24,7 +26,7 @@ class Mamba2:
     limits: of dt.  norm: of the gated output, for each group of heads that share B and C.
     """
 
-    __slots__ = ("keeps", "inputs", "conv", "A_log", "dt_bias", "skip", "limits", "norm", "out")
+    __slots__ = ("keeps", "inputs", "conv", "A_log", "dt_bias", "skip", "limits", "norm", "out", "columns")
 
     def __init__(
         self,
@@ -47,24 +49,23 @@ class Mamba2:
         self.limits = limits
         self.norm = norm
         self.out = out
+        inner, shared = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size
+        # The stored order is the gate, x, B, C, dt.
+        self.columns = keeps.columns._replace(q=2 * inner + shared, k=2 * inner, v=inner)
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.inputs.read(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As espalier/models/layers/mixer.py:Mixer."""
-        inner, shared = self.keeps.heads * self.keeps.v_size, self.keeps.k_heads * self.keeps.k_size
-        gate, x, b, c, dt = self.inputs(rows).split((inner, inner, shared, shared, self.keeps.heads), 1)
-        dt = F.softplus(dt.to(self.A_log.dtype) + self.dt_bias).clamp(*self.limits)
-        gates = torch.stack((-self.A_log.exp() * dt, dt), 1)
-        q = p.write(layer, torch.cat((c, b, x), 1), gates, self.conv)
+        inputs, keeps = self.inputs(rows), self.keeps
+        low, high = self.limits
+        bounds = low if low > 0 else None, high if high < inf else None
+        share = keeps.heads // keeps.k_heads
+        dt = GateInputs(inputs[:, -keeps.heads :], None, self.A_log, self.dt_bias, share, share, bounds)
+        q = p.write(layer, inputs, dt, self.conv, self.columns)
         s.keep(p.kept(layer))
-        read = p.attend(layer, q, self.skip).flatten(0, 1).flatten(1)
-        return self.out.in_parts(self._normed(read, of_kept(gate, layer, p)))
-
-    def _normed(self, read: Tensor, gate: Tensor) -> Tensor:
-        exact = self.A_log.dtype
-        gated = (read.to(exact) * F.silu(gate.to(exact))).unflatten(1, (self.keeps.k_heads, -1))
-        normed = gated * torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + self.norm.eps)
-        return normed.flatten(1).to(read.dtype) * self.norm.weight
+        read = p.attend(layer, q, self.skip).flatten(2).view(-1, keeps.k_heads, share * keeps.v_size)
+        gate = OutputGate(of_kept(inputs, layer, p), 1, share * keeps.v_size, True)
+        return self.out.for_stream(gated_norm(read, gate, self.norm.weight, self.norm.eps))

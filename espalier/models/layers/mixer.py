@@ -10,14 +10,15 @@ from espalier.models.layers.attention import Attention
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.mlp import GatedMLP
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Reader, Stream
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class Mixer(Reader, Protocol):
     """A block that mixes the rows of a request."""
 
-    def __call__(self, layer: int, rows: Any, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Any, s: Stream, p: Pass) -> Tensor | Unsummed:
         """Write what the layer keeps, go on with the rows `p.kept` (`s.keep`), and read.  rows: as `read` gives them.
 
         layer: its place in the pass.  Returns [kept rows, hidden], or parts of it as RMSNorm.after takes them.
@@ -33,11 +34,11 @@ class AttentionMixer:
     def __init__(self, attention: Attention | LatentAttention) -> None:
         self.attention = attention
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.attention.read(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As Mixer."""
         q = self.attention.write(layer, rows, p)
         s.keep(p.kept(layer))
@@ -77,7 +78,7 @@ class Unread:
     """Reads the norm of the stream as it is."""
 
     @staticmethod
-    def read(norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Tensor]:
+    def read(norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Tensor]:
         return norm.after(delta, x)
 
 

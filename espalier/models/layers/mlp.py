@@ -5,7 +5,8 @@ from torch import Tensor
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.norm import AnyNorm
+from espalier.models.layers.norm import AnyNorm, Delta
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class GatedMLP:
@@ -18,16 +19,16 @@ class GatedMLP:
         self.down = down
         self.activation = activation
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.gate_up.read(norm, delta, x)
 
-    def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, live: Tensor | None = None) -> Tensor | Unsummed:
         """[B·Q, hidden] -> [B·Q, hidden], or parts of it as RMSNorm.after takes them.
 
         live: [B·Q] bool, as MixtureMLP takes it.  Here every row is computed.
         """
-        return self.down.in_parts(self.gate_up.gated(x, self.activation))
+        return self.down.for_stream(self.gate_up.gated(x, self.activation))
 
     def num_parts(self, rows: int) -> int:
         """The number of parts that `write_parts` writes."""

@@ -18,6 +18,10 @@ from espalier.kernels.ops.norm import (
     rounds_norm,
 )
 from espalier.kernels.runtime.launch import chip
+from espalier.models.weight_formats.sharded import Unsummed, over_ranks
+
+# What a block gives and the next norm adds to the stream.
+Delta = Tensor | Unsummed | None
 
 
 class RMSNorm:
@@ -42,35 +46,34 @@ class RMSNorm:
             return norm_by_length(x, *self._constants)
         return rms_norm(x, self.weight, self.eps)
 
-    def rounded_after(
-        self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
-    ) -> tuple[Tensor, Rows]:
+    def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Rows]:
         """As `after`, for one reader of the norm that rounds it so (Linear.rounding): it may be rounded already."""
         if rounding is None:
             return self.after(delta, residual)
         few = residual.is_cuda and len(residual) <= kernel_rows(rounding, chip(residual))
         if not few or not rounds_norm(residual.shape[1], rounding):
             return self.after(delta, residual)
-        return rounded_norm.triton(delta, residual, self.weight, self.eps, rounding)
+        return rounded_norm.triton(summed(delta), residual, self.weight, self.eps, rounding)
 
-    def both_after(
-        self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
-    ) -> tuple[Tensor, Tensor, Rows]:
+    def both_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Tensor, Rows]:
         """As `after`, and a third value: the norm as `rounding` rounds it, in the same launch; None: the norm again.
 
         rounding: on a GPU alone, for widths that `rounds_norm` takes.
         """
         if rounding is not None:
-            return norm_and_rounded.triton(delta, residual, self.weight, self.eps, rounding)
+            return norm_and_rounded.triton(summed(delta), residual, self.weight, self.eps, rounding)
         total, norm = self.after(delta, residual)
         return total, norm, norm
 
-    def after(self, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def after(self, delta: Delta, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(residual + delta, norm of that sum), [N, H] each.
 
         delta: [N, H], or [parts, N, H] float32 at least (Linear.in_parts, MixtureMLP), which are summed in order; None
-        before the first block.
+        before the first block.  Unsummed: it is summed over the ranks first, in the same launch where there is one.
         """
+        if isinstance(delta, Unsummed):
+            joined = delta.add_norm(residual, self.weight, self.eps)
+            return self.after(delta.summed(), residual) if joined is None else joined
         if delta is None:
             return residual, self(residual)
         if self._constants is not None and residual.dtype == self.weight.dtype:
@@ -84,21 +87,23 @@ class Unnormed:
 
     weight: ClassVar[None] = None
 
-    def rounded_after(
-        self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
-    ) -> tuple[Tensor, Rows]:
+    def rounded_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Rows]:
         return self.after(delta, residual)
 
-    def both_after(
-        self, delta: Tensor | None, residual: Tensor, rounding: InputScales | None
-    ) -> tuple[Tensor, Tensor, Rows]:
+    def both_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Tensor, Rows]:
         total, _ = self.after(delta, residual)
         return total, total, total
 
-    def after(self, delta: Tensor | None, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def after(self, delta: Delta, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(residual + delta, the same).  delta: as RMSNorm.after takes it."""
-        total = residual if delta is None else residual + sum_parts(delta, residual.dtype)
+        own = summed(delta)
+        total = residual if own is None else residual + sum_parts(own, residual.dtype)
         return total, total
+
+
+def summed(delta: Delta) -> Tensor | None:
+    """delta, summed over the ranks."""
+    return None if delta is None else over_ranks(delta)
 
 
 AnyNorm = RMSNorm | Unnormed

@@ -7,8 +7,9 @@ from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.recurrence import ShortConv
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
-from espalier.models.layers.norm import AnyNorm
+from espalier.models.layers.norm import AnyNorm, Delta
 from espalier.models.layers.stream import Stream
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class GatedConv:
@@ -21,13 +22,13 @@ class GatedConv:
         self.conv = conv
         self.out = out
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.gates.read(norm, delta, x)
 
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor:
+    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
         """As espalier/models/layers/mixer.py:Mixer."""
         before, behind, inputs = self.gates(rows).chunk(3, -1)
         convolved = p.write(layer, before * inputs, None, self.conv).flatten(0, 1)
         s.keep(p.kept(layer))
-        return self.out.in_parts(of_kept(behind, layer, p) * convolved)
+        return self.out.for_stream(of_kept(behind, layer, p) * convolved)

@@ -8,13 +8,14 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from espalier.kernels.ops.linear import sum_parts
-from espalier.models.layers.norm import AnyNorm, RMSNorm
+from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
+from espalier.models.weight_formats.sharded import Unsummed
 
 
 class Reader(Protocol):
     """A block, or a linear layer, that reads the norm of the stream."""
 
-    def read(self, norm: AnyNorm, delta: Tensor | None, x: Tensor) -> tuple[Tensor, Any]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Any]:
         """(x + delta, the norm of that sum in the form that the block takes).  delta: as RMSNorm.after takes it."""
         ...
 
@@ -40,7 +41,7 @@ class Stream:
 
     def __init__(self, x: Tensor, live: Tensor | None = None, given: Tensor | None = None) -> None:
         self.x = x
-        self.delta: Tensor | Pending | None = None
+        self.delta: Delta | Pending = None
         self.live = live
         self.given = given
         self.beside: Tensor | None = None
@@ -56,7 +57,7 @@ class Stream:
             rows, self.given = self.given, None
             assert rows is not None, "only the first block of a draft head reads what the embedding made"
             return rows
-        if self.delta is None or isinstance(self.delta, Tensor):
+        if self.delta is None or isinstance(self.delta, Tensor | Unsummed):
             self.x, rows = reader.read(norm, self.delta, self.x)
         else:
             self.x, rows = self.delta.after(norm, self.x)
@@ -65,11 +66,13 @@ class Stream:
             self.inputs[self._capturing], self._capturing = self.x, None
         return rows
 
-    def add(self, delta: Tensor | Pending, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
+    def add(self, delta: Tensor | Unsummed | Pending, norm: RMSNorm | None = None, scale: float = 1.0) -> None:
         """Take a block's output, [N, H] or parts of it.
 
         norm: of the output, for families that norm behind a block; scale: the output's factor.
         """
+        if isinstance(delta, Unsummed) and (norm is not None or scale != 1):
+            delta = delta.summed()
         if norm is not None:
             assert isinstance(delta, Tensor)
             delta = norm(sum_parts(delta, self.x.dtype))
@@ -91,7 +94,7 @@ class Stream:
 
     def end(self, norm: RMSNorm, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """The stream behind the last block and the norm of it, [*shape, H] each."""
-        if self.delta is None or isinstance(self.delta, Tensor):
+        if self.delta is None or isinstance(self.delta, Tensor | Unsummed):
             x, normed = norm.after(self.delta, self.x)
         else:
             x, normed = self.delta.after(norm, self.x)

@@ -2,16 +2,17 @@
 
 `SummedWeight` has a part of the columns: its products are summed over the ranks.  `GatheredWeight` has a part of the
 rows: its products are joined.  Both give the product of the whole matrix, in each of a weight's forms, because those
-follow from `apply`.
+follow from `apply`.  A product may also be left `Unsummed`, for a reader that sums, adds and norms at once.
 """
 
 from typing import Literal
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import InputScales, RoundedRows
+from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
 from espalier.kernels.ops.activation import SILU, Activation, gated
+from espalier.kernels.ops.linear import sum_parts
 from espalier.models.weight_formats.base import Weight
 from espalier.shards import Shards
 
@@ -58,6 +59,41 @@ class SummedWeight(ShardedWeight):
         total = self.shards.all_reduce(own)
         return total if bias is None else total + bias
 
+    def unsummed(self, x: Rows, bias: Tensor | None) -> "Unsummed":
+        """As `apply`, summed over the ranks by whoever reads it.  The bias is added on one rank."""
+        once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
+        if isinstance(x, RoundedRows):
+            return Unsummed(self.own.of_rounded(x, once, "parts"), self.shards, x.dtype)
+        return Unsummed(self.own.parts(x, once), self.shards, x.dtype)
+
+
+class Unsummed:
+    """What a block of one rank gives, to be summed over the ranks.
+
+    parts: [N, H] in `dtype`, or [parts, N, H] float32 at least, which are summed in order.
+    """
+
+    __slots__ = ("parts", "shards", "dtype")
+
+    def __init__(self, parts: Tensor, shards: Shards, dtype: torch.dtype) -> None:
+        self.parts = parts
+        self.shards = shards
+        self.dtype = dtype
+
+    def summed(self) -> Tensor:
+        """[N, H] in `dtype`, over the ranks."""
+        return self.shards.all_reduce(sum_parts(self.parts, self.dtype))
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """As Collectives.all_reduce_add_norm."""
+        joined = self.shards.collectives
+        return None if joined is None else joined.all_reduce_add_norm(self.parts, residual, weight, eps)
+
+
+def over_ranks(output: Tensor | Unsummed) -> Tensor:
+    """A block's output, summed over the ranks where that is left to the reader."""
+    return output.summed() if isinstance(output, Unsummed) else output
+
 
 class GatheredWeight(ShardedWeight):
     """A part of the rows: `Shards.tokens` of the vocabulary.
@@ -69,7 +105,5 @@ class GatheredWeight(ShardedWeight):
     __slots__ = ()
 
     def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
-        out = self.shape[0]
-        padded = F.pad(own, (0, self.shards.tokens_each(out) - own.shape[1]))
-        whole = self.shards.all_gather(padded).transpose(0, 1).flatten(1)[:, :out]
-        return whole.contiguous() if bias is None else whole + bias
+        whole = self.shards.gather_tokens(own, self.shape[0])
+        return whole if bias is None else whole + bias

@@ -9,6 +9,7 @@ from espalier.bench import expert_product, tune_experts
 from espalier.bench.expert_product import ChainInputs, random_ids
 from espalier.bench.linears import ExpertSizes, ModelShape
 from espalier.bench.tune_experts import ExpertsTuner
+from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ROWS_OF_BUCKET, ExpertsShape, candidates, rule
 from espalier.kernels.ops.experts import Routing, grouped_experts
@@ -26,6 +27,7 @@ from tests.lab.synthetic.mixtures import mixture
 CPU = torch.device("cpu")
 H200 = Chip(232448, 132, (9, 0))
 SHAPE = ExpertsShape(16, 3, 32, 16)
+SPECS = (LayerSpec(2, KVHeads(1, 32, 32)),) * 2
 
 
 def test_a_row_goes_through_all_experts_call_by_call():
@@ -73,7 +75,7 @@ def test_rates_count_touched_experts_and_all_products(tuner):
 
 
 def test_a_model_without_experts_is_refused(tmp_path):
-    dense = ModelShape(64, 2, 2, 1, 32, 96, 72)
+    dense = ModelShape(64, SPECS, 96, 72)
     with pytest.raises(EspalierError, match="for mixtures of experts"):
         tune_experts.run([dense], torch.bfloat16, tmp_path / "choices.json")
 
@@ -83,7 +85,7 @@ def test_models_with_the_same_experts_are_not_refused(monkeypatch, tmp_path):
         raise EspalierError("reached")
 
     monkeypatch.setattr(tune_experts, "require_gpu", reached)
-    models = [ModelShape(64, 2, 2, 1, 32, 96, vocab, experts=ExpertSizes(2, SHAPE)) for vocab in (72, 80)]
+    models = [ModelShape(64, SPECS, 96, vocab, experts=ExpertSizes(2, SHAPE)) for vocab in (72, 80)]
     with pytest.raises(EspalierError, match="reached"):
         tune_experts.run(models, torch.bfloat16, tmp_path / "choices.json")
 

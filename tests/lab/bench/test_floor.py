@@ -1,5 +1,6 @@
 """The floor: which layers a round runs, with how many rows, and what is added to their time."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from espalier.bench.chains import Weights, plain
 from espalier.bench.drive import drive
 from espalier.bench.linears import Run, model_sizes, with_draft
 from espalier.bench.shapes import SHAPES, find_shape
+from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.cli.main import main
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import dequantise
@@ -28,18 +30,18 @@ from lab.bench.floor import (
     round_runs,
     table,
 )
-from lab.bench.passes import attended, attention_flops, prefill_pass
+from lab.bench.passes import attention_flops, prefill_pass, rows_read
 from lab.bench.recipe_sizes import recipe_sizes, shape_named
 from lab.synthetic.checkpoint import Recipe
 from tests.block import RANK, block_directories
 from tests.harness import prompts
-from tests.lab.synthetic.mixtures import COUNTED, is_supported, mixture
+from tests.lab.synthetic.mixtures import SUPPORTED, is_supported, mixture
 from tests.mtp import mtp_directories
 from tests.properties.mtp_setup import MTPSetup
 
 LLAMA = shape_named("llama-3.1-8b")
 QWEN = shape_named("qwen3-30b-a3b")
-NAMED = [name for name in SHAPES if is_supported(find_shape(name)) and find_shape(name).target.layer_specs is None]
+NAMED = [name for name in SHAPES if is_supported(find_shape(name))]
 
 
 def by_name(runs):
@@ -129,7 +131,7 @@ def test_attention_of_a_round_reads_each_prefix_once_a_pass():
 
 
 def test_a_chain_runs_layer_by_layer():
-    shape = type(LLAMA)(8, 2, 2, 1, 4, 16, 10)
+    shape = type(LLAMA)(8, (LayerSpec(2, KVHeads(1, 4, 4)),) * 2, 16, 10)
     seen = []
     weights = Weights(torch.float32, torch.device("cpu"))
 
@@ -150,14 +152,14 @@ def test_every_named_shape_lists_its_weights_once(name):
     assert len(shapes) == len(set(shapes)) >= 7
 
 
-@pytest.mark.parametrize("shape", [*map(mixture, COUNTED), *map(find_shape, NAMED)], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*map(mixture, SUPPORTED), *map(find_shape, NAMED)], ids=lambda shape: shape.name)
 def test_the_weights_of_a_pass_are_those_of_the_checkpoint(shape):
     """Of linear layers and all experts; embedding, norms, biases and sinks aside."""
     sizes, (tensors, _) = recipe_sizes(Recipe(shape)), Recipe(shape).tensors(torch.bfloat16, "meta")
     stored = {
         name: torch.Size(size).numel()
         for name, size in tensors.shapes.items()
-        if not name.endswith(("norm.weight", "bias", "sinks")) and name != "model.embed_tokens.weight"
+        if len(size) > 1 and not name.endswith("bias") and name != "model.embed_tokens.weight"
     }
     counted = sum(run.weight_bytes for run in sizes.target_pass(1)) // 2
     if sizes.experts is not None:
@@ -165,9 +167,55 @@ def test_the_weights_of_a_pass_are_those_of_the_checkpoint(shape):
     assert counted == sum(stored.values())
 
 
-def test_a_model_whose_layers_keep_rows_of_several_sizes_is_refused():
-    with pytest.raises(EspalierError, match="Gemma4ForCausalLM keep rows of several sizes"):
-        recipe_sizes(Recipe(mixture("gemma4")))
+def test_layers_of_several_sizes_run_and_read_what_each_has():
+    """Windows of 1,024 with 16 KV heads of 256, and every sixth layer without, with 4 of 512 whose V is K."""
+    shape = shape_named("gemma-4-31b")
+    assert by_name(run for run in shape.target_pass(2) if run.count == 10) == {
+        "qkv": ((36 * 512, 5376), 10, 2),
+        "o": ((5376, 32 * 512), 10, 2),
+        "gate_up": ((2 * 21504, 5376), 10, 2),
+        "down": ((5376, 21504), 10, 2),
+    }
+    assert [run.shape for run in shape.target_pass(2)[:2]] == [(64 * 256, 5376), (5376, 32 * 256)]
+    for context, read in ((4096, 1024), (100, 100)):
+        cost = round_attention(shape, 3, context, 0, 1, 1, drafts=False)
+        assert cost.num_bytes == 3 * 2 * 2 * (50 * read * 16 * 256 + 10 * context * 4 * 512)
+        assert cost.flops == 3 * 4 * 32 * (50 * read * 256 + 10 * context * 512)
+
+
+def test_layers_of_other_layers_rows_read_them_again_and_project_queries_alone():
+    own = LayerSpec(4, KVHeads(2, 8, 8), window=16)
+    shape = replace(LLAMA, specs=(own, replace(own, shares=0)))
+    assert [(run.name, run.shape[0]) for run in shape.target_pass(1) if run.name == "qkv"] == [("qkv", 64), ("qkv", 32)]
+    assert round_attention(shape, 1, 100, 0, 1, 1, drafts=False).num_bytes == 2 * 16 * 32 * 2
+
+
+def weights_of(*shapes):
+    """The number of weights of each name and size in the layers; each is in one run."""
+    counted = Counter()
+    for shape in shapes:
+        taken = Counter()
+        for run in shape.target_pass(1)[:-1]:
+            assert run.first == taken[run.name, run.shape]
+            taken[run.name, run.shape] += run.count
+        counted += taken
+    return counted
+
+
+@pytest.mark.parametrize("name", [*SUPPORTED, "gemma-4-26b-a4b"])
+def test_parts_of_a_model_are_the_whole(name):
+    """A part has the experts of its own layers, and no weight is counted twice or left out."""
+    shape = recipe_sizes(Recipe(mixture(name) if name in SUPPORTED else find_shape(name)))
+    for at in range(shape.layers + 1):
+        assert weights_of(shape.part(0, at), shape.part(at)) == weights_of(shape)
+
+
+@pytest.mark.parametrize("field", ["hidden_size_per_layer_input", "use_double_wide_mlp"])
+def test_layers_with_products_that_are_not_counted_are_refused(field):
+    shape = mixture("gemma4")
+    shape = replace(shape, fields={**shape.fields, field: 8})
+    with pytest.raises(EspalierError, match=f"Gemma4ForCausalLM have products of {field}"):
+        recipe_sizes(Recipe(shape))
 
 
 @pytest.mark.parametrize(("rows", "touched"), [(1, 8.0), (16, 82.42), (64, 125.94), (10**6, 128.0)])
@@ -200,8 +248,8 @@ def test_latent_attention_reads_one_row_for_all_heads():
 
 
 def test_a_window_limits_what_a_layer_reads():
-    shape = replace(LLAMA, windows=(128,) * 16)
-    assert attended(shape, 1000) == 16 * 128 + 16 * 1000 and attended(shape, 100) == 32 * 100
+    narrow = replace(LLAMA.specs[0], window=128)
+    assert (rows_read(narrow, 1000), rows_read(narrow, 100), rows_read(LLAMA.specs[0], 1000)) == (128, 100, 1000)
 
 
 def test_a_batched_product_has_rows_for_every_head():
@@ -309,7 +357,7 @@ def test_the_weights_of_a_block_draft_are_read_once():
 def test_the_attention_of_a_block_draft_is_its_block_over_the_context():
     cost = round_attention(BLOCK, batch=3, context=100, steps=7, topk=8, num_draft_tokens=64)
     assert cost.num_bytes == 2 * 3 * 100 * 2 * 8 * 128 * (32 + 5)
-    assert cost.flops == 3 * 100 * attention_flops(BLOCK) * (64 * 32 + 16 * 5)
+    assert cost.flops == 3 * 100 * attention_flops(BLOCK.specs[0]) * (64 * 32 + 16 * 5)
 
 
 class Spied:
@@ -415,7 +463,7 @@ def test_attention_and_experts_of_modules_are_of_their_own_rows_and_layers():
     cost = round_attention(sizes, batch=3, context=100, steps=3, topk=2, num_draft_tokens=6)
     # The target, the levels 2 and 3, two extends.
     assert cost.num_bytes == size * target.latent.row_size * (target.num_layers + 2 + 2)
-    assert cost.flops == 3 * 100 * attention_flops(sizes) * (target.num_layers * 6 + 2 + 2 + 4 + 4)
+    assert cost.flops == 3 * 100 * attention_flops(sizes.specs[0]) * (target.num_layers * 6 + 2 + 2 + 4 + 4)
     verify, drafted = (
         [(run.rows, run.count, run.experts.touched) for run in runs if run.experts is not None]
         for runs in round_runs(sizes, 3, 3, 2, 6, touched=5.0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from espalier.bench.linears import ExpertSizes, ModelShape
+from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.quantised import dequantise
 from espalier.kernels.ops.experts import grouped_experts
@@ -11,7 +12,7 @@ from espalier.models.quantisers import QUANTISERS
 from lab.bench import linear_times
 from lab.bench.cases import table, timed
 
-SHAPE = ModelShape(hidden=128, layers=2, heads=2, kv_heads=1, head_size=64, intermediate=256, vocab=64)
+SHAPE = ModelShape(128, (LayerSpec(2, KVHeads(1, 64, 64)),) * 2, intermediate=256, vocab=64)
 CPU = torch.device("cpu")
 
 
@@ -50,7 +51,7 @@ def test_shares_are_of_the_stored_bytes(small, weights):
 def test_only_experts_that_are_touched_count(small, monkeypatch):
     monkeypatch.setattr(grouped_experts, "triton", grouped_experts.reference)
     sizes = ExpertsShape(num_experts=4, top_k=1, hidden=64, inner=32)
-    shape = ModelShape(64, 1, 1, 1, 64, 64, 64, experts=ExpertSizes(1, sizes))
+    shape = ModelShape(64, (LayerSpec(1, KVHeads(1, 64, 64)),), 64, 64, experts=ExpertSizes(1, sizes))
     [time] = timed(linear_times.expert_cases(shape, "mxfp4", [1], CPU), Timer(), 1e9)
     # gate_up [64, 64] and down [64, 32] of one expert, with 8 exponents a row.
     read = 64 * (32 + 8) + 64 * (16 + 8)

@@ -311,9 +311,12 @@ def test_a_block_draft_is_measured_like_an_eagle_head(own_size, monkeypatch, cap
         (["--block-size", "8", "--mtp-layers", "1"], "--block-size and --mtp-layers name two drafts; leave one out"),
         (["--block-fade", "0.9"], "--block-fade=0.9 is not supported; use above 0 to 1, with --block-size"),
         (["--block-size", "8", "--block-fade", "1.1"], "--block-fade=1.1 is not supported"),
+        (["--layers", "33"], "--layers=33 is not supported: llama-3.1-8b has 32 layers; use 1 to 32"),
+        (["--layers", "0"], "--layers=0 is not supported"),
+        (["--model-impl", "transformers", "--weights", "fp8"], "has no quantised weights; leave --weights out"),
     ],
 )
-def test_flags_of_a_draft_that_do_not_fit_are_refused(flags, says, monkeypatch, capsys):
+def test_flags_that_do_not_fit_are_refused(flags, says, monkeypatch, capsys):
     monkeypatch.setattr("lab.bench.shaped.require_gpu", lambda what: CPU)
     assert lab(["round", "--shape", "llama-3.1-8b", *flags]) == 2
     assert says in capsys.readouterr().err

@@ -1,8 +1,8 @@
-"""Tiny synthetic shapes with experts and with latent attention, of the families that exist."""
+"""Tiny synthetic shapes with experts, latent attention and matrices in one, of the families that exist."""
 
 from typing import Any
 
-from espalier.bench.shapes import DEEPSEEK_V2, DEEPSEEK_V3, GEMMA4, GPT_OSS, QWEN3_MOE, Shape
+from espalier.bench.shapes import DEEPSEEK_V2, DEEPSEEK_V3, GEMMA4, GPT_OSS, PHI3, QWEN3_MOE, Shape
 from espalier.errors import EspalierError
 from tests.lab.synthetic.test_checkpoint import tiny
 
@@ -49,6 +49,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "swiglu_limit": 7.0,
     },
+    "phi3": {**PHI3, "pad_token_id": 0, "original_max_position_embeddings": 2048},
     "gemma4": GEMMA4_TINY,
     "gemma4-moe": {
         **GEMMA4_TINY,
@@ -58,12 +59,48 @@ FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 64,
     },
 }
+# Their layers keep states, which no block draft is planted for.
+STATES = {"full_attention_interval": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+SIZES = {
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "mtp_num_hidden_layers": 0,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3.6": {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **STATES, **SIZES},
+    "qwen3.6-moe": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        **STATES,
+        **SIZES,
+        **EXPERTS,
+        "shared_expert_intermediate_size": 64,
+    },
+    "nemotron": {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hybrid_override_pattern": "ME*-",
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "conv_kernel": 4,
+        "n_routed_experts": 16,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 96,
+        "routed_scaling_factor": 2.5,
+        "hidden_act": "silu",
+    },
+}
 
 
 def mixture(name: str, hot: int = 256) -> Shape:
     """Tiny, with the sizes of FIELDS."""
     plain = tiny(hot=hot)
-    fields = {**plain.fields, "attention_bias": False, **FIELDS[name]}
+    fields = {**plain.fields, "attention_bias": False, **(FIELDS | HYBRIDS)[name]}
     if name.startswith("gemma4"):  # its RoPE differs by layer
         fields = {field: value for field, value in fields.items() if not field.startswith("rope_")}
     return Shape(name, plain.source, plain.num_plain, hot, fields)
@@ -78,6 +115,4 @@ def is_supported(shape: Shape) -> bool:
 
 
 SUPPORTED = [name for name in FIELDS if is_supported(mixture(name))]
-# Those whose layers keep rows of one size: the benches count no others.
-COUNTED = [name for name in SUPPORTED if mixture(name).target.layer_specs is None]
 WITH_EXPERTS = [name for name in SUPPORTED if mixture(name).target.experts is not None]

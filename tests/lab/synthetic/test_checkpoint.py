@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from espalier import LLM, SamplingParams, SpeculationConfig
-from espalier.bench.shapes import LLAMA, QWEN3, SHAPES, Shape, find_shape
+from espalier.bench.shapes import GPT_OSS, LLAMA, QWEN3, SHAPES, Shape, find_shape
 from espalier.engine.engine import Engine
 from espalier.errors import EspalierError
 from espalier.layout import RoundLayout
 from espalier.models import load_target, read_config
+from espalier.models.from_transformers.target import TransformersTarget
 from espalier.models.rope import RopeTables
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from espalier.startup.build import Loaded, assemble, config_of_layout
@@ -68,6 +69,7 @@ SHAPE = tiny()
 PARAMETERS = {
     "llama-3.1-8b": 8.03,
     "qwen3-8b": 8.19,
+    "llama-3.1-70b": 70.55,
     "llama-3.2-1b": 1.50,
     "qwen3-30b-a3b": 30.53,
     "deepseek-v2-lite": 15.71,
@@ -76,6 +78,7 @@ PARAMETERS = {
     "gemma-4-31b": 32.11,
     "gemma-4-26b-a4b": 25.97,
     "ministral3-14b": 13.51,
+    "phi-4": 14.66,
 }
 # Its ring is long enough for a few hundred rounds to be a fair sample of places.
 LONG = tiny(hot=1024)
@@ -160,6 +163,29 @@ def test_directories_are_ordinary_and_what_build_gives(tmp_path: Path, monkeypat
     assert torch.equal(*heads) and torch.equal(draft.d2t, made_draft.d2t)
     with pytest.raises(EspalierError, match="already holds"):
         write(recipe, tmp_path, torch.float32)
+
+
+def test_a_target_by_transformers_is_the_same(tmp_path: Path) -> None:
+    """From the same tensors, with the same captured inputs."""
+    recipe = a_recipe()
+    native, _ = models(recipe, torch.float32)
+    hosted, _ = build(replace(recipe, model_impl="transformers"), torch.float32, CPU, POSITIONS)
+    assert isinstance(hosted, TransformersTarget)
+    tokens = torch.tensor(prompts(recipe, 2))
+    positions = torch.arange(tokens.shape[1])[None].expand_as(tokens)
+    one, other = (m(DensePass(tokens, m.layer_specs, positions)) for m in (native, hosted))
+    assert native.capture == hosted.capture and native.layer_specs != ()
+    torch.testing.assert_close(hosted.logits(other.hidden), native.logits(one.hidden), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(other.captured, one.captured, atol=1e-4, rtol=1e-4)
+
+
+def test_the_first_layers_are_those_of_the_whole() -> None:
+    whole = Shape("tiny", "nobody", 318, 256, {**GPT_OSS, **SHAPE.fields, "layer_types": ["sliding_attention"] * 4})
+    assert whole.cut(2).config_json["layer_types"] == ["sliding_attention"] * 2
+    cut = SHAPE.cut(3)
+    assert (cut.name, cut.target.num_layers) == ("tiny, 3 of 4 layers", 3)
+    few, all_of = (Recipe(shape).tensors(torch.float32, "meta")[0].shapes for shape in (cut, SHAPE))
+    assert few == {name: size for name, size in all_of.items() if not name.startswith("model.layers.3")}
 
 
 def test_a_draft_that_stands_is_noticed_before_a_target_is_made(tmp_path):

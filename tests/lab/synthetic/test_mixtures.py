@@ -21,7 +21,7 @@ TREE = (5, 4, 16)
 TYPICAL = ("qwen3-moe", "v3")
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", [*SUPPORTED, "qwen3.6", "qwen3.6-moe"])
 def test_transformers_and_espalier_follow_the_rule(name: str, tmp_path: Path) -> None:
     """From files: the same logits in both, and the greedy token that the rule names."""
     correlation = 0.5 if name in WITH_EXPERTS else 0.0
@@ -35,6 +35,15 @@ def test_transformers_and_espalier_follow_the_rule(name: str, tmp_path: Path) ->
     own = target.logits(target(DensePass(tokens, target.layer_specs, torch.arange(len(text))[None])).hidden)
     torch.testing.assert_close(own, logits, rtol=0, atol=1e-9)
     assert logits[0, PROMPT:-1].argmax(-1).tolist() == text[PROMPT + 1 :]
+
+
+@pytest.mark.parametrize("name", [pytest.param("qwen3.6", marks=pytest.mark.full), "qwen3.6-moe", "nemotron"])
+def test_states_and_an_mtp_head_follow_the_rule(name: str) -> None:
+    recipe = Recipe(mixture(name, hot=1024), skill=0.75, mtp_layers=1)
+    engine = an_engine(recipe, (3, 4, 16), torch.float32, batch=4)
+    starts = prompts(recipe, 4)
+    assert generate(engine, starts, 40) == [recipe.chain().follow(start, 40) for start in starts]
+    assert engine.totals.accept_length > 1.8
 
 
 # Plain K/V and latent.  What each family's layers compute is compared above.

@@ -1,0 +1,56 @@
+"""The tree of each round: asks the chooser (tree_choice.py), and tells it what came of the rounds."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from espalier.engine.acceptance import Sample
+from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.engine.tree_choice import FixedTrees, TreeChooser
+from espalier.layout import PLAIN, RoundLayout, TreeShape
+from espalier.request import Request
+
+
+class RoundTrees:
+    """chooser: None for the layout's trees; runs_any_tree: as Executor has it.
+
+    num_rounds: rounds launched so far, by tree.
+    """
+
+    def __init__(self, layout: RoundLayout, chooser: TreeChooser | None = None, runs_any_tree: bool = False) -> None:
+        self.layout = layout
+        self.chooser = chooser or FixedTrees()
+        self.runs_any_tree = runs_any_tree
+        self.num_rounds: Counter[TreeShape] = Counter()
+
+    def next_tree(self, batch: Sequence[Request]) -> TreeShape | None:
+        """The tree of the next round, of these requests; None for the layout's."""
+        tree = self._chosen(batch)
+        self.num_rounds[tree or self.layout.at(len(batch)).tree] += 1
+        return tree
+
+    def _chosen(self, batch: Sequence[Request]) -> TreeShape | None:
+        if not self.runs_any_tree and any(request.masker for request in batch):
+            # A staged round.
+            return None
+        drafting = sum(request.params.depth_limit(self.layout.steps) > 0 for request in batch)
+        tree = self.chooser.pick(len(batch), drafting, sum(request.num_known for request in batch) / len(batch))
+        return PLAIN if tree is None and not drafting and self.runs_any_tree else tree
+
+    def rows(self, tree: TreeShape | None, batch: int) -> int:
+        """The nodes of a round."""
+        return batch * (tree or self.layout.at(batch).tree).num_draft_tokens
+
+    def read(self, launch_input: LaunchInput, rows: Sequence[RequestResult], allowed: Iterable[int]) -> None:
+        """Count a launch.  rows: its results; allowed: for each, the depth down to which it could accept guesses."""
+        tree = launch_input.tree
+        if launch_input.is_prefill:
+            self.chooser.restart()
+        if tree is None:
+            return
+        guesses = [sum(row.tree_size.at_depth) for row in rows]
+        samples = [
+            Sample(depth, row.ranks, row.is_leaf, found < tree.num_draft_tokens - 1)
+            for row, depth, found in zip(rows, allowed, guesses, strict=True)
+            if depth > 0 and row.finite
+        ]
+        self.chooser.read(samples, max(guesses))

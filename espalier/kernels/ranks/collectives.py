@@ -1,0 +1,85 @@
+"""Joins ranks on GPUs of one host: small tensors in memory that all reach, inside of CUDA graphs, others by NCCL."""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from espalier.kernels.ranks.memory import PeerMemory, peer_memory
+from espalier.shards import Collectives
+
+# Bytes of a rank's values up to which a sum is one-shot, and up to which it is two-shot.  Above, NCCL is faster.
+# `python -m lab ranks` measures all three.
+ONE_SHOT_BYTES, PEER_BYTES = 2**18, 2**23
+log = logging.getLogger("espalier")
+
+
+class PeerCollectives:
+    """A Collectives (espalier/shards/base.py)."""
+
+    def __init__(self, memory: PeerMemory, nccl: Collectives) -> None:
+        from espalier.kernels.ranks import join
+
+        self.join = join
+        self.memory = memory
+        self.nccl = nccl
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return self.nccl.all_gather(x)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]) if x.ndim else x.reshape(1, 1)
+        if not self.join.fits(self.memory, rows, x.dtype):
+            return self.nccl.all_reduce(x)
+        return self.join.sum_rows(self.memory, rows, x.dtype, two_shot(rows, x.dtype)).view(x.shape)
+
+    def all_reduce_add_norm(
+        self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor] | None:
+        if not self.join.fits(self.memory, parts, residual.dtype) or residual.stride(-1) != 1:
+            return None
+        way = two_shot(parts, residual.dtype)
+        return self.join.sum_add_norm(self.memory, parts, residual, weight, eps, way)
+
+    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
+        if not self.join.gathers(self.memory, x, each):
+            return self.nccl.gather_columns(x, each, size)
+        return self.join.gather_columns(self.memory, x, each, size)
+
+    def abort(self) -> None:
+        # First: NCCL waits for its own kernels, which may come after one that waits for a rank.
+        self.memory.wait_for_nobody()
+        self.nccl.abort()
+
+
+def two_shot(parts: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the sum of parts [rows, H] or [splits, rows, H] is two-shot."""
+    rows, size = parts.shape[-2:]
+    return rows * size * dtype.itemsize > ONE_SHOT_BYTES
+
+
+def join_gpus(file: Path, rank: int, count: int, device: torch.device, peer_bytes: int = PEER_BYTES) -> Collectives:
+    """Meet the other ranks.  file, device: of NcclCollectives; peer_bytes: of the largest sum in peer memory.
+
+    NCCL alone where a rank cannot map the others' memory; the log says so.
+    """
+    from espalier.shards.nccl import NcclCollectives
+
+    nccl = NcclCollectives(file, rank, count, device)
+    memory, reason = None, ""
+    try:
+        memory = peer_memory(str(file), nccl.store, rank, count, device, peer_bytes)
+    except Exception as error:
+        reason = f"{error}".partition("\n")[0]
+    # It also makes sure that all flags are zero before one is set.
+    joined = nccl.all_gather(torch.tensor(memory is not None, dtype=torch.int32, device=device))
+    if memory is None or not bool(joined.all()):
+        log.warning("ranks join by NCCL alone: no memory that all GPUs reach (%s)", reason or "another rank says why")
+        return nccl
+    log.info(
+        "ranks join in peer memory: sums to %d KiB one-shot, to %d KiB two-shot; by NCCL above",
+        min(ONE_SHOT_BYTES, peer_bytes) >> 10,
+        peer_bytes >> 10,
+    )
+    return PeerCollectives(memory, nccl)

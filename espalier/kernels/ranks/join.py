@@ -1,0 +1,256 @@
+"""The sum of all ranks' rows, alone or fused with the residual addition and the norm, and the gathering of columns.
+
+Ranks meet inside of the kernels: a program writes its rank's values into its slot, tells the programs of the same
+number on the other ranks, and waits for theirs (`_meet`).
+
+- One-shot: each rank reads the rows of all ranks.
+- Two-shot: each rank sums a part of the columns and writes it to all ranks.  Ranks meet twice, and less is read.
+
+Sums are in the order of the ranks, in float32 (float64 for float64), rounded once.  So both ways give all ranks the
+bits of espalier/shards/gloo.py.
+
+A slot is written again at its program's next use but one.  By then every rank has begun the use between, and so has
+read what it held.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from espalier.kernels.layers.linear import load_sum
+from espalier.kernels.layers.norm import warps_for
+from espalier.kernels.ranks.memory import FLAGS_BYTES, PROGRAMS, PeerMemory
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+
+# Columns that a program gathers at a time.
+GATHERED = 2048
+# Waiting threads look at the host's memory, which is far away, once in so many looks at their own.
+_SIGNAL = """{
+.reg .pred live;
+setp.ne.u32 live, $3, 0;
+@live st.release.sys.global.u32 [$1], $2;
+mov.u32 $0, 0;
+}"""
+_WAIT = """{
+.reg .pred more;
+.reg .u32 seen, looks, stop;
+mov.u32 looks, 0;
+setp.eq.u32 more, $4, 0;
+@more bra DONE;
+LOOK:
+ld.acquire.sys.global.u32 seen, [$1];
+sub.s32 seen, seen, $2;
+setp.ge.s32 more, seen, 0;
+@more bra DONE;
+add.u32 looks, looks, 1;
+and.b32 stop, looks, 4095;
+setp.ne.u32 more, stop, 0;
+@more bra LOOK;
+ld.volatile.global.u32 stop, [$3];
+setp.eq.u32 more, stop, 0;
+@more bra LOOK;
+DONE:
+mov.u32 $0, 0;
+}"""
+SIGNAL, WAIT = tl.constexpr(_SIGNAL), tl.constexpr(_WAIT)
+
+
+@kernel
+def _meet(memory_ptr, stop_ptr, rank, program, mark, WORLD: tl.constexpr, LANES: tl.constexpr):
+    """Wait until the programs of this number on all ranks have come to `mark`.  What they wrote before can be read.
+
+    LANES: the threads of the program; one for each rank signals and waits.
+    """
+    tl.debug_barrier()
+    peer = tl.arange(0, LANES)
+    live = peer < WORLD
+    theirs = tl.load(memory_ptr + peer, mask=live, other=0) + (program * WORLD + rank) * 4
+    own = tl.load(memory_ptr + rank) + (program * WORLD + peer) * 4
+    is_live, marks = live.to(tl.int32), mark + tl.zeros_like(peer)
+    tl.inline_asm_elementwise(SIGNAL, "=r,l,r,r", [theirs, marks, is_live], tl.int32, is_pure=False, pack=1)
+    stops = stop_ptr.to(tl.int64) + tl.zeros_like(own)
+    tl.inline_asm_elementwise(WAIT, "=r,l,r,l,r", [own, marks, stops, is_live], tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@kernel
+def _values_at(address, TYPE: tl.constexpr):
+    """A pointer to values at an address, of which 16 is a divisor."""
+    return tl.multiple_of(address.to(tl.pointer_type(TYPE)), 16)
+
+
+@kernel
+def _sum_of_ranks(
+    memory_ptr, place, column, mask, TYPE: tl.constexpr, EXACT: tl.constexpr, WORLD: tl.constexpr
+):  # fmt: skip
+    total = tl.load(_values_at(tl.load(memory_ptr) + place, TYPE) + column, mask=mask, other=0.0).to(EXACT)
+    for peer in tl.static_range(1, WORLD):
+        values = _values_at(tl.load(memory_ptr + peer) + place, TYPE)
+        total += tl.load(values + column, mask=mask, other=0.0).to(EXACT)
+    return total.to(TYPE)
+
+
+@kernel(do_not_specialize=["rank", "rows"])
+def _sum_kernel(
+    parts_ptr, residual_ptr, weight_ptr, sum_ptr, out_ptr, memory_ptr, uses_ptr, stop_ptr,
+    rank, rows, part_row_stride, part_split_stride, residual_row_stride,
+    EPS: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+    OWN: tl.constexpr, BLOCK_OWN: tl.constexpr, ROW_BYTES: tl.constexpr, WORLD: tl.constexpr,
+    FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out: the sum over the ranks, or with a residual the norm of residual + sum, which goes to sum_ptr.
+
+    OWN: columns that each rank sums in the two-shot way; 0: one-shot.
+    """
+    pdl_trigger_and_wait(DEPENDENT)
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    program = tl.program_id(0)
+    uses = tl.load(uses_ptr + program)
+    column = tl.arange(0, BLOCK)
+    mask = column < SIZE
+    own = tl.load(memory_ptr + rank)
+    slot = FLAGS + ((uses & 1) * SLOTS + program).to(tl.int64) * SLOT
+    place = slot
+    for row in range(program, rows, tl.num_programs(0)):
+        parts = parts_ptr + tl.cast(row, tl.int64) * part_row_stride + column
+        value = load_sum(parts, part_split_stride, mask, SPLITS, TYPE, EXACT)
+        tl.store(_values_at(own + place, TYPE) + column, value.to(TYPE), mask=mask)
+        place += ROW_BYTES
+    _meet(memory_ptr, stop_ptr, rank, program, 2 * uses + 1, WORLD, LANES)
+    if OWN:
+        of_own = tl.arange(0, BLOCK_OWN)
+        place = slot
+        for _ in range(program, rows, tl.num_programs(0)):
+            total = _sum_of_ranks(memory_ptr, place, rank * OWN + of_own, of_own < OWN, TYPE, EXACT, WORLD)
+            for peer in tl.static_range(WORLD):
+                summed = _values_at(tl.load(memory_ptr + peer) + place + 2 * SLOTS * SLOT, TYPE)
+                tl.store(summed + rank * OWN + of_own, total, mask=of_own < OWN)
+            place += ROW_BYTES
+        _meet(memory_ptr, stop_ptr, rank, program, 2 * uses + 2, WORLD, LANES)
+    place = slot
+    for row in range(program, rows, tl.num_programs(0)):
+        if OWN:
+            total = tl.load(_values_at(own + place + 2 * SLOTS * SLOT, TYPE) + column, mask=mask, other=0.0)
+        else:
+            total = _sum_of_ranks(memory_ptr, place, column, mask, TYPE, EXACT, WORLD)
+        row = tl.cast(row, tl.int64)
+        at = row * SIZE + column
+        if residual_ptr is not None:
+            weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(EXACT)
+            residual = tl.load(residual_ptr + row * residual_row_stride + column, mask=mask, other=0.0)
+            # As norm.py: the norm is of the values that the residual stream holds.
+            x = (residual.to(EXACT) + total.to(EXACT)).to(TYPE)
+            tl.store(sum_ptr + at, x, mask=mask, eviction_policy="evict_last")
+            x = x.to(EXACT)
+            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE + EPS)
+            tl.store(out_ptr + at, (x * scale * weight).to(TYPE), mask=mask)
+        else:
+            tl.store(out_ptr + at, total, mask=mask)
+        place += ROW_BYTES
+    tl.store(uses_ptr + program, uses + 1)
+
+
+def sum_rows(memory: PeerMemory, parts: Tensor, dtype: torch.dtype, two_shot: bool) -> Tensor:
+    """parts [rows, H] or [splits, rows, H] of each rank -> [rows, H], the sum over the ranks."""
+    out = parts.new_empty(parts.shape[-2:], dtype=dtype)
+    _launch_sum(memory, parts, out, two_shot, None, None, 0.0, None)
+    return out
+
+
+def sum_add_norm(
+    memory: PeerMemory, parts: Tensor, residual: Tensor, weight: Tensor, eps: float, two_shot: bool
+) -> tuple[Tensor, Tensor]:
+    """As espalier/kernels/ops/norm.py:add_rms_norm of `sum_rows`: the same sum to the bit."""
+    total, out = (residual.new_empty(residual.shape) for _ in range(2))
+    _launch_sum(memory, parts, out, two_shot, residual, weight, eps, total)
+    return total, out
+
+
+def fits(memory: PeerMemory, parts: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes parts [rows, H] or [splits, rows, H]."""
+    rows, size = parts.shape[-2:]
+    row_bytes = size * dtype.itemsize
+    in_turn = -(-rows // PROGRAMS)
+    return rows > 0 and row_bytes % 16 == 0 and in_turn * row_bytes <= memory.slot_bytes and parts.stride(-1) == 1
+
+
+def _launch_sum(
+    memory: PeerMemory,
+    parts: Tensor,
+    out: Tensor,
+    two_shot: bool,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    total: Tensor | None,
+) -> None:
+    rows, size = out.shape
+    row_bytes, block = size * out.itemsize, power_of_two(size)
+    own = size // memory.count if two_shot and row_bytes % (16 * memory.count) == 0 else 0
+    warps = warps_for(block)
+    _sum_kernel[(min(rows, PROGRAMS),)](
+        parts, residual, weight, total, out, memory.addresses, memory.uses, memory.stop,
+        memory.rank, rows, parts.stride(-2), parts.stride(0), 0 if residual is None else residual.stride(0),
+        EPS=eps, SIZE=size, SPLITS=len(parts) if parts.ndim == 3 else 1, EXACT=exact_type(out.dtype), BLOCK=block,
+        OWN=own, BLOCK_OWN=power_of_two(max(own, 1)), ROW_BYTES=row_bytes, num_warps=warps, **_shared(memory, warps),
+    )  # fmt: skip
+
+
+@kernel(do_not_specialize=["rank", "rows"])
+def _gather_kernel(
+    x_ptr, out_ptr, memory_ptr, uses_ptr, stop_ptr, rank, rows, x_row_stride, own_size, size,
+    EACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD: tl.constexpr,
+    FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out [rows, size]: the columns of all ranks side by side, EACH of every rank but the last ones."""
+    pdl_trigger_and_wait(DEPENDENT)
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty
+    BLOCKS: tl.constexpr = (EACH + BLOCK - 1) // BLOCK
+    program = tl.program_id(0)
+    uses = tl.load(uses_ptr + program)
+    own = tl.load(memory_ptr + rank)
+    slot = FLAGS + ((uses & 1) * SLOTS + program).to(tl.int64) * SLOT
+    of_block = tl.arange(0, BLOCK)
+    place = slot
+    for block in range(program, rows * BLOCKS, tl.num_programs(0)):
+        row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
+        value = tl.load(x_ptr + row * x_row_stride + column, mask=column < own_size, other=0.0)
+        tl.store(_values_at(own + place, TYPE) + of_block, value)
+        place += BLOCK_BYTES
+    _meet(memory_ptr, stop_ptr, rank, program, 2 * uses + 1, WORLD, LANES)
+    place = slot
+    for block in range(program, rows * BLOCKS, tl.num_programs(0)):
+        row, column = (block // BLOCKS).to(tl.int64), block % BLOCKS * BLOCK + of_block
+        for peer in tl.static_range(WORLD):
+            value = tl.load(_values_at(tl.load(memory_ptr + peer) + place, TYPE) + of_block)
+            mask = (column < EACH) & (peer * EACH + column < size)
+            tl.store(out_ptr + row * size + peer * EACH + column, value, mask=mask)
+        place += BLOCK_BYTES
+    tl.store(uses_ptr + program, uses + 1)
+
+
+def gather_columns(memory: PeerMemory, x: Tensor, each: int, size: int) -> Tensor:
+    """As espalier/shards/base.py:Collectives.gather_columns."""
+    rows, own_size = x.shape
+    out = x.new_empty(rows, size)
+    _gather_kernel[(min(rows * -(-each // GATHERED), PROGRAMS),)](
+        x, out, memory.addresses, memory.uses, memory.stop, memory.rank, rows, x.stride(0), own_size, size,
+        EACH=each, BLOCK=GATHERED, BLOCK_BYTES=GATHERED * x.itemsize, num_warps=8, **_shared(memory, 8),
+    )  # fmt: skip
+    return out
+
+
+def gathers(memory: PeerMemory, x: Tensor, each: int) -> bool:
+    """Whether `gather_columns` takes x."""
+    in_turn = -(-len(x) * -(-each // GATHERED) // PROGRAMS)
+    return len(x) > 0 and in_turn * GATHERED * x.itemsize <= memory.slot_bytes and x.stride(-1) == 1
+
+
+def _shared(memory: PeerMemory, warps: int) -> dict[str, object]:
+    """The arguments by which ranks meet."""
+    sizes = {"FLAGS": FLAGS_BYTES, "SLOT": memory.slot_bytes, "SLOTS": PROGRAMS}
+    return {**sizes, "WORLD": memory.count, "LANES": 32 * warps, **pdl_arguments(chip(memory.addresses))}

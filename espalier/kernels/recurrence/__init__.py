@@ -1,0 +1,1 @@
+"""Kernels of layers that keep a state: short convolutions, the gated delta rule, Mamba-2."""

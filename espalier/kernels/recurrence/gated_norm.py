@@ -1,0 +1,71 @@
+"""The norm of what heads read, with its gate: a launch for both.
+
+Grid: (blocks of rows, groups).  Computed in float32 (float64 for float64), rounded where the reference rounds.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from espalier.kernels.ops.states import OutputGate
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+
+# Values that a program holds at least, where there are as many.
+VALUES = 512
+
+
+@kernel(do_not_specialize=["num_rows"])
+def _gated_norm_kernel(
+    x_ptr, gate_ptr, weight_ptr, out_ptr, num_rows, gate_stride,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, SHARE: tl.constexpr, STEP: tl.constexpr, GATE_FIRST: tl.constexpr,
+    EPS: tl.constexpr, EXACT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_trigger_and_wait(DEPENDENT)
+    row, group = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
+    place = (row[:, None] * GROUPS + group) * SIZE + column[None, :]
+    gate_at = group // SHARE * STEP + group % SHARE * SIZE
+    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(EXACT)
+    gate = tl.load(gate_ptr + row[:, None] * gate_stride + gate_at + column[None, :], mask=mask, other=0.0).to(EXACT)
+    of_group = group * SIZE if GATE_FIRST else 0
+    weight = tl.load(weight_ptr + of_group + column, mask=column < SIZE, other=0.0).to(EXACT)[None, :]
+    gate = gate / (1.0 + tl.exp(-gate))
+    if GATE_FIRST:
+        x *= gate
+        x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / SIZE + EPS))[:, None]
+        out = x.to(out_ptr.dtype.element_ty).to(EXACT) * weight
+    else:
+        x *= (1.0 / tl.sqrt(tl.sum(x * x, 1) / SIZE + EPS))[:, None] * weight
+        out = x.to(out_ptr.dtype.element_ty).to(EXACT) * gate
+    tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def gated_norm(read: Tensor, gate: OutputGate, weight: Tensor, eps: float) -> Tensor:
+    """Tolerance: two ulps of the reference."""
+    read = read.contiguous()
+    num_rows, groups, size = read.shape
+    out = torch.empty_like(read)
+    if not num_rows:
+        return out.flatten(1)
+    block = power_of_two(size)
+    block_r = max(VALUES // block, 1)
+    _gated_norm_kernel[-(-num_rows // block_r), groups](
+        *(read, gate.values, weight, out, num_rows, gate.values.stride(0)),
+        GROUPS=groups,
+        SIZE=size,
+        SHARE=gate.share,
+        STEP=gate.step,
+        GATE_FIRST=gate.is_first,
+        EPS=eps,
+        EXACT=exact_type(read.dtype),
+        BLOCK_R=block_r,
+        BLOCK=block,
+        num_warps=4 if block >= 512 else 2,
+        **pdl_arguments(chip(read)),
+    )
+    return out.flatten(1)

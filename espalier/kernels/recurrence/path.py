@@ -1,0 +1,157 @@
+"""Commits: the rows of accepted paths go into the states, and their inputs into the tails of the convolutions.
+
+A state takes in one row after another, in float32 (float64 for float64) and always in the same order of operations, so
+that it does not depend on how a text was cut into rounds.  Each program holds a part of a state in registers, and reads
+and writes it once.  Grid: (parts of a state, requests, layers).
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.ops.states import Columns, PathRows
+from espalier.kernels.recurrence.inputs import input_column
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+
+# Columns of a state that a program holds; channels of a tail.
+BLOCK_V, BLOCK_C = 32, 256
+
+
+@kernel
+def _commit_states_kernel(
+    state_ptr, k_ptr, v_ptr, gates_ptr, slot_ptr, source_ptr, count_ptr, marked_ptr, mark_row_ptr,
+    width, state_layer, k_layer, v_layer, gates_layer,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, K_SIZE: tl.constexpr, V_SIZE: tl.constexpr, DELTA: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """marked_ptr: None if there are no marks."""
+    pdl_trigger_and_wait(DEPENDENT)
+    v_blocks: tl.constexpr = (V_SIZE + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // v_blocks
+    request, layer = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    key, value = tl.arange(0, BLOCK_K), tl.program_id(0) % v_blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_key, is_value = key < K_SIZE, value < V_SIZE
+    is_both = is_key[:, None] & is_value[None, :]
+    state_ptr += layer * state_layer
+    place = (head * K_SIZE + key[:, None]) * V_SIZE + value[None, :]
+    count = tl.load(count_ptr + request)
+    if count > 0:
+        slot = tl.load(slot_ptr + request)
+        state = tl.load(state_ptr + slot * HEADS * K_SIZE * V_SIZE + place, mask=is_both, other=0.0)
+        marked = tl.load(marked_ptr + request) if marked_ptr is not None else 0
+        for i in range(count):
+            row = tl.load(source_ptr + request * width + i)
+            gates = gates_ptr + layer * gates_layer + row * 2 * HEADS + head
+            k_row = k_ptr + layer * k_layer + row * (HEADS // SHARE) * K_SIZE + head // SHARE * K_SIZE
+            v_row = v_ptr + layer * v_layer + (row * HEADS + head) * V_SIZE
+            log_decay, beta = tl.load(gates).to(EXACT), tl.load(gates + HEADS).to(EXACT)
+            k = tl.load(k_row + key, mask=is_key, other=0.0).to(EXACT)
+            v = tl.load(v_row + value, mask=is_value, other=0.0).to(EXACT)
+            state *= tl.exp(log_decay)
+            if DELTA:
+                v -= tl.sum(state * k[:, None], 0)
+            state += k[:, None] * (beta * v)[None, :]
+            if i + 1 == marked:
+                mark_row = tl.load(mark_row_ptr + request)
+                tl.store(state_ptr + mark_row * HEADS * K_SIZE * V_SIZE + place, state, mask=is_both)
+        tl.store(state_ptr + slot * HEADS * K_SIZE * V_SIZE + place, state, mask=is_both)
+
+
+def commit_states(state: Tensor, rows: tuple[Tensor, Tensor, Tensor], path: PathRows, delta: bool) -> None:
+    """Tolerance: a unit in the last place of float32 for each row, times the condition of the delta rule's system."""
+    k, v, gates = rows
+    layers, _, heads, k_size, v_size = state.shape
+    _require_rows_contiguous(state, k, v, gates)
+    assert path.source is not None
+    batch, width = path.source.shape
+    if not batch:
+        return
+    _commit_states_kernel[heads * -(-v_size // BLOCK_V), batch, layers](
+        *(state, k, v, gates, path.slots, path.source, path.taken, path.marked, path.mark_row),
+        *(width, state.stride(0), k.stride(0), v.stride(0), gates.stride(0)),
+        HEADS=heads,
+        SHARE=heads // k.shape[2],
+        K_SIZE=k_size,
+        V_SIZE=v_size,
+        DELTA=delta,
+        EXACT=exact_type(state.dtype),
+        BLOCK_K=power_of_two(k_size),
+        BLOCK_V=BLOCK_V,
+        num_warps=4,
+        **pdl_arguments(chip(state)),
+    )
+
+
+def _require_rows_contiguous(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.numel() and not tensor[0].is_contiguous():
+            raise EspalierError(
+                f"states and rows of a layer must be contiguous, and their strides are {tensor.stride()}"
+            )
+
+
+@kernel
+def _commit_tails_kernel(
+    tail_ptr, x_ptr, slot_ptr, source_ptr, count_ptr, marked_ptr, mark_row_ptr, follows_ptr, ends_ptr,
+    width, x_stride, tail_layer, x_layer,
+    CHANNELS: tl.constexpr, TAIL: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+    K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_SIZE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """source_ptr: None, or rows of x are `width` for each request.  follows_ptr, ends_ptr: None outside of passes whose
+    requests may have several pieces."""
+    pdl_trigger_and_wait(DEPENDENT)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    is_channel = channel < CHANNELS
+    column = input_column(channel, Q_AT, K_AT, V_AT, K_STEP, V_STEP, K_SIZE, SHARED, GROUP)
+    follows = tl.load(follows_ptr + request) if follows_ptr is not None else False
+    tail_ptr += layer * tail_layer
+    slot = tl.load(slot_ptr + request)
+    before = tail_ptr + slot * TAIL * CHANNELS + channel
+    # The mark's first: the second overwrites what it reads.
+    for turn in tl.static_range(2):
+        if turn == 0:
+            count = tl.load(marked_ptr + request) if marked_ptr is not None else 0
+            after = tail_ptr + (tl.load(mark_row_ptr + request) if marked_ptr is not None else 0) * TAIL * CHANNELS
+        else:
+            count = tl.load(count_ptr + request)
+            if ends_ptr is not None:
+                count = tl.where(tl.load(ends_ptr + request), count, 0)
+            after = tail_ptr + slot * TAIL * CHANNELS
+        if count > 0:
+            # In order: each place is read before it is written.
+            for i in tl.static_range(TAIL):
+                at = count - TAIL + i
+                row = request * width + at
+                is_new = (at >= 0) | follows
+                if source_ptr is not None:
+                    row = tl.load(source_ptr + row, mask=is_new, other=0)
+                new = tl.load(x_ptr + layer * x_layer + row * x_stride + column, mask=is_channel & is_new, other=0.0)
+                old = tl.load(before + (TAIL + at) * CHANNELS, mask=is_channel & ~is_new, other=0.0)
+                tl.store(after + i * CHANNELS + channel, tl.where(is_new, new, old), mask=is_channel)
+
+
+def commit_tails(tail: Tensor, inputs: Tensor, path: PathRows, columns: Columns) -> None:
+    """Copies, so the result equals the reference's."""
+    layers, _, kept, channels = tail.shape
+    batch = len(path.slots)
+    if not kept or not batch:
+        return
+    _require_rows_contiguous(tail)
+    _commit_tails_kernel[-(-channels // BLOCK_C), batch, layers](
+        *(tail, inputs, path.slots, path.source, path.taken, path.marked, path.mark_row, path.follows, path.ends),
+        *(path.width, inputs.stride(1), tail.stride(0), inputs.stride(0)),
+        CHANNELS=channels,
+        TAIL=kept,
+        **dict(
+            zip(("Q_AT", "K_AT", "V_AT", "K_STEP", "V_STEP", "K_SIZE", "SHARED", "GROUP"), columns.of_tail, strict=True)
+        ),
+        BLOCK=BLOCK_C,
+        num_warps=2,
+        **pdl_arguments(chip(tail)),
+    )

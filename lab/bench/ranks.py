@@ -1,0 +1,168 @@
+"""`python -m lab ranks`: how long ranks on GPUs take to join their results, and whether all hold the same bits.
+
+Each rank captures the same calls and replays them as often, so none waits for a call that another leaves out.
+"""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from espalier.engine.lead import explaining
+from espalier.errors import EspalierError
+from espalier.kernels.ops.norm import add_rms_norm
+from espalier.startup.ranks import starting_ranks
+from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
+from espalier.terminal.machine import require_gpu
+from lab.bench.cases import Case, Timed, table
+from lab.bench.checks import positive_numbers
+
+DTYPE = torch.bfloat16
+EPS = 1e-5
+# Memory for the largest sum that is measured.
+PEER_BYTES = 2**25
+CALLS, REPLAYS, WARM_UP = 20, 20, 5
+# Of the check: sums of changing rows, one after another.
+CHECKED = 2000
+HEADS = ("what", "rows x columns", "way")
+
+
+@dataclass(frozen=True)
+class JoinWork:
+    """What each rank does (espalier/engine/follow.py:Source).  joined: a file by which ranks meet."""
+
+    count: int
+    joined: str
+    rows: tuple[int, ...]
+    hidden: int
+    vocab: int
+
+    def load(self, rank: int) -> Any:
+        self.run(rank)
+
+    def run(self, rank: int, on_join: Callable[[Any], None] | None = None) -> list[Timed]:
+        from espalier.kernels.ranks.collectives import PeerCollectives, join_gpus
+
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        ranks = join_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES)
+        if on_join is not None:
+            on_join(ranks)
+        if not isinstance(ranks, PeerCollectives):
+            raise EspalierError("the GPUs reach no memory in common, so there is nothing to compare with NCCL")
+        with torch.inference_mode():
+            check(ranks, rank, self.hidden)
+            return [Timed(case, microseconds(case.run), 1.0) for case in self.cases(ranks, device)]
+
+    def cases(self, ranks: Any, device: torch.device) -> Iterator[Case]:
+        join, memory = ranks.join, ranks.memory
+        for rows in self.rows:
+            x, residual = (torch.randn(rows, self.hidden, dtype=DTYPE, device=device) for _ in range(2))
+            weight, size = torch.ones(self.hidden, dtype=DTYPE, device=device), f"{rows} x {self.hidden}"
+            sums: dict[str, Callable[[], Any]] = {"NCCL": partial(ranks.nccl.all_reduce, x.clone())}
+            norms: dict[str, Callable[[], Any]] = {"NCCL": partial(nccl_add_norm, ranks, x.clone(), residual, weight)}
+            if join.fits(memory, x, DTYPE):
+                for way, two_shot in (("one-shot", False), ("two-shot", True)):
+                    sums[way] = partial(join.sum_rows, memory, x, DTYPE, two_shot)
+                    norms[way] = partial(join.sum_add_norm, memory, x, residual, weight, EPS, two_shot)
+            for what, ways in (("sum", sums), ("sum, add, norm", norms)):
+                for way, run in ways.items():
+                    yield Case((what, size, way), x.nbytes, 0, run)
+        each = -(-self.vocab // self.count)
+        for rows in (1, 16, 64):
+            x = torch.randn(rows, each, dtype=DTYPE, device=device)
+            names = "logits", f"{rows} x {each * self.count}"
+            yield Case((*names, "NCCL"), x.nbytes, 0, partial(ranks.nccl.gather_columns, x, each, each * self.count))
+            if join.gathers(memory, x, each):
+                gather = partial(join.gather_columns, memory, x, each, each * self.count)
+                yield Case((*names, "peer memory"), x.nbytes, 0, gather)
+
+
+def nccl_add_norm(ranks: Any, x: Tensor, residual: Tensor, weight: Tensor) -> Any:
+    return add_rms_norm(ranks.nccl.all_reduce(x), residual, weight, EPS)
+
+
+def microseconds(run: Callable[[], Any]) -> float:
+    """Of a call, the median over replays of a CUDA graph of CALLS."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            run()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+    for _ in range(WARM_UP):
+        graph.replay()
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return 1e3 * median(a.elapsed_time(b) for a, b in pairwise(events)) / CALLS
+
+
+def check(ranks: Any, rank: int, hidden: int) -> None:
+    """Sums of random rows, both ways and in the norm, equal those of all gathered rows to the bit, on every rank.
+
+    Raises EspalierError.
+    """
+    join, memory = ranks.join, ranks.memory
+    generator = torch.Generator(device=memory.addresses.device).manual_seed(rank)
+    make = partial(torch.randn, dtype=DTYPE, device=memory.addresses.device)
+    weight = torch.ones(hidden, dtype=DTYPE, device=memory.addresses.device)
+    wrong = torch.zeros(1, dtype=torch.int64, device=memory.addresses.device)
+    for i in range(CHECKED):
+        rows, two_shot = (1, 3, 64, 129, 300)[i % 5], i % 2 == 1
+        x = make(rows, hidden, generator=generator)
+        wanted = in_order(ranks.nccl.all_gather(x))
+        wrong += (join.sum_rows(memory, x, DTYPE, two_shot) != wanted).sum()
+        total, norm = join.sum_add_norm(memory, x, wanted, weight, EPS, two_shot)
+        added, normed = add_rms_norm(wanted, wanted, weight, EPS)
+        wrong += (total != added).sum() + (norm.float() - normed.float()).abs().gt(0.05).sum()
+        if i % 50 == 0:
+            columns = make(1 + i // 50, 1000 - rank, generator=generator)
+            gathered = join.gather_columns(memory, columns, 1000, 1000 * memory.count - memory.count + 1)
+            wrong += (gathered[:, rank * 1000 :][:, : 1000 - rank] != columns).sum() if rank < 2 else 0
+    if failed := int(ranks.nccl.all_reduce(wrong)):
+        raise EspalierError(f"{failed} values of {CHECKED} sums differ from those of gathered rows")
+
+
+def in_order(gathered: Tensor) -> Tensor:
+    total = gathered[0].float()
+    for each in gathered[1:]:
+        total = total + each.float()
+    return total.to(gathered.dtype)
+
+
+def run(args: Namespace) -> int:
+    rows = positive_numbers("--rows", args.rows, "1,16,64,512,2048")
+    require_writable("--json", args.json)
+    require_gpu("ranks")
+    if not 2 <= args.ranks <= torch.cuda.device_count():
+        raise EspalierError(
+            f"--ranks={args.ranks} needs as many GPUs, and 2 at least; there are {torch.cuda.device_count()}"
+        )
+    print_header()
+    with starting_ranks(args.ranks) as ranks:
+        ranks.loaded()
+        joined = str(Path(ranks.folder.name) / "joined")
+        work = JoinWork(args.ranks, joined, tuple(rows), args.hidden, args.vocab)
+        ranks.load(work)
+        with explaining(ranks):
+            times = work.run(0, ranks.joined)
+        ranks.loaded()
+        ranks.end()
+    stdout().print(f"{CHECKED} sums on {args.ranks} ranks: 0 values differ")
+    write_json(args.json, {"ranks": args.ranks, "joins": [time.as_dict(HEADS) for time in times]})
+    print_table([line[:4] for line in table(HEADS, times)])
+    return 0

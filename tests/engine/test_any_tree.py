@@ -1,0 +1,147 @@
+"""Tokens never depend on which tree a round has: with a tree drawn for each round, every drafter gives what plain
+decoding gives, and the host learns from the rounds what their trees say."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import pytest
+
+from espalier.engine.acceptance import Sample
+from espalier.engine.engine import Engine
+from espalier.engine.launch_input import LaunchInput, RequestResult
+from espalier.layout import PLAIN, LaunchForm, TreeShape
+from tests.engine.alone import plainly
+from tests.engine.fake_cuda import FakeGraph, engine_on_fake_cuda, fake_cuda
+from tests.gpu.traffic import mixed, run_staggered
+from tests.grammar.test_lossless import asked
+from tests.harness import Setup, run
+from tests.properties.block_setup import BlockSetup
+from tests.properties.mtp_setup import MTPSetup
+from tests.properties.peagle_setup import PEagleSetup
+from tests.properties.test_ranks import Case
+from tests.ranks import Group
+
+TREE: dict[str, Any] = {"steps": 4, "topk": 3, "num_draft_tokens": 14, "max_batch": 4, "page_size": 4}
+SMALL = (PLAIN, TreeShape(1, 1, 2), TreeShape(3, 1, 4), TreeShape(2, 3, 7))
+DRAFTERS = [
+    Setup(**TREE),
+    Setup(algorithm="ngram", **TREE),
+    MTPSetup(form=(2, "chain"), **TREE),
+    PEagleSetup(**TREE),
+    BlockSetup(form="dspark", **TREE),
+    Setup(keeps="hybrid", **TREE),
+]
+
+
+@dataclass
+class AnyTree:
+    """A TreeChooser that draws.  picked: what it drew; samples: what it was told."""
+
+    forms: Sequence[TreeShape]
+    random: Random = field(default_factory=lambda: Random(5))
+    picked: list[TreeShape] = field(default_factory=list)
+    samples: list[Sequence[Sample]] = field(default_factory=list)
+
+    def pick(self, batch: int, drafting: int, context: float) -> TreeShape:
+        self.picked.append(self.random.choice(self.forms))
+        return self.picked[-1]
+
+    def read(self, samples: Sequence[Sample], guesses: int) -> None:
+        self.samples.append(samples)
+
+    def restart(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("turn", range(len(DRAFTERS)))
+def test_any_tree_gives_the_tokens_of_plain_decoding(turn: int) -> None:
+    setup = replace(DRAFTERS[turn], overlap=turn % 2 == 0)
+    engine, requests = setup.engine(), mixed(6, max_tokens=11)
+    chooser = AnyTree((*SMALL, setup.layout.tree))
+    engine.scheduler.trees.chooser = chooser
+    run_staggered(engine, requests, every=2)
+    for r in requests:
+        assert r.output == plainly(setup, r).tokens, r.id
+    assert len(chooser.samples) == len(chooser.picked) and set(chooser.picked) == set(chooser.forms)
+
+
+def test_any_tree_gives_the_tokens_of_plain_decoding_in_grammars() -> None:
+    setup = Setup(**TREE)
+    engine, plain = setup.engine(), run(setup.plain().engine(), asked(2, 1.2))
+    engine.scheduler.trees.chooser = AnyTree((*SMALL, setup.layout.tree))
+    assert run(engine, asked(2, 1.2)).tokens == plain.tokens
+
+
+def test_any_tree_crosses_to_every_rank() -> None:
+    case, group = Case("trees", setup=(("overlap", True),)), Group(2)
+    setup = case.made()
+    chooser = AnyTree((PLAIN, TreeShape(1, 1, 2), setup.layout.tree))
+    requests = [mixed(4, max_tokens=8), mixed(4, max_tokens=8)]
+    for trees, asked_for in zip((None, chooser), requests, strict=True):
+        engine = group.engine(setup, case.files)
+        engine.scheduler.trees.chooser = trees or engine.scheduler.trees.chooser
+        # Ranks compare the sums of their trees.
+        run(engine, asked_for)
+    group.finish()
+    assert [r.output for r in requests[0]] == [r.output for r in requests[1]]
+    assert len(set(chooser.picked)) == 3
+
+
+def test_on_a_gpu_every_tree_of_a_bucket_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = Setup(**TREE, attention="reference", overlap=True)
+    requests, sets = mixed(7, max_tokens=8), ((1, (setup.layout.tree, PLAIN)), (3, (SMALL[2], SMALL[1], PLAIN)))
+    wanted = [plainly(setup, r).tokens for r in requests]
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(Setup, "layout", replace(setup.layout, choices=sets))
+    engine = engine_on_fake_cuda(setup, graph_batch=4)
+    rounds = {LaunchForm(at, tree=tree) for at in (1, 2, 3, 4) for tree in dict(sets)[1 if at < 3 else 3]}
+    graphs: Any = engine.executor
+    assert {form for form in graphs.graphs if not form.width} == rounds
+
+    class OfBucket(AnyTree):
+        def pick(self, batch: int, drafting: int, context: float) -> TreeShape:
+            self.forms = engine.layout.choices_at(batch)
+            return super().pick(batch, drafting, context)
+
+    chooser = OfBucket(())
+    engine.scheduler.trees.chooser = chooser
+    FakeGraph.replayed = 0
+    run_staggered(engine, requests, every=2)
+    assert [r.output for r in requests] == wanted
+    assert len(set(chooser.picked)) == 4 and FakeGraph.replayed >= len(chooser.picked)
+    assert engine.scheduler.trees.num_rounds.total() == len(chooser.picked)
+
+
+def test_samples_are_what_the_trees_say() -> None:
+    """Ranks, and where a path ends, against the traced trees."""
+    setup = Setup(**{**TREE, "max_batch": 3})
+    engine: Engine = setup.engine()
+    engine.scheduler.trees.chooser = AnyTree((*SMALL[1:], setup.layout.tree))
+    launch, checked = engine.executor.launch, 0
+
+    def traced(launch_input: LaunchInput) -> Any:
+        nonlocal checked
+        handle = launch(replace(launch_input, traced=True))
+        for row in () if launch_input.is_prefill else handle.result():
+            checked += check_row(row)
+        return handle
+
+    engine.executor.launch = traced  # type: ignore[method-assign]
+    run(engine, mixed(9, max_tokens=24, temperature=1.0))
+    assert checked > 10
+
+
+def check_row(row: RequestResult) -> int:
+    """Returns how many accepted nodes are not first children."""
+    assert row.tree is not None
+    tree, path = row.tree, row.tree.path_rows
+    children = {
+        node: [i for i in range(1, len(tree.tokens)) if tree.parents[i] == node and tree.tokens[i] >= 0]
+        for node in path
+    }
+    in_order = [sorted(children[parent], key=lambda i: -tree.scores[i]) for parent in path[:-1]]
+    assert list(row.ranks) == [order.index(node) for order, node in zip(in_order, path[1:], strict=True)]
+    assert row.is_leaf == (not children[path[-1]])
+    return sum(rank > 0 for rank in row.ranks)

@@ -1,0 +1,188 @@
+"""The choice among trees, without models: rounds whose acceptance and times are made up, and none of whose predictions
+is right."""
+
+import logging
+from dataclasses import dataclass, field
+from itertools import pairwise
+from random import Random
+
+import pytest
+
+from espalier.engine.acceptance import Acceptance, Sample, accept_length, depth_of, gains
+from espalier.engine.round_times import CpuCosts
+from espalier.engine.tree_choice import LONGEST, TreeChoice
+from espalier.layout import PLAIN, RoundLayout, TreeShape, next_bucket
+from espalier.startup.tree_sets import PredictedCosts, tree_sets
+from tests.startup.test_tree_policy import BIG
+
+TREE = TreeShape(5, 4, 16)
+COSTS = PredictedCosts(BIG.weights, BIG.chip)
+BATCHES = (1, 3, 8, 31, 64, 96)
+
+
+def layout_of(choices: tuple[tuple[int, tuple[TreeShape, ...]], ...]) -> RoundLayout:
+    return RoundLayout(96, 5, 4, 16, 16, 2048, 1, 2048, choices=choices)
+
+
+@dataclass
+class World:
+    """level: how often the first child is accepted at depth 1; deeper ones are less often.  others: how often another
+    child is, where the first is not.  Each form takes up to 15% less or more than predicted; the host pauses now and
+    then, and prompts enter."""
+
+    seed: int
+    level: float = 0.8
+    others: float = 0.25
+    now: float = 0.0
+    factors: dict[TreeShape, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.seed)
+        self.choice = TreeChoice(
+            layout_of(tree_sets(TREE, COSTS, 96, 4096)), COSTS, is_lookup=False, clock=lambda: self.now
+        )
+
+    def chances(self, tree: TreeShape, depth: int) -> tuple[float, float]:
+        """Of the first child, and of another where the first is not accepted."""
+        return self.level * (1 - 0.07 * min(depth - 1, 3)), self.others * self.level if tree.topk > 1 else 0.0
+
+    def length(self, tree: TreeShape) -> float:
+        reached, length = 1.0, 1.0
+        for depth in range(1, depth_of(tree) + 1):
+            first, other = self.chances(tree, depth)
+            reached *= first + (1 - first) * other
+            length += reached
+        return length
+
+    def seconds(self, tree: TreeShape, batch: int) -> float:
+        factor = self.factors.setdefault(tree, self.random.uniform(0.87, 1.15))
+        return COSTS.seconds(tree, next_bucket(batch), 1024) * factor
+
+    def sample(self, tree: TreeShape) -> Sample:
+        ranks: list[int] = []
+        for depth in range(1, depth_of(tree) + 1):
+            first, other = self.chances(tree, depth)
+            if self.random.random() < first:
+                ranks.append(0)
+            elif self.random.random() < other:
+                ranks.append(1 + self.random.randrange(tree.topk - 1))
+            else:
+                break
+        return Sample(depth_of(tree), ranks, len(ranks) == depth_of(tree), False)
+
+    def run(self, batch: int, rounds: int) -> float:
+        """Tokens a second, as of the mean accept lengths and times."""
+        tokens = seconds = 0.0
+        for number in range(rounds):
+            tree = self.choice.pick(batch, batch, 1024)
+            assert tree in self.choice.layout.choices_at(batch)
+            taken = self.seconds(tree, batch)
+            self.now += taken * self.random.uniform(0.98, 1.02) * (10 if self.random.random() < 0.03 else 1)
+            samples = [self.sample(tree) for _ in range(batch)] if tree != PLAIN else []
+            self.choice.read(samples, tree.num_draft_tokens - 1)
+            if number % 50 == 49:
+                self.now += 0.1
+                self.choice.restart()
+            tokens, seconds = tokens + self.length(tree), seconds + taken
+        return tokens / seconds
+
+    def best(self, batch: int) -> float:
+        return max(self.length(tree) / self.seconds(tree, batch) for tree in self.choice.layout.choices_at(batch))
+
+
+@pytest.mark.parametrize("level", [0.1, 0.4, 0.9])
+def test_the_best_form_is_found_and_kept(level: float) -> None:
+    for batch in BATCHES:
+        world = World(batch, level)
+        world.run(batch, 400)
+        bucket = world.choice.buckets[next_bucket(batch)]
+        rate, plain = world.run(batch, 400), 1 / world.seconds(PLAIN, batch)
+        assert rate >= 0.97 * world.best(batch), batch
+        assert rate >= 0.985 * plain, batch
+        assert bucket.switches <= 15, batch
+
+
+def test_it_follows_when_acceptance_changes() -> None:
+    for batch in (1, 8, 48):
+        world = World(batch)
+        for level in (0.8, 0.15, 0.85):
+            world.level = level
+            world.run(batch, 500)
+            assert world.run(batch, 200) >= 0.96 * world.best(batch), (batch, level)
+
+
+def test_batches_of_all_sizes_in_turn_are_served_well() -> None:
+    world, random = World(3, 0.6), Random(1)
+    for _ in range(150):
+        world.run(random.choice(BATCHES), 20)
+    for batch in BATCHES:
+        assert world.run(batch, 100) >= 0.94 * world.best(batch), batch
+
+
+def test_a_deep_tree_says_what_a_chain_would_accept() -> None:
+    world, found = World(0, 0.7), Acceptance(5, 32, 256)
+    for _ in range(100):
+        found.add(TREE, [world.sample(TREE) for _ in range(32)])
+    for tree in (TREE, TreeShape(3, 1, 4), TreeShape(1, 1, 2)):
+        assert found.length(tree) == pytest.approx(world.length(tree), rel=0.03)
+    assert found.length(PLAIN) == 1
+
+
+def test_what_is_assumed_is_the_table() -> None:
+    for tree in (TREE, TreeShape(3, 2, 8), TreeShape(3, 1, 4), TreeShape(1, 1, 2), TreeShape(5, 8, 64), PLAIN):
+        assert Acceptance(5, 1, 1).length(tree) == pytest.approx(accept_length(tree), abs=0.01)
+    assert gains(TREE, [0.0] * 5) == [0.0] * 6
+
+
+def paced(accepts: bool, rounds: int, choice: TreeChoice) -> list[TreeShape]:
+    """Rounds of a request on a CPU, whose guesses are all accepted, or none."""
+    picked = []
+    for _ in range(rounds):
+        tree = choice.pick(1, 1, 100)
+        assert tree is not None
+        picked.append(tree)
+        ranks = [0] * depth_of(tree) if accepts else []
+        samples = [Sample(depth_of(tree), ranks, accepts, False)] if tree != PLAIN else []
+        choice.read(samples, 15)
+    return picked
+
+
+def test_on_a_cpu_guesses_that_find_nothing_are_tried_more_and_more_seldom() -> None:
+    choices = [TreeChoice(layout_of(((1, (TREE, PLAIN)),)), CpuCosts(), is_lookup=True) for _ in range(2)]
+    picked = paced(False, 2000, choices[0])
+    drafted = [number for number, tree in enumerate(picked) if tree != PLAIN]
+    # All of a trial's rows cost half a round.
+    assert len(drafted) * 0.5 < 0.03 * 2000
+    pauses = [after - before for before, after in pairwise(drafted) if after - before > 1]
+    assert pauses == sorted(pauses) and LONGEST - 8 < max(pauses) <= LONGEST
+    assert paced(False, 2000, choices[1]) == picked, "equal requests run equal rounds"
+    choices[0].restart()
+    assert set(paced(True, 100, choices[0])) == {TREE}
+    assert PLAIN in paced(False, 60, choices[0])
+
+
+def test_where_nobody_can_use_guesses_nothing_is_drafted() -> None:
+    world = World(0, 0.95)
+    world.run(8, 50)
+    assert world.choice.pick(8, 0, 1024) == PLAIN
+
+
+def test_a_lasting_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "espalier")
+    World(2, 0.02).run(64, 600)
+    lines = [record.message for record in caplog.records if "trees: rounds" in record.message]
+    assert 1 <= len(lines) <= 3 and "plain decoding: 1.00 tokens in" in lines[-1]
+
+
+def test_sets_are_few_alike_in_a_bucket_and_fit() -> None:
+    for configured in (TREE, TreeShape(5, 8, 64), TreeShape(5, 8, 256), TreeShape(1, 1, 2)):
+        sets = tree_sets(configured, COSTS, 90, 4096)
+        layout = RoundLayout(90, configured.steps, configured.topk, configured.num_draft_tokens, 16, 256, 1, 16)
+        for batch in range(1, 91):
+            shapes = next(shapes for least, shapes in reversed(sets) if least <= batch)
+            assert PLAIN in shapes and len(set(shapes)) == len(shapes) <= 4
+            assert all(batch * shape.num_draft_tokens <= 4096 for shape in shapes)
+            bucket = min(next_bucket(batch), 90)
+            assert shapes == next(shapes for least, shapes in reversed(sets) if least <= bucket)
+            for shape in shapes:
+                layout.tree.require(shape)

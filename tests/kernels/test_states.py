@@ -1,0 +1,316 @@
+"""Kernels of layers that keep a state, against their references in float64: trees, chains, paths, inputs.
+
+Tolerance: float32 products and sums, whose error grows with the condition of the delta rule's system: 1e-5 of the
+largest value.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from espalier.cache.layer_spec import RecurrentState
+from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
+from espalier.kernels.ops.recurrence import ShortConv, StateRows
+from espalier.kernels.ops.states import (
+    Columns,
+    GateInputs,
+    OutputGate,
+    PathRows,
+    Prepared,
+    RowInputs,
+    StateColumns,
+    chain_outputs,
+    commit_states,
+    commit_tails,
+    gated_norm,
+    prepare,
+    tree_outputs,
+)
+
+CLOSE = 1e-5
+# Sizes that fill no block, and heads of keys that serve several heads.
+DELTA = RecurrentState(taps=4, heads=4, k_heads=2, k_size=20, v_size=36)
+ADDED = RecurrentState(taps=3, heads=2, k_heads=1, k_size=16, v_size=8, delta=False, units=False)
+kinds = pytest.mark.parametrize("keeps", [DELTA, ADDED], ids=["delta", "added"])
+ROWS = 7
+
+
+class Drawn:
+    """Random tensors of a seed on a device."""
+
+    def __init__(self, seed: int, device: torch.device):
+        self.generator, self.device = torch.Generator().manual_seed(seed), device
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(0, high, shape, generator=self.generator).to(self.device)
+
+    def rows(self, keeps: RecurrentState, *shape: int) -> tuple[Tensor, StateRows]:
+        """q, and rows [*shape, ...]: keys of length 1 of which some repeat, decays of all sizes."""
+        k = torch.nn.functional.normalize(self(*shape, keeps.k_heads, keeps.k_size), dim=-1)
+        k[..., 1::3, :, :] = k[..., :1, :, :]
+        gates = torch.stack((-self(*shape, keeps.heads).exp() / 4, self(*shape, keeps.heads).sigmoid()), -2)
+        q = self(*shape, keeps.k_heads, keeps.k_size)
+        return q, StateRows(k, self(*shape, keeps.heads, keeps.v_size), gates)
+
+    def state(self, keeps: RecurrentState, *shape: int) -> Tensor:
+        return self(*shape, keeps.heads, keeps.k_size, keeps.v_size)
+
+    def slots(self, batch: int) -> Tensor:
+        return 1 + torch.randperm(ROWS - 2, generator=self.generator)[:batch].to(self.device)
+
+    def tree(self, batch: int, nodes: int) -> tuple[Tensor, Tensor]:
+        """parents [B, D], and ancestor bits in which some leaves are void."""
+        share = torch.rand(batch, nodes, generator=self.generator)
+        parents = (share * torch.arange(nodes)).long()
+        is_leaf = torch.ones(batch, nodes, dtype=torch.bool).scatter_(1, parents, False)
+        void = is_leaf & (torch.rand(batch, nodes, generator=self.generator) < 0.3)
+        void[:, 0] = False
+        return parents.to(self.device), pack(ancestor_mask(parents, void, nodes)).to(self.device)
+
+
+def exact(values: Any) -> Any:
+    """Floating tensors in float64, in tuples too."""
+    if isinstance(values, Tensor):
+        return values.double() if values.is_floating_point() else values
+    if isinstance(values, tuple):
+        parts = map(exact, values)
+        return type(values)(*parts) if hasattr(values, "_fields") else tuple(parts)
+    return values
+
+
+def assert_close(got: Tensor, expected: Tensor, close: float = CLOSE) -> None:
+    assert got.shape == expected.shape and got.isfinite().all()
+    assert (got.double() - expected).abs().max() <= close * max(float(expected.abs().max()), 1.0)
+
+
+@kinds
+@pytest.mark.parametrize(("batch", "nodes"), [(5, 1), (4, 2), (3, 4), (1, 8), (2, 16), (1, 33), (2, 64)])
+def test_a_node_reads_the_state_of_its_parent(keeps, batch, nodes, kernel_device):
+    drawn = Drawn(batch * nodes, kernel_device)
+    q, rows = drawn.rows(keeps, batch, nodes)
+    _, bits = drawn.tree(batch, nodes)
+    state, skip = StateColumns(drawn.state(keeps, ROWS), drawn.slots(batch)), drawn(keeps.heads)
+    unused = [row for row in range(ROWS) if row not in state.slots.tolist()]
+    state.table[unused] = torch.nan
+    out = tree_outputs.triton(q, rows, state, bits, skip, keeps.delta)
+    assert_close(out, tree_outputs.reference(*exact((q, rows, state, bits, skip)), keeps.delta))
+
+
+@kinds
+def test_what_is_no_number_reaches_descendants_alone(keeps, kernel_device):
+    drawn, batch, nodes = Drawn(3, kernel_device), 2, 16
+    q, rows = drawn.rows(keeps, batch, nodes)
+    _, bits = drawn.tree(batch, nodes)
+    state = StateColumns(drawn.state(keeps, ROWS), drawn.slots(batch))
+    clean = tree_outputs.triton(q, rows, state, bits, None, keeps.delta)
+    sees = (bits[..., 0] >> 1) & 1 == 1
+    assert 0 < sees[0].sum() < nodes - 1
+    for values, value in zip(rows, (torch.nan, torch.inf, torch.nan), strict=True):
+        spoilt = [each.clone() for each in rows]
+        spoilt[[each is values for each in rows].index(True)][0, 1] = value
+        out = tree_outputs.triton(q, StateRows(*spoilt), state, bits, None, keeps.delta)
+        assert torch.equal(out[1], clean[1]) and torch.equal(out[0, ~sees[0]], clean[0, ~sees[0]])
+        assert out[0, sees[0]].isnan().all()
+
+
+def path_of(drawn: Drawn, batch: int, width: int, source: Tensor | None, marks: bool) -> PathRows:
+    slots, count = drawn.slots(batch), drawn.integers(width + 1, batch)
+    count[0] = width
+    if batch > 1:
+        count[1] = 0
+    marked = (count * 2 // 3).clamp(max=width) if marks else None
+    mark_row = torch.where(marked > 0, ROWS - 1, 0) if marked is not None else None
+    if marked is not None and mark_row is not None:
+        # One row is left for snapshots.
+        marked[1:], mark_row[1:] = 0, 0
+    return PathRows(slots, source, count, marked, mark_row, None, None, width, ROWS)
+
+
+@kinds
+@pytest.mark.parametrize(("batch", "width", "marks"), [(1, 1, True), (3, 4, False), (5, 6, True)])
+def test_a_path_goes_into_the_states_of_all_layers(keeps, batch, width, marks, kernel_device):
+    """Rows that are not taken are no numbers; nor is what unused slots hold."""
+    drawn, layers, staged = Drawn(batch, kernel_device), 2, 5 * width
+    _, rows = drawn.rows(keeps, layers, staged)
+    source = torch.stack([5 * torch.randperm(width, generator=drawn.generator) for _ in range(batch)])
+    source = source.to(kernel_device)
+    path = path_of(drawn, batch, width, source, marks)
+    taken = [source[b, : path.taken[b]].tolist() for b in range(batch)]
+    others = [row for row in range(staged) if not any(row in own for own in taken)]
+    clean = StateRows(*(values.clone() for values in rows))
+    for values in rows:
+        values[:, others] = torch.nan
+    state = drawn.state(keeps, layers, ROWS + 1)
+    used = [*path.slots[path.taken > 0].tolist()]
+    state[:, [row for row in range(ROWS + 1) if row not in used]] = torch.nan
+    expected, before = state.double(), state.clone()
+    commit_states.reference(expected, exact(clean), path, keeps.delta)
+    commit_states.triton(state, rows, path, keeps.delta)
+    for row in range(ROWS):
+        if row in used or (path.marked is not None and path.marked[0] > 0 and row == ROWS - 1):
+            assert_close(state[:, row], expected[:, row])
+        else:
+            assert torch.equal(state[:, row].nan_to_num(), before[:, row].nan_to_num())
+
+
+@kinds
+def test_a_state_does_not_depend_on_how_a_text_was_cut(keeps, kernel_device):
+    drawn = Drawn(1, kernel_device)
+    _, rows = drawn.rows(keeps, 1, 5)
+    whole, cut = (drawn.state(keeps, 1, 3) for _ in range(2))
+    cut.copy_(whole)
+    path = PathRows(torch.tensor([1]), torch.arange(5)[None], torch.tensor([5]), None, None, None, None, 5, 2)
+    path = PathRows(*(each.to(kernel_device) if isinstance(each, Tensor) else each for each in path))
+    commit_states.triton(whole, rows, path, keeps.delta)
+    for first, count in ((0, 2), (2, 1), (3, 2)):
+        part = path._replace(source=path.source[:, first:].contiguous(), taken=path.taken * 0 + count, width=5 - first)
+        commit_states.triton(cut, rows, part, keeps.delta)
+    assert torch.equal(whole, cut)
+
+
+CHAINS = [(2, 1, False), (1, 64, True), (3, 70, True), (2, 130, False)]
+
+
+@kinds
+@pytest.mark.parametrize(("batch", "width", "marks"), CHAINS)
+def test_a_chain_is_read_and_taken_in(keeps, batch, width, marks, kernel_device):
+    drawn = Drawn(batch * width, kernel_device)
+    q, rows = drawn.rows(keeps, batch, width)
+    path, skip = path_of(drawn, batch, width, None, marks), drawn(keeps.heads)
+    table = drawn.state(keeps, ROWS + 1)
+    hold_chain(keeps, q, rows, path, table, skip)
+
+
+@kinds
+@pytest.mark.parametrize("width", [16, 70])
+def test_pieces_of_a_chain_follow_one_another(keeps, width, kernel_device):
+    """Of the first request three pieces, of which the last has few rows; of the second two, of which one has none."""
+    drawn = Drawn(width, kernel_device)
+    q, rows = drawn.rows(keeps, 6, width)
+    slots, count = torch.tensor([3, 3, 3, 2, 2, 0]), torch.tensor([width, width, 5, width - 3, 0, 0])
+    follows = torch.tensor([False, True, True, False, True, False])
+    ends = torch.tensor([False, False, True, True, False, False])
+    marked, mark_row = torch.tensor([0, 9, 0, 0, 0, 0]), torch.tensor([0, ROWS - 1, 0, 0, 0, 0])
+    path = PathRows(slots, None, count, marked, mark_row, follows, ends, width, ROWS)
+    path = PathRows(*(each.to(kernel_device) if isinstance(each, Tensor) else each for each in path))
+    hold_chain(keeps, q, rows, path, drawn.state(keeps, ROWS + 1), None)
+
+
+def hold_chain(
+    keeps: RecurrentState, q: Tensor, rows: StateRows, path: PathRows, table: Tensor, skip: Tensor | None
+) -> None:
+    """The outputs of rows that exist, and the states behind them, whatever stands in the others."""
+    exists = torch.arange(path.width, device=q.device) < path.taken[:, None]
+    clean = StateRows(*(values.clone() for values in rows))
+    for values, others in zip(rows, clean, strict=True):
+        values[~exists], others[~exists] = torch.nan, 0
+    kept = {*path.slots[path.taken > 0].tolist()}
+    table[[row for row in range(ROWS + 1) if row not in {*path.slots.tolist()}]] = torch.nan
+    expected, before = table.double(), table.clone()
+    wanted = chain_outputs.reference(
+        *exact((q, clean)), StateColumns(expected, path.slots), path, exact(skip), keeps.delta
+    )
+    out = chain_outputs.triton(q, rows, StateColumns(table, path.slots), path, skip, keeps.delta)
+    assert_close(out[exists], wanted[exists])
+    if path.mark_row is not None:
+        kept |= {*path.mark_row[path.marked > 0].tolist()}
+    for row in range(ROWS):
+        if row in kept:
+            assert_close(table[row], expected[row])
+        else:
+            assert torch.equal(table[row].nan_to_num(), before[row].nan_to_num())
+
+
+GROUPED = DELTA.columns._replace(k=20, v=40, k_step=190, v_step=190)
+ORDERS = [
+    (DELTA, DELTA.columns, True),
+    (DELTA, GROUPED, False),
+    (ADDED, ADDED.columns._replace(q=32, k=16, v=0), False),
+    (RecurrentState(taps=3, conv_channels=150), RecurrentState(taps=3, conv_channels=150).columns, True),
+]
+
+
+@pytest.mark.parametrize(("keeps", "columns", "bias"), ORDERS, ids=["delta", "grouped", "added", "convolution"])
+@pytest.mark.parametrize("kind", ["tree", "chain", "pieces"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_inputs_are_convolved_along_their_paths(keeps, columns, bias, kind, dtype, kernel_device):
+    drawn, batch, width = Drawn(5, kernel_device), 3, 9
+    inputs = drawn(batch * width, 400)[:, :390].to(dtype)
+    weight, of_bias = drawn(keeps.channels, keeps.taps).to(dtype), drawn(keeps.channels).to(dtype)
+    conv = ShortConv(weight, of_bias if bias else None, silu=keeps.heads > 0)
+    tail, slots = drawn(ROWS, keeps.taps - 1, keeps.channels).to(dtype), drawn.slots(batch)
+    parents = drawn.tree(batch, width)[0] if kind == "tree" else None
+    follows = torch.tensor([False, True, False], device=kernel_device) if kind == "pieces" else None
+    rows = RowInputs(tail, slots, parents, follows, width)
+    gates = gates_of(keeps, columns, drawn, batch * width, dtype) if keeps.heads else None
+    made = []
+    for run, cast in ((prepare.triton, lambda each: each), (prepare.reference, exact)):
+        out = room(keeps, batch * width, inputs, cast)
+        run(cast(inputs), cast(gates), conv._replace(weight=cast(weight), bias=cast(conv.bias)), columns,
+            rows._replace(tail=cast(tail)), out)  # fmt: skip
+        made.append(out)
+    close = CLOSE if dtype == torch.float32 else 4e-3
+    for got, expected in zip(*made, strict=True):
+        assert (got is None) == (expected is None)
+        if got is not None and got.numel():
+            assert_close(got, expected, close)
+    assert torch.equal(made[0].inputs.double(), made[1].inputs)
+
+
+def gates_of(keeps: RecurrentState, columns: Columns, drawn: Drawn, rows: int, dtype: torch.dtype) -> GateInputs:
+    share, values = keeps.heads // keeps.k_heads, 6 * drawn(rows, 2 * keeps.heads).to(dtype)
+    A_log, dt_bias = drawn(keeps.heads), drawn(keeps.heads)
+    if not keeps.delta:
+        return GateInputs(values, None, A_log, dt_bias, share, share, (0.1, 3.0))
+    if columns is GROUPED:
+        return GateInputs(values[:, share:], values, A_log, dt_bias, share, 2 * share)
+    return GateInputs(values[:, keeps.heads :], values, A_log, dt_bias, share, share)
+
+
+def room(keeps: RecurrentState, rows: int, inputs: Tensor, cast) -> Prepared:
+    def empty(*shape: int, dtype: torch.dtype = inputs.dtype) -> Tensor:
+        return cast(torch.full((rows, *shape), torch.nan, dtype=dtype, device=inputs.device))
+
+    ordered = empty(keeps.channels)
+    if not keeps.heads:
+        return Prepared(None, None, empty(keeps.channels), None, ordered)
+    k_shape, single = (keeps.k_heads, keeps.k_size), torch.float32
+    q = empty(*k_shape, dtype=single if keeps.units else inputs.dtype)
+    gates = empty(2, keeps.heads, dtype=single)
+    return Prepared(q, empty(*k_shape, dtype=single), empty(keeps.heads, keeps.v_size), gates, ordered)
+
+
+@pytest.mark.parametrize(("keeps", "columns", "bias"), ORDERS, ids=["delta", "grouped", "added", "convolution"])
+@pytest.mark.parametrize("kind", ["path", "chain", "pieces"])
+def test_tails_end_in_the_last_inputs_taken(keeps, columns, bias, kind, kernel_device):
+    drawn, layers, width = Drawn(6, kernel_device), 2, 6
+    inputs, tail = drawn(layers, 4 * width, 390), drawn(layers, ROWS + 1, keeps.taps - 1, keeps.channels)
+    source = drawn.integers(4 * width, 4, width) if kind == "path" else None
+    slots, count, marked = drawn.slots(4), torch.tensor([width, 2, 0, 1]), torch.tensor([0, 1, 0, 0])
+    follows, ends = torch.tensor([False, True, False, False]), torch.tensor([False, True, False, True])
+    mark_row, pieces = torch.tensor([0, ROWS - 1, 0, 0]), (None, None)
+    if kind == "pieces":
+        slots[0], pieces = slots[1], (follows.to(kernel_device), ends.to(kernel_device))
+    on_device = [each.to(kernel_device) for each in (count, marked, mark_row)]
+    path = PathRows(slots, source, *on_device, *pieces, width, ROWS)
+    expected = tail.clone()
+    commit_tails.reference(expected, inputs, path, columns)
+    commit_tails.triton(tail, inputs, path, columns)
+    assert torch.equal(tail[:, :ROWS], expected[:, :ROWS])
+
+
+@pytest.mark.parametrize("gate", [(1, 36, False), (2, 100, False), (1, 36, True)], ids=["heads", "grouped", "first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_what_heads_read_is_normed_and_gated(gate, dtype, kernel_device):
+    drawn, (share, step, is_first) = Drawn(7, kernel_device), gate
+    read, values = drawn(5, 4, 36).to(dtype), drawn(5, 230)[:, 3:].to(dtype)
+    weight = drawn(4 * 36 if is_first else 36).to(dtype)
+    gate = OutputGate(values, share, step, is_first)
+    out = gated_norm.triton(read, gate, weight, 1e-6)
+    expected = gated_norm.reference(read.double(), gate._replace(values=values.double()), weight.double(), 1e-6)
+    assert_close(out, expected, CLOSE if dtype == torch.float32 else 3e-3)
