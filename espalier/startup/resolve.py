@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -243,8 +244,7 @@ def resolve(
         chunk_size=chunk_size,
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
         trees=tuple(trees.items()),
-        text_paths=TEXT_PATHS * ("text" in sources),
-        sent_paths=SENT_PATHS * bool({"prediction", "index"} & {*sources}),
+        **paths_of(sources),
         choices=choices,
     )
     if device.type == "cuda":
@@ -283,6 +283,12 @@ def resolve(
         index_bytes=_value_or(speculation.index_bytes, INDEX_BYTES) * ("index" in sources),
         tensor_parallel=config.tensor_parallel,
     )
+
+
+def paths_of(sources: Sequence[str]) -> dict[str, int]:
+    """The fields of a RoundLayout for these sources."""
+    is_sent = "prediction" in sources or "index" in sources
+    return {"text_paths": TEXT_PATHS * ("text" in sources), "sent_paths": SENT_PATHS * is_sent}
 
 
 def choose_sources(
