@@ -176,12 +176,16 @@ def synthetic(rng: np.random.Generator, skill: float, knows: bool, tokens: int =
     for at, parent in enumerate(parents):
         on_path[:, at] = is_right[:, at] & (on_path[:, parent] if parent >= 0 else True)
     shape = logp.shape
-    return Pools(*(np.broadcast_to(value, shape) for value in (parents, depths, ranks)), logp, on_path)
+    parents, depths, ranks = (np.broadcast_to(value, shape) for value in (parents, depths, ranks))
+    return Pools(parents, depths, ranks, logp, on_path)
 
 
 def _full_tree() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The tree of the synthetic pools: all ranks below the two best nodes of each depth."""
-    parents, depths, ranks, above = [], [], [], [-1]
+    parents: list[int] = []
+    depths: list[int] = []
+    ranks: list[int] = []
+    above = [-1]
     for depth in range(1, STEPS + 1):
         made = []
         for parent in above:

@@ -4,7 +4,6 @@ What the drafter drafts with stays as it is.  A drafter without files may have s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from espalier.attention import CommittedLengths
 from espalier.layout import RoundLayout
-from espalier.models.draft import DraftSpec
 from espalier.slots import BatchState
 from espalier.speculate.drafters.base import Drafter, Grow
 from espalier.speculate.pieces import LastTokens
@@ -24,23 +22,20 @@ from espalier.speculate.sources.text import paths_of_text
 from espalier.speculate.tree import Tree
 
 
-@dataclass(frozen=True)
 class GraftedDrafter:
     """drafter: proposes the trees; layout: of the rounds."""
 
-    drafter: Drafter
-    layout: RoundLayout
-
-    @property
-    def spec(self) -> DraftSpec:
-        return self.drafter.spec
+    def __init__(self, drafter: Drafter, layout: RoundLayout):
+        self.drafter = drafter
+        self.layout = layout
+        self.spec = drafter.spec
 
     @property
     def captures_prefill(self) -> bool:
         return self.drafter.captures_prefill
 
     def for_layout(self, layout: RoundLayout) -> Self:
-        return replace(self, drafter=self.drafter.for_layout(layout), layout=layout)
+        return type(self)(self.drafter.for_layout(layout), layout)
 
     def prepare(self, lengths: CommittedLengths) -> None:
         self.drafter.prepare(lengths)
