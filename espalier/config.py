@@ -52,6 +52,11 @@ class SpeculationConfig:
         "request before), prediction (what requests bring as such), index (texts that the engine has served, of the "
         "same client); or none; by default prediction on a CPU, none on a GPU"
     )
+    shared_rows: int | Literal["auto"] = option(
+        "rows of a verify pass for each request of the batch, shared out to the best nodes of all; by default each "
+        "request has num_draft_tokens",
+        low=1,
+    )
     index_bytes: int | Literal["auto"] = option("memory of the index; by default 64 MiB", low=4096)
 
     def __post_init__(self) -> None:

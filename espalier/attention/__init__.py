@@ -7,7 +7,7 @@ import torch
 from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, Nodes, Prefix
 from espalier.attention.fa3 import FA3Backend
 from espalier.attention.flashinfer import FlashInferBackend
-from espalier.attention.forward import ModelCache, Pass
+from espalier.attention.forward import ChosenRows, ModelCache, Pass
 from espalier.attention.grouped import GroupedBackend
 from espalier.attention.library import require_our_kernels
 from espalier.attention.reference import ReferenceBackend
@@ -105,6 +105,7 @@ __all__ = [
     "Attention",
     "AttentionBackend",
     "By",
+    "ChosenRows",
     "CommittedLengths",
     "GroupedBackend",
     "Library",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from espalier.attention import choose_backends, grouped_backend
-from espalier.cache.layer_spec import LayerSpec
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.config import DTYPES, FP8_KV, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import require_triton
@@ -245,6 +245,7 @@ def resolve(
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
         trees=tuple(trees.items()),
         **paths_of(sources),
+        shared_rows=shared_rows(speculation, facts),
         choices=choices,
     )
     if device.type == "cuda":
@@ -283,6 +284,18 @@ def resolve(
         index_bytes=_value_or(speculation.index_bytes, INDEX_BYTES) * ("index" in sources),
         tensor_parallel=config.tensor_parallel,
     )
+
+
+def shared_rows(speculation: SpeculationConfig, facts: Facts) -> int:
+    """As of RoundLayout.  Raises EspalierError for a model that cannot run chosen rows."""
+    if is_open(speculation.shared_rows):
+        return 0
+    if any(isinstance(spec.keeps, RecurrentState) for spec in facts.layer_specs) or facts.model_impl != "native":
+        raise EspalierError(
+            f"shared_rows={speculation.shared_rows} is not supported for a model with recurrent states or run by "
+            "transformers: all rows of a request run; leave it out"
+        )
+    return int(speculation.shared_rows)
 
 
 def paths_of(sources: Sequence[str]) -> dict[str, int]:

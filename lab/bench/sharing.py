@@ -60,8 +60,8 @@ class Pools:
         return len(self.parents)
 
 
-def run(args: Namespace, settings: dict[str, Any]) -> None:
-    recorded = {"bundled model": record(settings, args.requests, args.tokens)}
+def run(args: Namespace) -> None:
+    recorded = {"bundled model": record(args.requests, args.tokens)}
     rng = np.random.default_rng(0)
     for name, skills in SKILLS.items():
         for knows in (True, False):
@@ -92,10 +92,10 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 # Recording
 
 
-def record(settings: dict[str, Any], requests: int, tokens: int) -> list[Pools]:
+def record(requests: int, tokens: int) -> list[Pools]:
     """Pools of the model's own greedy text: of held-out code, other code, prose and chats."""
     tree = SpeculationConfig(steps=STEPS, topk=TOPK, num_draft_tokens=NODES, by_batch={})
-    settings = {"model": "bundled", **settings, "speculation": tree, "overlap": False, "prefix_cache": False}
+    settings = {"model": "bundled", "speculation": tree, "overlap": False, "prefix_cache": False}
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     with LLM(**settings) as llm, patch.object(rounds, "accept", accept_nothing(rounds.accept)):
         assert llm.tokenizer is not None
