@@ -142,7 +142,8 @@ class SlotTable:
     Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
     view [num_slots].  Page tables are int32; rows of pages are computed in int64.  carried: what the drafter hands from
     round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD + W], of the host; survival:
-    [PATH_KINDS, S], of all requests: the log-probability that a path of a kind goes on at each depth.
+    [PATH_KINDS, S], of all requests: the log-probability that a path of a kind goes on at each depth.  said:
+    [num_slots, P, 1 + S], kind and tokens of the paths of the request's own text, as the last round found them.
     """
 
     if TYPE_CHECKING:
@@ -174,6 +175,7 @@ class SlotTable:
         self.bias_values = zeros(MAX_BIAS, dtype=torch.float32)
         self.stop_ids = zeros(MAX_STOP_IDS)
         self.guesses = zeros(layout.sent_paths, GUESS_HEAD + guess_width(layout))
+        self.said = zeros(layout.text_paths, 1 + layout.steps)
         self.survival = torch.zeros(PATH_KINDS, layout.steps, dtype=torch.float32, device=device)
         self.counts = zeros(vocab_size, dtype=torch.int32)
         self.seen = zeros(vocab_size, dtype=torch.bool)

@@ -56,11 +56,15 @@ class Guesses:
         """Count what became of a launch's guesses, before its tokens are appended.  rows: its results."""
         by_slot = dict(launch.launch_input.guesses)
         for (request, generation, _), row in zip(launch.members, rows, strict=True):
-            if by_slot and generation == request.generation and request.slot is not None:
+            if generation == request.generation and request.slot is not None:
                 self._count(by_slot.get(request.slot, ()), request, row)
 
     def _count(self, guesses: Sequence[Guess], request: Request, row: RequestResult) -> None:
+        if self.survival is None:
+            return
+        for kind, tokens in row.said:
+            self.survival.add(kind, tokens, row.tokens)
         for guess in guesses:
             known = tuple(request.output[guess.start + 1 - len(request.prompt) :])
-            if self.survival is not None and guess.tokens[: len(known)] == known:
+            if guess.tokens[: len(known)] == known:
                 self.survival.add(guess.kind, guess.tokens[len(known) :], row.tokens)

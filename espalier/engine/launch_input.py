@@ -147,6 +147,7 @@ class RequestResult:
     request did not ask.  prompt_logprobs: for the rows of LaunchInput.prompt_rows, those of the prompt token after
     each; None if no request of the launch asked for them.  tree_sum: a number that differs, almost surely, where trees
     differ.  ranks, is_leaf: as in acceptance.py:Sample, if LaunchInput.tree is set.
+    said: (kind, tokens) of the paths of the request's own text.
     """
 
     tokens: list[int]
@@ -158,6 +159,7 @@ class RequestResult:
     tree_sum: int = field(default=0, compare=False)
     ranks: tuple[int, ...] = ()
     is_leaf: bool = True
+    said: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 def of_dummies(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:

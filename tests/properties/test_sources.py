@@ -9,6 +9,7 @@ import pytest
 from espalier.engine.guesses import Guesses
 from espalier.request import Request, SamplingParams
 from espalier.slots import PATH_KINDS, Guess
+from espalier.speculate.sources.survival import Survival
 from tests.harness import VOCAB, Ran, Setup, prompts, request, run
 from tests.properties.test_tokens import STYLES
 
@@ -87,3 +88,29 @@ def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
     )
     assert with_text.tokens == without.tokens
     assert with_text.stats.accept_length > without.stats.accept_length + 0.5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_path_is_counted_once(overlap, monkeypatch):
+    """What was sent with a round and what the device found for it, when its result is read."""
+    counted, sent, found = [], [], []
+    add, next_guesses, count = Survival.add, Guesses.next, Guesses.count
+
+    def noted_next(guesses, batch):
+        made = next_guesses(guesses, batch)
+        sent.extend(guess.kind for _, of_slot in made[0] for guess in of_slot)
+        return made
+
+    def noted_count(guesses, launch, rows):
+        found.extend(kind for row in rows for kind, _ in row.said)
+        count(guesses, launch, rows)
+
+    monkeypatch.setattr(Survival, "add", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
+    monkeypatch.setattr(Guesses, "next", noted_next)
+    monkeypatch.setattr(Guesses, "count", noted_count)
+    plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(0.0))
+    counted.clear()
+    told(replace(TREE, overlap=overlap), "true", {r.id: r.output for r in plain.requests}, 0.0)
+    assert sent and found
+    # A request may end while its last round is in flight; nothing is counted then.
+    assert len(sent) + len(found) - len(counted) in range(4 * 4 * overlap + 1)

@@ -14,6 +14,7 @@ from espalier.speculate import round
 from tests.harness import Setup, prompts, request
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
+SHARED = replace(SETUP, text_paths=2, sent_paths=2, shared_rows=3)
 aten = torch.ops.aten
 # Their results' values or shapes are read by the host, or their values come from it.
 READERS = {
@@ -48,10 +49,12 @@ def watched(right):
     return verb
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none", "shared"])
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
-    setup = replace(SETUP if algorithm != "none" else SETUP.plain(), algorithm=algorithm, attention=attention)
+    """shared: sources beside a draft, and rows that are shared out."""
+    setup = SHARED if algorithm == "shared" else replace(SETUP, algorithm=algorithm)
+    setup = replace(setup if algorithm != "none" else SETUP.plain(), attention=attention)
     engine = setup.engine()
     # In inference mode reads of a number are not dispatched, and would not be seen.
     plainly = CpuExecutor.run.__wrapped__

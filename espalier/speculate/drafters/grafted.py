@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from espalier.attention import CommittedLengths
@@ -19,7 +20,7 @@ from espalier.speculate.sources.base import Paths
 from espalier.speculate.sources.graft import graft
 from espalier.speculate.sources.sent import paths_of_guesses
 from espalier.speculate.sources.text import paths_of_text
-from espalier.speculate.tree import Tree
+from espalier.speculate.tree import VOID, Tree
 
 
 class GraftedDrafter:
@@ -53,7 +54,11 @@ class GraftedDrafter:
         if self.layout.sent_paths:
             paths.append(paths_of_guesses(slots, steps))
         if self.layout.text_paths:
-            paths.append(paths_of_text(slots, self.layout.text_paths, steps))
+            of_text = paths_of_text(slots, self.layout.text_paths, steps)
+            said = torch.cat((of_text.kinds[..., None], of_text.tokens), -1)
+            missing = slots.table.said.shape[2] - said.shape[2]
+            slots.table.said.index_copy_(0, slots.index, torch.nn.functional.pad(said, (0, missing), value=VOID))
+            paths.append(of_text)
         return paths
 
     def extend(
