@@ -46,8 +46,8 @@ class GraftedDrafter:
         return grow if self.layout.num_draft_tokens == 1 else partial(self._grow, slots, grow)
 
     def _grow(self, slots: BatchState, grow: Grow, sampler: Sampler) -> Tree:
-        tree = grow(sampler)
-        return graft(tree, Paths.join(self._paths(slots)), slots.table.survival, self.layout.steps)
+        tree, paths = grow(sampler), Paths.join(self._paths(slots))
+        return tree if are_none(paths) else graft(tree, paths, slots.table.survival, self.layout.steps)
 
     def _paths(self, slots: BatchState) -> Sequence[Paths]:
         steps, paths = self.layout.steps, []
@@ -65,3 +65,8 @@ class GraftedDrafter:
         self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
     ) -> None:
         self.drafter.extend(slots, target_features, length, last)
+
+
+def are_none(paths: Paths) -> bool:
+    """Whether there are no paths.  For CPU tensors: on a GPU this would wait, and it is False."""
+    return not paths.kinds.is_cuda and not bool(paths.kinds.any())

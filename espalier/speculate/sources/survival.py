@@ -28,6 +28,7 @@ class Survival:
         self.tried = np.zeros((PATH_KINDS, steps))
         self.followed = np.zeros((PATH_KINDS, steps))
         self._sent: np.ndarray | None = None
+        self._is_counted = True
 
     @property
     def probabilities(self) -> np.ndarray:
@@ -44,6 +45,7 @@ class Survival:
 
     def add(self, kind: int, path: Sequence[int], emitted: Sequence[int]) -> None:
         """Count a path.  emitted: the tokens that were decided in its place, all of which the target has picked."""
+        self._is_counted = True
         pairs = list(zip(path, emitted, strict=False))[: self.tried.shape[1]]
         followed = next((at for at, (said, got) in enumerate(pairs) if said != got), len(pairs))
         fades = 0.5 ** (1 / HALF_LIFE)
@@ -53,7 +55,9 @@ class Survival:
 
     def to_send(self) -> np.ndarray | None:
         """[PATH_KINDS, S] float32: log-probabilities, if they have changed since they were sent; else None."""
-        now = self.probabilities
+        if not self._is_counted:
+            return None
+        now, self._is_counted = self.probabilities, False
         if self._sent is not None and np.abs(now - self._sent).max() < WORTH_SENDING:
             return None
         self._sent = now
