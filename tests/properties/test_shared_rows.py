@@ -72,14 +72,13 @@ def test_tokens_are_those_of_plain_decoding(algorithm, sharing, monkeypatch):
     if sharing == "at random":
         monkeypatch.setattr(Tree, "best", at_random)
     lengths = []
-    for overlap in (False, True):
-        for rows in (1, 2, 3, 12):
-            setup = replace(SHARED, algorithm=algorithm, overlap=overlap, shared_rows=rows, text_paths=rows % 2)
-            ran = run(setup.engine(), traffic(styles))
-            assert ran.tokens == plain.tokens, (overlap, rows)
-            lengths.append(ran.stats.accept_length)
-    # Guesses are accepted, and more rows never wait for a neighbour's.
-    assert lengths[0] == 1 and lengths[2] > 1.1, lengths
+    for overlap, rows in ((False, 1), (True, 2), (False, 3)):
+        setup = replace(SHARED, algorithm=algorithm, overlap=overlap, shared_rows=rows, text_paths=rows % 2)
+        ran = run(setup.engine(), traffic(styles))
+        assert ran.tokens == plain.tokens, (overlap, rows)
+        lengths.append(ran.stats.accept_length)
+    # The roots alone, then guesses that are accepted.
+    assert lengths[0] == 1 < min(lengths[1:]), lengths
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "granite"])
