@@ -15,8 +15,8 @@ FORM = re.compile(r"(\d+)x(\d+):(?:(plain|auto)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d
 PLAIN = (0, 1, 1)
 # Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.
 WARM_UP = 6
-# Where the engine chooses trees, it finds the best in so many rounds of requests that leave before the timed ones enter:
-# a round takes longer behind more tokens.
+# Where the engine chooses trees, it finds the best in so many rounds.  They are of other requests than
+# the timed ones, because a round takes longer behind more tokens.
 FINDING = 250
 # Rounds after the timed ones, in which the experts that a pass touches are counted.
 COUNTED = 3
@@ -60,8 +60,8 @@ class Cell:
         return replace(layout, max_context=self.context + self.max_tokens(layout, rounds))
 
     def max_tokens(self, layout: RoundLayout, rounds: int) -> int:
-        """The most tokens of a request: decoded while later prompts enter, then in the rounds that find a tree, or in the
-        warm-up, in timed rounds and in counted ones."""
+        """The most tokens of a request: decoded while later prompts enter, and then either in the rounds that find a
+        tree, or in the warm-up, in timed rounds and in counted ones."""
         entering = passes(layout, [self.context] * self.batch)
         return (entering + max(*self.rounds_before, WARM_UP + rounds + COUNTED) + 4) * layout.extend_width + 2
 
