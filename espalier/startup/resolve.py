@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import secrets
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,18 @@ from typing import Any
 import torch
 
 from espalier.attention import choose_backends, grouped_backend
-from espalier.cache.layer_spec import LayerSpec, RecurrentState
+from espalier.cache.layer_spec import LayerSpec
 from espalier.config import DTYPES, FP8_KV, EngineConfig, ResolvedConfig, SpeculationConfig, is_open
 from espalier.errors import EspalierError
 from espalier.kernels.runtime.launch import require_triton
 from espalier.layout import PLAIN, TREE_FIELDS, RoundLayout, TreeShape, max_draft_tokens
 from espalier.models.draft import DraftSpec
 from espalier.models.weight_count import WeightCount
-from espalier.slots import SOURCES
 from espalier.speculate.drafters.registry import algorithms, drafter_without_files
 from espalier.startup.build import cache_specs
 from espalier.startup.cache_memory import pages_and_snapshots
 from espalier.startup.pause import busy_chunk_size
+from espalier.startup.sources import INDEX_BYTES, choose_sources, paths_of, shared_rows
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import Machine, choose_trees, choose_while_running
@@ -32,9 +31,6 @@ STEPS, TOPK, NUM_DRAFT_TOKENS = 5, 4, 16
 PAGE_SIZE = 16
 # Of a draft whose one pass proposes every depth: more depth is free, and more candidates cost almost nothing.
 BLOCK_STEPS, BLOCK_TOPK = 15, 8
-# Paths that are grafted onto a tree: of the request's own text, and of what the host guesses.
-TEXT_PATHS, SENT_PATHS = 2, 2
-INDEX_BYTES = 2**26
 CGROUP = Path("/sys/fs/cgroup")
 # Of control groups v2 and v1: the files with the limit, the use and its parts, and the part that the kernel gives back
 # when memory runs short.  It is cached files, such as those of a model that was loaded before.
@@ -245,7 +241,7 @@ def resolve(
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
         trees=tuple(trees.items()),
         **paths_of(sources),
-        shared_rows=shared_rows(speculation, facts),
+        shared_rows=shared_rows(speculation, facts.layer_specs, facts.model_impl),
         choices=choices,
     )
     if device.type == "cuda":
@@ -284,42 +280,6 @@ def resolve(
         index_bytes=_value_or(speculation.index_bytes, INDEX_BYTES) * ("index" in sources),
         tensor_parallel=config.tensor_parallel,
     )
-
-
-def shared_rows(speculation: SpeculationConfig, facts: Facts) -> int:
-    """As of RoundLayout.  Raises EspalierError for a model that cannot run chosen rows."""
-    if is_open(speculation.shared_rows):
-        return 0
-    if any(isinstance(spec.keeps, RecurrentState) for spec in facts.layer_specs) or facts.model_impl != "native":
-        raise EspalierError(
-            f"shared_rows={speculation.shared_rows} is not supported for a model with recurrent states or run by "
-            "transformers: all rows of a request run; leave it out"
-        )
-    return int(speculation.shared_rows)
-
-
-def paths_of(sources: Sequence[str]) -> dict[str, int]:
-    """The fields of a RoundLayout for these sources."""
-    is_sent = "prediction" in sources or "index" in sources
-    return {"text_paths": TEXT_PATHS * ("text" in sources), "sent_paths": SENT_PATHS * is_sent}
-
-
-def choose_sources(
-    speculation: SpeculationConfig, algorithm: str, tree: TreeShape, device: torch.device
-) -> tuple[str, ...]:
-    """What proposes tokens beside the drafter of this algorithm.  Raises EspalierError for what nothing is known of."""
-    if is_open(speculation.sources):
-        return ("prediction",) if tree.steps and device.type == "cpu" else ()
-    named = [name.strip() for name in speculation.sources.split(",")]
-    if named == ["none"]:
-        return ()
-    if unknown := [name for name in named if name not in SOURCES]:
-        raise EspalierError(f"sources={unknown[0]!r} is not supported; use {', '.join(SOURCES)}, or none alone")
-    if not tree.steps:
-        raise EspalierError(f"sources={speculation.sources!r} needs a tree, and this is {tree}; leave it out")
-    if algorithm == "ngram" and "text" in named:
-        raise EspalierError("sources='text' is what algorithm='ngram' drafts with; leave it out of sources")
-    return tuple(name for name in SOURCES if name in named)
 
 
 def _threads(config: EngineConfig, device: torch.device, facts: Facts, dtype: torch.dtype) -> int:
