@@ -22,7 +22,7 @@ from espalier.speculate.drafters.registry import algorithms, drafter_without_fil
 from espalier.startup.build import cache_specs
 from espalier.startup.cache_memory import pages_and_snapshots
 from espalier.startup.pause import busy_chunk_size
-from espalier.startup.sources import INDEX_BYTES, choose_sources, paths_of, shared_rows
+from espalier.startup.sources import INDEX_BYTES, choose_sources, source_sizes
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import Machine, choose_trees, choose_while_running
@@ -240,8 +240,7 @@ def resolve(
         chunk_size=chunk_size,
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
         trees=tuple(trees.items()),
-        **paths_of(sources),
-        shared_rows=shared_rows(speculation, facts.layer_specs, facts.model_impl),
+        **source_sizes(speculation, sources, facts.layer_specs, facts.model_impl),
         choices=choices,
     )
     if device.type == "cuda":

@@ -27,10 +27,13 @@ def shared_rows(speculation: SpeculationConfig, layer_specs: Sequence[LayerSpec]
     return int(speculation.shared_rows)
 
 
-def paths_of(sources: Sequence[str]) -> dict[str, int]:
-    """The fields of a RoundLayout for these sources."""
+def source_sizes(
+    speculation: SpeculationConfig, sources: Sequence[str], layer_specs: Sequence[LayerSpec], model_impl: str
+) -> dict[str, int]:
+    """The fields of a RoundLayout for these sources, and shared_rows.  Raises EspalierError as shared_rows does."""
     is_sent = "prediction" in sources or "index" in sources
-    return {"text_paths": TEXT_PATHS * ("text" in sources), "sent_paths": SENT_PATHS * is_sent}
+    paths = {"text_paths": TEXT_PATHS * ("text" in sources), "sent_paths": SENT_PATHS * is_sent}
+    return paths | {"shared_rows": shared_rows(speculation, layer_specs, model_impl)}
 
 
 def choose_sources(
