@@ -19,10 +19,13 @@ def shared_rows(speculation: SpeculationConfig, layer_specs: Sequence[LayerSpec]
     """As of RoundLayout.  Raises EspalierError for a model that cannot run chosen rows."""
     if is_open(speculation.shared_rows):
         return 0
-    if any(isinstance(spec.keeps, RecurrentState) for spec in layer_specs) or model_impl != "native":
+    if (
+        any(isinstance(spec.keeps, RecurrentState) or spec.topk is not None for spec in layer_specs)
+        or model_impl != "native"
+    ):
         raise EspalierError(
-            f"shared_rows={speculation.shared_rows} is not supported for a model with recurrent states or run by "
-            "transformers: all rows of a request run; leave it out"
+            f"shared_rows={speculation.shared_rows} is not supported for a model with recurrent states or sparse "
+            "attention, or run by transformers: all rows of a request run; leave it out"
         )
     return int(speculation.shared_rows)
 

@@ -33,8 +33,10 @@ RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_typ
 
 
 def _own_fields(raw: Raw) -> Raw:
-    """The fields under the names of other families, with a type for each layer."""
-    fields = with_limits({**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
+    """The fields under the names of other families, with a type for each layer.  What a config calls rms_norm_eps is no
+    field of this family: transformers does not read it."""
+    own = {name: value for name, value in raw.items() if name != "rms_norm_eps"}
+    fields = with_limits({**own, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
     types = fields.get("layer_types") or raw.get("hybrid_override_pattern")
     if isinstance(types, list | str):
         fields["layer_types"] = [KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in types]

@@ -12,7 +12,7 @@ from espalier.models.layers.experts import MixtureMLP, RoutedRows
 from lab.synthetic.chain import predicted_accept_length
 from lab.synthetic.checkpoint import Recipe, build, write
 from tests.harness import CPU
-from tests.lab.synthetic.mixtures import SUPPORTED, WITH_EXPERTS, mixture
+from tests.lab.synthetic.mixtures import HYBRIDS, SUPPORTED, WITH_EXPERTS, mixture
 from tests.lab.synthetic.test_checkpoint import POSITIONS, PROMPT, REACH, an_engine, generate, prompts, tiny
 from tests.models.reference import load_reference, reference_logits
 from tests.oracles.dense import DensePass
@@ -21,7 +21,7 @@ TREE = (5, 4, 16)
 TYPICAL = ("qwen3-moe", "v3")
 
 
-@pytest.mark.parametrize("name", [*SUPPORTED, "qwen3.6", "qwen3.6-moe"])
+@pytest.mark.parametrize("name", [*SUPPORTED, *HYBRIDS])
 def test_transformers_and_espalier_follow_the_rule(name: str, tmp_path: Path) -> None:
     """From files: the same logits in both, and the greedy token that the rule names."""
     correlation = 0.5 if name in WITH_EXPERTS else 0.0
