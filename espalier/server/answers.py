@@ -3,7 +3,7 @@
 import codecs
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,10 +11,10 @@ import msgspec
 
 from espalier.inputs import text_stream
 from espalier.logprobs import PromptLogprobs, TokenLogprob
-from espalier.request import OutputChunk, ResolvedParams, Usage
+from espalier.request import OutputChunk, ResolvedParams
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
-from espalier.stats import SpeculationStats
+from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode
@@ -162,7 +162,7 @@ class Answer:
         if part.usage is not None:
             # A prompt's tokens count once for its n samples: use the usage of the first.
             first = part.output.index == 0
-            self.usages.append(part.usage if first else Usage(completion_tokens=part.usage.completion_tokens))
+            self.usages.append(part.usage if first else replace(part.usage, prompt_tokens=0, cached_tokens=0))
         if part.speculation is not None:
             self.stats.merge(part.speculation)
         return choice, choice.take(part.output, keep=not self.body.stream)
@@ -241,13 +241,22 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         prompt = sum(usage.prompt_tokens for usage in self.usages)
         completion = sum(usage.completion_tokens for usage in self.usages)
+        details = self.completion_details()
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in self.usages)},
+            **({"completion_tokens_details": details} if details else {}),
             "speculation": self.stats.as_dict(),
         }
+
+    def completion_details(self) -> dict[str, int]:
+        """completion_tokens_details; empty if there is nothing to say."""
+        if not self.params.prediction:
+            return {}
+        names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        return {name: sum(getattr(usage, name) for usage in self.usages) for name in names}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self.head, "object": self.object_chunk, "choices": choices}

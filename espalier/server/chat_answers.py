@@ -170,11 +170,11 @@ class ChatAnswer(Answer):
         """Tokens of the reasoning in all choices."""
         return sum(choice.num_reasoning for choice in self.choices if isinstance(choice, ChatChoice))
 
-    def usage(self) -> dict[str, Any]:
-        usage = super().usage()
+    def completion_details(self) -> dict[str, int]:
+        details = super().completion_details()
         if self.plan is None or self.plan.formats.reasoning is None:
-            return usage
-        return {**usage, "completion_tokens_details": {"reasoning_tokens": self.num_reasoning}}
+            return details
+        return {**details, "reasoning_tokens": self.num_reasoning}
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> Any:
         if entries is None:
