@@ -234,7 +234,9 @@ def random_ebnf(rng: random.Random) -> str:
 @pytest.fixture(scope="module")
 def compiler():
     vocab_size = 6144
-    return GrammarCompiler(load_tokenizer(BUNDLED_FILES / "target", vocab_size), vocab_size)
+    tokenizer = load_tokenizer(BUNDLED_FILES / "target", vocab_size)
+    assert tokenizer is not None
+    return GrammarCompiler(tokenizer, vocab_size)
 
 
 def walk(compiler: GrammarCompiler, seed: int) -> str:
