@@ -14,6 +14,7 @@ from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.ops.rope import LatentForm
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models import CausalLM, DraftModel
+from espalier.models.layers.attention import AttentionBlock
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
@@ -24,10 +25,8 @@ NOPE, VALUE = 12, 10
 EPS = 1e-6
 
 
-class LatentAttention:
+class LatentAttention(AttentionBlock):
     """Random weights: every head reads the same latent row."""
-
-    sink = None
 
     def __init__(self, columns: int, hidden: int, heads: int, seed: int, rope: RopeTables):
         self.rope = rope
@@ -52,9 +51,6 @@ class LatentAttention:
     def write(self, layer: int, rows: Tensor, p: Pass) -> Tensor:
         q, latent = self.q(rows).unflatten(1, (self.heads, -1)), self.latent(rows)[:, None]
         return p.write(layer, q, latent, p.rotation(self.rope), LatentForm(self.norm, EPS), self.k_up)
-
-    def gate(self, rows: object, kept: Tensor | None) -> None:
-        """There is none."""
 
     def project(self, attended: Tensor) -> Tensor:
         values = torch.einsum("bqhr,hvr->bqhv", attended, self.v_up)

@@ -56,6 +56,7 @@ def fp8(weight: Tensor, rows: int, columns: int, scale: str, **extra: Tensor) ->
             codes[block] = (weight[block] / scales[i, j]).float().to(FP8)
             meant[block] = codes[block].double() * scales[i, j].double()
     shape = (1,) if rows >= out and columns >= num_in and scale == "weight_scale" else scales.shape
+    shape = () if "activation_scale" in extra else shape
     return {"weight": codes, scale: scales.reshape(shape), **extra}, meant
 
 
@@ -69,12 +70,14 @@ def awq(weight: Tensor) -> tuple[Stored, Tensor]:
     return stored, meaning(q, zeros, scales)
 
 
-def gptq(weight: Tensor, version: int, ordered: bool) -> tuple[Stored, Tensor]:
+def order_of(weight: Tensor) -> Tensor:
+    """One order for all matrices with the same inputs, as the Hessian is theirs."""
     num_in = weight.shape[1]
-    order = torch.arange(num_in)
-    if ordered:
-        # One order for all matrices with the same inputs, as the Hessian is theirs.
-        order = torch.randperm(num_in, generator=torch.Generator().manual_seed(num_in))
+    return torch.randperm(num_in, generator=torch.Generator().manual_seed(num_in))
+
+
+def gptq(weight: Tensor, version: int, ordered: bool) -> tuple[Stored, Tensor]:
+    order = order_of(weight) if ordered else torch.arange(weight.shape[1])
     q, zeros, scales = integers(weight[:, order], GROUP, symmetric=False)
     back = order.argsort()
     stored = {
@@ -93,6 +96,14 @@ def packed(weight: Tensor, group: int, symmetric: bool) -> tuple[Stored, Tensor]
     if not symmetric:
         stored["weight_zero_point"] = words(zeros.T).T.contiguous()
     return stored, meaning(q, zeros, scales)
+
+
+def packed_in_order(weight: Tensor) -> tuple[Stored, Tensor]:
+    order = order_of(weight)
+    stored, meant = packed(weight[:, order], GROUP, symmetric=True)
+    back, codes = order.argsort(), integers(weight[:, order], GROUP, symmetric=True)[0]
+    of_columns = {"weight_packed": words(codes[:, back]), "weight_g_idx": (back // GROUP).to(torch.int32)}
+    return {**stored, **of_columns}, meant[:, back]
 
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
@@ -140,6 +151,11 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Stored, Tensor]]
         group_of({**FLOAT, "strategy": "channel"}, None, "naive-quantized"),
         lambda w: fp8(w, 1, w.shape[1], "weight_scale"),
     ),
+    "fp8-mistral": (
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None, "dequantize": False,
+         "modules_to_not_convert": GATES},
+        lambda w: fp8(w, len(w), w.shape[1], "weight_scale_inv", activation_scale=INPUT.clone()),
+    ),
     "fp8-block": (
         {
             "quant_method": "fp8",
@@ -176,6 +192,13 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Stored, Tensor]]
         group_of({**INT, "strategy": "group", "group_size": GROUP, "symmetric": True}, None, "pack-quantized"),
         lambda w: packed(w, GROUP, symmetric=True),
     ),
+    "packed-ordered": (
+        group_of(
+            {**INT, "strategy": "group", "group_size": GROUP, "symmetric": True, "actorder": "group"}, None,
+            "pack-quantized",
+        ),
+        packed_in_order,
+    ),
     "packed-channel-zeros": (
         group_of({**INT, "strategy": "channel", "symmetric": False}, None, "pack-quantized"),
         lambda w: packed(w, 0, symmetric=False),
@@ -191,7 +214,11 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[Tensor], tuple[Stored, Tensor]]
         lambda w: nvfp4(w, ("weight", "weight_scale", "weight_scale_2"), False, input_scale=torch.tensor(0.5)),
     ),
 }  # fmt: skip
-ROUNDS_INPUTS = ("fp8-tensor-static", "fp8-channel-token", "fp8-block", "fp8-block-32", "fp8-tensor")
+# Those whose inputs have a stored scale.
+STATIC = ("fp8-tensor-static", "fp8-mistral")
+# Those whose columns have an order, which experts of one matrix may not share.
+ORDERED = ("gptq-v2-ordered", "packed-ordered")
+ROUNDS_INPUTS = (*STATIC, "fp8-channel-token", "fp8-block", "fp8-block-32", "fp8-tensor")
 WEIGHTS_ONLY = tuple(kind for kind in KINDS if kind not in ROUNDS_INPUTS)
 DENSE = ("embed", "lm_head", "mlp.gate.weight", "shared_expert_gate", "router")
 

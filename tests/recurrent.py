@@ -14,6 +14,7 @@ from espalier.kernels.ops.recurrence import ShortConv
 from espalier.models import CausalLM
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats import dense_weight
 
 SIZES = {"heads": 2, "k_heads": 1, "k_size": 4, "v_size": 6}
@@ -51,22 +52,12 @@ class StateBlock:
         # A decay of 0.6 to 1, so that tokens long past still show.
         return p.write(layer, self.inputs(rows), torch.stack(((0.6 + 0.4 * decay).log(), beta), 1), self.conv)
 
-    def project(self, attended: Tensor) -> Tensor:
+    def __call__(self, layer: int, rows: Tensor, s: Stream, p: Pass) -> Tensor:
+        """A block without heads has nothing to attend to."""
+        q = self.write(layer, rows, p)
+        s.keep(p.kept(layer))
+        attended = p.attend(layer, q) if self.keeps.heads else q[..., None]
         return self.out.in_parts(attended.flatten(2).flatten(0, 1))
-
-
-class StateLayer:
-    """A DecoderLayer with a block that may have no heads to read."""
-
-    def __init__(self, layer, block: StateBlock):
-        self.layer, self.attention, self.mlp = layer, block, layer.mlp
-
-    def __call__(self, s, p: Pass) -> None:
-        layer, index = self.layer, self.layer.index
-        q = self.attention.write(index, s.normed(layer.attention_norm, self.attention), p)
-        s.keep(p.kept(index))
-        s.add(self.attention.project(p.attend(index, q) if self.attention.keeps.heads else q[..., None]))
-        s.add(layer.mlp(s.normed(layer.mlp_norm, layer.mlp), s.live))
 
 
 def make_recurrent(target: CausalLM, kinds: tuple[str | None, ...], seed: int) -> None:
@@ -74,7 +65,7 @@ def make_recurrent(target: CausalLM, kinds: tuple[str | None, ...], seed: int) -
     hidden, specs = target.config.hidden_size, list(target.layer_specs)
     for i, kind in enumerate(kinds):
         if kind is not None:
-            target.layers[i] = StateLayer(target.layers[i], StateBlock(KEEPS[kind], hidden, seed + i))  # type: ignore[attr-defined]
+            target.layers[i].attention = StateBlock(KEEPS[kind], hidden, seed + i)  # type: ignore[attr-defined]
             specs[i] = state(specs[i], kind)
     target.layer_specs = tuple(specs)
 

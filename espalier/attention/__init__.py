@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, Nodes, Prefix
+from espalier.attention.base import Attention, AttentionBackend, CommittedLengths
 from espalier.attention.fa3 import FA3Backend
 from espalier.attention.flashinfer import FlashInferBackend
 from espalier.attention.forward import ModelCache, Pass
@@ -17,6 +17,7 @@ from espalier.attention.triton import TritonBackend
 from espalier.attention.trtllm import TrtllmBackend
 from espalier.cache.layer_spec import Keeps, LayerSpec, groups_of, with_rows
 from espalier.errors import EspalierError
+from espalier.kernels.ops.attention import Nodes, Prefix
 
 # In order of preference.  A file with a new backend registers it: BACKENDS[New.support.name] = New.
 BACKENDS: dict[str, type[AttentionBackend]] = {

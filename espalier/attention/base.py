@@ -6,21 +6,18 @@ log-sum-exp.  Attention over the staged rows (kernels/ops/attention.py:staged_at
 code.  A backend may override `attend` to do both in one kernel.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from espalier.attention.support import Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
-from espalier.kernels.attention.ancestor_bits import bits_up_to, seen_rows
-from espalier.kernels.ops.attention import NoPrefix, Staged, merge, staged_attention
+from espalier.kernels.ops.attention import Inputs, Nodes, Prefix, merge, no_prefix, staged_attention
+from espalier.kernels.ops.kv_splits import KVSplits
 from espalier.kernels.state.kv_scales import KVScales
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,87 +47,14 @@ class CommittedLengths:
         return replace(self, at_most=tuple(length + rows for length in self.at_most))
 
 
-@dataclass(frozen=True)
-class Prefix:
-    """The committed rows of each request of a pass.
-
-    page_table: [B, table_width] int32; length: [B] int64, rows first .. length-1 exist (first is 1 for an EAGLE draft:
-    a row needs the feature of the previous token).  planned: the backend's plan, shared by all passes over this prefix.
-    Make a new Prefix whenever a length may have changed.
-    """
-
-    page_table: Tensor
-    length: Tensor
-    first: int = 0
-    planned: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
-
-    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made once for all passes over this prefix."""
-        if key not in self.planned:
-            self.planned[key] = make()
-        made: T = self.planned[key]
-        return made
-
-    def holds(self, positions: Tensor) -> Tensor:
-        """[B, P] bool: whether a row exists at each position.  Other rows must not be read: pages are not cleared."""
-        return (positions >= self.first) & (positions < self.length[:, None])
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The staged rows and the queries of a pass.
-
-    positions: [B, Q], of the queries; row_positions: [B, R], of the staged rows; ancestor_bits: [B, Q, W] int64, the
-    staged rows that a query sees (its ancestors and itself), or None for a chain, where each row follows the previous
-    one.  The queries are some of the R rows; in a chain Q = R.
-    parents: [B, R], the row before each row, of the root itself, for layers that keep a state; None for a chain.
-    """
-
-    positions: Tensor
-    row_positions: Tensor
-    ancestor_bits: Tensor | None
-    parents: Tensor | None = None
-
-    @classmethod
-    def chain(cls, positions: Tensor) -> "Nodes":
-        """A chain at positions [B, Q]."""
-        return cls(positions, positions, None)
-
-    def only(self, row: Tensor) -> "Nodes":
-        """Of a chain, the query in `row` [B] of each request, over the same rows."""
-        positions = self.positions.gather(1, row[:, None])
-        return Nodes(positions, self.row_positions, bits_up_to(row, self.row_positions.shape[1]))
-
-    def seen(self, window: int | None) -> Tensor:
-        """[B, Q, R] bool: ancestors inside the window.  Every row sees itself, also padding: no softmax is empty."""
-        return seen_rows(self.ancestor_bits, self.positions, self.row_positions, window)
-
-
-class AttentionBackend(Protocol):
-    """A backend plans each pass.
-
-    `plan` and the Attention it returns may run inside a captured CUDA graph: they must not read lengths on the host.
-    """
-
-    support: Support
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        """Called on the host before every launch: eager, capture and replay, on the stream of the launch."""
-        ...
-
-    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> "Attention":
-        """The plan for some queries of a pass, shared by all layers that have these queries."""
-        ...
-
-
+@dataclass(eq=False)
 class Attention:
     """The plan of one pass.  Subclasses implement over_prefix, and may override attend."""
 
-    def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
-        self.pages = pages
-        self.specs = specs
-        self.prefix = prefix
-        self.nodes = nodes
+    pages: PagedKV
+    specs: Sequence[LayerSpec]
+    prefix: Prefix
+    nodes: Nodes
 
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Attention of q [B, Q, heads, k_size] over the committed rows inside the layer's window.
@@ -147,23 +71,30 @@ class Attention:
         sink: [heads] float32 (float64 for float64), one extra logit per head that joins the softmax and has no value.
         Returns out [B, Q, heads, v_size].
         """
-        spec = self.specs[layer]
-        staged = Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits)
-        over_staged = staged_attention(
-            q,
-            staged,
-            self.nodes.positions,
-            spec.softmax_scale,
-            spec.window,
-            self._no_prefix,
-            self.scales(layer),
-            spec.softcap,
-        )
+        over_staged = staged_attention(self.inputs(layer, q, (k, v), *self._no_prefix))
         return merge(self.over_prefix(q, layer), over_staged, sink)
 
+    def over_committed(self, layer: int, q: Tensor) -> Tensor:
+        """As `attend` where there are no staged rows; zeros for an empty prefix."""
+        return self.over_prefix(q, layer)[0]
+
+    def inputs(
+        self,
+        layer: int,
+        q: Tensor,
+        staged: tuple[Tensor, Tensor] | None,
+        prefix: Prefix,
+        splits: KVSplits,
+        sink: Tensor | None = None,
+    ) -> Inputs:
+        """What a kernel of ours attends with, in a layer."""
+        spec, pages, page_size = self.specs[layer], self.committed(layer), self.pages.page_size
+        rows = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
+        return Inputs(*rows, spec.window, sink, spec.softcap, self.scales(layer))
+
     @cached_property
-    def _no_prefix(self) -> NoPrefix:
-        return NoPrefix.of(self.nodes.positions.shape[0], self.nodes.positions.device)
+    def _no_prefix(self) -> tuple[Prefix, KVSplits]:
+        return no_prefix(self.nodes.positions.shape[0], self.nodes.positions.device)
 
     def scales(self, layer: int) -> KVScales | None:
         """The scales of a layer whose rows are FP8."""
@@ -172,3 +103,20 @@ class Attention:
     def committed(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V [rows, kv_heads, size] of all pages of a layer, as they are stored."""
         return self.specs[layer].rows.read(self.pages.layers[layer])
+
+
+class AttentionBackend:
+    """A backend plans each pass.  attention: the class of its plans.
+
+    `plan` and the Attention it returns may run inside a captured CUDA graph: they must not read lengths on the host.
+    """
+
+    support: Support
+    attention: type[Attention]
+
+    def prepare(self, lengths: CommittedLengths) -> None:
+        """Called on the host before every launch: eager, capture and replay, on the stream of the launch."""
+
+    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> Attention:
+        """The plan for some queries of a pass, shared by all layers that have these queries."""
+        return self.attention(pages, specs, prefix, nodes)

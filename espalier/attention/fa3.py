@@ -8,17 +8,16 @@ On pages of 64 rows and more they multiply the rows past a request's length by z
 clears the pages of a request whose logits were not finite (LaunchInput.cleared_pages).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 
 from torch import Tensor
 
-from espalier.attention.base import CommittedLengths, Nodes, Prefix
+from espalier.attention.base import AttentionBackend
 from espalier.attention.library import LibraryAttention, library_support
 from espalier.attention.support import Library
-from espalier.cache.kv import PagedKV
-from espalier.cache.layer_spec import LatentKV, LayerSpec
+from espalier.cache.layer_spec import LatentKV
 
 # A pass with this many output values or more does not split requests: it has enough programs, and each split writes a
 # float32 output of its own.
@@ -75,11 +74,6 @@ SUPPORT = library_support(
 )
 
 
-class FA3Backend:
+class FA3Backend(AttentionBackend):
     support = SUPPORT
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        pass
-
-    def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> FA3Attention:
-        return FA3Attention(pages, specs, prefix, nodes)
+    attention = FA3Attention

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from espalier.attention.base import CommittedLengths, Nodes, Prefix
+from espalier.attention.base import AttentionBackend, CommittedLengths
 from espalier.attention.library import LN_2, LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import Keeps, LatentKV, LayerSpec
 from espalier.errors import EspalierError
+from espalier.kernels.ops.attention import Nodes, Prefix
 
 # Queries of a request from which FA3 is used, if lengths are exact: chunks of prompts, and trees as large as that.
 FA3_QUERIES = 256
@@ -196,7 +197,7 @@ class FlashInferAttention(LibraryAttention):
         return out.view(*q.shape[:3], -1), lse.view(q.shape[:3]) * LN_2
 
 
-class FlashInferBackend:
+class FlashInferBackend(AttentionBackend):
     support = library_support(
         name="flashinfer",
         head_sizes=(64, 128, 256),

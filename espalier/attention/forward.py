@@ -11,11 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, Nodes, Prefix
+from espalier.attention.base import Attention
 from espalier.attention.grouped import GroupedBackend
 from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
+from espalier.kernels.ops.attention import Nodes, Prefix
 from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.ops.states import GateInputs
 from espalier.kernels.ops.tree import gather_rows
@@ -147,9 +148,9 @@ class Pass:
         spec = self.cache.specs[index]
         if isinstance(spec.keeps, RecurrentState):
             return self._write_state(layer, *values)
-        planes, shares = staging.layers[index], spec.shares is not None
+        shares = spec.shares is not None
         # A layer that shares rows writes no heads.
-        planes = tuple(plane[:, :0] for plane in planes) if shares else planes
+        planes = tuple(plane[:, :0] for plane in pages.layers[index]) if shares else staging.layers[index]
         q = spec.keeps.write(self.rows, planes, pages.scales.get(index), *values)
         if self.by_layer and self.page_rows is not None and not shares:
             pages.commit_layer(staging, index, self.rows, self.page_rows)
@@ -165,6 +166,9 @@ class Pass:
         index, (batch, queries) = self.layers[layer], self.tokens.shape
         if isinstance(self.cache.specs[index].keeps, RecurrentState):
             return self._of_kept(layer, self._states.read(index, q, sink))
+        if index not in self.cache.staging.layers:
+            # A draft's layer that reads a target's rows: no row of the pass has any.
+            return self._plan(layer).over_committed(index, q)
         planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
         k, v = self.cache.specs[index].rows.read(planes)
         return self._plan(layer).attend(index, q, k, v, sink)

@@ -12,14 +12,14 @@ from math import log
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, Nodes, Prefix
+from espalier.attention.base import Attention
 from espalier.attention.reference import ReferenceAttention
 from espalier.attention.support import By, Support
 from espalier.attention.triton import TritonAttention, TritonBackend
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.errors import EspalierError
-from espalier.kernels.ops.attention import merge
+from espalier.kernels.ops.attention import Nodes, Prefix, merge
 
 LN_2 = log(2)
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, CommittedLengths
+from espalier.attention.base import Attention, AttentionBackend
 from espalier.attention.support import By, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
 from espalier.kernels.ops.attention import masked_attention
@@ -23,7 +23,7 @@ class ReferenceAttention(Attention):
         return masked_attention(q, k, v, mask, spec.softmax_scale, self.scales(layer), spec.softcap)
 
 
-class ReferenceBackend:
+class ReferenceBackend(AttentionBackend):
     support = Support(
         name="reference",
         devices=("cpu", "cuda"),
@@ -36,7 +36,4 @@ class ReferenceBackend:
         different_v_size=True,
         ran_on=("CPU", "H100", "H200"),
     )
-    plan = staticmethod(ReferenceAttention)
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        pass
+    attention = ReferenceAttention

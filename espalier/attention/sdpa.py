@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix
+from espalier.attention.base import Attention, AttentionBackend, CommittedLengths
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
-from espalier.kernels.ops.attention import soft_capped
+from espalier.kernels.ops.attention import Nodes, Prefix, soft_capped
 from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 
 
@@ -95,18 +95,30 @@ class SdpaAttention(Attention):
         out = out.view(batch, kv_heads, groups, queries, out.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return out if scales is None else times_v_scale(out, scales)
 
+    def over_committed(self, layer: int, q: Tensor) -> Tensor:
+        if not self.longest:
+            return q.new_zeros(*q.shape[:3], self.specs[layer].rows.v_size)
+        planes = [plane[:0].expand(len(q), -1, -1, -1) for plane in self.pages.layers[layer]]
+        seen = self._seen(self.specs[layer].window).any(-1)
+        out = self.attend(layer, q, *self.specs[layer].rows.read(planes))
+        return out.masked_fill(~seen[:, :, None, None], 0.0)
+
     def _bias(self, window: int | None, groups: int, dtype: torch.dtype) -> Tensor:
         """Additive mask [B, 1, groups * Q, longest + R], made once per pass, window and group size."""
         key = (window, groups)
         if key not in self.bias:
-            rows = self.committed_rows
-            committed = rows.held[:, None].expand(-1, self.nodes.positions.shape[1], -1)
-            if window is not None:
-                committed = committed & (self.nodes.positions[:, :, None] - rows.positions[:, None] < window)
-            seen = torch.cat((committed, self.nodes.seen(window)), 2)
+            seen = torch.cat((self._seen(window), self.nodes.seen(window)), 2)
             bias = torch.where(seen, 0.0, -torch.inf).to(dtype)
             self.bias[key] = bias[:, None].expand(-1, groups, -1, -1).flatten(1, 2)[:, None]
         return self.bias[key]
+
+    def _seen(self, window: int | None) -> Tensor:
+        """[B, Q, longest] bool: the committed rows that each query sees."""
+        rows = self.committed_rows
+        seen = rows.held[:, None].expand(-1, self.nodes.positions.shape[1], -1)
+        if window is not None:
+            seen = seen & (self.nodes.positions[:, :, None] - rows.positions[:, None] < window)
+        return seen
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
@@ -119,7 +131,7 @@ def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: floa
     return ((logits + bias).softmax(-1) @ v.to(exact).transpose(1, 2)).to(q.dtype)
 
 
-class SdpaBackend:
+class SdpaBackend(AttentionBackend):
     support = Support(
         name="sdpa",
         devices=("cpu",),

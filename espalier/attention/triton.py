@@ -9,7 +9,7 @@ from functools import partial
 
 from torch import Tensor
 
-from espalier.attention.base import Attention, CommittedLengths, Nodes, Prefix
+from espalier.attention.base import Attention, AttentionBackend
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -21,10 +21,10 @@ from espalier.kernels.ops.attention import (
     MAX_LATENT_HEAD_SIZE,
     MAX_ROW_SIZE,
     MAX_V_SIZE,
-    Committed,
     Inputs,
+    Nodes,
     PartialResults,
-    Staged,
+    Prefix,
     count_contiguous_blocks,
     latent_attention,
     tree_attention,
@@ -44,16 +44,14 @@ class TritonAttention(Attention):
         return self._attend(layer, q, None, None)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
-        return self._attend(layer, q, Staged(k, v, self.nodes.row_positions, self.nodes.ancestor_bits), sink)[0]
+        return self._attend(layer, q, (k, v), sink)[0]
 
-    def _attend(self, layer: int, q: Tensor, staged: Staged | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        spec, prefix = self.specs[layer], self.prefix
-        k, v = self.committed(layer)
-        scales, page_size = self.scales(layer), self.pages.page_size
-        committed = Committed(k, v, prefix.page_table, prefix.length, page_size, prefix.first, scales)
+    def _attend(
+        self, layer: int, q: Tensor, staged: tuple[Tensor, Tensor] | None, sink: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        spec = self.specs[layer]
         splits = self.splits(spec)
-        inputs = Inputs(q, committed, staged, self.nodes.positions, splits, spec.softmax_scale, spec.window, sink)
-        inputs = inputs._replace(softcap=spec.softcap)
+        inputs = self.inputs(layer, q, staged, self.prefix, splits, sink)
         if _is_wide_latent(spec):
             if sink is not None:
                 raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
@@ -94,10 +92,9 @@ class TritonAttention(Attention):
         return self.contiguous_of[key]
 
     def _counted(self, inputs: Inputs) -> Tensor:
-        committed, splits = inputs.committed, inputs.splits
-        pages = committed.page_table, committed.page_size, committed.first
-        key = (splits.policy, count_contiguous_blocks)
-        return self.prefix.shared(key, partial(count_contiguous_blocks, splits, *pages))
+        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first
+        key = (inputs.splits.policy, count_contiguous_blocks)
+        return self.prefix.shared(key, partial(count_contiguous_blocks, inputs.splits, *pages))
 
     def _partials(self, splits: KVSplits, spec: LayerSpec) -> PartialResults:
         key = (splits.policy, spec.heads, spec.keeps.v_size)
@@ -111,7 +108,7 @@ def _is_wide_latent(spec: LayerSpec) -> bool:
     return isinstance(spec.keeps, LatentKV) and spec.keeps.size > MAX_LATENT_HEAD_SIZE
 
 
-class TritonBackend:
+class TritonBackend(AttentionBackend):
     support = Support(
         name="triton",
         devices=("cuda",),
@@ -128,7 +125,4 @@ class TritonBackend:
         prefill_graph=True,
         ran_on=("H100", "H200"),
     )
-    plan = staticmethod(TritonAttention)
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        pass
+    attention = TritonAttention

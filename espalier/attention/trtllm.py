@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from espalier.attention.base import CommittedLengths, Nodes, Prefix
+from espalier.attention.base import AttentionBackend
 from espalier.attention.library import LN_2, LibraryAttention, library_support
 from espalier.attention.support import Library
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
+from espalier.kernels.ops.attention import Nodes, Prefix
 
 # The workspace that the library asks for: zeros at first, and shared by all launches on a stream.
 WORKSPACE_BYTES = 2**27
@@ -97,7 +98,7 @@ def _flashinfer() -> Any:
     return import_module("flashinfer")
 
 
-class TrtllmBackend:
+class TrtllmBackend(AttentionBackend):
     support = library_support(
         name="trtllm",
         page_sizes=(16, 32, 64, 128, 256, 512),
@@ -118,9 +119,6 @@ class TrtllmBackend:
 
     def __init__(self) -> None:
         self.workspace: Tensor | None = None
-
-    def prepare(self, lengths: CommittedLengths) -> None:
-        pass
 
     def plan(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes) -> TrtllmAttention:
         if self.workspace is None:

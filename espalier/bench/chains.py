@@ -4,6 +4,7 @@ A chain does not find its weights in the L2 cache, because each layer of a pass 
 measured over more copies than the cache holds.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.bench.linears import Run, Shape
-from espalier.kernels.layers.linear_tuning import plans_for
+from espalier.kernels.layers.linear_tuning import LINEARS, plans_for
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, Rows
 from espalier.kernels.layers.scaled_product import kernel_rows
 from espalier.kernels.layers.tuning_table import DENSE
@@ -25,6 +26,9 @@ from espalier.models.quantisers import QUANTISERS
 # qkv of an EAGLE head reads two norms in one launch, which does not round: the floor leaves out its rounding.
 BEHIND_A_NORM = ("qkv", "q and kv", "gate_up")
 
+# Of weights of one name and shape: at least so many, and so many bytes of them.
+MIN_COPIES, MIN_BYTES = 4, 2**30
+
 Matrix = Tensor | QuantisedMatrix
 Multiply = Callable[[Rows, Matrix], Tensor]
 Product = Callable[[], object]
@@ -33,7 +37,11 @@ Inputs = dict[tuple[int, int, int], Tensor]
 
 
 class Weights:
-    """Random weights on a GPU, one for each layer.  Passes whose runs have the same name and shape share them."""
+    """Random weights on a GPU, for each name and shape those of its layers.  Passes share them.
+
+    Layers share as well where that leaves MIN_COPIES weights and MIN_BYTES of them, which no cache holds: a model and
+    its floor fit the memory together.
+    """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -41,9 +49,10 @@ class Weights:
 
     def of(self, run: Run) -> list[Matrix]:
         made = self._made.setdefault((run.name, run.shape), [])
-        while len(made) < run.first + run.count:
+        copies = max(MIN_COPIES, math.ceil(MIN_BYTES * run.count / run.weight_bytes))
+        while len(made) < min(run.first + run.count, copies):
             made.append(self.drawn(run.shape if run.heads == 1 else (run.heads, *run.shape), run.weights))
-        return made[run.first : run.first + run.count]
+        return [made[at % copies] for at in range(run.first, run.first + run.count)]
 
     def drawn(self, shape: tuple[int, ...], weights: str = DENSE) -> Matrix:
         """A random weight as large as a trained one.  Zeros would be multiplied faster, with less power."""
@@ -114,4 +123,4 @@ def as_engine(x: Rows, weight: Matrix) -> Tensor:
         return linear_quantised(x, weight, None)
     assert isinstance(x, Tensor)
     plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, weight.dtype, weight)
-    return plain(x, weight) if plans is None else linear(x, weight, None, plans.at(len(x)))
+    return plain(x, weight) if plans is None else linear(x, weight, None, LINEARS.at(plans, len(x)))

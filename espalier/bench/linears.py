@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from espalier.bench.shapes import find_shape
-from espalier.cache.layer_spec import LayerSpec, RecurrentState
+from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.tuning_table import DENSE
@@ -159,6 +159,8 @@ class ModelShape:
     draft: sizes of an EAGLE head's layer; None if it is like the target's.  mtp, block: None for an EAGLE head.
     weights: how the matrices of layers are stored, as of a Run.  Sizes of a draft have their own, for its head too.
     is_draft: whether these are the sizes of a draft's layers.
+    gated: whether attention has a gate as wide as its queries, beside them.
+    one_block: whether a layer is either a mixer or, where it keeps nothing, the experts (Nemotron-H).
     """
 
     hidden: int
@@ -174,6 +176,8 @@ class ModelShape:
     block: BlockSizes | None = None
     weights: str = DENSE
     is_draft: bool = False
+    gated: bool = False
+    one_block: bool = False
 
     @property
     def layers(self) -> int:
@@ -181,8 +185,12 @@ class ModelShape:
 
     @property
     def dense_layers(self) -> int:
-        """The first layers, which have no experts."""
-        return self.layers - (0 if self.experts is None else min(self.experts.layers, self.layers))
+        """The first layers, which have no experts.  Of layers that are one block: none."""
+        return (
+            0
+            if self.one_block
+            else self.layers - (0 if self.experts is None else min(self.experts.layers, self.layers))
+        )
 
     def part(self, first: int, end: int | None = None) -> "ModelShape":
         """The layers from `first` up to `end` alone."""
@@ -260,6 +268,8 @@ class ModelShape:
         runs, taken = list[Run](), Counter[tuple[str, Shape]]()
         for (is_dense, spec), count in kinds.items():
             mlp = self._mlp(prefix, self.intermediate, count, rows) if is_dense else self._routed(prefix, count, rows)
+            if self.one_block and spec.keeps != NOTHING:
+                mlp = ()
             for run in (*self._attention(prefix, wide, spec, count, rows), *mlp):
                 runs.append(replace(run, first=taken[run.name, run.shape]))
                 taken[run.name, run.shape] += count
@@ -268,11 +278,27 @@ class ModelShape:
     def _attention(self, prefix: str, wide: int, spec: LayerSpec, count: int, rows: int) -> tuple[Run, ...]:
         if self.latent is not None:
             return self._latent_attention(prefix, self.latent, spec.heads, count, rows)
+        if isinstance(spec.keeps, RecurrentState):
+            return self._recurrence(prefix, spec.keeps, count, rows)
         size = spec.keeps.k_size
+        heads = spec.projected_heads + (spec.heads if self.gated else 0)
         return (
-            self._run(f"{prefix}qkv", (spec.projected_heads * size, wide), count, rows),
+            self._run(f"{prefix}qkv", (heads * size, wide), count, rows),
             self._run(f"{prefix}o", (self.hidden, spec.heads * size), count, rows),
         )
+
+    def _recurrence(self, prefix: str, keeps: RecurrentState, count: int, rows: int) -> tuple[Run, ...]:
+        """The inputs with their gate, what decays and betas are computed from, and the output."""
+        if keeps == NOTHING:
+            return ()
+        inner = keeps.heads * keeps.v_size or keeps.channels
+        columns = keeps.channels + inner if keeps.heads else 3 * keeps.channels
+        if keeps.heads and keeps.delta:
+            gates = Run(f"{prefix}gates", (2 * keeps.heads, self.hidden), count, rows)
+            runs = (self._run(f"{prefix}inputs", (columns, self.hidden), count, rows), gates)
+        else:
+            runs = (self._run(f"{prefix}inputs", (columns + keeps.heads, self.hidden), count, rows),)
+        return (*runs, self._run(f"{prefix}out", (self.hidden, inner), count, rows))
 
     def _latent_attention(
         self, prefix: str, latent: LatentConfig, heads: int, count: int, rows: int
@@ -340,10 +366,10 @@ def model_sizes(config: ModelConfig) -> ModelShape:
     """The sizes of a target, or of a draft's layers.  Raises EspalierError for products that are not counted."""
     specs = layer_specs_of(config)
     uncounted = [name for name in UNCOUNTED if config.raw.get(name)]
-    if uncounted or any(isinstance(spec.keeps, RecurrentState) for spec in specs):
-        what = f"products of {uncounted[0]}" if uncounted else "a state"
+    if uncounted:
         raise EspalierError(
-            f"layers of {config.architecture} have {what}, which the benches do not count; name another model"
+            f"layers of {config.architecture} have products of {uncounted[0]}, which the benches do not count; "
+            "name another model"
         )
     experts = None
     if config.experts is not None and config.experts.layers:
@@ -365,6 +391,8 @@ def model_sizes(config: ModelConfig) -> ModelShape:
         vocab=config.vocab_size,
         latent=config.latent,
         experts=experts,
+        gated="linear_num_value_heads" in config.raw,
+        one_block=any(spec.keeps == NOTHING for spec in specs),
     )
 
 

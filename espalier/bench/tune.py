@@ -32,7 +32,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised_plans
 from espalier.kernels.layers.experts_tuning import EXPERTS as EXPERT_TABLES
 from espalier.kernels.layers.linear_plans import LibraryPlan, LinearPlan, TritonPlan, candidates
-from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS, LinearPlans
+from espalier.kernels.layers.linear_tuning import LINEARS, NO_PLANS, ROWS_BUCKETS, LinearPlans
 from espalier.kernels.layers.quantised import QuantisedMatrix, Rows
 from espalier.kernels.layers.tuning_table import DENSE, TuningTable, own_file
 from espalier.kernels.ops.linear import (
@@ -409,9 +409,7 @@ def plans_by_shape(table: PlanTable, kept: Mapping[Shape, LinearPlans]) -> dict[
     """kept: the plans of buckets that are not in the table."""
     shapes = dict.fromkeys(shape for shape, _ in table)
     return {
-        shape: LinearPlans(
-            tuple(table.get((shape, rows), kept.get(shape, LinearPlans()).at(rows)) for rows in ROWS_BUCKETS)
-        )
+        shape: tuple(table.get((shape, rows), LINEARS.at(kept.get(shape, NO_PLANS), rows)) for rows in ROWS_BUCKETS)
         for shape in shapes
     }
 

@@ -15,14 +15,17 @@ from espalier.cache.layer_spec import of_rank
 from espalier.config import EngineConfig, is_open
 from espalier.errors import EspalierError
 from espalier.models.layer_loading import layer_specs_of
+from espalier.models.shard_sizes import numbers_of_ranks
 from espalier.shards import Shards
 from espalier.speculate.drafters.registry import draft_shards
 from espalier.startup.build import cache_size, cache_specs
-from espalier.startup.load import find, resolve_config, weights_of
+from espalier.startup.load import Checkpoint, find, resolve_config, weights_of
 from espalier.terminal.console import QUIET, stdout
 from espalier.terminal.flags import engine_settings, flag_of, given_flags
 from espalier.terminal.machine import describe, installed
 
+# Of one machine.
+MOST_RANKS = 8
 OPTIONAL = ("triton", "flashinfer-python", "sglang-kernel", "flash-attn-3", "accelerate")
 
 
@@ -58,8 +61,7 @@ def run(args: Namespace) -> int:
     longest = (resolved.num_pages - 1) // layout.table_width
     most = f"{min(longest, layout.max_batch)} of {layout.max_batch}"
     if resolved.tensor_parallel > 1:
-        weights = weights_of(checkpoint, resolved.tensor_parallel).nbytes(getattr(torch, resolved.dtype))
-        console.print(Text(f"  each of {resolved.tensor_parallel} ranks holds {weights / 2**30:.2f} GiB of weights"))
+        console.print(Text(_by_ranks(checkpoint, getattr(torch, resolved.dtype))))
     console.print(Text(f"  {held}; requests of max_context that fit at once: {most}"))
     if not longest:
         console.print(Text("  a request of max_context does not fit: raise num_pages, or lower max_context"))
@@ -76,6 +78,15 @@ def run(args: Namespace) -> int:
         console.print(Text("  it runs by Espalier's own layers (native)"))
     console.print(Text("this configuration is supported and fits here", QUIET))
     return 0
+
+
+def _by_ranks(checkpoint: Checkpoint, dtype: torch.dtype) -> str:
+    """The numbers of ranks that divide the models, and what each rank then holds."""
+    counts = numbers_of_ranks(checkpoint.target, MOST_RANKS)
+    if checkpoint.draft is not None and draft_shards(checkpoint.spec.algorithm, Shards(0, 2)).count > 1:
+        counts = [count for count in counts if count in numbers_of_ranks(checkpoint.draft.layer, MOST_RANKS)]
+    held = (f"{count}: {weights_of(checkpoint, count).nbytes(dtype) / 2**30:.2f} GiB" for count in counts)
+    return f"  weights of each rank, by the number of ranks that divide these models: {', '.join(held)}"
 
 
 def _matrix() -> int:

@@ -12,7 +12,7 @@ A thread watches the other ranks.  Whatever ends one of them ends all, with one 
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -163,6 +163,12 @@ class Peer:
         with suppress(OSError):
             self.process.kill()
 
+    def exit_code(self, within_s: float) -> int | None:
+        """Of the process, as Process.poll, when it has ended or this time is over."""
+        with suppress(Exception):
+            self.process.wait(within_s)
+        return self.process.poll()
+
 
 class Ranks:
     """Ranks 1 to N - 1.
@@ -196,12 +202,30 @@ class Ranks:
         self.num_loaded += 1
         self.send(Load(source))
 
-    def joined(self, collectives: Any) -> None:
-        """Abort these when a rank fails.  Raises the failure, if one has."""
+    def join(self, meet: Callable[[], Any]) -> Any:
+        """The collectives that `meet` returns when it has met the other ranks; they are aborted when a rank fails.
+
+        Raises what `meet` raises, or the failure of a rank, at once: what waits for that rank may wait forever, and is
+        left alone.
+        """
+
+        def work() -> None:
+            try:
+                met.append(meet())
+            except BaseException as error:
+                met.append(error)
+            with self._changed:
+                self._changed.notify_all()
+
+        met: list[Any] = []
+        threading.Thread(target=work, name="espalier-join", daemon=True).start()
+        self._wait_for(lambda: bool(met))
+        if isinstance(met[0], BaseException):
+            raise met[0]
         with self._changed:
-            self.collectives = collectives
+            self.collectives = met[0]
             if self.failure is None:
-                return
+                return self.collectives
         self._abort()
         raise self.failure
 
@@ -220,14 +244,15 @@ class Ranks:
     def expect(self, kind: type, number: int = 0) -> list[Any]:
         """Wait for this answer of every rank.  Raises RankFailed, or a rank's EspalierError."""
 
-        def all_answered() -> bool:
-            return self.failure is not None or all((kind, number) in peer.answers for peer in self.peers)
+        self._wait_for(lambda: all((kind, number) in peer.answers for peer in self.peers))
+        return [peer.answers.pop((kind, number)) for peer in self.peers]
 
+    def _wait_for(self, is_there: Callable[[], bool]) -> None:
+        """Raises the failure of a rank, if one comes first."""
         with self._changed:
-            self._changed.wait_for(all_answered)
+            self._changed.wait_for(lambda: self.failure is not None or is_there())
             if self.failure is not None:
                 raise self.failure
-            return [peer.answers.pop((kind, number)) for peer in self.peers]
 
     def require_equal(self, number: int, results: Sequence[RequestResult]) -> None:
         """Raises RankFailed if a rank has decided otherwise."""
@@ -260,12 +285,9 @@ class Ranks:
                 peer.connection.close()
         deadline = time.monotonic() + (END_S if self.failure is None else 0)
         for peer in self.peers:
-            with suppress(Exception):
-                peer.process.wait(max(deadline - time.monotonic(), 0))
-            if peer.process.poll() is None:
+            if peer.exit_code(max(deadline - time.monotonic(), 0)) is None:
                 peer.kill()
-                with suppress(Exception):
-                    peer.process.wait(END_S)
+                peer.exit_code(END_S)
         if self.failure is None:
             self._abort()
         self.folder.cleanup()
@@ -331,7 +353,7 @@ class Ranks:
                 error = f"rank {peer.rank}: {peer.failed.error}"
                 causes.append((place, EspalierError(error) if peer.failed.refused else RankFailed(error)))
             elif peer.is_gone:
-                causes.append((2, RankFailed(f"{peer.name} has ended{_how(peer.process)}")))
+                causes.append((2, RankFailed(f"{peer.name} has ended{_how(peer.exit_code(GRACE_S))}")))
         return min(causes, key=lambda cause: cause[0])[1]
 
     def _fail(self, failure: Exception) -> None:
@@ -351,10 +373,7 @@ class Ranks:
                 self.collectives.abort()
 
 
-def _how(process: Process) -> str:
-    with suppress(Exception):
-        process.wait(GRACE_S)
-    code = process.poll()
+def _how(code: int | None) -> str:
     if code is None:
         return ""
     return f" with exit code {code}" if code >= 0 else f" by {Signals(-code).name}"

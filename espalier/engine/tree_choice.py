@@ -16,8 +16,8 @@ from espalier.engine.acceptance import Acceptance, Sample
 from espalier.engine.round_times import RoundTimes
 from espalier.layout import PLAIN, RoundCosts, RoundLayout, TreeShape, next_bucket
 
-# A form replaces another if it is expected to emit so many times the tokens a second, and after so many rounds.
-WORTH_A_CHANGE, DWELL = 1.02, 8
+# A form replaces another if it is expected to emit so many times the tokens a second.
+WORTH_A_CHANGE = 1.02
 # The first trial of a form comes SHORTEST rounds after another was chosen; then twice as many pass, up to LONGEST.
 SHORTEST, LONGEST = 16, 256
 # A form is tried if its expected rate is that share of the best one: predicted times are within 15% (tree_cost.py).
@@ -33,18 +33,21 @@ class Pace(NamedTuple):
     """How fast the choice follows the text.
 
     rounds, samples: what estimates of acceptance remember (acceptance.py); trial: rounds of a trial; alone: how many
-    more a single request needs, because each of its rounds says less; least_prior: as in acceptance.py.
+    more a single request needs, because each of its rounds says less; dwell: rounds after which a choice may change;
+    least_prior: as in acceptance.py.
     """
 
     rounds: int
     samples: int
     trial: int
     alone: int
+    dwell: int
     least_prior: float
 
 
 # Of a draft model; and of guesses that are looked up in the text, which depend on the place in it.
-DRAFTED, LOOKED_UP = Pace(48, 400, trial=4, alone=4, least_prior=0.25), Pace(16, 24, trial=2, alone=0, least_prior=3.0)
+DRAFTED = Pace(48, 400, trial=4, alone=4, dwell=8, least_prior=0.25)
+LOOKED_UP = Pace(16, 24, trial=2, alone=0, dwell=2, least_prior=3.0)
 
 
 class TreeChooser(Protocol):
@@ -194,7 +197,7 @@ class TreeChoice:
     def _switch(self, bucket: Bucket, rates: dict[TreeShape, float]) -> None:
         bucket.held += 1
         best = max(bucket.forms, key=lambda form: rates[form])
-        if bucket.held > DWELL and rates[best] > WORTH_A_CHANGE * rates[bucket.current]:
+        if bucket.held > self.pace.dwell and rates[best] > WORTH_A_CHANGE * rates[bucket.current]:
             if best == PLAIN:
                 # Guesses that paid for a while may soon pay again.
                 bucket.plain_pause = SHORTEST if bucket.held > LASTING else min(2 * bucket.plain_pause, LONGEST)

@@ -21,17 +21,17 @@ from typing import Any, Literal, get_args
 from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
-from espalier.models.draft import DraftSpec, count_of, draft_vocab_of, ids_of, object_of, refuse_sizes, token_of
+from espalier.models.draft import DraftSpec, refuse_sizes
+from espalier.models.draft_fields import Fields
 from espalier.models.families import qwen3
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.weight_formats import quantisation_of
 
 Z_LAB, DEEP_SPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 ARCHITECTURES = (Z_LAB, DEEP_SPEC)
 SPECULATORS_TYPES = ("dflash", "dspark")
 # What DSpark's Markov head reads: the token before; the block's hidden state too; the whole path too.
 EdgeKind = Literal["vanilla", "gated", "rnn"]
-EDGE_KINDS: tuple[str, ...] = get_args(EdgeKind)
+EDGE_KINDS: tuple[EdgeKind, ...] = get_args(EdgeKind)
 # The size of each kind's projection, in ranks: its rows, and its columns besides those of the hidden state.
 EDGE_PARTS: Mapping[EdgeKind, tuple[int, int]] = {"vanilla": (0, 0), "gated": (1, 1), "rnn": (3, 2)}
 # Fields of dflash_config that are read.
@@ -55,21 +55,16 @@ class BlockConfig:
 
 
 def block_spec(
-    given: Mapping[str, Any],
-    layer: ModelConfig,
-    path: Path,
-    first_proposing: int,
-    windows_from_root: bool = True,
-    **fields: Any,
+    given: Fields, layer: ModelConfig, first_proposing: int, windows_from_root: bool = True, **fields: Any
 ) -> DraftSpec:
     """The spec of a block draft, with these `fields`.  given: the fields of config.json, wherever they stand in it."""
-    rows, layers = count_of(given, "block_size", path), layer_specs_of(layer)
+    rows, layers = given.count("block_size"), layer_specs_of(layer)
     return DraftSpec(
         **{"algorithm": "block", "vocab_size": layer.vocab_size, **fields},
         layers=tuple(map(_from_root, layers)) if windows_from_root else layers,
         block_rows=rows,
         max_steps=rows - first_proposing,
-        mask_token=token_of(given, layer, path),
+        mask_token=given.mask_token(layer.vocab_size),
         first_proposing=first_proposing,
         windows_from_root=windows_from_root,
         reads="captured",
@@ -88,77 +83,77 @@ def read_block(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
     Raises EspalierError if the draft does not fit this target, or is of a form that is not built.
     """
     read = _read_published if raw.get("speculators_model_type") is None else read_speculators
-    config = read(path, raw, target)
+    config = read(Fields(raw, path), target)
     refuse_misfit(config, target, path)
     return config
 
 
-def _read_published(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
+def _read_published(given: Fields, target: ModelConfig) -> BlockConfig:
     """As read_block, of z-lab's and DeepSpec's forms; not yet checked against the target."""
-    is_deep_spec = architecture_of(raw) == DEEP_SPEC
-    own = own_fields(raw, DFLASH_FIELDS, path)
-    layer = layer_of(raw, target, path, own.get("target_hidden_size"))
+    is_deep_spec = architecture_of(dict(given.raw)) == DEEP_SPEC
+    own = own_fields(given, DFLASH_FIELDS)
+    layer = layer_of(given, target, own.get("target_hidden_size"))
     if any(layer.windows):
-        raise EspalierError(
-            f"{path}: sliding windows are supported for block drafts in speculators' form only, because public code "
+        raise given.error(
+            "sliding windows are supported for block drafts in speculators' form only, because public code "
             "disagrees about them in this one; use a draft with full attention, or convert it with speculators"
         )
-    causal = bool(own.get("causal_head", False))
+    causal = own.flag("causal_head")
     for name in ("is_causal", "causal"):
-        if raw.get(name) and not causal:
-            raise EspalierError(
-                f"{path}: {name} = {raw[name]!r} is not supported in this form, because public code disagrees about "
+        if given.get(name) and not causal:
+            raise given.error(
+                f"{name} = {given.get(name)!r} is not supported in this form, because public code disagrees about "
                 "it; use a draft without it, or convert it with speculators"
             )
-    given = {**own, **raw}
+    every = given.over(own.raw)
     if not is_deep_spec:
-        given["target_layer_ids"] = own.get("target_layer_ids") or _default_ids(target.num_layers, layer.num_layers)
+        ids = own.get("target_layer_ids") or _default_ids(target.num_layers, layer.num_layers)
+        every = Fields({**every.raw, "target_layer_ids": ids}, given.path)
     spec = block_spec(
-        *(given, layer, path),
-        capture=tuple(k + 1 for k in ids_of(given, "target_layer_ids", path)),
+        *(every, layer),
+        capture=tuple(k + 1 for k in every.layers("target_layer_ids")),
         first_proposing=0 if is_deep_spec else 1,
         causal=(causal,) * layer.num_layers,
     )
-    return BlockConfig(layer, spec, *(_edges(raw, path) if is_deep_spec else ()))
+    return BlockConfig(layer, spec, *(_edges(given) if is_deep_spec else ()))
 
 
-def read_speculators(path: Path, raw: Raw, target: ModelConfig) -> BlockConfig:
+def read_speculators(given: Fields, target: ModelConfig) -> BlockConfig:
     """As read_block, of speculators' form; not yet checked against the target."""
-    nested = object_of(raw, "transformer_layer_config", path)
-    layer = layer_of({**nested, **quantisation_of(raw)}, target, path, raw.get("target_hidden_size"))
-    is_dspark = raw["speculators_model_type"] == "dspark"
-    slides_causally = not raw.get("sliding_window_non_causal", False)
+    layer = layer_of(Fields(given.layer(), given.path), target, given.get("target_hidden_size"))
+    is_dspark = given.get("speculators_model_type") == "dspark"
+    slides_causally = not given.flag("sliding_window_non_causal")
     spec = block_spec(
-        *(raw, layer, path),
-        capture=ids_of(raw, "aux_hidden_state_layer_ids", path),
-        first_proposing=0 if raw.get("sample_from_anchor", is_dspark) else 1,
+        *(given, layer),
+        capture=given.layers("aux_hidden_state_layer_ids"),
+        first_proposing=0 if given.flag("sample_from_anchor", is_dspark) else 1,
         causal=tuple(window is not None and slides_causally for window in layer.windows),
-        vocab_size=draft_vocab_of(raw, layer, path),
+        vocab_size=given.draft_vocab(layer.vocab_size),
     )
     if not is_dspark:
         return BlockConfig(layer, spec)
-    rank, kind = _edges({"markov_rank": 256, **raw}, path)
+    rank, kind = _edges(given.over({"markov_rank": 256}))
     if rank and kind == "rnn" and spec.first_proposing:
         # The package's training pass feeds the root to the state twice: at its own row, then at depth 1.
-        raise EspalierError(
-            f"{path}: markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
+        raise given.error(
+            "markov_head_type = 'rnn' with sample_from_anchor = False is not supported; use a draft that "
             "samples from the anchor"
         )
     return BlockConfig(layer, spec, rank, kind)
 
 
-def layer_of(raw: Mapping[str, Any], target: ModelConfig, path: Path, target_hidden: int | None = None) -> ModelConfig:
+def layer_of(given: Fields, target: ModelConfig, target_hidden: int | None = None) -> ModelConfig:
     """target_hidden: the hidden size that the config says of its target, if it says one."""
-    if raw.get("model_type") != qwen3.FAMILY.model_type:
-        raise EspalierError(
-            f"{path}: a block draft's layers of model_type {raw.get('model_type')!r} are not supported; supported: "
-            f"{qwen3.FAMILY.model_type}"
+    declared, supported = given.get("model_type"), qwen3.FAMILY.model_type
+    if declared != supported:
+        raise given.error(
+            f"a block draft's layers of model_type {declared!r} are not supported; supported: {supported}"
         )
-    layer = parse({"max_position_embeddings": target.max_position, **raw}, qwen3.FAMILY, path)
+    layer = parse({"max_position_embeddings": target.max_position, **given.raw}, qwen3.FAMILY, given.path)
     if target_hidden not in (None, layer.hidden_size):
-        raise EspalierError(
-            f"{path}: target_hidden_size = {target_hidden} differs from the draft's hidden_size = {layer.hidden_size}, "
-            "which is not supported; use a draft of the target's hidden size"
+        raise given.error(
+            f"target_hidden_size = {target_hidden} differs from the draft's hidden_size = {layer.hidden_size}, which "
+            "is not supported; use a draft of the target's hidden size"
         )
     return layer
 
@@ -171,27 +166,22 @@ def _default_ids(num_target_layers: int, num_layers: int) -> list[int]:
     return [round(1 + i * (last - 1) / (num_layers - 1)) for i in range(num_layers)]
 
 
-def _edges(raw: Mapping[str, Any], path: Path) -> tuple[int, EdgeKind]:
+def _edges(given: Fields) -> tuple[int, EdgeKind]:
     """The rank and the kind of the Markov head."""
-    rank = count_of(raw, "markov_rank", path, least=0) if raw.get("markov_rank") else 0
+    rank = given.count("markov_rank", least=0) if given.get("markov_rank") else 0
     if not rank:
         return 0, "vanilla"
-    kind = raw.get("markov_head_type", "vanilla")
-    if kind not in EDGE_KINDS:
-        raise EspalierError(
-            f"{path}: markov_head_type = {kind!r} is not supported; use a draft whose Markov head is one of "
-            f"{', '.join(EDGE_KINDS)}"
-        )
-    return rank, kind
+    remedy = f"a draft whose Markov head is one of {', '.join(EDGE_KINDS)}"
+    return rank, given.choice("markov_head_type", EDGE_KINDS, remedy)
 
 
-def own_fields(raw: Raw, supported: Sequence[str], path: Path) -> Mapping[str, Any]:
+def own_fields(given: Fields, supported: Sequence[str]) -> Fields:
     """dflash_config, z-lab's own fields.  Raises EspalierError for a field that is not read: it changes the results."""
-    own = object_of(raw, "dflash_config", path)
-    for name, value in own.items():
+    own, path = given.object("dflash_config"), given.path
+    for name, value in own.raw.items():
         if name not in supported or (name == "draft_shift" and value):
-            raise EspalierError(
-                f"{path}: dflash_config has {name} = {value!r}, which is not supported; supported fields are "
+            raise given.error(
+                f"dflash_config has {name} = {value!r}, which is not supported; supported fields are "
                 f"{', '.join(supported)}; use a draft without it"
             )
     if (path / MASK_EMBEDDING).exists():

@@ -19,6 +19,7 @@ from espalier.models.layer_declaration import PLAIN_NAMES, PLAIN_NORMS, Experts,
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.overrides import with_overrides
 from espalier.models.rope import OF_ATTENTION, SPELLINGS, RopeConfig, read_rope
+from espalier.models.stored_names import AS_OWN, StoredNames
 from espalier.models.weight_formats import QUANTISATION_FIELDS, FormatOf, declared_kv_dtype, read_formats
 
 if TYPE_CHECKING:
@@ -98,10 +99,12 @@ INERT = (
 class Family:
     """The declaration of one model family, made in its family file.
 
-    defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers.
-    qkv_bias, out_bias: from the completed config, whether the attention's projections have a bias.
+    defaults: values of fields that config.json lacks, as in the family's config class of Hugging Face transformers;
+    tie_word_embeddings is false by default.
+    qkv_bias, out_bias: from the completed config, whether the attention's projections have a bias; by default
+    attention_bias says so.
     windows: from the completed config, one entry for each layer: None, or the number of positions that a query attends
-    to, itself included.
+    to, itself included; by default, None for all.
     qk_norm: whether q and k are normed for each head, or the name of the field that says so.
     wide_qk_norm: whether these are norms of all of q and all of k, not of each head.
     layer_norms: where a layer has norms.  names: of the other weights of a layer.
@@ -127,19 +130,19 @@ class Family:
     activation_field: the field that names the activation of dense MLPs, one of ACTIVATIONS.
     in_drafts: whether an EAGLE-3 head, or MTP layers with a config of their own, may have the family's layers.  A draft
     builds its first layer itself, so these are layers of norms before each block, attention and a gated MLP.
-    text_fields: the fields of the text model, from config.json as it is stored.
+    fields: from config.json as it is stored, its fields under the names that families share.
     layer_kinds: further names that `layer_types` may hold.
-    stored_prefix: what the names of a checkpoint may have for "model."; unread: beginnings of the names of weights that
-    are not the text model's, and what they are.  final_norm: the name of the last norm.
+    stored: what a checkpoint of the family calls the weights; unread: beginnings of the names of weights that are not
+    the text model's, and what they are.  final_norm: the name of the last norm.
     variant: from config.json as it is stored, the family that a config is of in its place; None: this one.
     """
 
     architecture: str
     model_type: str
     defaults: Mapping[str, Any]
-    qkv_bias: Callable[[Raw], bool]
-    out_bias: Callable[[Raw], bool]
-    windows: Callable[[Raw], Windows]
+    qkv_bias: Callable[[Raw], bool] = lambda full: bool(full["attention_bias"])
+    out_bias: Callable[[Raw], bool] = lambda full: bool(full["attention_bias"])
+    windows: Callable[[Raw], Windows] = lambda full: full_attention(full)
     qk_norm: bool | str = False
     wide_qk_norm: bool = False
     layer_norms: LayerNorms = PLAIN_NORMS
@@ -162,9 +165,9 @@ class Family:
     activation_field: str = "hidden_act"
     in_drafts: bool = False
     multimodal: tuple[str, ...] = ()
-    text_fields: Callable[[Raw], Raw] = lambda raw: raw
+    fields: Callable[[Raw], Raw] = lambda raw: raw
     layer_kinds: tuple[str, ...] = ()
-    stored_prefix: str = "model."
+    stored: StoredNames = AS_OWN
     unread: Mapping[str, str] = field(default_factory=dict)
     final_norm: str = "model.norm"
     variant: "Callable[[Raw], Family | None]" = lambda raw: None
@@ -181,14 +184,15 @@ class ModelConfig:
     latent: the sizes of latent attention; None for layers with K and V heads.  With it, heads share one key-value head,
     and head_size is the size of q and k before the latent is multiplied in.
     formats: the storage format of each matrix.
-    wide_qk_norm, layer_norms, names, norm_offset, embedding_scale, softmax_scale, residual_scale, logit_scale,
-    load_embedding, load_layer, layer_specs, mtp, stored_prefix, unread, final_norm: see Family.
+    embedding_scale, softmax_scale, residual_scale, logit_scale: as the family's functions of these names say.
+    stored: what the checkpoint calls the weights.
     activation: of dense MLPs.
     raw: config.json, completed with the family's defaults, with the overrides applied.  path: of its directory.
     text_part_of: the architecture of the multimodal checkpoint whose text part this is; None: it is a whole.
     probed: what the class of transformers does that runs the model; None: our own layers run it.
     """
 
+    family: Family = field(repr=False)
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -206,11 +210,6 @@ class ModelConfig:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    wide_qk_norm: bool
-    layer_norms: LayerNorms
-    names: LayerNames
-    norm_offset: float
-    sinks: bool
     windows: Windows
     experts: Experts | None
     embedding_scale: float
@@ -223,13 +222,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     latent: LatentConfig | None
     formats: FormatOf = field(repr=False)
-    load_embedding: "LoadEmbedding | None" = field(repr=False)
-    load_layer: "LoadLayer | None" = field(repr=False)
-    layer_specs: "MakeSpecs | None" = field(repr=False)
-    mtp: MTPFamily | None
-    stored_prefix: str
-    unread: Mapping[str, str]
-    final_norm: str
+    stored: StoredNames
     raw: Raw = field(repr=False)
     path: Path = field(repr=False, compare=False)
     text_part_of: str | None = None
@@ -253,12 +246,13 @@ def parse(
 ) -> ModelConfig:
     """A ModelConfig from config.json.  Raises EspalierError naming a field that is missing or not supported."""
     family = family.variant(raw) or family
-    raw = _declared(family.text_fields, raw, path)
-    known = {*raw, *family.defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
+    raw = _declared(family.fields, raw, path)
+    defaults = {"tie_word_embeddings": False, **family.defaults}
+    known = {*raw, *defaults, *NEUTRAL, *INERT, *QUANTISATION_FIELDS, "rope_theta", *SPELLINGS}
     given = with_overrides(raw, overrides or {}, known)
     # As in transformers, a family's default rope_parameters add nothing to a rope_scaling.
     replaced = ("rope_parameters",) if given.get("rope_scaling") else ()
-    full = {**{name: value for name, value in family.defaults.items() if name not in replaced}, **given}
+    full = {**{name: value for name, value in defaults.items() if name not in replaced}, **given}
     require_kinds(full, path)
     full = _lifted(full)
     refuse_unsupported(full, path, family.honours)
@@ -270,6 +264,7 @@ def parse(
     windows = _read_windows(full, family, layers, path)
     ropes, max_position = _read_ropes(full, family, latent, head_size, longest, path)
     return ModelConfig(
+        family=family,
         architecture=family.architecture,
         vocab_size=count("vocab_size"),
         hidden_size=hidden,
@@ -282,16 +277,11 @@ def parse(
         rope=ropes[0],
         ropes=ropes,
         max_position=max_position,
-        tie_word_embeddings=bool(full.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(full["tie_word_embeddings"]),
         attention_bias=family.qkv_bias(full),
         out_bias=family.out_bias(full),
         mlp_bias=bool(full.get("mlp_bias", False)),
         qk_norm=family.qk_norm if isinstance(family.qk_norm, bool) else bool(full[family.qk_norm]),
-        wide_qk_norm=family.wide_qk_norm,
-        layer_norms=family.layer_norms,
-        names=family.names,
-        norm_offset=family.norm_offset,
-        sinks=family.sinks,
         windows=windows,
         experts=_read_experts(full, family, path),
         embedding_scale=_declared(family.embedding_scale, full, path),
@@ -304,14 +294,8 @@ def parse(
         # An override replaces what generation_config.json says, too.
         eos_token_ids=eos_ids(full, {} if "eos_token_id" in (overrides or {}) else generation or {}, path),
         latent=latent,
-        formats=read_formats(full, path, family.stored_prefix),
-        load_embedding=family.load_embedding,
-        load_layer=family.load_layer,
-        layer_specs=family.layer_specs,
-        mtp=family.mtp,
-        stored_prefix=family.stored_prefix,
-        unread=family.unread,
-        final_norm=family.final_norm,
+        formats=read_formats(full, path),
+        stored=family.stored,
         raw=full,
         path=path,
     )
@@ -376,6 +360,26 @@ def windows_by_layer_type(full: Raw, default: Callable[[int], bool]) -> Windows:
     layers = range(int(full["num_hidden_layers"]))
     slides = [types[i] == "sliding_attention" for i in layers] if types else [default(i) for i in layers]
     return tuple(int(window) if slides[i] else None for i in layers)
+
+
+def windows_in_every_second(full: Raw) -> Windows:
+    """As windows_by_layer_type; without `layer_types`, in every second layer, from the first on."""
+    return windows_by_layer_type(full, lambda layer: layer % 2 == 0)
+
+
+def windows_if_used(full: Raw, default: Callable[[int], bool]) -> Windows:
+    """As windows_by_layer_type with `use_sliding_window`, else no layer has a window."""
+    window = full["sliding_window"] if full["use_sliding_window"] else None
+    return windows_by_layer_type({**full, "sliding_window": window}, default)
+
+
+def attention_in_some_layer(full: Raw) -> Windows:
+    """No layer has a window.  Raises EspalierError if no layer has attention."""
+    if "full_attention" not in (full["layer_types"] or ()):
+        raise EspalierError(
+            "layer_types names no 'full_attention'; a model with no layer of attention is not supported"
+        )
+    return full_attention(full)
 
 
 def _declared(read: Callable[[Raw], Read], full: Raw, path: Path) -> Read:

@@ -1,6 +1,6 @@
 """Checks the single values of a config.json: their kinds and ranges.  What they mean together is config.py's."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,22 @@ def positive(full: Raw, name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= MAX_NUMBER:
         raise EspalierError(f"{name} = {shown(value)}; a positive number is needed; correct the config")
     return float(value)
+
+
+def require_counts(full: Raw, names: Iterable[str], most: int = MAX_SIZE) -> None:
+    """Raises EspalierError, without the path, naming a field that is no integer from 1 to `most`."""
+    for name in names:
+        value = full.get(name)
+        if type(value) is not int or not 1 <= value <= most:
+            raise EspalierError(
+                f"{name} = {shown(value)}; a positive integer is needed, {most} at most; correct the config"
+            )
+
+
+def require_multiple(full: Raw, name: str, of: str) -> None:
+    """Raises EspalierError, without the path, if the first field is no multiple of the second."""
+    if full[name] % full[of]:
+        raise EspalierError(f"{name} = {full[name]} is no multiple of {of} = {full[of]}; correct the config")
 
 
 def rotated_size(full: Raw, head_size: int, path: Path) -> int:

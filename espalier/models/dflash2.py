@@ -16,6 +16,7 @@ from espalier.kernels.tree.edges import LowRankEdges
 from espalier.models.base import CausalLM
 from espalier.models.block import BlockDraft, block_parts
 from espalier.models.dflash2_config import DFlash2Config
+from espalier.models.layers.attention import Attention
 from espalier.models.layers.decoder import DecoderLayer, capped
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
@@ -61,6 +62,7 @@ class ConvolvedLayer(DecoderLayer):
 
     __slots__ = ("attention_conv", "mlp_conv")
 
+    attention: Attention
     mlp: GatedMLP
 
     def __init__(self, layer: DecoderLayer, attention_conv: BlockConv, mlp_conv: BlockConv) -> None:

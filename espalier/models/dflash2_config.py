@@ -9,13 +9,10 @@ The two forms differ as DFlash's two forms do, and also here:
 - speculators: layers with a sliding window are causal in the block only if sliding_window_non_causal is false.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from espalier.errors import EspalierError, shown
-from espalier.model_files import MAX_NUMBER
 from espalier.models.block_config import (
     BlockConfig,
     block_spec,
@@ -25,7 +22,7 @@ from espalier.models.block_config import (
     refuse_misfit,
 )
 from espalier.models.config import ModelConfig, Raw
-from espalier.models.draft import count_of, ids_of
+from espalier.models.draft_fields import Fields
 
 ARCHITECTURES = ("DFlash2DraftModel",)
 SPECULATORS_TYPES = ("dflash2",)
@@ -63,21 +60,22 @@ def read_dflash2(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
 
     Raises EspalierError if the draft does not fit this target, or is of a form that is not built.
     """
-    is_speculators = raw.get("speculators_model_type") is not None
-    config = (_read_speculators if is_speculators else _read_z_lab)(path, raw, target)
+    given = Fields(raw, path)
+    is_speculators = given.get("speculators_model_type") is not None
+    config = (_read_speculators if is_speculators else _read_z_lab)(given, target)
     refuse_misfit(config, target, path)
-    _refuse_sizes(config, path)
+    _refuse_sizes(config, given)
     return config
 
 
-def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
-    given = {"block_size": DEFAULT_BLOCK_SIZE, **raw, **own_fields(raw, DFLASH_FIELDS, path)}
-    of_layer = {name: value for name, value in raw.items() if name not in SCALES}
-    layer, is_causal = layer_of(of_layer, target, path), raw.get("is_causal")
+def _read_z_lab(top: Fields, target: ModelConfig) -> DFlash2Config:
+    given = own_fields(top, DFLASH_FIELDS).over({"block_size": DEFAULT_BLOCK_SIZE, **top.raw})
+    of_layer = {name: value for name, value in top.raw.items() if name not in SCALES}
+    layer, is_causal = layer_of(Fields(of_layer, top.path), target), top.get("is_causal")
     causal = tuple(window is not None if is_causal is None else bool(is_causal) for window in layer.windows)
     spec = block_spec(
-        *(given, layer, path),
-        capture=tuple(k + 1 for k in ids_of(given, "target_layer_ids", path)),
+        *(given, layer),
+        capture=tuple(k + 1 for k in given.layers("target_layer_ids")),
         first_proposing=1,
         causal=causal,
         algorithm="dflash2",
@@ -85,42 +83,32 @@ def _read_z_lab(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
     )
     for window, in_order in zip(layer.windows, causal, strict=True):
         if window is not None and window < spec.block_rows and not in_order:
-            raise EspalierError(
-                f"{path}: sliding_window = {window} is below block_size = {spec.block_rows} in a layer that is not "
-                "causal, which is not supported; use a draft with a wider window"
+            raise given.error(
+                f"sliding_window = {window} is below block_size = {spec.block_rows} in a layer that is not causal, "
+                "which is not supported; use a draft with a wider window"
             )
-    scale, cap, embedding_scale = (_number(given, name, path) for name in SCALES)
+    scale, cap, embedding_scale = map(given.number, SCALES)
     return DFlash2Config(
         layer=layer,
         spec=spec,
         embedding_scale=1.0 if embedding_scale is None else embedding_scale,
         logit_scale=1.0 if scale is None else scale,
         logit_cap=cap if cap is not None and cap > 0 else None,
-        **_sizes(given, path),
+        **_sizes(given),
     )
 
 
-def _read_speculators(path: Path, raw: Raw, target: ModelConfig) -> DFlash2Config:
-    base = read_speculators(path, {"sliding_window_non_causal": True, **raw}, target)
-    return DFlash2Config(
-        layer=base.layer, spec=replace(base.spec, algorithm="dflash2"), **_sizes({**SIZES, **raw}, path)
-    )
+def _read_speculators(given: Fields, target: ModelConfig) -> DFlash2Config:
+    base = read_speculators(given.over({"sliding_window_non_causal": True}), target)
+    return DFlash2Config(layer=base.layer, spec=replace(base.spec, algorithm="dflash2"), **_sizes(given.over(SIZES)))
 
 
-def _number(given: Mapping[str, Any], name: str, path: Path) -> float | None:
-    value = given.get(name)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
-    if value is not None and not is_number:
-        raise EspalierError(f"{path}: {name} = {shown(value)}; a number or null is needed; correct the config")
-    return None if value is None else float(value)
-
-
-def _sizes(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    taps, group, rank, topk = (count_of(given, name, path, least=1) for name in SIZES)
+def _sizes(given: Fields) -> dict[str, Any]:
+    taps, group, rank, topk = (given.count(name, least=1) for name in SIZES)
     return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_topk": topk}
 
 
-def _refuse_sizes(config: DFlash2Config, path: Path) -> None:
+def _refuse_sizes(config: DFlash2Config, given: Fields) -> None:
     """Raises EspalierError for sizes that do not fit one another."""
     hidden, vocab = config.layer.hidden_size, config.layer.vocab_size
     wrong = {
@@ -135,4 +123,4 @@ def _refuse_sizes(config: DFlash2Config, path: Path) -> None:
     }
     for what, is_wrong in wrong.items():
         if is_wrong:
-            raise EspalierError(f"{path}: {what}; correct the config, or use another draft")
+            raise given.error(f"{what}; correct the config, or use another draft")

@@ -16,7 +16,7 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.errors import EspalierError
 from espalier.kernels.tree.edges import LowRankEdges
 from espalier.layout import MIN_CHUNK_WIDTH
-from espalier.model_files import MAX_SIZE, naming_config, read_json
+from espalier.model_files import naming_config, read_json
 from espalier.models.config import ModelConfig
 
 # DraftSpec.form.
@@ -208,51 +208,6 @@ class BlockModel(DraftModel, Protocol):
         features: [B, W, F], the target's (`spec.reads`) at the tokens of the pass.
         """
         ...
-
-
-def count_of(raw: Mapping[str, Any], name: str, path: Path, least: int = 2, most: int = MAX_SIZE) -> int:
-    """The integer `name` of a draft's config.json.  Raises EspalierError if it is none, or out of range."""
-    value = raw.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        needed = f"an integer of at least {least}" if most == MAX_SIZE else f"{least} to {most}"
-        raise EspalierError(f"{path}: {name} = {value!r}; {needed} is needed; correct the config")
-    return value
-
-
-def draft_vocab_of(raw: Mapping[str, Any], layer: ModelConfig, path: Path) -> int:
-    """The size of a draft's vocabulary: draft_vocab_size, or the target's without it.  Raises EspalierError."""
-    name = "draft_vocab_size"
-    return layer.vocab_size if raw.get(name) is None else count_of(raw, name, path, least=1)
-
-
-def ids_of(raw: Mapping[str, Any], name: str, path: Path) -> tuple[int, ...]:
-    """The target layers `name` of a draft's config.json.  Raises EspalierError if it is no list of numbers."""
-    ids = raw.get(name)
-    if not ids or not isinstance(ids, list | tuple) or not all(type(layer) is int for layer in ids):
-        raise EspalierError(f"{path}: {name} = {ids!r}; a list of target layers is needed; correct the config")
-    return tuple(ids)
-
-
-def object_of(raw: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
-    """The object `name` of a draft's config.json; null is an empty one.  Raises EspalierError for another value."""
-    value = raw.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise EspalierError(f"{path}: {name} = {value!r}; an object is needed; correct the config")
-    return value
-
-
-def token_of(raw: Mapping[str, Any], layer: ModelConfig, path: Path, names: Sequence[str] = ("mask_token_id",)) -> int:
-    """The mask token, which config.json may call by any of `names`.  Raises EspalierError if it is no token."""
-    given = {name: raw[name] for name in names if raw.get(name) is not None}
-    name, token = next(iter(given.items()), (names[0], None))
-    if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < layer.vocab_size:
-        raise EspalierError(
-            f"{path}: {name} = {token!r}; a token of the vocabulary, 0 .. {layer.vocab_size - 1}, is needed as "
-            f"{' or '.join(names)}; correct the config"
-        )
-    if any(other != token for other in given.values()):
-        raise EspalierError(f"{path} names different masks: {given}; correct the config")
-    return token
 
 
 def refuse_sizes(path: Path, target: ModelConfig, hidden: int, vocab: int, draft_vocab: int = 1) -> None:

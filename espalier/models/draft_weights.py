@@ -9,6 +9,7 @@ from torch import Tensor
 from espalier.errors import EspalierError
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig
+from espalier.models.layer_loading import tied_head
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.weight_formats import dense_weight
@@ -19,10 +20,20 @@ log = logging.getLogger(__name__)
 
 def draft_embedding(weights: Weights, shape: Sequence[int], target: CausalLM, name: str = "embed_tokens") -> Embedding:
     """The draft's embedding, or the target's.  Raises EspalierError if the target's does not fit."""
-    if is_borrowed(weights, name, "model.embed_tokens", shape, target.embed.weight.shape):
+    if is_borrowed(weights, name, "model.embed_tokens", shape, target.embed.shape):
+        embed = whole_embedding(target)
         # Without the target's scale, which a draft's config would name.
-        return Embedding(target.embed.weight)
+        return Embedding(embed.weight)
     return Embedding(weights.take(f"{name}.weight", *shape))
+
+
+def whole_embedding(target: CausalLM) -> Embedding:
+    """The target's embedding, now whole on every rank, and a tied head in its memory."""
+    shards = target.embed.shards
+    target.embed.make_whole()
+    if shards.count > 1 and target.config.tie_word_embeddings:
+        target.head = tied_head(target.embed, shards)
+    return target.embed
 
 
 def draft_head(weights: Weights, layer: ModelConfig, draft_vocab: int, target: CausalLM, embed: Embedding) -> Linear:

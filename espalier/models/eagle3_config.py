@@ -1,19 +1,18 @@
 """Reads an EAGLE-3 draft's config.json (formats of SafeAILab and vLLM's speculators); checks it against its target."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
-from espalier.models.draft import DraftSpec, draft_vocab_of, ids_of, object_of, refuse_sizes
+from espalier.models.draft import DraftSpec, refuse_sizes
+from espalier.models.draft_fields import Fields
 from espalier.models.families import FAMILIES
 from espalier.models.families.deepseek import V2, V3
 from espalier.models.layer_loading import layer_specs_of
-from espalier.models.weight_formats import quantisation_of
 from espalier.models.weights import Weights
 
 # Architectures of heads whose layer has latent attention.
@@ -56,9 +55,9 @@ def read_eagle3(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
     """
     config = read_head(path, raw, target, EAGLE3_IDS_BY_INPUT)
     if config.layer.num_layers != 1:
-        raise EspalierError(
-            f"{path}: num_hidden_layers = {config.layer.num_layers}; only EAGLE-3 heads with one layer are supported; "
-            "use such a draft"
+        raise Fields(raw, path).error(
+            f"num_hidden_layers = {config.layer.num_layers}; only EAGLE-3 heads with one layer are supported; use such "
+            "a draft"
         )
     refuse_misfit(config, target, path)
     return config
@@ -69,11 +68,10 @@ def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str]
 
     by_input: the target architectures for which ids in eagle_config name layers by their input; None: for all.
     """
-    nested = object_of(raw, "transformer_layer_config", path)
-    defaults = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position}
-    flat = {**defaults, **raw, **nested, **quantisation_of(raw)}
-    eagle = object_of(raw, "eagle_config", path)
-    family = _layer_family(flat, path)
+    given = Fields(raw, path)
+    flat = {"num_hidden_layers": 1, "max_position_embeddings": target.max_position, **raw, **given.layer()}
+    eagle = given.object("eagle_config")
+    family = _layer_family(Fields(flat, path))
     # The layer of a latent head is dense, even if its config repeats the target's experts.
     layer = parse({**flat, "n_routed_experts": None} if family.latent else flat, family, path)
     spec = DraftSpec(
@@ -81,19 +79,19 @@ def read_head(path: Path, raw: Raw, target: ModelConfig, by_input: Sequence[str]
         layers=layer_specs_of(layer),
         modules=1,
         reads="captured",
-        capture=_captured_layers(raw, eagle, target, path, by_input),
+        capture=_captured_layers(given, eagle, target, by_input),
         hidden_size=layer.hidden_size,
-        vocab_size=draft_vocab_of(raw, layer, path),
+        vocab_size=given.draft_vocab(layer.vocab_size),
     )
     return Eagle3Config(
         layer,
         spec,
-        target_hidden=raw.get("target_hidden_size") or layer.hidden_size,
-        fc_bias=bool(raw.get("bias", False)),
-        norm_before_residual=bool(raw.get("norm_before_residual", False)),
-        norm_output=bool(raw.get("norm_output", False)),
-        norm_before_fc=bool(raw.get("norm_before_fc", eagle.get("norm_before_fc", False))),
-        fc_norm=bool(raw.get("fc_norm", False)),
+        target_hidden=given.get("target_hidden_size") or layer.hidden_size,
+        fc_bias=given.flag("bias"),
+        norm_before_residual=given.flag("norm_before_residual"),
+        norm_output=given.flag("norm_output"),
+        norm_before_fc=given.flag("norm_before_fc", eagle.flag("norm_before_fc")),
+        fc_norm=given.flag("fc_norm"),
     )
 
 
@@ -110,21 +108,19 @@ def looks_like_eagle3(weights: Weights) -> bool:
     return "midlayer.hidden_norm.weight" in weights or "layers.0.hidden_norm.weight" in weights
 
 
-def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
+def _layer_family(flat: Fields) -> Family:
     """The family of the draft's layer: Llama, unless model_type names another supported family.
 
     A latent head has DeepSeek-V3's attention, unless model_type names another latent family.  Raises EspalierError for
     a model_type of no family, unless the architecture says that the layer is DeepSeek's.
     """
-    named_latent = architecture_of(dict(flat)) in LATENT_ARCHITECTURES
+    named_latent = architecture_of(dict(flat.raw)) in LATENT_ARCHITECTURES
     is_latent = bool(flat.get("kv_lora_rank")) or named_latent
     able = (family for family in FAMILIES.values() if family.latent == is_latent and family.in_drafts)
     by_type = {family.model_type: family for family in able}
     declared = flat.get("model_type", "llama")
     if declared not in (*by_type, *WRAPPERS) and not named_latent:
-        raise EspalierError(
-            f"{path}: a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}"
-        )
+        raise flat.error(f"a draft layer of model_type {declared!r} is not supported; supported: {', '.join(by_type)}")
     if is_latent:
         return by_type.get(declared, V3)
     if flat.get("sliding_window") and flat.get("use_sliding_window", True) and declared not in ("qwen2", "qwen3"):
@@ -133,7 +129,7 @@ def _layer_family(flat: Mapping[str, Any], path: Path) -> Family:
 
 
 def _captured_layers(
-    raw: Mapping[str, Any], eagle: Mapping[str, Any], target: ModelConfig, path: Path, by_input: Sequence[str] | None
+    given: Fields, eagle: Fields, target: ModelConfig, by_input: Sequence[str] | None
 ) -> tuple[int, ...]:
     """The target layers whose inputs are fused.
 
@@ -147,26 +143,24 @@ def _captured_layers(
     num_layers = target.num_layers
     name = "eagle_aux_hidden_state_layer_ids"
     if eagle.get("use_aux_hidden_state", True) is False:
-        raise EspalierError(
-            f"{path}: use_aux_hidden_state = False is not supported; use a head that fuses target layers"
-        )
-    if raw.get(name):
-        ids = ids_of(raw, name, path)
+        raise given.error("use_aux_hidden_state = False is not supported; use a head that fuses target layers")
+    if given.get(name):
+        ids = given.layers(name)
     elif eagle.get(name):
-        ids = ids_of(eagle, name, path)
+        ids = eagle.layers(name)
         is_input = by_input is None or (target.architecture in by_input and ids[0] != 1)
         ids = ids if is_input else tuple(i + 1 for i in ids)
     else:
         ids = (2, num_layers // 2, num_layers - 3)
     if any(not 0 <= i <= num_layers for i in ids):
         raise EspalierError(
-            f"{path} fuses the inputs of target layers {ids}, but the target has {num_layers} layers; use the target "
-            "that the draft was trained for"
+            f"{given.path} fuses the inputs of target layers {ids}, but the target has {num_layers} layers; use the "
+            "target that the draft was trained for"
         )
-    expected = raw.get("num_aux_hidden_states") or len(ids)
+    expected = given.get("num_aux_hidden_states") or len(ids)
     if len(ids) != expected:
-        raise EspalierError(
-            f"{path}: num_aux_hidden_states = {expected}, but {len(ids)} layers {ids} are captured; correct one of "
+        raise given.error(
+            f"num_aux_hidden_states = {expected}, but {len(ids)} layers {ids} are captured; correct one of "
             "num_aux_hidden_states and eagle_aux_hidden_state_layer_ids"
         )
     return ids

@@ -22,9 +22,10 @@ from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import ExpertBiases, ExpertMatrix
 from espalier.models.config import Experts
+from espalier.models.layer_declaration import as_stored
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weights import Weights
-from espalier.shards import Part
+from espalier.shards import Part, on_every_rank, part_of
 
 # (gate_up, down, biases)
 Matrices = tuple[ExpertMatrix, ExpertMatrix, ExpertBiases | None]
@@ -51,7 +52,7 @@ def load_experts(
         # The mixture sums it with the routed experts.
         shared = weights.mlp(name, *sizes, experts.shared_bias, of_shared, False, experts.shared_names)
     if experts.shared_gate is not None:
-        shared_gate = weights.linear(prefix, (experts.shared_gate,), (1,), hidden, bias=False)
+        shared_gate = weights.linear(prefix, (experts.shared_gate,), (on_every_rank(1),), hidden, bias=False)
     return MixtureMLP(
         routing,
         router,
@@ -72,7 +73,13 @@ def _joined(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Mat
     count, size = experts.routing.num_experts, experts.size
     if gate_up not in weights:
         return _apart(weights, experts, prefix, hidden)
-    return weights.take(gate_up, count, 2 * size, hidden), weights.take(down, count, hidden, size), None
+    own = _own_size(weights, experts)
+    _, halves = as_stored([gate_up], (own, own))
+    return (
+        weights.take_parts(gate_up, (count, 2 * size, hidden), 1, [part_of(half) for half in halves]),
+        weights.take_parts(down, (count, hidden, size), 2, [own]),
+        None,
+    )
 
 
 def _apart(weights: Weights, experts: Experts, prefix: str, hidden: int) -> Matrices:

@@ -1,13 +1,19 @@
-"""Finds the family of a config.json among those that there are, and says why there is none."""
+"""Finds the family of a config.json among those that there are, and says why there is none.
+
+A multimodal checkpoint (`...ForConditionalGeneration`) has the config of its text part in `text_config`.  What stands
+for its weights' names is in stored_names.py.
+"""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from espalier.errors import EspalierError
+from espalier.errors import EspalierError, shown
 from espalier.models.config import Family, Raw, architecture_of
 
 RECURRENT = re.compile("mamba|rwkv|jamba|bamba|recurrent|zamba|retnet|deltanet|lfm|qwen3next|hybrid")
+# Fields of the whole that hold for its text part where `text_config` does not have them.
+SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "quantization_config", "compression_config")
 
 
 def has_family(raw: Raw, families: Mapping[str, Family]) -> bool:
@@ -37,3 +43,29 @@ def find_family(raw: Raw, families: Mapping[str, Family], path: Path) -> Family:
     else:
         reason = "is not supported;"
     raise EspalierError(f"{path}: architecture {name!r} {reason} supported are {supported}")
+
+
+def is_multimodal(raw: Raw, families: Iterable[Family]) -> bool:
+    """Whether a config.json is of a multimodal checkpoint whose text part one of the families may be."""
+    return any(architecture_of(raw) in family.multimodal for family in families)
+
+
+def text_config(raw: Raw, families: Iterable[Family], path: Path) -> Raw:
+    """The config of the text part of a multimodal checkpoint, as that of a checkpoint of its own.
+
+    Raises EspalierError if the text part is of another family.
+    """
+    name, text = architecture_of(raw), raw.get("text_config")
+    if not isinstance(text, Mapping):
+        raise EspalierError(f"{path}: {name} needs an object text_config, not {shown(text)}; download the file again")
+    known = {family.model_type: family for family in families if name in family.multimodal}
+    kind = text.get("model_type", next(iter(known)))
+    if kind not in known:
+        raise EspalierError(
+            f"{path}: the text part of {name} is of model_type {shown(kind)}, which is not supported; supported are "
+            f"{', '.join(known)}"
+        )
+    shared = {field: raw[field] for field in SHARED if raw.get(field) is not None}
+    # Tied or not is what the whole says: its head is no part of the text model.
+    tied = {field: raw[field] for field in ("tie_word_embeddings",) if field in raw}
+    return {**shared, **text, **tied, "architectures": [known[kind].architecture], "model_type": kind}

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.shards import Size, part_of
+from espalier.shards import Part, Size, on_every_rank, part_of
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class LayerNames:
     """Names of a layer's weights.
 
     qkv: one name where q, k and v are stored as one matrix, in this order.  out: of the output projection.
+    head_norms: of the heads of q and of k.
     under_mlp: the prefix of the MLP's weights; mlp: their names.
     """
 
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     out: str = "o_proj"
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
     under_mlp: str = "mlp."
     mlp: MLPNames = GATE_UP_DOWN
 
@@ -48,6 +51,12 @@ class LayerNorms:
 
 
 PLAIN_NORMS = LayerNorms()
+# Gemma's.
+FOUR_NORMS = LayerNorms(
+    before_mlp="pre_feedforward_layernorm",
+    behind_attention="post_attention_layernorm",
+    behind_mlp="post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,16 @@ class Experts:
     correction_name: str = "gate.e_score_correction_bias"
 
 
-def one_each(names: Sequence[str], rows: tuple[Size, ...]) -> tuple[Size, ...]:
-    """The rows of each stored matrix, where `rows` are of parts that are stored apart, or all in one."""
-    return rows if len(names) == len(rows) else (sum(part_of(size).size for size in rows),)
+def as_stored(names: Sequence[str], rows: Sequence[Size]) -> tuple[Sequence[str], Sequence[Size]]:
+    """The names and rows to read of matrices [rows, ...], which are stored apart, or as one, one over the other.
+
+    Of one that ranks divide, each matrix's part is read on its own.
+    """
+    if len(names) == len(rows):
+        return names, rows
+    parts = [part_of(size) for size in rows]
+    total, begins = sum(part.size for part in parts), accumulate((part.size for part in parts), initial=0)
+    if all(part.is_whole for part in parts):
+        return names, (on_every_rank(total),)
+    own = [Part(begin + part.begin, begin + part.end, total) for begin, part in zip(begins, parts, strict=False)]
+    return tuple(names) * len(parts), own

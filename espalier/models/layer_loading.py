@@ -1,5 +1,7 @@
 """Builds a layer of a target or a draft from its weights.  A family that brings its own layer calls these."""
 
+from collections.abc import Mapping
+
 import torch
 
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -7,25 +9,35 @@ from espalier.kernels.ops.rope import HeadNorms, LatentForm
 from espalier.models.config import ModelConfig
 from espalier.models.expert_loading import load_experts
 from espalier.models.latent_config import LatentConfig
-from espalier.models.layer_declaration import one_each
+from espalier.models.layer_declaration import as_stored
 from espalier.models.layers.attention import Attention, WideNorms
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
+from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm, Unnormed
 from espalier.models.rope import RopeTables
-from espalier.models.weight_formats.gguf import BlockWeight
+from espalier.models.weight_formats import dense_weight
+from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
-from espalier.shards import Size
+from espalier.shards import Part, Shards, on_every_rank
 
 HEADS = "number of attention heads"
+FULL = "full_attention"
+
+
+def specs_by_type(config: ModelConfig, others: Mapping[str, LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The spec of each layer by its entry in `layer_types`: K and V heads for full attention, else that of `others`."""
+    keeps = KVHeads(config.kv_heads, config.head_size, config.head_size)
+    of_type = {FULL: LayerSpec(config.heads, keeps, scale=config.softmax_scale), **others}
+    return tuple(of_type[kind] for kind in config.raw["layer_types"])
 
 
 def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
     """The spec of each layer."""
-    if config.layer_specs is not None:
-        return config.layer_specs(config)
+    if config.family.layer_specs is not None:
+        return config.family.layer_specs(config)
     size, latent = config.head_size, config.latent
     if latent is None:
         keeps = KVHeads(config.kv_heads, size, size)
@@ -37,14 +49,19 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
-    """The token embedding.  scale: of its values."""
-    name, shape = "model.embed_tokens", (config.vocab_size, config.hidden_size)
-    if not weights.format_of(name).embeds:
-        return Embedding(weights.take(f"{name}.weight", *shape), scale)
-    weight, table = weights.weight([name], shape[:1], shape[1]), weights.empty(*shape)
-    assert isinstance(weight, BlockWeight)
-    weight.write_to(table)
-    return Embedding(table, scale)
+    """The token embedding, or the rank's part of it.  scale: of its values."""
+    own = weights.shards.tokens(config.vocab_size)
+    table = weights.table("model.embed_tokens", own, config.hidden_size)
+    return Embedding(table, scale, None, config.vocab_size, weights.shards)
+
+
+def tied_head(embed: Embedding, shards: Shards) -> Linear:
+    """The head whose rows are the embedding's, in the same memory."""
+    vocab_size, _ = embed.shape
+    if shards.count == 1:
+        return Linear(dense_weight(embed.weight))
+    own = embed.weight if embed.shards.count > 1 else embed.weight[shards.tokens(vocab_size).slice]
+    return Linear(GatheredWeight(dense_weight(own), shards, vocab_size))
 
 
 def load_attention(
@@ -57,23 +74,36 @@ def load_attention(
     """
     if config.latent is not None:
         return _load_latent_attention(weights, config, config.latent, prefix, columns, rope)
-    size, shards, names = config.head_size, weights.shards, config.names
+    size, shards, names = config.head_size, weights.shards, config.family.names
     heads, kv_heads = shards.part(config.heads, HEADS), shards.kv_heads(config.kv_heads)
     q_rows, kv_rows = heads.times(size), kv_heads.times(size)
-    rows = one_each(names.qkv, (q_rows, kv_rows, kv_rows))
-    qkv = weights.linear(prefix, names.qkv, rows, columns, config.attention_bias)
+    stored = as_stored(names.qkv, (q_rows, kv_rows, kv_rows))
+    qkv = weights.linear(prefix, *stored, columns, config.attention_bias)
     out = weights.linear(prefix, (names.out,), (config.hidden_size,), q_rows, config.out_bias)
     norms = wide_norms = sink = None
-    if config.qk_norm and config.wide_qk_norm:
-        sizes = (("q", len(q_rows)), ("k", len(kv_rows)))
-        eps = config.rms_norm_eps
-        wide_norms = WideNorms(*(weights.norm(f"{prefix}{name}_norm", width, eps) for name, width in sizes))
+    if config.qk_norm and config.family.wide_qk_norm:
+        wide_norms = _wide_norms(weights, config, prefix, q_rows, kv_rows)
     elif config.qk_norm:
-        q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
-        norms = HeadNorms(q_norm, k_norm, config.rms_norm_eps)
-    if config.sinks:
+        norms = load_head_norms(weights, config, prefix)
+    if config.family.sinks:
         sink = weights.take_exact(f"{prefix}sinks", config.heads)[heads.slice]
     return Attention(qkv, out, len(heads) + 2 * len(kv_heads), rope, norms, sink, wide_norms)
+
+
+def _wide_norms(weights: Weights, config: ModelConfig, prefix: str, q_rows: Part, kv_rows: Part) -> WideNorms:
+    """Of the rank's heads, by the length of all."""
+    q, k = (
+        RMSNorm(weights.take_parts(f"{prefix}{name}_norm.weight", (rows.size,), 0, [rows]), config.rms_norm_eps)
+        for name, rows in (("q", q_rows), ("k", kv_rows))
+    )
+    return WideNorms(q, k, weights.shards)
+
+
+def load_head_norms(weights: Weights, config: ModelConfig, prefix: str) -> HeadNorms:
+    """The norms of the heads of q and k under `prefix`."""
+    names, offset = config.family.names.head_norms, config.family.norm_offset
+    q, k = (weights.norm_weight(f"{prefix}{name}.weight", config.head_size, offset) for name in names)
+    return HeadNorms(q, k, config.rms_norm_eps)
 
 
 def _load_latent_attention(
@@ -82,7 +112,7 @@ def _load_latent_attention(
     """The latent attention block under `prefix`.  columns: as in load_attention."""
     hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS), latent.q_rank
     q_rows, bias = heads.times(latent.head_size), config.attention_bias
-    rows: Size = q_rows if rank is None else rank
+    rows = q_rows if rank is None else on_every_rank(rank)
     names, row = ("q_proj" if rank is None else "q_a_proj", "kv_a_proj_with_mqa"), latent.row_size
     down = weights.linear(prefix, names, (rows, row), columns, bias=bias and rank is not None)
     q_norm = q = None
@@ -117,13 +147,13 @@ def load_layer(
     same.
     """
     experts = config.experts if config.experts is not None and layer in config.experts.layers else None
-    hidden, norms = config.hidden_size, config.layer_norms
+    hidden, norms = config.hidden_size, config.family.layer_norms
 
     def before(name: str | None) -> AnyNorm:
         return Unnormed() if name is None else norm(name)
 
     def norm(name: str) -> RMSNorm:
-        return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.norm_offset)
+        return weights.norm(f"{prefix}{name}", hidden, config.rms_norm_eps, config.family.norm_offset)
 
     return DecoderLayer(
         index=layer if index is None else index,
@@ -143,5 +173,5 @@ def load_layer(
 
 def load_mlp(weights: Weights, config: ModelConfig, prefix: str) -> GatedMLP:
     """The dense MLP of the layer under `prefix`."""
-    sizes, names = (config.hidden_size, config.intermediate_size), config.names
+    sizes, names = (config.hidden_size, config.intermediate_size), config.family.names
     return weights.mlp(f"{prefix}{names.under_mlp}", *sizes, config.mlp_bias, config.activation, names=names.mlp)

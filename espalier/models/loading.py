@@ -15,18 +15,19 @@ from espalier.model_files import naming_config, read_json
 from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of, parse
 from espalier.models.families import FAMILIES
-from espalier.models.find_family import find_family, has_family
+from espalier.models.find_family import find_family, has_family, is_multimodal, text_config
 from espalier.models.from_transformers.config import is_known, read_by_transformers
 from espalier.models.from_transformers.load import load_by_transformers
 from espalier.models.gguf_config import gguf_config
-from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer
+from espalier.models.kv_scale_loading import load_kv_scales
+from espalier.models.layer_loading import layer_specs_of, load_embedding, load_layer, tied_head
 from espalier.models.layers.decoder import Decoder
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.rope import RopeTables
 from espalier.models.shard_sizes import require_shards
-from espalier.models.text_part import is_multimodal, text_config
-from espalier.models.weight_formats import QUANTISATION_FIELDS, dense_weight
+from espalier.models.stored_names import TEXT_PART
+from espalier.models.weight_formats import QUANTISATION_FIELDS
 from espalier.models.weight_formats.modelopt import read_hf_quant_config
 from espalier.models.weight_formats.sharded import GatheredWeight
 from espalier.models.weights import Weights
@@ -50,11 +51,10 @@ def read_config(path: Path | str, overrides: Mapping[str, Any] | None = None, mo
         generation = read_json(file) if file.exists() else None
         if _runs_by_transformers(raw, model_impl):
             return read_by_transformers(raw, path, overrides, generation)
-        whole = architecture_of(raw) if is_multimodal(raw, FAMILIES.values()) else None
-        if whole is not None:
-            raw = text_config(raw, FAMILIES.values(), path)
-        family = find_family({**raw, **(overrides or {})}, FAMILIES, path)
-        return replace(parse(raw, family, path, overrides, generation), text_part_of=whole)
+        has_parts = is_multimodal(raw, FAMILIES.values())
+        text = text_config(raw, FAMILIES.values(), path) if has_parts else raw
+        config = parse(text, find_family({**text, **(overrides or {})}, FAMILIES, path), path, overrides, generation)
+        return replace(config, text_part_of=architecture_of(raw), stored=TEXT_PART) if has_parts else config
 
 
 def _runs_by_transformers(raw: Raw, model_impl: str) -> bool:
@@ -104,13 +104,11 @@ def load_target(
     require_shards(config, shards.count)
     if config.probed is not None:
         return load_by_transformers(Path(path), config, dtype, device, tuple(capture))
-    is_text_part = config.text_part_of is not None
-    parts: dict[str, Any] = {"is_text_part": is_text_part, "shards": shards}
-    weights = Weights(Path(path), dtype, device, config.formats, prefix=config.stored_prefix, **parts)
-    if is_text_part:
+    weights = Weights(Path(path), dtype, device, config.formats, stored=config.stored, shards=shards)
+    if config.text_part_of is not None:
         others = ", ".join(sorted(weights.other_parts)) or "none"
         log.info("%s: only the text part of %s is loaded (other parts: %s)", path, config.text_part_of, others)
-    for unread, what in config.unread.items():
+    for unread, what in config.family.unread.items():
         if weights.holds_under(unread):
             log.info("%s holds %s (%s*), which are not loaded", path, what, unread)
     return make_target(weights, config, capture, position_rows, max_context)
@@ -129,18 +127,18 @@ def make_target(
     """
     layer_specs = layer_specs_of(config)
     scale = float(torch.tensor(config.embedding_scale, dtype=weights.dtype))
-    embed = (config.load_embedding or load_embedding)(weights, config, scale)
+    embed = (config.family.load_embedding or load_embedding)(weights, config, scale)
     sizes = position_rows, weights.dtype, weights.device, max_context
     tables = {rope: RopeTables(rope, *sizes) for rope in dict.fromkeys(config.ropes)}
     _log_longrope(config, max_context or position_rows)
-    load = config.load_layer or load_layer
+    load = config.family.load_layer or load_layer
     layers = [load(weights, config, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(config.ropes)]
     own_rows = [i for i in with_rows(layer_specs, range(len(layer_specs))) if layer_specs[i].shares is None]
     kv_scales = tuple(
-        weights.kv_scales(f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
+        load_kv_scales(weights, f"model.layers.{i}.self_attn.", spec.keeps) if i in own_rows else None
         for i, spec in enumerate(layer_specs)
     )
-    norm = weights.norm(config.final_norm, config.hidden_size, config.rms_norm_eps, config.norm_offset)
+    norm = weights.norm(config.family.final_norm, config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
     head = _head(weights, config, embed)
     weights.ignore_under(unread_prefixes(config))
     weights.finish()
@@ -162,25 +160,20 @@ def unread_prefixes(config: ModelConfig) -> tuple[str, ...]:
     """The prefixes of weights that the target's output does not need: its own MTP layers, which are a draft (mtp.py),
     and what the family does not read."""
     count = int(config.raw.get("num_nextn_predict_layers") or 0)
-    mtp = () if config.mtp is None else (config.mtp.owned(i, config.num_layers) for i in range(count))
-    return (*config.unread, *mtp)
+    mtp = () if config.family.mtp is None else (config.family.mtp.owned(i, config.num_layers) for i in range(count))
+    return (*config.family.unread, *mtp)
 
 
 def _head(weights: Weights, config: ModelConfig, embed: Embedding) -> Linear:
-    """The lm_head.  With tied embeddings it is the embedding's tensor, and a stored head must be equal to it.
-
-    Every rank has the whole embedding, and a part of the head.
-    """
+    """The lm_head.  With tied embeddings it is the embedding's tensor, and a stored head must be equal to it."""
     own, shards = weights.shards.tokens(config.vocab_size), weights.shards
     if not config.tie_word_embeddings:
         head = weights.linear("", ("lm_head",), (own,), config.hidden_size, bias=False)
         return head if own.is_whole else Linear(GatheredWeight(head.weight, shards, config.vocab_size))
     name = "lm_head.weight"
-    if name in weights and not torch.equal(weights.take(name, *embed.weight.shape), embed.weight):
+    if name in weights and not torch.equal(weights.take_parts(name, embed.shape, 0, [own]), embed.weight):
         raise EspalierError(
             f"{weights.path}: tie_word_embeddings is true but {name!r} differs from the embedding; "
             'pass model_overrides={"tie_word_embeddings": False} to use it'
         )
-    if own.is_whole:
-        return Linear(dense_weight(embed.weight))
-    return Linear(GatheredWeight(dense_weight(embed.weight[own.slice]), shards, config.vocab_size))
+    return tied_head(embed, shards)

@@ -30,7 +30,7 @@ from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.rope import RopeTables
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
-from espalier.shards import WHOLE, Shards
+from espalier.shards import WHOLE, Shards, on_every_rank
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def make_mtp(weights: Weights, config: MTPConfig, target: CausalLM, position_row
     """
     rope = RopeTables(config.layer.rope, position_rows, weights.dtype, weights.device)
     # By name: modules may have one embedding and one head together, which are loaded once.
-    embed_of = cache(partial(draft_embedding, weights, target.embed.weight.shape, target))
+    embed_of = cache(partial(draft_embedding, weights, target.embed.shape, target))
     head_of = cache(partial(_head, weights, target))
     modules = tuple(
         _load_module(weights, config, rope, embed_of, head_of, module) for module in range(config.spec.modules)
@@ -116,8 +116,8 @@ def _load_module(
     """embed_of, head_of: by name.  module: from 0."""
     layer, family, prefix = config.layer, config.family, config.owned(module)
     hidden, index, own = layer.hidden_size, config.num_layers + module, family.index(module, config.num_layers)
-    eps_and_offset = layer.rms_norm_eps, layer.norm_offset
-    load = layer.load_layer or load_layer
+    eps_and_offset = layer.rms_norm_eps, layer.family.norm_offset
+    load = layer.family.load_layer or load_layer
     return MTPModule(
         embed=embed_of(family.embed.format(own)),
         rope=rope,
@@ -135,8 +135,9 @@ def _load_module(
 def _projection(weights: Weights, name: str, family: MTPFamily, hidden: int) -> Linear:
     """The matrix [H, 2·H] that joins embedding and hidden state, with the embedding's columns first."""
     if not family.hidden_first:
-        return weights.linear("", (name,), (hidden,), 2 * hidden, bias=False)
-    return Linear(dense_weight(weights.take_matrix(name, hidden, 2 * hidden).roll(hidden, 1).contiguous()))
+        return weights.linear("", (name,), (on_every_rank(hidden),), 2 * hidden, bias=False)
+    matrix = weights.take_matrix(name, on_every_rank(hidden), 2 * hidden)
+    return Linear(dense_weight(matrix.roll(hidden, 1).contiguous()))
 
 
 def _head(weights: Weights, target: CausalLM, name: str) -> Linear:
@@ -144,4 +145,4 @@ def _head(weights: Weights, target: CausalLM, name: str) -> Linear:
     if is_borrowed(weights, name, "lm_head", target.head.shape, target.head.shape):
         return target.head
     rows, columns = target.head.shape
-    return weights.linear("", (name,), (rows,), columns, bias=False)
+    return weights.linear("", (name,), (on_every_rank(rows),), columns, bias=False)

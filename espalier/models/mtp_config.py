@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import torch
 
-from espalier.errors import EspalierError
 from espalier.models.config import Family, ModelConfig, Raw, architecture_of, parse
-from espalier.models.draft import MAX_MODULES, DraftSpec, Form, count_of, object_of, refuse_sizes
+from espalier.models.draft import MAX_MODULES, DraftSpec, Form, refuse_sizes
+from espalier.models.draft_fields import Fields
 from espalier.models.families import FAMILIES
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
@@ -62,19 +62,16 @@ def read_mtp(path: Path, raw: Raw, target: ModelConfig) -> MTPConfig:
     """
     is_head = raw.get("speculators_model_type") is not None or architecture_of(raw) in HEADS
     if is_head:
-        nested = object_of(raw, "transformer_layer_config", path)
-        base = {"max_position_embeddings": target.max_position, **nested, **quantisation_of(raw)}
-        mtp = SPECULATORS
-        family = _family_of(base, path)
+        base = {"max_position_embeddings": target.max_position, **Fields(raw, path).layer()}
+        mtp, family = SPECULATORS, _family_of(Fields(base, path))
     else:
         same = raw.get("architectures") == target.raw.get("architectures")
         base = (target.raw if path == target.path else _stored_as(target.raw, raw)) if same else raw
         family = FAMILIES[raw["architectures"][0]]
         assert family.mtp is not None
         mtp = family.mtp
-    modules, form = count_of({**base, **raw}, COUNT, path, 1, MAX_MODULES), raw.get(FORM, FORMS[0])
-    if form not in FORMS:
-        raise EspalierError(f"{path}: {FORM} = {form!r} is not supported; use {' or '.join(map(repr, FORMS))}")
+    modules = Fields({**base, **raw}, path).count(COUNT, 1, MAX_MODULES)
+    form = Fields(raw, path).choice(FORM, FORMS, " or ".join(map(repr, FORMS)))
     layer = parse(_continued(base, modules, mtp.layer_type), family, path)
     refuse_sizes(path, target, layer.hidden_size, layer.vocab_size)
     num_layers = layer.num_layers - modules
@@ -98,22 +95,21 @@ def _stored_as(target: Raw, raw: Raw) -> Raw:
 
 def stores_mtp(path: Path, target: ModelConfig) -> bool:
     """Whether the target's directory holds MTP layers of its own."""
-    count = target.raw.get(COUNT)
-    if target.mtp is None or not isinstance(count, int) or count < 1:
+    count, mtp = target.raw.get(COUNT), target.family.mtp
+    if mtp is None or not isinstance(count, int) or count < 1:
         return False
-    weights = Weights(path, torch.float32, "cpu", is_text_part=target.text_part_of is not None)
-    names = [f"{target.mtp.owned(layer, target.num_layers)}{target.mtp.project}" for layer in range(count)]
-    return all(weights.has_matrix(name) for name in names)
+    weights = Weights(path, torch.float32, "cpu", stored=target.stored)
+    return all(weights.has_matrix(f"{mtp.owned(layer, target.num_layers)}{mtp.project}") for layer in range(count))
 
 
-def _family_of(base: Mapping[str, Any], path: Path) -> Family:
+def _family_of(base: Fields) -> Family:
     """The family of a head's layers, by model_type."""
     by_type = {family.model_type: family for family in FAMILIES.values() if family.in_drafts}
     declared = base.get("model_type")
     if declared not in by_type:
-        raise EspalierError(
-            f"{path}: MTP layers of model_type {declared!r} (in transformer_layer_config) are not supported; "
-            f"supported: {', '.join(by_type)}"
+        raise base.error(
+            f"MTP layers of model_type {declared!r} (in transformer_layer_config) are not supported; supported: "
+            f"{', '.join(by_type)}"
         )
     return by_type[declared]
 

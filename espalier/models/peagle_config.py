@@ -8,10 +8,9 @@ architecture may be EAGLE-3's.  Both forms name captured layers by their input.
 from dataclasses import replace
 from pathlib import Path
 
-from espalier.errors import EspalierError
 from espalier.models import eagle3_config
 from espalier.models.config import ModelConfig, Raw
-from espalier.models.draft import count_of, object_of, token_of
+from espalier.models.draft_fields import Fields
 from espalier.models.eagle3_config import Eagle3Config, read_head, refuse_misfit
 
 ARCHITECTURES = ("PEagleDraftModel", "PeagleLlamaForCausalLM", "PeagleQwen3ForCausalLM", "PEagleSpeculator")
@@ -29,22 +28,21 @@ def read_peagle(path: Path, raw: Raw, target: ModelConfig) -> Eagle3Config:
     """
     head = read_head(path, raw, target, by_input=None)
     # The tokens that speculators trained the head to propose.
-    methods = object_of(raw, "speculators_config", path).get("proposal_methods") or [{}]
+    given = Fields(raw, path)
+    methods = given.object("speculators_config").get("proposal_methods") or [{}]
     if not isinstance(methods, list) or not isinstance(methods[0], dict):
-        raise EspalierError(f"{path}: proposal_methods = {methods!r}; a list of objects is needed; correct the config")
-    steps = count_of({"speculative_tokens": MAX_STEPS, **methods[0]}, "speculative_tokens", path)
-    mask_token = token_of(raw, head.layer, path, MASKS)
+        raise given.error(f"proposal_methods = {methods!r}; a list of objects is needed; correct the config")
+    steps = Fields({"speculative_tokens": MAX_STEPS, **methods[0]}, path).count("speculative_tokens")
+    mask_token = given.mask_token(head.layer.vocab_size, MASKS)
     spec = replace(head.spec, algorithm="peagle", block_rows=steps - 1, max_steps=steps, mask_token=mask_token)
     config = replace(head, spec=spec)
     if config.layer.latent is not None:
-        raise EspalierError(
-            f"{path}: P-EAGLE heads with latent attention are not supported; use one with K and V heads"
-        )
+        raise given.error("P-EAGLE heads with latent attention are not supported; use one with K and V heads")
     narrow = [window for window in config.layer.windows if window is not None and window < steps]
     if narrow:
-        raise EspalierError(
-            f"{path}: sliding_window = {narrow[0]} is below the {steps} depths of the head, which is not "
-            "supported; use a head with a wider window"
+        raise given.error(
+            f"sliding_window = {narrow[0]} is below the {steps} depths of the head, which is not supported; use a head "
+            "with a wider window"
         )
     refuse_misfit(config, target, path)
     return config

@@ -12,7 +12,7 @@ from espalier.gguf_file import is_gguf
 from espalier.model_files import require_regular
 from espalier.models.gguf_config import PLAIN
 from espalier.models.gguf_tensors import GGUFTensors
-from espalier.models.text_part import name_in_text
+from espalier.models.stored_names import AS_OWN, StoredNames
 from espalier.models.weight_files import BIN, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf
 
@@ -39,7 +39,7 @@ class WeightCount:
 
 
 def stored_weights(
-    path: Path, formats: FormatOf, unread: tuple[str, ...] = (), is_text_part: bool = False
+    path: Path, formats: FormatOf, unread: tuple[str, ...] = (), stored: StoredNames = AS_OWN
 ) -> WeightCount:
     """The size of the weights that `Weights` reads from a directory, without those whose names begin with `unread`.
 
@@ -56,7 +56,7 @@ def stored_weights(
             require_regular(file)
             with safe_open(file, framework="pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118
-                    own = name_in_text(name) if is_text_part else name
+                    own = stored.own(name)
                     if own is None or own.startswith(unread):
                         continue
                     # get_tensor maps the file into memory and reads no data.

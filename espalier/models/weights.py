@@ -10,47 +10,37 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from math import prod
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from espalier.cache.layer_spec import Keeps, LatentKV
 from espalier.errors import EspalierError
 from espalier.gguf_file import is_gguf
 from espalier.kernels.layers.quantised import QuantisedMatrix, dequantise
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
-from espalier.kernels.state.kv_scales import KVScales
 from espalier.model_files import require_regular
 from espalier.models.gguf_tensors import GGUFTensors
-from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, one_each
+from espalier.models.layer_declaration import GATE_UP_DOWN, MLPNames, as_stored
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import RMSNorm
-from espalier.models.text_part import name_in_text, names_as_stored
+from espalier.models.stored_names import AS_OWN, StoredNames
 from espalier.models.weight_files import first_line, read_bin, shards_of
 from espalier.models.weight_formats import FormatOf, StoredTensor, Weight, WeightFormat, all_dense
 from espalier.models.weight_formats.base import StackedWeights
 from espalier.models.weight_formats.dense import DENSE_FORMAT
+from espalier.models.weight_formats.gguf import BlockWeight
 from espalier.models.weight_formats.sharded import SummedWeight
-from espalier.shards import WHOLE, Shards, Size, part_of
+from espalier.shards import WHOLE, Part, Shards, Size, part_of
 
 # Buffers that old exporters stored with the weights, which the models here compute; and scales that are not used: of
 # queries, which stay as they are, and of K and V in drafts.
 HARMLESS = re.compile(
     r"(rotary_emb\.(inv_freq|cos_cached|sin_cached)|self_attn\.(bias|masked_bias)"
     r"|self_attn\.((k_proj\.)?k_scale|(v_proj\.)?v_scale|(q_proj\.)?q_scale|kv_scale))$"
-)
-# The names, under a layer's attention, of the scales of K and V in FP8: in compressed-tensors, ModelOpt, the first FP8
-# checkpoints, and the first compressed-tensors.
-KV_SCALES = (
-    ("k_scale", "v_scale"),
-    ("k_proj.k_scale", "v_proj.v_scale"),
-    ("kv_scale", "kv_scale"),
-    ("k_proj.output_scale", "v_proj.output_scale"),
 )
 # A slice for each dimension of a stored tensor.
 Cut = tuple[slice, ...]
@@ -66,11 +56,10 @@ class Weights:
 
     formats: the storage format of each matrix; all other weights are plain tensors.  A matrix that is stored as a plain
     tensor is dense, whatever `formats` says: checkpoints leave layers out that their config.json does not name.
-    prefix: what stored names have for "model.", where they have it.
     shards: what this rank holds of the matrices that are declared in parts.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
-    is_text_part: whether this is a multimodal checkpoint, of which only the text part is read, under the names that it
-    has in a checkpoint of its own (espalier/models/text_part.py).  other_parts: what the others are called.
+    stored: what the files call the weights; all names here are those of a checkpoint of the text model alone.
+    other_parts: what the parts are called that are not read.
     """
 
     shards: Shards = WHOLE
@@ -82,16 +71,14 @@ class Weights:
         device: torch.device | str,
         formats: FormatOf = all_dense,
         allow_bin: bool = False,
-        prefix: str = "model.",
-        is_text_part: bool = False,
+        stored: StoredNames = AS_OWN,
         shards: Shards = WHOLE,
     ) -> None:
         self.shards = shards
         self.path = path
-        self.prefix = prefix
+        self.stored = stored
         self.dtype = dtype
         self.device = device
-        self.is_text_part = is_text_part
         self.other_parts: set[str] = set()
         self._loaded: Mapping[str, Tensor] = {}
         # By name, the file and the name that it has there.
@@ -101,8 +88,7 @@ class Weights:
             self._open(file)
         if not files:
             self._loaded = GGUFTensors(path) if is_gguf(path) else read_bin(path, allow_bin)
-        stored = [stored for _, stored in self._files.values()]
-        self.formats = names_as_stored(formats, stored) if is_text_part else formats
+        self.formats = stored.formats(formats, [name for _, name in self._files.values()])
         self._names = frozenset((*self._files, *self._loaded))
         self._not_taken = set(self._names)
 
@@ -140,6 +126,15 @@ class Weights:
     def take(self, name: str, *shape: int) -> Tensor:
         """A plain tensor, cast to the model's dtype, on the device.  Raises EspalierError as `take_raw`."""
         return self._stack([name], [StoredTensor("", shape, row_dim=0)])
+
+    def value(self, name: str) -> float:
+        """A plain tensor of one number, rounded to the model's dtype."""
+        return float(self.take(name, 1))
+
+    def take_parts(self, name: str, shape: tuple[int, ...], dim: int, parts: Sequence[Part]) -> Tensor:
+        """As `take`, but only these parts along a dimension, one behind the other."""
+        stored = StoredTensor("", shape, row_dim=dim)
+        return self._stack([name] * len(parts), [stored] * len(parts), [stored.cut(part, part) for part in parts])
 
     def take_exact(self, name: str, *shape: int) -> Tensor:
         """A plain tensor, cast to float32 (float64 for a float64 model), on the device."""
@@ -209,7 +204,10 @@ class Weights:
         return bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
 
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:
-        """One weight of stacked matrices, [rows, columns] each, in their storage formats."""
+        """One weight of stacked matrices, [rows, columns] each, in their storage formats.
+
+        Raises EspalierError, as all that take matrices, if there are several ranks and no size is a Part.
+        """
         parts = []
         for format, alike in groupby(zip(names, rows, strict=True), lambda each: self.format_of(each[0])):
             own_names, own_rows = zip(*alike, strict=True)
@@ -219,9 +217,16 @@ class Weights:
                 parts[-1].require_kernels(self.dtype)
         return parts[0] if len(parts) == 1 else StackedWeights(parts)
 
+    def require_parts(self, names: Sequence[str], sizes: Sequence[Size]) -> None:
+        """Raises EspalierError for a matrix of which nobody has said what each of several ranks holds."""
+        if self.shards.count > 1 and not any(isinstance(size, Part) for size in sizes):
+            raise EspalierError(
+                f"{names[0]!r} has no part, so ranks cannot divide this architecture; use tensor_parallel=1"
+            )
+
     def format_of(self, name: str) -> WeightFormat:
         """The storage format of a matrix."""
-        declared = self.formats(name)
+        declared = self.formats(name).spelled(lambda suffix: f"{name}{suffix}" in self)
         if declared == DENSE_FORMAT or name in self._with_scales or not self._is_plain(f"{name}.weight"):
             return declared
         return DENSE_FORMAT
@@ -252,6 +257,7 @@ class Weights:
     def stacked_matrix(self, name: str, matrix: str, count: int, rows: Size, columns: Size) -> QuantisedMatrix:
         """`count` experts [rows, columns] that are stored in one tensor, name + matrix and the format's suffixes."""
         format, own = self.formats(name), (part_of(rows), part_of(columns))
+        self.require_parts([f"{name}{matrix}"], (rows, columns))
         with self._naming([f"{name}{matrix}"]):
             tensors = {
                 stored.suffix: self._checked(f"{name}{matrix}{stored.suffix}", stored)[stored.cut(*own)].to(self.device)
@@ -260,6 +266,15 @@ class Weights:
             experts = format.expert_matrix(tensors)
             require_supported(experts, self.dtype)
         return experts
+
+    def table(self, name: str, rows: Part, columns: int) -> Tensor:
+        """Rows of an embedding, in the model's dtype."""
+        if not self.format_of(name).embeds:
+            return self.take_parts(f"{name}.weight", (rows.size, columns), 0, [rows])
+        weight, table = self.weight([name], [rows], columns), self.empty(len(rows), columns)
+        assert isinstance(weight, BlockWeight)
+        weight.write_to(table)
+        return table
 
     def take_matrix(self, name: str, rows: Size, columns: int) -> Tensor:
         """A matrix of any format as a dense tensor [rows, columns] of the model's dtype."""
@@ -281,6 +296,7 @@ class Weights:
     ) -> tuple[Mapping[str, Tensor], list[int], int]:
         """The tensors of stacked matrices by suffix, their rows and columns: as WeightFormat.build takes them."""
         tensors: Mapping[str, Tensor] = {}
+        self.require_parts(names, (*rows, columns))
         parts, of_columns = [part_of(size) for size in rows], part_of(columns)
         with self._naming(names):
             wanted = [format.tensors(part.size, of_columns.size) for part in parts]
@@ -347,28 +363,6 @@ class Weights:
     def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
         return RMSNorm(self.norm_weight(f"{name}.weight", size, offset), eps)
 
-    def kv_scales(self, prefix: str, keeps: Keeps) -> KVScales | None:
-        """The scales of K and V under an attention's prefix, one for each head or for all; None if there are none.
-
-        keeps: what the layer keeps on all ranks; the scales are those of this rank's heads.
-        Raises EspalierError for one without the other, and for another shape.
-        """
-        own = part_of(1) if isinstance(keeps, LatentKV) else self.shards.kv_heads(keeps.kv_heads)
-        for names in KV_SCALES:
-            if any(f"{prefix}{name}" in self for name in names):
-                k, v = (self._kv_scale(f"{prefix}{name}", keeps.kv_heads)[own.slice] for name in names)
-                # A latent row is stored once, with K's scale.
-                return KVScales(k, k if isinstance(keeps, LatentKV) else v, self.dtype)
-        return None
-
-    def _kv_scale(self, name: str, kv_heads: int) -> Tensor:
-        shape = self.shape(name) if name in self else (1,)
-        size = kv_heads if prod(shape) == kv_heads else 1
-        # Those of heads are [kv_heads, 1, 1] in compressed-tensors.
-        stored = shape if prod(shape) == kv_heads else (size,)
-        scale = self._checked(name, StoredTensor("", stored)).to(self.device, torch.float32)
-        return scale.reshape(size).expand(kv_heads).contiguous()
-
     def mlp(
         self,
         prefix: str,
@@ -381,7 +375,7 @@ class Weights:
     ) -> GatedMLP:
         """summed: as `linear` takes it."""
         own = self.shards.part(inner, "intermediate size")
-        gate_up = self.linear(prefix, names.gate_up, one_each(names.gate_up, (own, own)), hidden, bias)
+        gate_up = self.linear(prefix, *as_stored(names.gate_up, (own, own)), hidden, bias)
         return GatedMLP(gate_up, self.linear(prefix, (names.down,), (hidden,), own, bias, summed), activation)
 
     def ignore(self, names: Iterable[str]) -> None:
@@ -431,7 +425,7 @@ class Weights:
                 f"{shard} is truncated or corrupt ({first_line(error)}); download the file again"
             ) from None
         for stored in names:
-            name = name_in_text(stored) if self.is_text_part else re.sub(f"^{re.escape(self.prefix)}", "model.", stored)
+            name = self.stored.own(stored)
             if name is None:
                 self.other_parts.add(stored.removeprefix("model.").partition(".")[0])
             elif name in self._files:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from espalier.errors import EspalierError, install_command
+from espalier.errors import EspalierError, install_command, shown
 from espalier.serve_ray.settings import ServedModel, Service, service_of
 
 RAY_VERSION = "2.60"
@@ -100,10 +100,25 @@ def _scaling(model: ServedModel) -> dict[str, Any]:
 
 
 def resources_of(model: ServedModel) -> dict[str, Any]:
-    """What Ray reserves for a replica: one GPU; nothing for the CPU, whose cores replicas may share."""
-    if model.replicas.resources is not None:
-        return dict(model.replicas.resources)
-    return {"num_cpus": 0, "num_gpus": int(uses_gpu(model.settings))}
+    """What Ray reserves for a replica: a GPU for each rank; nothing for the CPU, whose cores replicas may share.
+
+    Ray takes an actor's resources from one machine.  Raises EspalierError for fewer GPUs than ranks.
+    """
+    wanted = gpus_of(model.settings)
+    if model.replicas.resources is None:
+        return {"num_cpus": 0, "num_gpus": wanted}
+    given = dict(model.replicas.resources)
+    if wanted > 1 and given.get("num_gpus") != wanted:
+        raise EspalierError(
+            f"resources has num_gpus={shown(given.get('num_gpus'))}, but tensor_parallel={wanted} needs {wanted}; "
+            "correct one of them"
+        )
+    return given
+
+
+def gpus_of(settings: Mapping[str, Any]) -> int:
+    """The GPUs of a replica, all of one machine."""
+    return int(settings.get("tensor_parallel", 1)) if uses_gpu(settings) else 0
 
 
 def uses_gpu(settings: Mapping[str, Any]) -> bool:

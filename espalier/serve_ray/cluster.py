@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from espalier.errors import EspalierError, one_line
-from espalier.serve_ray.build import application, require_ray, uses_gpu
+from espalier.serve_ray.build import application, gpus_of, require_ray
 from espalier.serve_ray.settings import Service
 
 log = logging.getLogger("espalier.server")
@@ -112,13 +112,21 @@ def _no_cluster(address: str, error: Exception) -> EspalierError:
 
 
 def _require_gpus(ray: Any, service: Service) -> None:
-    """Raises EspalierError if the cluster has too few GPUs for the replicas."""
-    wanted = sum(model.replicas.high for model in service.models if uses_gpu(model.settings))
-    available = int(ray.cluster_resources().get("GPU", 0))
-    if wanted > available:
+    """Raises EspalierError if the cluster has too few GPUs for the replicas, each of which has those of one machine."""
+    each = [gpus_of(model.settings) for model in service.models for _ in range(model.replicas.high)]
+    wanted = sorted(filter(None, each), reverse=True)
+    free = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]] or [0]
+    total, fitting = sum(free), 0
+    for gpus in wanted:
+        most = free.index(max(free))
+        free[most] -= gpus
+        fitting += free[most] >= 0
+    if fitting < len(wanted):
+        ranks = f" with --tensor-parallel {wanted[0]}" if wanted[0] > 1 else ""
+        place = f", {wanted[0]} on one machine for each," if ranks else ""
         raise EspalierError(
-            f"--replicas {wanted} needs {wanted} GPUs and the Ray cluster has {available}; "
-            + (f"use --replicas {available}" if available else "use --device cpu")
+            f"--replicas {len(wanted)}{ranks} needs {sum(wanted)} GPUs{place} and the Ray cluster has {total}; "
+            + (f"use --replicas {fitting}" if fitting else "use a smaller one" if total else "use --device cpu")
             + ", or add nodes with GPUs"
         )
 

@@ -46,7 +46,7 @@ class Replicas:
     """From `low` to `high` engines.
 
     tokens_per_replica: open tokens for which one replica is enough, on average.
-    resources: what Ray reserves for a replica (ray_actor_options); None: one GPU, or nothing on a CPU.
+    resources: what Ray reserves for a replica (ray_actor_options); None: a GPU for each rank, or nothing on a CPU.
     autoscaling: further fields of Ray Serve's AutoscalingConfig, such as its delays.
     router: a subclass of Ray Serve's RequestRouter, by its path.
     """
@@ -157,11 +157,6 @@ def checked_settings(settings: Mapping[str, Any]) -> None:
     """Check the engine's settings, plain values, before a replica starts.  Raises EspalierError."""
     tree = settings.get("speculation")
     EngineConfig(**{**settings, "speculation": SpeculationConfig(**tree)} if isinstance(tree, Mapping) else settings)
-    if (count := settings.get("tensor_parallel", 1)) != 1:
-        raise EspalierError(
-            f"tensor_parallel={count} is not supported with replicas: Ray would have to place the GPUs of a replica on "
-            "one machine; serve without replicas, or use tensor_parallel=1"
-        )
     if (device := str(settings.get("device", "auto"))).startswith("cuda:"):
         raise EspalierError(f"device={device} is not supported with replicas: Ray chooses each one's GPU; use cuda")
 

@@ -50,8 +50,13 @@ class Part:
         return Part(self.begin // unit, -(-self.end // unit), -(-self.size // unit))
 
 
-# A number of rows or columns: all of them, or a part.
+# A number of rows or columns: a part, or all of them, where there is one rank.
 Size = int | Part
+
+
+def on_every_rank(size: int) -> Part:
+    """All entries: the declaration that each of several ranks holds them whole."""
+    return Part(0, size, size)
 
 
 def part_of(size: Size) -> Part:

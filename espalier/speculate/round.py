@@ -121,29 +121,28 @@ class RoundOutput:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The state after the begin stage.  runner: for this batch size; slots: the batch; grow: the rest of a proposal;
-    marks: where the commit leaves snapshots of states."""
+class Stage:
+    """What the stages of a round share.  runner: for this batch size, and for the trees once they are proposed;
+    slots: the batch; marks: where the commit leaves snapshots of states."""
 
     runner: ModelRunner
     slots: BatchState
     sampler: Sampler
-    grow: Grow
     marks: Marks | None
 
 
 @dataclass(frozen=True)
-class Proposed:
-    """The state after the propose stage.
+class Begun(Stage):
+    """The state after the begin stage.  grow: the rest of a proposal."""
 
-    runner: for this batch size and these trees; slots: the batch; tree: one for each slot; marks: as in Begun.
-    """
+    grow: Grow
 
-    runner: ModelRunner
-    slots: BatchState
-    sampler: Sampler
+
+@dataclass(frozen=True)
+class Proposed(Stage):
+    """The state after the propose stage.  tree: one for each slot."""
+
     tree: Tree
-    marks: Marks | None
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def begin(
     runner = runner.at(index.shape[0])
     slots = gather(runner.table, index, appended)
     sampler = runner.sampler(slots, needs, slots.num_tokens, runner.layout.extend_width)
-    return Begun(runner, slots, sampler, runner.drafter.begin(slots), marks)
+    return Begun(runner, slots, sampler, marks, runner.drafter.begin(slots))
 
 
 def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
@@ -191,7 +190,7 @@ def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
         nodes = num_offered(tree, begun.slots.max_accept_depth)
         if nodes < runner.layout.num_draft_tokens:
             runner, tree = runner.with_nodes(nodes), tree.first(nodes)
-    return Proposed(runner, begun.slots, sampler, tree, begun.marks)
+    return Proposed(runner, begun.slots, sampler, begun.marks, tree)
 
 
 def verify(proposed: Proposed) -> Verified:

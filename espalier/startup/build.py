@@ -82,7 +82,9 @@ def cache_specs(
     kv_dtype, draft_kv_dtype: as in a ResolvedConfig.
     """
     stored, draft_stored = (FP8 if name == FP8_KV else None for name in (kv_dtype, draft_kv_dtype))
-    return (*stored_as(target, stored), *stored_as(draft, draft_stored))
+    specs = (*stored_as(target, stored), *stored_as(draft, draft_stored))
+    # A layer that reads another's rows reads them as they are stored.
+    return tuple(spec if spec.shares is None else replace(spec, keeps=specs[spec.shares].keeps) for spec in specs)
 
 
 def cache_size(config: ResolvedConfig, specs: Sequence[LayerSpec], dtype: torch.dtype) -> str:

@@ -180,7 +180,7 @@ def build_engine_of_ranks(
     work = RankWork(models or models_of_files, resolved, requested_pages, str(joined))
     with explaining(ranks):
         ranks.load(work)
-        loaded = work.models_of(0, ranks.joined)
+        loaded = work.models_of(0, ranks.join)
         executor, loaded = work.executor_of(loaded)
     ranks.loaded()
     _say_resolved(loaded)
@@ -219,14 +219,14 @@ def _say_resolved(loaded: Loaded) -> None:
 
 
 def weights_of(checkpoint: Checkpoint, ranks: int = 1) -> WeightCount:
-    """What each rank holds: a part of the target, with the whole embedding, and the whole draft."""
+    """What each rank holds: a part of the target, with the whole embedding if a draft may read it, and the draft."""
     # The target's own MTP layers are read if they are the draft, and then counted with it.
     is_own = checkpoint.draft_path == checkpoint.target_path
-    unread = tuple(checkpoint.target.unread) if is_own else unread_prefixes(checkpoint.target)
-    is_text_part = checkpoint.target.text_part_of is not None
-    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, is_text_part)
+    unread = tuple(checkpoint.target.family.unread) if is_own else unread_prefixes(checkpoint.target)
+    target = stored_weights(checkpoint.target_path, checkpoint.target.formats, unread, checkpoint.target.stored)
     if ranks > 1:
-        target = target.of_rank(ranks, checkpoint.target.vocab_size * checkpoint.target.hidden_size)
+        embedding = checkpoint.target.vocab_size * checkpoint.target.hidden_size
+        target = target.of_rank(ranks, 0 if checkpoint.draft is None else embedding)
     if is_own or checkpoint.draft is None or checkpoint.draft_path is None:
         return target
     return target + stored_weights(checkpoint.draft_path, checkpoint.draft.layer.formats)

@@ -18,6 +18,8 @@ from espalier.startup.measure_memory import measure_pages
 
 # Loads what one rank holds.  It is pickled: a function of a module, or a partial of one.
 Models = Callable[[ResolvedConfig, Shards], Loaded]
+# Calls a function that meets the other ranks, and returns its result.
+Joining = Callable[[Callable[[], Collectives]], Collectives]
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,13 @@ class RankWork:
         """As espalier/engine/follow.py:Source."""
         return self.executor_of(self.models_of(rank))[0]
 
-    def models_of(self, rank: int, on_join: Callable[[Collectives], None] | None = None) -> Loaded:
-        """The models of a rank, whose shards have the collectives.  on_join: is told them before weights are read."""
+    def models_of(self, rank: int, joining: Joining = lambda meet: meet()) -> Loaded:
+        """The models of a rank, whose shards have the collectives.  joining: calls what waits for the other ranks."""
         config, count = self.config, self.config.tensor_parallel
         if torch.device(config.device).type == "cuda":
             config = replace(config, device=f"cuda:{rank}")
             torch.cuda.set_device(rank)
-        joined = join(torch.device(config.device), Path(self.joined), rank, count)
-        if on_join is not None:
-            on_join(joined)
+        joined = joining(lambda: join(torch.device(config.device), Path(self.joined), rank, count))
         return self.models(config, Shards(rank, count, joined))
 
     def executor_of(self, loaded: Loaded) -> tuple[Executor, Loaded]:

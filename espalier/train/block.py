@@ -20,7 +20,7 @@ from espalier.kernels.ops.drafts import Candidates, select_paths
 from espalier.kernels.tree.edges import Rows, fill_depth
 from espalier.speculate.drafters.one_pass import with_edges, without_edges
 from espalier.train.block_head import BlockHead, BlockShape, block_loss
-from espalier.train.checkpoint import layer_fields, rope_theta, write_checkpoint
+from espalier.train.checkpoint import layer_fields, shape_in, write_checkpoint
 from espalier.train.configs import MIN_CAPTURED_LAYERS, read_config
 from espalier.train.draft_run import DraftRun, prepare_run, train_draft
 from espalier.train.evaluate import AcceptReport, continued, print_reports, report, require_room
@@ -127,18 +127,15 @@ OWN_FIELDS = ("block_size", "num_features", "edge_rank", "edge_kind", "mask_toke
 def load_block(directory: Path) -> BlockHead:
     """A draft that `save_block` wrote."""
     config = read_config(directory)
-    layer = config["transformer_layer_config"]
-    head = BlockHead(
-        BlockShape(
-            **{name: layer[name] for name in BlockShape.__dataclass_fields__ if name in layer and name != "rope_theta"},
-            rope_theta=rope_theta(layer),
-            block_size=config["block_size"],
-            num_features=len(config["aux_hidden_state_layer_ids"]),
-            edge_rank=config["markov_rank"],
-            edge_kind=config["markov_head_type"],
-            mask_token_id=config["mask_token_id"],
-        )
+    shape = shape_in(
+        *(config["transformer_layer_config"], BlockShape),
+        block_size=config["block_size"],
+        num_features=len(config["aux_hidden_state_layer_ids"]),
+        edge_rank=config["markov_rank"],
+        edge_kind=config["markov_head_type"],
+        mask_token_id=config["mask_token_id"],
     )
+    head = BlockHead(shape)
     head.load_state_dict(load_file(directory / "model.safetensors"))
     return head
 

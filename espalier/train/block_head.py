@@ -18,35 +18,24 @@ from torch import Tensor, nn
 
 from espalier.kernels.tree.edges import FactorProjection, LowRankEdges, split_columns
 from espalier.train.draft_attention import DraftAttention
-from espalier.train.llama import MLP, RMSNorm, rope_tables, rotate
+from espalier.train.llama import MLP, LlamaShape, RMSNorm, rope_tables, rotate
 from espalier.train.settings import EdgeKind
 
 
-@dataclass(frozen=True)
-class BlockShape:
+@dataclass(frozen=True, kw_only=True)
+class BlockShape(LlamaShape):
     """block_size: S; num_features: target layers that are read; edge_rank: 0 for no edges; edge_kind: of MarkovHead."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
     block_size: int
     num_features: int
     edge_rank: int
     mask_token_id: int
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
-    max_position_embeddings: int = 2048
     edge_kind: EdgeKind = "vanilla"
 
 
 class BlockAttention(DraftAttention):
     def __init__(self, shape: BlockShape) -> None:
-        heads = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        super().__init__(shape.hidden_size, shape.hidden_size, *heads)
+        super().__init__(shape.hidden_size, *shape.attention)
         self.q_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = RMSNorm(shape.head_dim, shape.rms_norm_eps)
 

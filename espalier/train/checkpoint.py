@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file
@@ -14,8 +14,10 @@ from espalier.errors import EspalierError
 from espalier.models.weight_files import write_weights
 from espalier.train.configs import kind_in, read_config
 from espalier.train.draft import DraftShape, Eagle3Draft
+from espalier.train.llama import LlamaShape
 from espalier.train.work import whole_file
 
+Shape = TypeVar("Shape", bound=LlamaShape)
 REMEDY = "free some space there, or give another --out"
 
 
@@ -38,6 +40,12 @@ def layer_fields(target: dict[str, Any], intermediate_size: int | None) -> dict[
         "rms_norm_eps": float(target["rms_norm_eps"]),
         "max_position_embeddings": int(target["max_position_embeddings"]),
     }
+
+
+def shape_in(layer: dict[str, Any], shape: type[Shape], **more: Any) -> Shape:
+    """The shape that a config.json, or its part for the layers, says.  more: fields that it has elsewhere."""
+    sizes = {name: layer[name] for name in shape.__dataclass_fields__ if name in layer}
+    return shape(**{**sizes, "rope_theta": rope_theta(layer), **more})
 
 
 def draft_shape(target: dict[str, Any], draft_vocab_size: int, intermediate_size: int | None) -> DraftShape:
@@ -63,7 +71,6 @@ def save_draft(draft: Eagle3Draft, out: Path) -> None:
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         **vars(draft.shape),
-        "num_hidden_layers": 1,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -80,6 +87,6 @@ def load_draft(directory: Path) -> Eagle3Draft:
         raise EspalierError(
             f"{directory} holds {config.get('architectures')}; give a draft of the architecture LlamaForCausalLMEagle3"
         )
-    draft = Eagle3Draft(DraftShape(**{name: config[name] for name in DraftShape.__dataclass_fields__}))
+    draft = Eagle3Draft(shape_in(config, DraftShape))
     draft.load_state_dict(load_file(directory / "model.safetensors"))
     return draft

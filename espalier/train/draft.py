@@ -14,22 +14,14 @@ from torch import Tensor, nn
 
 from espalier.train.depth_loss import depth_loss
 from espalier.train.draft_attention import DraftAttention, attend
-from espalier.train.llama import MLP, RMSNorm, rope_tables
+from espalier.train.llama import MLP, LlamaShape, RMSNorm, rope_tables
 
 
-@dataclass(frozen=True)
-class DraftShape:
-    vocab_size: int
+@dataclass(frozen=True, kw_only=True)
+class DraftShape(LlamaShape):
     draft_vocab_size: int
     target_hidden_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-5
-    max_position_embeddings: int = 2048
+    num_hidden_layers: int = 1
 
 
 class DraftLayer(nn.Module):
@@ -38,8 +30,7 @@ class DraftLayer(nn.Module):
         size, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
-        heads = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        self.self_attn = DraftAttention(2 * size, size, *heads)
+        self.self_attn = DraftAttention(2 * size, *shape.attention)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, shape.intermediate_size)
 

@@ -9,18 +9,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LlamaShape:
-    vocab_size: int = 6144
-    hidden_size: int = 256
-    intermediate_size: int = 768
-    num_hidden_layers: int = 16
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 64
+    """The fields of a config.json that say the sizes of Llama's layers."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
     max_position_embeddings: int = 2048
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
+
+    @property
+    def attention(self) -> tuple[int, int, int, int]:
+        """What DraftAttention takes after the size of its input."""
+        return self.hidden_size, self.num_attention_heads, self.num_key_value_heads, self.head_dim
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

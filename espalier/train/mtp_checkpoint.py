@@ -21,7 +21,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from espalier.train.checkpoint import rope_theta, write_checkpoint
+from espalier.train.checkpoint import shape_in, write_checkpoint
 from espalier.train.configs import read_config
 from espalier.train.llama import LlamaShape
 from espalier.train.mtp_head import MtpHead
@@ -71,8 +71,6 @@ def save_mtp(head: MtpHead, target: Path, out: Path) -> None:
 
 def load_mtp(directory: Path) -> MtpHead:
     config = read_config(directory)
-    layer = config["transformer_layer_config"]
-    sizes = {name: layer[name] for name in LlamaShape.__dataclass_fields__ if name in layer}
-    head = MtpHead(LlamaShape(**sizes | {"rope_theta": rope_theta(layer)}), config.get("mtp_form", "chain"))
+    head = MtpHead(shape_in(config["transformer_layer_config"], LlamaShape), config.get("mtp_form", "chain"))
     head.load_state_dict(load_file(directory / "model.safetensors"))
     return head

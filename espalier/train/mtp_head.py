@@ -34,8 +34,7 @@ class MtpLayer(nn.Module):
         self.hidden_layernorm = RMSNorm(size, eps)
         self.input_proj = nn.Linear(2 * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps)
-        heads = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
-        self.self_attn = DraftAttention(size, size, *heads)
+        self.self_attn = DraftAttention(size, *shape.attention)
         self.post_attention_layernorm = RMSNorm(size, eps)
         self.mlp = MLP(size, shape.intermediate_size)
         self.final_layernorm = RMSNorm(size, eps)

@@ -13,9 +13,11 @@ from lab.bench.flags import CELL_EXAMPLES
 
 FORM = re.compile(r"(\d+)x(\d+):(?:(plain|auto)|(\d+),(\d+),(\d+))(?:@(\d+(?:,\d+)*))?")
 PLAIN = (0, 1, 1)
-# Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.  Where the engine chooses
-# trees, it has found the best by then.
-WARM_UP, WARM_UP_AUTO = 6, 250
+# Rounds before the timed ones: in the first, clocks and caches are still those of a prefill.
+WARM_UP = 6
+# Where the engine chooses trees, it finds the best in so many rounds.  They are of other requests than
+# the timed ones, because a round takes longer behind more tokens.
+FINDING = 250
 # Rounds after the timed ones, in which the experts that a pass touches are counted.
 COUNTED = 3
 
@@ -32,8 +34,9 @@ class Cell:
     is_auto: bool = False
 
     @property
-    def warm_up(self) -> int:
-        return WARM_UP_AUTO if self.is_auto else WARM_UP
+    def rounds_before(self) -> tuple[int, ...]:
+        """Rounds before the timed ones, each time of new requests."""
+        return (FINDING, WARM_UP) if self.is_auto else (WARM_UP,)
 
     @property
     def drafts(self) -> bool:
@@ -57,10 +60,10 @@ class Cell:
         return replace(layout, max_context=self.context + self.max_tokens(layout, rounds))
 
     def max_tokens(self, layout: RoundLayout, rounds: int) -> int:
-        """The most tokens of a request: decoded while later prompts enter, in the warm-up, in timed rounds and in
-        counted ones."""
+        """The most tokens of a request: decoded while later prompts enter, and then either in the rounds that find a
+        tree, or in the warm-up, in timed rounds and in counted ones."""
         entering = passes(layout, [self.context] * self.batch)
-        return (entering + self.warm_up + rounds + COUNTED + 4) * layout.extend_width + 2
+        return (entering + max(*self.rounds_before, WARM_UP + rounds + COUNTED) + 4) * layout.extend_width + 2
 
 
 def passes(layout: RoundLayout, prompts: Sequence[int]) -> int:

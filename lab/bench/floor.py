@@ -1,7 +1,7 @@
 """The floor of a round: the least time that its products and its attention can take on this GPU.
 
     floor = fastest linear layers and products with experts found for those rows, as one CUDA graph
-            + max(K/V bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
+            + max(K/V and state bytes / measured bandwidth, attention FLOPs / measured bf16 peak)
 
 Linear layers are multiplied by the library and as the engine does, experts as the engine does alone: no library has
 that product.  A call touches as many experts (those that have rows) as were measured for the target, or as uniform
@@ -21,13 +21,14 @@ from rich.text import Text
 from espalier.bench.chains import as_engine, plain
 from espalier.bench.linears import ModelShape, Run, shape_named
 from espalier.bench.timing import SECONDS, TURNS, Stopwatch
+from espalier.cache.layer_spec import RecurrentState
 from espalier.config import FP8_KV, is_open
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.machine import require_gpu
 from lab.bench.ceilings import Ceilings, measured_ceilings
 from lab.bench.checks import positive_numbers
 from lab.bench.experts import ExpertWeights
-from lab.bench.passes import attention_flops, rows_read
+from lab.bench.passes import attention_flops, rows_read, state_bytes
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def round_attention(
     """The attention of the passes of `round_runs`.  value_bytes: see kv_value_bytes.
 
     Each pass reads a request's prefix of `context` tokens once; a layer with a window reads only the window.  The nodes
-    are left out: they are few compared with the prefix.
+    are left out: they are few compared with the prefix.  A state is read once and written once in a round.
     """
     of_target, of_draft = value_bytes
     # (model, queries a request, bytes of a value) of each pass
@@ -162,6 +163,9 @@ def round_attention(
     num_bytes = flops = 0.0
     for model, queries, size in passes:
         for spec in model.specs:
+            if isinstance(spec.keeps, RecurrentState):
+                num_bytes += 2 * batch * state_bytes(spec.keeps)
+                continue
             rows = batch * rows_read(spec, context)
             # A layer that reads the rows of an earlier one reads them again.
             num_bytes += size * spec.keeps.values_per_token * rows

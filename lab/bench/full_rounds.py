@@ -69,11 +69,14 @@ def full_rounds(engine: Engine, models: SyntheticModels, cell: Cell, num_rounds:
     max_tokens = cell.max_tokens(engine.layout, num_rounds)
     require_pages(engine, f"cell {cell.name}", cell.batch, cell.context + max_tokens)
     launches = record_launches(engine)
-    empty_prefix_cache(engine)
     prompts = models.prompts([cell.context] * cell.batch)
-    requests = enter(engine, prompts, max_tokens)
-    for _ in range(cell.warm_up):
-        engine.step()
+    requests: list[Request] = []
+    for rounds_before in cell.rounds_before:
+        leave(engine, requests)
+        empty_prefix_cache(engine)
+        requests = enter(engine, prompts, max_tokens)
+        for _ in range(rounds_before):
+            engine.step()
     before = [request.num_tokens for request in requests]
     launches.reset()
     times = []

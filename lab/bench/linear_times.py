@@ -14,7 +14,7 @@ from rich.text import Text
 from espalier.bench.chains import Matrix, Weights, in_turn
 from espalier.bench.linears import ModelShape, shape_named
 from espalier.bench.timing import Stopwatch
-from espalier.kernels.layers.linear_tuning import plans_for
+from espalier.kernels.layers.linear_tuning import LINEARS, plans_for
 from espalier.kernels.layers.quantised import QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import plan_of
 from espalier.kernels.layers.scaled_product import is_scaled_product
@@ -96,11 +96,11 @@ def product(x: torch.Tensor, weight: Matrix, gated: bool) -> torch.Tensor:
     if isinstance(weight, QuantisedMatrix):
         return (linear_quantised_gated if gated else linear_quantised)(x, weight, None)
     plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, x.dtype, weight)
-    return (linear_gated if gated else linear)(x, weight, None, None if plans is None else plans.at(len(x)))
+    return (linear_gated if gated else linear)(x, weight, None, None if plans is None else LINEARS.at(plans, len(x)))
 
 
 def _plan(weight: Matrix, x: torch.Tensor) -> str:
     if isinstance(weight, QuantisedMatrix):
         return str(None if is_scaled_product(x, weight) else plan_of(weight, x))
     plans = plans_for((weight.shape[0], weight.shape[1]), DENSE, x.dtype, weight)
-    return str(None if plans is None else plans.at(len(x)))
+    return str(None if plans is None else LINEARS.at(plans, len(x)))

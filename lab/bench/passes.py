@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from espalier.bench.linears import ModelShape, Run
-from espalier.cache.layer_spec import LayerSpec
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
+from espalier.kernels.ops.recurrence import CHUNK
 
 # The ends of the names of a layer's products up to attention.
-UP_TO_ATTENTION = ("fc", "project", "context", "qkv", "q and kv", "q up", "k up")
+UP_TO_ATTENTION = ("fc", "project", "context", "qkv", "q and kv", "q up", "k up", "inputs", "gates")
 
 
 def prefill_pass(shape: ModelShape, rows: int, requests: int, drafts: bool = True) -> tuple[Run, ...]:
@@ -44,10 +45,25 @@ def attention_flops(spec: LayerSpec) -> int:
     return 2 * spec.heads * (keeps.k_size + keeps.v_size)
 
 
+def state_bytes(keeps: RecurrentState) -> int:
+    """Bytes of a request's state in one layer, in float32.  The tail of its convolution is small."""
+    return 4 * keeps.heads * keeps.k_size * keeps.v_size
+
+
+def state_flops(keeps: RecurrentState, length: int) -> int:
+    """FLOPs of a prompt through a state: of the chunk form, with half of its triangles."""
+    products = (3 if keeps.delta else 2) * keeps.k_size * keeps.v_size
+    products += CHUNK * (keeps.k_size + keeps.v_size) * (2 if keeps.delta else 1) // 2
+    return 2 * length * keeps.heads * products
+
+
 def prompt_attention_flops(shape: ModelShape, length: int) -> int:
-    """FLOPs of the attention of all layers over a prompt: each token reads itself and those before it."""
+    """FLOPs of the attention of all layers over a prompt: each token reads itself and those before it.  Those of states
+    are added."""
     return sum(count * flops_of_prompt(spec, length) for spec, count in Counter(shape.specs).items())
 
 
 def flops_of_prompt(spec: LayerSpec, length: int) -> int:
+    if isinstance(spec.keeps, RecurrentState):
+        return state_flops(spec.keeps, length)
     return attention_flops(spec) * sum(min(at + 1, spec.window or length) for at in range(length))

@@ -18,6 +18,7 @@ from torch import Tensor
 from espalier.engine.lead import explaining
 from espalier.errors import EspalierError
 from espalier.kernels.ops.norm import add_rms_norm
+from espalier.startup.rank_work import Joining
 from espalier.startup.ranks import starting_ranks
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.machine import require_gpu
@@ -47,14 +48,12 @@ class JoinWork:
     def load(self, rank: int) -> Any:
         self.run(rank)
 
-    def run(self, rank: int, on_join: Callable[[Any], None] | None = None) -> list[Timed]:
+    def run(self, rank: int, joining: Joining = lambda meet: meet()) -> list[Timed]:
         from espalier.kernels.ranks.collectives import PeerCollectives, join_gpus
 
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-        ranks = join_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES)
-        if on_join is not None:
-            on_join(ranks)
+        ranks = joining(lambda: join_gpus(Path(self.joined), rank, self.count, device, PEER_BYTES))
         if not isinstance(ranks, PeerCollectives):
             raise EspalierError("the GPUs reach no memory in common, so there is nothing to compare with NCCL")
         with torch.inference_mode():
@@ -159,7 +158,7 @@ def run(args: Namespace) -> int:
         work = JoinWork(args.ranks, joined, tuple(rows), args.hidden, args.vocab)
         ranks.load(work)
         with explaining(ranks):
-            times = work.run(0, ranks.joined)
+            times = work.run(0, ranks.join)
         ranks.loaded()
         ranks.end()
     stdout().print(f"{CHECKED} sums on {args.ranks} ranks: 0 values differ")

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from espalier.cache.layer_spec import RecurrentState
 from espalier.config import SpeculationConfig
 from espalier.errors import EspalierError
-from espalier.models.layer_loading import layer_specs_of
 from espalier.terminal.console import QUIET, print_table, progress, stdout, write_json
 from espalier.terminal.flags import flag_of, given_flags
 from espalier.terminal.machine import require_gpu
@@ -95,9 +93,7 @@ def run(args: Namespace, settings: dict[str, Any], page_sizes: list[int]) -> Non
     models = synthetic_models(recipe, settings, dtype_on(device), device, rows)
     stdout().print(Text(models.title, QUIET))
     floors = None
-    # No floor counts the products of layers that keep a state.
-    keeps_states = any(isinstance(spec.keeps, RecurrentState) for spec in layer_specs_of(recipe.shape.target))
-    if device.type == "cuda" and not keeps_states:
+    if device.type == "cuda":
         value_bytes = kv_value_bytes(settings.get("kv_dtype", "auto"), settings.get("draft_kv_dtype", "auto"))
         floors = Floors(recipe_sizes(recipe), value_bytes=value_bytes)
     about = {"settings": {**settings, "rounds": rounds, "own_size": args.own_size}}

@@ -12,7 +12,7 @@ from torch import Tensor
 from espalier.bench.chains import in_turn
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.attention.ancestor_bits import ancestor_mask, pack
-from espalier.kernels.ops.recurrence import CHUNK, ShortConv, StateRows
+from espalier.kernels.ops.recurrence import ShortConv, StateRows
 from espalier.kernels.ops.states import (
     GateInputs,
     OutputGate,
@@ -28,6 +28,7 @@ from espalier.kernels.ops.states import (
     tree_outputs,
 )
 from lab.bench.cases import Case
+from lab.bench.passes import state_bytes, state_flops
 
 STATE_HEADS = ("what", "layer", "requests x rows")
 # Qwen3.6-35B-A3B, Qwen3.6-27B, Nemotron 3 30B-A3B.
@@ -53,20 +54,16 @@ def state_cases(device: torch.device) -> Iterator[Case]:
         yield from prompt_cases(name, keeps, device)
 
 
-def state_bytes(keeps: RecurrentState, batch: int) -> int:
-    return 4 * batch * keeps.heads * keeps.k_size * keeps.v_size
-
-
 def tree_cases(name: str, keeps: RecurrentState, batch: int, nodes: int, device: torch.device) -> Iterator[Case]:
     """A verify pass of one layer: its inputs, its read, its norm."""
-    layers = min(48, max(2, -(-BEYOND_CACHE // state_bytes(keeps, batch))))
+    layers = min(48, max(2, -(-BEYOND_CACHE // (batch * state_bytes(keeps)))))
     table = drawn(device, layers, batch + 1, keeps.heads, keeps.k_size, keeps.v_size, dtype=torch.float32)
     slots = torch.arange(1, batch + 1, device=device)
     parents = ((torch.arange(nodes) - 1).clamp(min=0) // 4).expand(batch, -1).to(device)
     bits = pack(ancestor_mask(parents, torch.zeros_like(parents, dtype=torch.bool), nodes))
     q, rows = random_rows(keeps, device, batch, nodes)
     shape = name, f"{batch} x {nodes}"
-    read = state_bytes(keeps, batch)
+    read = batch * state_bytes(keeps)
     calls = [partial(tree_outputs, q, rows, StateColumns(each, slots), bits, None, keeps.delta) for each in table]
     yield Case(("read", *shape), read, 0, in_turn(calls), layers)
     if nodes == 16:
@@ -98,7 +95,7 @@ def small_cases(
 
 def commit_case(name: str, keeps: RecurrentState, batch: int, device: torch.device) -> Case:
     """All layers in one launch each, of states and of tails; the time is that of a layer."""
-    layers = min(48, max(2, -(-BEYOND_CACHE // state_bytes(keeps, batch))))
+    layers = min(48, max(2, -(-BEYOND_CACHE // (batch * state_bytes(keeps)))))
     table = drawn(device, layers, batch + 2, keeps.heads, keeps.k_size, keeps.v_size, dtype=torch.float32)
     tail = drawn(device, layers, batch + 2, keeps.taps - 1, keeps.channels)
     _, rows = random_rows(keeps, device, layers, 16 * batch)
@@ -112,21 +109,17 @@ def commit_case(name: str, keeps: RecurrentState, batch: int, device: torch.devi
         commit_tails(tail, inputs, path, keeps.columns)
         commit_states(table, rows, path, keeps.delta)
 
-    return Case(("commit", name, f"{batch} x {PATH}"), 2 * state_bytes(keeps, batch), 0, run, layers)
+    return Case(("commit", name, f"{batch} x {PATH}"), 2 * batch * state_bytes(keeps), 0, run, layers)
 
 
 def prompt_cases(name: str, keeps: RecurrentState, device: torch.device) -> Iterator[Case]:
-    """FLOPs: of the chunk form, with half of its triangles."""
     table = drawn(device, 2, keeps.heads, keeps.k_size, keeps.v_size, dtype=torch.float32)
     slots, count = torch.ones(1, dtype=torch.int64, device=device), torch.full((1,), PROMPT, device=device)
     path = PathRows(slots, None, count, None, None, None, None, PROMPT, 0)
     q, rows = random_rows(keeps, device, 1, PROMPT)
-    products = (3 if keeps.delta else 2) * keeps.k_size * keeps.v_size
-    products += CHUNK * (keeps.k_size + keeps.v_size) * (2 if keeps.delta else 1) // 2
-    flops = 2 * PROMPT * keeps.heads * products
     shape = name, f"1 x {PROMPT}"
     run = partial(chain_outputs, q, rows, StateColumns(table, slots), path, None, keeps.delta)
-    yield Case(("prompt", *shape), 0, flops, run)
+    yield Case(("prompt", *shape), 0, state_flops(keeps, PROMPT), run)
     yield from small_cases(shape, keeps, 1, PROMPT, None, device)
 
 

@@ -31,7 +31,15 @@ from lab.bundle.ngram import ngram_bits_per_byte
 from lab.bundle.packing import pack
 from lab.bundle.tokenizer import END, END_OF_TEXT, SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 
-SHAPE = LlamaShape()
+SHAPE = LlamaShape(
+    vocab_size=6144,
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=16,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+)
 BASE = PretrainConfig(num_tokens=2.1e9)
 DRAFT = Eagle3Config(num_tokens=2.763e8, generate_batch=2048)
 # Files that the tokenizer is trained on: enough for the merges of a small vocabulary.

@@ -18,11 +18,11 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         return nemotron(config, layer)
     if LINEAR in (config.raw.get("layer_types") or ()):
         return _hybrid(config, layer)
-    if config.layer_specs is not None:
+    if config.family.layer_specs is not None:
         return _gemma4(config, layer)
     attention = _heads(config) if config.latent is None else _latent(config, config.latent)
     if experts is None or layer not in experts.layers:
-        mlp = _joined(_gated("mlp.", config.intermediate_size, hidden), "mlp.", config.names.mlp.gate_up)
+        mlp = _joined(_gated("mlp.", config.intermediate_size, hidden), "mlp.", config.family.names.mlp.gate_up)
     elif experts.stored == "stacked":
         mlp = _stacked_experts(experts, hidden)
     else:
@@ -69,7 +69,7 @@ def _heads(c: ModelConfig) -> Shapes:
     queries, channels, hidden = c.heads * c.head_size, c.kv_heads * c.head_size, c.hidden_size
     rows = {"q": queries, "k": channels, "v": channels}
     apart: Shapes = {f"self_attn.{name}_proj.weight": (count, hidden) for name, count in rows.items()}
-    shapes = _joined(apart, "self_attn.", c.names.qkv)
+    shapes = _joined(apart, "self_attn.", c.family.names.qkv)
     shapes["self_attn.o_proj.weight"] = (hidden, queries)
     if c.attention_bias:
         shapes |= {f"self_attn.{name}_proj.bias": (count,) for name, count in rows.items()}
@@ -77,7 +77,7 @@ def _heads(c: ModelConfig) -> Shapes:
         shapes["self_attn.o_proj.bias"] = (hidden,)
     if c.qk_norm:
         shapes |= {f"self_attn.{name}_norm.weight": (c.head_size,) for name in "qk"}
-    if c.sinks:
+    if c.family.sinks:
         shapes["self_attn.sinks"] = (c.heads,)
     return shapes
 

@@ -166,7 +166,8 @@ class TargetTensors:
         found: dict[str, tuple[int, ...]] = {embedding_name(c): (c.vocab_size, c.hidden_size)}
         for i in range(c.num_layers):
             found |= {f"model.layers.{i}.{name}": size for name, size in layer_shapes(c, i).items()}
-        return {**found, f"{c.final_norm}.weight": (c.hidden_size,), "lm_head.weight": (c.vocab_size, c.hidden_size)}
+        norm = {f"{c.family.final_norm}.weight": (c.hidden_size,)}
+        return {**found, **norm, "lm_head.weight": (c.vocab_size, c.hidden_size)}
 
     def tensor(self, name: str) -> Tensor:
         """Make a tensor.  The embedding is kept, because the lm_head and the draft are made from it."""
@@ -185,7 +186,7 @@ class TargetTensors:
         if part.endswith("bias") or part == "sinks":
             return torch.zeros(size, dtype=self.dtype, device=self.device)
         if len(size) == 1:
-            offset = 0.0 if name.endswith(PLAIN_NORMS) else self.config.norm_offset
+            offset = 0.0 if name.endswith(PLAIN_NORMS) else self.config.family.norm_offset
             return torch.full(size, self._constant(name, part) - offset, dtype=self.dtype, device=self.device)
         if part in ("gate", "router") or name.endswith("router.proj.weight"):
             return router_weight(self, name, size[0]).to(self.dtype)
@@ -201,7 +202,7 @@ class TargetTensors:
     def _constant(self, name: str, part: str) -> float:
         """The value of a tensor of one dimension."""
         c = self.config
-        if part in (c.layer_norms.behind_attention, c.layer_norms.behind_mlp):
+        if part in (c.family.layer_norms.behind_attention, c.family.layer_norms.behind_mlp):
             return DISTURBANCE / math.sqrt(2 * c.num_layers)
         if name.endswith("router.scale"):
             # The model divides by it.
@@ -221,7 +222,9 @@ class TargetTensors:
         Attention must keep a value that is the same in all rows.
         """
         c = self.config
-        keeps_values = c.latent is None and not c.sinks and c.layer_specs is None and len(c.names.qkv) > 1
+        keeps_values = (
+            c.latent is None and not c.family.sinks and c.family.layer_specs is None and len(c.family.names.qkv) > 1
+        )
         return self.chain.fading is not None and not self.copies and keeps_values
 
     @property
@@ -275,7 +278,7 @@ class TargetTensors:
         if self.config.experts is not None and self.config.experts.stored == "joined":
             out = self.draw.normal(name, experts * num_in, num_out, num_out**-0.5, self.dtype).view(size)
             # A norm behind the block scales it.
-            step = self._step(name, part) if self.config.layer_norms.behind_mlp is None else 1.0
+            step = self._step(name, part) if self.config.family.layer_norms.behind_mlp is None else 1.0
             for matrix in out if part == "down_proj" else ():
                 matrix.copy_(self.planted.clean(matrix.T.float()).T * step)
             return out
@@ -383,9 +386,9 @@ def require_copying(config: ModelConfig, chain: Chain, shape: str) -> None:
     """Raises EspalierError for a model into which copy mode cannot be built."""
     if config.latent is not None:
         raise EspalierError(f"copy mode is not for latent attention, which {shape} has; use mode chain")
-    if config.layer_specs is not None:
+    if config.family.layer_specs is not None:
         raise EspalierError(f"copy mode needs layers with heads of one size, which {shape} lacks; use mode chain")
-    if len(config.names.qkv) == 1:
+    if len(config.family.names.qkv) == 1:
         raise EspalierError(f"copy mode needs q, k and v stored apart, which {shape} lacks; use mode chain")
     if config.heads < 2 * config.kv_heads:
         raise EspalierError(f"copy mode needs two query heads a key-value head, {shape} has fewer")

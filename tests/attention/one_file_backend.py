@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from espalier.attention import BACKENDS, Attention, CommittedLengths, Nodes, Prefix, Support
+from espalier.attention import BACKENDS, Attention, AttentionBackend, CommittedLengths, Nodes, Prefix, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 
@@ -33,7 +33,7 @@ class LibraryAttention(Attention):
         return out, lse
 
 
-class LibraryBackend:
+class LibraryBackend(AttentionBackend):
     support = Support(
         name="library",
         devices=("cpu",),

@@ -13,7 +13,7 @@ from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.linear_plans import LibraryPlan, TritonPlan
-from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS, LinearPlans
+from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS
 from espalier.kernels.layers.quantised_plans import max_block_in
 from espalier.kernels.layers.tuning_table import TuningTable
 from lab.bench.recipe_sizes import recipe_sizes
@@ -97,8 +97,8 @@ def test_every_shape_of_a_model_is_settled_once(tuner, model):
     tuner.among_neighbours(model, alone, table)
     found = plans_by_shape(table, {})
     assert set(found) == set(model.shapes())
-    assert found.pop(model.shapes()[0]) == LinearPlans((SECOND,) * len(ROWS_BUCKETS))
-    assert set(found.values()) == {LinearPlans((FIRST,) * len(ROWS_BUCKETS))}
+    assert found.pop(model.shapes()[0]) == (SECOND,) * len(ROWS_BUCKETS)
+    assert set(found.values()) == {(FIRST,) * len(ROWS_BUCKETS)}
 
 
 @pytest.mark.parametrize(("weights", "format"), [*NAMES.items()])
@@ -115,7 +115,7 @@ def test_quantised_shapes_are_measured_and_written_under_their_format(tuner, mon
     [table] = LINEARS.read(path)
     assert (table.format, set(table.plans)) == (format, {(768, 256), (256, 256), (2048, 256), (256, 1024)})
     own = kept.tuner.weights.drawn((2048, 256), weights)
-    plans = [plan for plans in table.plans.values() for plan in plans.by_bucket]
+    plans = [plan for plans in table.plans.values() for plan in plans]
     assert all(isinstance(plan, TritonPlan) and max_block_in(own) % plan.block_in == 0 for plan in plans)
 
 
@@ -153,14 +153,14 @@ def test_a_limit_ends_the_measurement_and_keeps_what_was_known(tuner, monkeypatc
     monkeypatch.setattr(
         Tuner, "_us", lambda self, x, w, plans, turns: asked.append(len(plans)) or us(self, x, w, plans, 1)
     )
-    path, known = tmp_path / "choices.json", LinearPlans((None, None, None, None, FIRST))
+    path, known = tmp_path / "choices.json", (None, None, None, None, FIRST)
     LINEARS.write(path, TuningTable(tuner.chip, "bfloat16", {(768, 256): known}, {}, "int4-1x128"))
     args = Namespace(shapes="wide", choices=path, tune="linears", weights="int4", draft_weights=None, seconds=40.0)
     tune._run(args, EngineConfig(dtype="bfloat16"))
     [table] = LINEARS.read(path)
-    first, *_, last = table.plans[768, 256].by_bucket
+    first, *_, last = table.plans[768, 256]
     assert first is not None and last == FIRST
-    plans = [plan for plans in table.plans.values() for plan in plans.by_bucket]
+    plans = [plan for plans in table.plans.values() for plan in plans]
     assert None in plans and "the time was over" in capsys.readouterr().out
     # Alone plans are measured one by one; then the best of them together.
     assert asked.count(1) <= 2 * sum(plan is not None for plan in plans)

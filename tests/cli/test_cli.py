@@ -355,6 +355,14 @@ def test_doctor_says_what_runs_the_model(tiny, capsys):
     assert "it runs by transformers; modules that are replaced by ours: 22 Linear, 7 LlamaRMSNorm" in out
 
 
+def test_doctor_says_what_ranks_hold(tiny, capsys):
+    """The model has 4 heads, 2 K/V heads and an MLP of 64."""
+    assert run("doctor", *tiny, "--tensor-parallel", "2") == 0
+    [held] = re.findall(r"weights of each rank, .* divide these models: (.*)", capsys.readouterr().out)
+    assert re.fullmatch(r"1: 0.00 GiB, 2: 0.00 GiB, 4: 0.00 GiB", held)
+    assert run("doctor", *tiny) == 0 and "weights of each rank" not in capsys.readouterr().out
+
+
 def test_doctor_says_that_a_request_of_max_context_does_not_fit(tiny, capsys):
     said = "a request of max_context does not fit: raise num_pages, or lower max_context"
     assert run("doctor", *tiny, "--num-pages", "3") == 0 and said in capsys.readouterr().out

@@ -7,9 +7,15 @@ from torch import Tensor
 
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.layers.quantised import FP8
-from espalier.kernels.ops.attention import Committed, Staged, count_contiguous_blocks, tree_attention
-from espalier.kernels.ops.attention import Inputs as KernelInputs
-from espalier.kernels.ops.kv_splits import KVSplitPolicy, KVSplits, kv_splits
+from espalier.kernels.ops.attention import (
+    Inputs,
+    Nodes,
+    Prefix,
+    count_contiguous_blocks,
+    no_prefix,
+    tree_attention,
+)
+from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
 from espalier.kernels.state.kv_scales import KVScales
 
 # Compared with float64 on the same values.  float32 (IEEE): a few roundings of 2^-24 in sums of terms near one.
@@ -44,42 +50,29 @@ class Case:
     scale: float | None = None
 
 
-@dataclass(frozen=True)
-class Inputs:
-    q: Tensor
-    committed: Committed
-    staged: Staged
-    positions: Tensor
-    scale: float
-    window: int | None
-    first: int
-    sink: Tensor | None
-    softcap: float | None
+def split(inputs: Inputs, max_splits: int) -> Inputs:
+    """With at most so many splits of each request."""
+    policy = KVSplitPolicy(max_splits, max_splits)
+    prefix, positions = inputs.prefix, inputs.nodes.positions
+    return inputs._replace(splits=kv_splits.triton(prefix.length, prefix.first, policy, positions, inputs.window or 0))
 
-    def splits(self, max_splits: int) -> KVSplits:
-        return kv_splits.triton(
-            self.committed.length, self.first, KVSplitPolicy(max_splits, max_splits), self.positions, self.window or 0
-        )
 
-    def of_kernel(self, max_splits: int, staged: Staged | None) -> KernelInputs:
-        parts = (self.q, self.committed, staged, self.positions, self.splits(max_splits))
-        return KernelInputs(*parts, self.scale, self.window, self.sink, self.softcap)
+def only(inputs: Inputs, requests: list[int]) -> Inputs:
+    """The given requests, in the given order, over the same pages."""
+    prefix, nodes, v_size = inputs.prefix, inputs.nodes, inputs.v_size
+    bits = nodes.ancestor_bits
+    k, v = (rows[requests] for rows in inputs.staged)
+    return inputs._replace(
+        q=inputs.q[requests],
+        prefix=replace(prefix, page_table=prefix.page_table[requests], length=prefix.length[requests]),
+        # Indexing copies latent rows twice: V is a view of K again.
+        staged=(k, k[..., :v_size] if is_latent(inputs) else v),
+        nodes=Nodes(nodes.positions[requests], nodes.row_positions[requests], None if bits is None else bits[requests]),
+    )
 
-    def only(self, requests: list[int]) -> "Inputs":
-        """The given requests, in the given order, over the same pages."""
-        c, s = self.committed, self.staged
-        return replace(
-            self,
-            q=self.q[requests],
-            committed=replace(c, page_table=c.page_table[requests], length=c.length[requests]),
-            staged=Staged(
-                s.k[requests],
-                s.v[requests],
-                s.row_positions[requests],
-                None if s.ancestor_bits is None else s.ancestor_bits[requests],
-            ),
-            positions=self.positions[requests],
-        )
+
+def is_latent(inputs: Inputs) -> bool:
+    return inputs.pages[0].data_ptr() == inputs.pages[1].data_ptr()
 
 
 def draw(case: Case, device: torch.device) -> Inputs:
@@ -120,19 +113,23 @@ def draw(case: Case, device: torch.device) -> Inputs:
         of_k, of_v = (0.5 + torch.rand(case.kv_heads, generator=generator).to(device) for _ in range(2))
         scales = KVScales(of_k, of_v, dtype)
     staged_k, staged_v = staging[:, :num_staged].split((case.k_size, case.v_size), 3)
-    return Inputs(
+    prefix = Prefix(table.to(device), length.to(device), case.first)
+    bits = None if ancestor_bits is None else ancestor_bits.to(device)
+    inputs = Inputs(
         q[:, :, : case.heads],
-        Committed(k.to(device), v.to(device), table.to(device), length.to(device), case.page_size, case.first, scales),
-        Staged(
-            staged_k, staged_v, row_positions.to(device), None if ancestor_bits is None else ancestor_bits.to(device)
-        ),
-        positions.to(device),
+        (k.to(device), v.to(device)),
+        case.page_size,
+        prefix,
+        Nodes(positions.to(device), row_positions.to(device), bits),
+        no_prefix(batch, device)[1],
         case.k_size**-0.5 if case.scale is None else case.scale,
+        (staged_k, staged_v),
         case.window,
-        case.first,
         torch.randn(case.heads, generator=generator).to(device) if case.sink else None,
         case.softcap,
+        scales,
     )
+    return split(inputs, case.max_splits)
 
 
 def _nodes(case: Case, length: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -147,23 +144,27 @@ def _nodes(case: Case, length: Tensor, generator: torch.Generator) -> tuple[Tens
     return row_positions, row_positions[:, first_query:], pack(mask[:, first_query:])
 
 
+def doubled(inputs: Inputs, staged: bool = True) -> Inputs:
+    """In float64, with the staged rows or without them."""
+    k, v = (rows.double() for rows in inputs.pages)
+    staged_rows = tuple(rows.double() for rows in inputs.staged) if staged else None
+    return inputs._replace(q=inputs.q.double(), pages=(k, v), staged=staged_rows)
+
+
 def expected(inputs: Inputs, staged: bool = True) -> tuple[Tensor, Tensor]:
     """The reference in float64."""
-    c, s = inputs.committed, inputs.staged
-    exact = replace(c, k=c.k.double(), v=c.v.double())
-    exact_staged = Staged(s.k.double(), s.v.double(), s.row_positions, s.ancestor_bits) if staged else None
-    return tree_attention.reference(inputs.of_kernel(1, exact_staged)._replace(q=inputs.q.double(), committed=exact))
+    return tree_attention.reference(doubled(inputs, staged))
 
 
 def run(
     inputs: Inputs, max_splits: int, staged: bool = True, contiguous: bool = False, **arguments
 ) -> tuple[Tensor, Tensor]:
     """contiguous: give the launch the counts of contiguous blocks."""
-    staged_rows, c = inputs.staged if staged else None, inputs.committed
-    of_kernel = inputs.of_kernel(max_splits, staged_rows)
+    inputs = split(inputs if staged else inputs._replace(staged=None), max_splits)
     if contiguous:
-        arguments["contiguous"] = count_contiguous_blocks.triton(of_kernel.splits, c.page_table, c.page_size, c.first)
-    return tree_attention.triton(of_kernel, **arguments)
+        pages = inputs.prefix.page_table, inputs.page_size, inputs.prefix.first
+        arguments["contiguous"] = count_contiguous_blocks.triton(inputs.splits, *pages)
+    return tree_attention.triton(inputs, **arguments)
 
 
 def poison_empty(monkeypatch) -> None:

@@ -51,7 +51,7 @@ def to(inputs, device):
 @pytest.mark.parametrize("normed_residual", [False, True])
 def test_reference_equals_row_by_row(rows, normed_residual):
     tokens, positions, tables, draft = inputs = random_inputs(3, 5, 8, 0, rows=rows, normed_residual=normed_residual)
-    out = embed_rows.reference(*inputs)
+    x, residual, rotation, live = embed_rows.reference(*inputs)
     for b in range(3):
         for q in range(5):
             n = b * 5 + q
@@ -59,12 +59,12 @@ def test_reference_equals_row_by_row(rows, normed_residual):
             hidden = draft.hidden[b, q if rows is None else int(draft.parents[b, q])]
             normed = rms_norm.reference(hidden, draft.hidden_norm, draft.hidden_eps)
             embedded = rms_norm.reference(tables.embed[token], draft.embed_norm, draft.embed_eps)
-            torch.testing.assert_close(out.x[n], torch.cat((embedded, normed)))
-            torch.testing.assert_close(out.residual[n], normed if normed_residual else hidden)
-            assert out.live[n] == (tokens[b, q] >= 0)
-            assert torch.equal(out.cos[n], tables.cos[positions[b, q]])
-            assert torch.equal(out.sin[n], tables.sin[positions[b, q]])
-            assert torch.equal(embed_rows.reference(*inputs[:3]).x[n], tables.embed[token])
+            torch.testing.assert_close(x[n], torch.cat((embedded, normed)))
+            torch.testing.assert_close(residual[n], normed if normed_residual else hidden)
+            assert live[n] == (tokens[b, q] >= 0)
+            assert torch.equal(rotation.cos[n], tables.cos[positions[b, q]])
+            assert torch.equal(rotation.sin[n], tables.sin[positions[b, q]])
+            assert torch.equal(embed_rows.reference(*inputs[:3])[0][n], tables.embed[token])
 
 
 def test_one_hidden_row_may_serve_all_requests(kernel_device):
@@ -80,20 +80,23 @@ def test_one_hidden_row_may_serve_all_requests(kernel_device):
         torch.testing.assert_close(out, expected)
 
 
+def named(rows):
+    x, residual, rotation, live = rows
+    return {"x": x, "residual": residual, "live": live, **rotation._asdict()}
+
+
 def check(device, batch, queries, size, dtype, rows):
     for seed in range(3):
         inputs = random_inputs(batch, queries, size, seed, dtype, rows, normed_residual=seed == 1)
         for draft in (None, inputs[3]):
             with poisoned():
-                got = embed_rows.triton(*to((*inputs[:3], draft), device))
-            expected = embed_rows.reference(*inputs[:3], draft)
-            for name, value in got._asdict().items():
-                expected_value = getattr(expected, name)
-                assert value.dtype == expected_value.dtype, name
+                got = named(embed_rows.triton(*to((*inputs[:3], draft), device)))
+            for name, expected in named(embed_rows.reference(*inputs[:3], draft)).items():
+                assert got[name].dtype == expected.dtype, name
                 # Norms are equal within two ulps; everything else is a copy.
                 exact = draft is None or name in ("cos", "sin") or (name == "residual" and seed != 1)
                 tolerance = {"rtol": 0, "atol": 0} if exact else {}
-                torch.testing.assert_close(value.cpu(), expected_value, **tolerance)
+                torch.testing.assert_close(got[name].cpu(), expected, **tolerance)
 
 
 SMALL = [(0, 2, 4, torch.float32, None), (1, 1, 5, torch.float32, None), (2, 3, 8, torch.bfloat16, 2)]
@@ -123,4 +126,4 @@ def test_wrong_shapes_and_strides_are_refused(kernel_device):
 
 def test_cpu_tensors_use_the_reference():
     inputs = random_inputs(2, 3, 8, 1)
-    assert all(map(torch.equal, embed_rows(*inputs), embed_rows.reference(*inputs)))
+    torch.testing.assert_close(embed_rows(*inputs), embed_rows.reference(*inputs), rtol=0, atol=0)

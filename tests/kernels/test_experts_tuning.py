@@ -17,7 +17,7 @@ from espalier.kernels.layers.experts_plan import (
     rule,
 )
 from espalier.kernels.layers.experts_tuning import EXPERTS, plan_for
-from espalier.kernels.layers.linear_tuning import LINEARS, LinearPlans
+from espalier.kernels.layers.linear_tuning import LINEARS, NO_PLANS
 from espalier.kernels.layers.tuning_table import CHOICES_FILE, SHIPPED, TuningTable
 from espalier.kernels.runtime.launch import Chip
 
@@ -37,7 +37,7 @@ SMALL, LARGE = plans(100), plans(200)
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
     path = tmp_path / "shipped.json"
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
     EXPERTS.write(path, TuningTable(CHIP, "bfloat16", {(2048, 768): SMALL, (4096, 4096): LARGE}, {"gpu": "one"}))
     monkeypatch.setattr(tuning_table, "SHIPPED", path)
     monkeypatch.setenv(CHOICES_FILE, str(tmp_path / "own.json"))
@@ -50,12 +50,12 @@ def test_both_kinds_of_tables_share_a_file(shipped):
     other = TuningTable(replace(CHIP, processors=11), "bfloat16", {(8, 8): LARGE})
     EXPERTS.write(shipped, other)
     EXPERTS.write(shipped, TuningTable(CHIP, "bfloat16", {(2048, 768): LARGE}))
-    LINEARS.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): LinearPlans()}))
+    LINEARS.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}))
     assert EXPERTS.read(shipped)[0] == other and EXPERTS.read(shipped)[1].plans == {
         (2048, 768): LARGE,
         (4096, 4096): LARGE,
     }
-    assert LINEARS.read(shipped)[0].plans == {(8, 16): LinearPlans(), (64, 128): LinearPlans()}
+    assert LINEARS.read(shipped)[0].plans == {(8, 16): NO_PLANS, (64, 128): NO_PLANS}
 
 
 @pytest.mark.parametrize("text", ["[]", '{"experts": [{}]}', '{"experts": [{"chip": 1}]}'])

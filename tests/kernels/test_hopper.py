@@ -63,7 +63,7 @@ def test_what_the_kernel_lacks_is_not_its(monkeypatch, kernel_device):
         (replace(plain, k_size=512, v_size=512), False),
     ):
         inputs = draw(case, kernel_device)
-        assert isinstance(choose(inputs.of_kernel(4, inputs.staged)), HopperConfig) == is_hopper, case
+        assert isinstance(choose(inputs), HopperConfig) == is_hopper, case
     with pytest.raises(EspalierError, match="no soft-cap"):
         run(draw(replace(plain, softcap=20.0), kernel_device), 4, config=HopperConfig(1, 3, 1))
 

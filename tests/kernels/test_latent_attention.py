@@ -13,9 +13,9 @@ from espalier.kernels.hopper.config import (
     choose_hopper_latent_config,
     choose_hopper_latent_few_config,
 )
-from espalier.kernels.ops.attention import Staged, latent_attention
+from espalier.kernels.ops.attention import Inputs, latent_attention
 from espalier.kernels.runtime.launch import Chip, chip
-from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, Inputs, draw, expected, poison_empty
+from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, draw, expected, only, poison_empty, split
 
 
 def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v_size=64, **fields) -> Case:
@@ -25,18 +25,16 @@ def latent_case(lengths, queries=1, rows=None, page_size=16, heads=4, size=80, v
 def drawn(case: Case, device: torch.device) -> Inputs:
     """Inputs in which V is the first part of K's rows."""
     inputs = draw(case, device)
-    staged, scales = inputs.staged, inputs.committed.scales
-    scales = None if scales is None else replace(scales, v=scales.k)
-    return replace(
-        inputs,
-        committed=replace(inputs.committed, v=inputs.committed.k[..., : case.v_size], scales=scales),
-        staged=Staged(staged.k, staged.k[..., : case.v_size], staged.row_positions, staged.ancestor_bits),
+    (k, _), (staged_k, _), scales = inputs.pages, inputs.staged, inputs.scales
+    return inputs._replace(
+        pages=(k, k[..., : case.v_size]),
+        staged=(staged_k, staged_k[..., : case.v_size]),
+        scales=None if scales is None else replace(scales, v=scales.k),
     )
 
 
 def run(inputs: Inputs, max_splits: int, staged: bool = True, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
-    staged_rows = inputs.staged if staged else None
-    return latent_attention.triton(inputs.of_kernel(max_splits, staged_rows), **arguments)
+    return latent_attention.triton(split(inputs if staged else inputs._replace(staged=None), max_splits), **arguments)
 
 
 def check(case: Case, device: torch.device, staged: bool = True, **arguments) -> None:
@@ -97,10 +95,7 @@ def test_bits_do_not_depend_on_the_batch(kernel_device, case):
     out, lse = run(inputs, case.max_splits)
     order = list(range(len(case.lengths)))
     for requests in ([*order[::-1]], order[1:], [0], [order[-1], 0, order[-1]]):
-        only = inputs.only(requests)
-        # Indexing copies K and V apart: make V a view of the copied K again.
-        only = replace(only, staged=replace(only.staged, v=only.staged.k[..., : case.v_size]))
-        again, again_lse = run(only, case.max_splits)
+        again, again_lse = run(only(inputs, requests), case.max_splits)
         assert torch.equal(again, out[requests]) and torch.equal(again_lse, lse[requests])
 
 
@@ -108,22 +103,22 @@ def test_rows_may_have_more_words_than_they_need(kernel_device):
     """The first levels of a draft tree have the ancestor words of all its rows."""
     inputs = drawn(latent_case((5, 3), queries=2, rows=2), kernel_device)
     out, lse = run(inputs, 4)
-    staged = replace(inputs.staged, ancestor_bits=torch.nn.functional.pad(inputs.staged.ancestor_bits, (0, 2)))
-    more, more_lse = run(replace(inputs, staged=staged), 4)
+    nodes = replace(inputs.nodes, ancestor_bits=torch.nn.functional.pad(inputs.nodes.ancestor_bits, (0, 2)))
+    more, more_lse = run(inputs._replace(nodes=nodes), 4)
     assert torch.equal(more, out) and torch.equal(more_lse, lse)
 
 
 def test_arguments_are_checked(kernel_device):
     inputs = drawn(latent_case((5, 3), queries=2, rows=2), kernel_device)
     with pytest.raises(EspalierError, match="float64"):
-        run(replace(inputs, q=inputs.q.double()), 4)
+        run(inputs._replace(q=inputs.q.double()), 4)
     with pytest.raises(EspalierError, match="page table needs shape"):
-        run(replace(inputs, committed=replace(inputs.committed, page_table=inputs.committed.page_table[:1])), 4)
+        run(inputs._replace(prefix=replace(inputs.prefix, page_table=inputs.prefix.page_table[:1])), 4)
     with pytest.raises(EspalierError, match="ancestor bits needs shape"):
         wide = drawn(latent_case((5, 3), queries=2, rows=70), kernel_device)
-        run(replace(wide, staged=replace(wide.staged, ancestor_bits=wide.staged.ancestor_bits[:, :, :1])), 4)
+        run(wide._replace(nodes=replace(wide.nodes, ancestor_bits=wide.nodes.ancestor_bits[:, :, :1])), 4)
     with pytest.raises(EspalierError, match="V to be the first part of K"):
-        run(replace(inputs, committed=replace(inputs.committed, v=inputs.committed.v.clone())), 4)
+        run(inputs._replace(pages=(inputs.pages[0], inputs.pages[1].clone())), 4)
 
 
 @pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])
@@ -241,9 +236,7 @@ def test_bits_do_not_depend_on_the_batch_at_size(kernel_device, queries):
     out, _ = run(inputs, 32)
     for seed in range(3):
         order = torch.randperm(24, generator=torch.Generator().manual_seed(seed))[: 1 + 9 * seed].tolist()
-        only = inputs.only(order)
-        only = replace(only, staged=replace(only.staged, v=only.staged.k[..., :512]))
-        assert torch.equal(run(only, 32)[0], out[order])
+        assert torch.equal(run(only(inputs, order), 32)[0], out[order])
 
 
 @pytest.mark.gpu

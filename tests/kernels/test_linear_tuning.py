@@ -10,7 +10,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers import tuning_table
 from espalier.kernels.layers.linear_plans import DTYPES, LibraryPlan, TritonPlan, candidates, rule
-from espalier.kernels.layers.linear_tuning import LINEARS, ROWS_BUCKETS, LinearPlans, plans_for, plans_on
+from espalier.kernels.layers.linear_tuning import LINEARS, NO_PLANS, ROWS_BUCKETS, plans_for, plans_on
 from espalier.kernels.layers.quantised import Code, InputScales, QuantisedMatrix
 from espalier.kernels.layers.quantised_plans import candidates as quantised_candidates
 from espalier.kernels.layers.quantised_plans import tuning_name
@@ -24,11 +24,11 @@ CHIP = Chip(shared_memory=100_000, processors=10, capability=(9, 0))
 ONE = TritonPlan(block_out=64, block_in=128, splits=2, warps=4, stages=3)
 OTHER = TritonPlan(block_out=128, block_in=64, splits=1, warps=8, stages=4)
 IN_PIECES = LibraryPlan(pieces=2, splits=1)
-SOME = LinearPlans((ONE, None, OTHER, None, IN_PIECES))
+SOME = (ONE, None, OTHER, None, IN_PIECES)
 
 
 def test_rows_find_their_bucket():
-    plans = [SOME.at(rows) for rows in (0, 1, 16, 17, 32, 33, 64, 65, 256, 257, 4096)]
+    plans = [LINEARS.at(SOME, rows) for rows in (0, 1, 16, 17, 32, 33, 64, 65, 256, 257, 4096)]
     assert plans == [ONE, ONE, ONE, None, None, OTHER, OTHER, None, IN_PIECES, None, None]
 
 
@@ -42,12 +42,12 @@ def test_writing_keeps_shapes_that_are_not_overwritten(tmp_path):
     path = tmp_path / "choices.json"
     LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
     LINEARS.write(path, TuningTable(CHIP, "float16", {(64, 128): SOME}))
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): LinearPlans()}, format="int8"))
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): NO_PLANS}, format="int8"))
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
     tables = {(table.dtype, table.format): table.plans for table in LINEARS.read(path)}
     assert tables == {
-        ("bfloat16", DENSE): {(64, 128): SOME, (8, 16): LinearPlans()},
-        ("bfloat16", "int8"): {(64, 128): LinearPlans()},
+        ("bfloat16", DENSE): {(64, 128): SOME, (8, 16): NO_PLANS},
+        ("bfloat16", "int8"): {(64, 128): NO_PLANS},
         ("float16", DENSE): {(64, 128): SOME},
     }
 
@@ -56,7 +56,7 @@ def test_writing_keeps_shapes_that_are_not_overwritten(tmp_path):
 def test_reading_refuses_plans_that_cannot_be_launched(tmp_path, wrong):
     path = tmp_path / "choices.json"
     plan = replace(TritonPlan(64, 128, 2, 4, 3), **wrong)
-    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): LinearPlans((plan, None, None, None, None))}))
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): (plan, None, None, None, None)}))
     with pytest.raises(EspalierError, match=r"choices\.json is no table of linear layers"):
         LINEARS.read(path)
 
@@ -64,18 +64,14 @@ def test_reading_refuses_plans_that_cannot_be_launched(tmp_path, wrong):
 @pytest.mark.parametrize("wrong", [(1, 1), (2, 2), (0, 2), (1, -1)])
 def test_reading_refuses_library_plans_without_exactly_one_division(tmp_path, wrong):
     path = tmp_path / "choices.json"
-    LINEARS.write(
-        path, TuningTable(CHIP, "bfloat16", {(64, 128): LinearPlans((None, None, None, None, LibraryPlan(*wrong)))})
-    )
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 128): (None, None, None, None, LibraryPlan(*wrong))}))
     with pytest.raises(EspalierError, match="one of pieces and splits at 1"):
         LINEARS.read(path)
 
 
 def test_reading_refuses_splits_that_do_not_divide_in(tmp_path):
     path = tmp_path / "choices.json"
-    LINEARS.write(
-        path, TuningTable(CHIP, "bfloat16", {(64, 100): LinearPlans((None, None, None, None, LibraryPlan(1, 3)))})
-    )
+    LINEARS.write(path, TuningTable(CHIP, "bfloat16", {(64, 100): (None, None, None, None, LibraryPlan(1, 3))}))
     with pytest.raises(EspalierError, match="do not divide the 100 columns"):
         LINEARS.read(path)
 
@@ -113,7 +109,7 @@ def active_plans(tmp_path, monkeypatch):
     """The plans that are used with a shipped table and a user's table for CHIP."""
     shipped, user = tmp_path / "shipped.json", tmp_path / "own.json"
     LINEARS.write(shipped, TuningTable(CHIP, "bfloat16", {(64, 128): SOME, (8, 16): SOME}))
-    LINEARS.write(user, TuningTable(CHIP, "bfloat16", {(8, 16): LinearPlans()}))
+    LINEARS.write(user, TuningTable(CHIP, "bfloat16", {(8, 16): NO_PLANS}))
     monkeypatch.setattr(tuning_table, "SHIPPED", shipped)
     monkeypatch.setenv(CHOICES_FILE, str(user))
     tuning_table.active_plans.cache_clear()
@@ -122,7 +118,7 @@ def active_plans(tmp_path, monkeypatch):
 
 
 def test_the_users_plans_override_the_shipped_ones(active_plans):
-    assert active_plans(CHIP) == {(64, 128): SOME, (8, 16): LinearPlans()}
+    assert active_plans(CHIP) == {(64, 128): SOME, (8, 16): NO_PLANS}
 
 
 @pytest.mark.parametrize(
@@ -139,9 +135,9 @@ def test_another_dtype_does_not_use_the_table(active_plans):
 
 
 def test_another_format_does_not_use_the_table(active_plans):
-    LINEARS.write(own_file(), TuningTable(CHIP, "bfloat16", {(64, 128): LinearPlans((OTHER,) * 5)}, format="int8"))
-    assert active_plans(CHIP) == {(64, 128): SOME, (8, 16): LinearPlans()}
-    assert active_plans(CHIP, format="int8") == {(64, 128): LinearPlans((OTHER,) * 5)}
+    LINEARS.write(own_file(), TuningTable(CHIP, "bfloat16", {(64, 128): (OTHER,) * 5}, format="int8"))
+    assert active_plans(CHIP) == {(64, 128): SOME, (8, 16): NO_PLANS}
+    assert active_plans(CHIP, format="int8") == {(64, 128): (OTHER,) * 5}
 
 
 def test_a_table_without_a_format_is_for_dense_weights(tmp_path):
@@ -172,8 +168,8 @@ def test_a_shape_without_an_entry_takes_the_rule_up_to_64_rows():
     measured = {(64, 128): SOME}
     assert plans_on(H200, (64, 128), measured) is SOME and plans_on(H200, (5120, 2048), {}) is None
     plans = plans_on(H200, (5120, 2048), measured)
-    assert plans is not None and plans.at(65) is None
-    assert [plans.at(rows) for rows in (1, 17, 33)] == [rule(rows, 5120, 2048, H200) for rows in (16, 32, 64)]
+    assert plans is not None and LINEARS.at(plans, 65) is None
+    assert [LINEARS.at(plans, rows) for rows in (1, 17, 33)] == [rule(rows, 5120, 2048, H200) for rows in (16, 32, 64)]
 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
@@ -219,7 +215,7 @@ def test_the_users_file_is_in_the_configuration_folder(monkeypatch, tmp_path):
 def test_a_linear_layer_uses_the_plan_of_its_bucket(kernel_device, monkeypatch, shape):
     """40 rows are in a bucket whose plan is F.linear."""
     used = []
-    monkeypatch.setattr(dense_format, "plans_for", lambda *weight: LinearPlans((ONE, ONE, None, None, None)))
+    monkeypatch.setattr(dense_format, "plans_for", lambda *weight: (ONE, ONE, None, None, None))
     monkeypatch.setattr(dense_format, "linear", lambda *args: used.append(args[-1]) or linear(*args))
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=generator).half().to(kernel_device) for size in (shape, (64, 128)))
@@ -237,7 +233,7 @@ def test_a_linear_layer_returns_partial_sums(kernel_device, monkeypatch, rows):
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(size, generator=generator).half().to(kernel_device) for size in ((rows, 128), (64, 128)))
     unmeasured = Linear(dense_format.dense_weight(weight))
-    monkeypatch.setattr(dense_format, "plans_for", lambda *weight: LinearPlans((ONE, ONE, None, None, None)))
+    monkeypatch.setattr(dense_format, "plans_for", lambda *weight: (ONE, ONE, None, None, None))
     layer = Linear(dense_format.dense_weight(weight))
     assert torch.equal(unmeasured.in_parts(x), unmeasured(x))
     out = layer.in_parts(x)
@@ -269,7 +265,7 @@ def test_shipped_plans_are_candidates_on_their_chips():
     for table in LINEARS.read(SHIPPED):
         assert getattr(torch, table.dtype) in DTYPES
         for shape, plans in table.plans.items():
-            for rows, plan in zip(ROWS_BUCKETS, plans.by_bucket, strict=True):
+            for rows, plan in zip(ROWS_BUCKETS, plans, strict=True):
                 if plan is None:
                     continue
                 if table.format == DENSE:

@@ -8,7 +8,7 @@ from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import InputScales, RoundedRows
 from espalier.kernels.layers.scaled_product import MAX_KERNEL_ROWS, kernel_rows
 from espalier.kernels.ops.linear import quantise_rows
-from espalier.kernels.ops.norm import add_rms_norm, norm_and_rounded, rms_norm, rounded_norm, rounds_norm
+from espalier.kernels.ops.norm import add_rms_norm, rms_norm, rounded_norm, rounds_norm
 from espalier.kernels.runtime.launch import Chip
 from espalier.models.layers.norm import RMSNorm
 
@@ -171,13 +171,12 @@ def test_a_norm_is_rounded_as_by_a_launch_of_its_own(size, group, static, kernel
         else:
             total, norm = add_rms_norm.triton(delta, residual, weight, EPS)
         values, scales = quantise_rows.triton(norm, inputs)
-        own_total, rounded = rounded_norm.triton(delta, residual, weight, EPS, inputs)
-        assert torch.equal(own_total, total) and torch.equal(rounded.scales, scales)
-        assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
-        assert rounded.dtype == torch.float16 and len(rounded) == 3
-        own_total, own_norm, both = norm_and_rounded.triton(delta, residual, weight, EPS, inputs)
-        assert torch.equal(own_total, total) and torch.equal(own_norm, norm) and torch.equal(both.scales, scales)
-        assert torch.equal(both.values.view(torch.uint8), values.view(torch.uint8))
+        for keeps_norm in (False, True):
+            own_total, own_norm, rounded = rounded_norm.triton(delta, residual, weight, EPS, inputs, keeps_norm)
+            assert torch.equal(own_total, total) and torch.equal(rounded.scales, scales)
+            assert torch.equal(own_norm, norm) if keeps_norm else own_norm is None
+            assert torch.equal(rounded.values.view(torch.uint8), values.view(torch.uint8))
+            assert rounded.dtype == torch.float16 and len(rounded) == 3
 
 
 def test_groups_that_no_norm_rounds(kernel_device):

@@ -16,7 +16,7 @@ from espalier.cache.kv import PagedKV, StagedKV
 from espalier.cache.layer_spec import LatentKV, LayerSpec
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.ops.attention import Committed, Inputs, Staged, count_contiguous_blocks, tree_attention
+from espalier.kernels.ops.attention import Inputs, count_contiguous_blocks, tree_attention
 from espalier.kernels.ops.experts import Routing
 from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
 from espalier.kernels.ops.linear import linear_gated, linear_parts
@@ -92,20 +92,21 @@ class Attended:
         pages = -(-700 // self.page_size)
         table = 1 + torch.arange(pages, device=device, dtype=torch.int32)[None]
         pool = random_normal(2, (1 + pages) * self.page_size, KV_HEADS, SIZE)
-        self.committed = Committed(*pool, table, length, self.page_size)
+        self.pages, self.prefix = (pool[0], pool[1]), Prefix(table, length)
         # With 64 rows, enough work for two groups of warps.
         self.splits = kv_splits.triton(length, 0, KVSplitPolicy(8, 8))
-        self.positions = 700 + self.rows[None]
+        positions = 700 + self.rows[None]
         mask = torch.ones(1, rows, rows, dtype=torch.bool, device=device).tril()
-        self.staged = Staged(self.kv[0][None], self.kv[1][None], self.positions, pack(mask))
+        self.nodes = Nodes(positions, positions, pack(mask))
 
     def __call__(self) -> list[torch.Tensor]:
         q = self._stored(0, self.rows, *self.kv)
-        c, contiguous = self.committed, None
+        contiguous = None
         if self.page_size % 64:
-            contiguous = count_contiguous_blocks.triton(self.splits, c.page_table, self.page_size, 0)
-        self._stored(1, self.page_size + self.rows, c.k, c.v)
-        inputs = Inputs(q[None], c, self.staged, self.positions, self.splits, SIZE**-0.5)
+            contiguous = count_contiguous_blocks.triton(self.splits, self.prefix.page_table, self.page_size, 0)
+        self._stored(1, self.page_size + self.rows, *self.pages)
+        rows = (self.pages, self.page_size, self.prefix, self.nodes, self.splits)
+        inputs = Inputs(q[None], *rows, SIZE**-0.5, (self.kv[0][None], self.kv[1][None]))
         return list(tree_attention.triton(inputs, contiguous=contiguous))
 
     def _stored(self, layer: int, rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

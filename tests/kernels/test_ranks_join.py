@@ -13,6 +13,7 @@ import torch
 
 from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import add_rms_norm
+from espalier.kernels.ranks.collectives import two_shot
 from espalier.kernels.ranks.memory import FLAGS_BYTES, CountedAnew, PeerMemory
 from espalier.shards.base import Shards
 
@@ -141,3 +142,11 @@ def test_a_rendezvous_counts_from_the_first_step():
         reader = PrefixStore(f"memory/{step}", new)
         reader.wait(["0"])
         assert reader.get("0") == f"of {step}".encode()
+
+
+@pytest.mark.parametrize(("count", "one_shot", "is_two_shot"), [(2, 2048, None), (4, 64, 128), (8, 16, 64)])
+def test_a_sum_is_two_shot_where_reading_less_is_worth_a_meeting(count, one_shot, is_two_shot):
+    """Of rows of 4,096 values.  Two ranks read as much both ways."""
+    assert not two_shot(torch.empty(one_shot, 4096, device="meta"), torch.bfloat16, count)
+    if is_two_shot is not None:
+        assert two_shot(torch.empty(is_two_shot, 4096, device="meta"), torch.bfloat16, count)

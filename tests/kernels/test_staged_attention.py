@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from espalier.kernels.ops.attention import NoPrefix, Staged, merge, staged_attention
+from espalier.kernels.ops.attention import Inputs, merge, no_prefix, staged_attention
 from espalier.kernels.ops.kv_splits import kv_splits
-from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, draw, expected, run
+from tests.kernels.attending import LSE_TOLERANCE, TOLERANCE, Case, doubled, draw, expected, run
 
 CASES = [
     Case((17, 0, 300), queries=3),
@@ -25,39 +25,37 @@ CASES = [
 cases = pytest.mark.parametrize("case", CASES, ids=str)
 
 
-@cases
-def test_kernel_equals_reference(case, kernel_device):
-    inputs = draw(case, kernel_device)
-    exact = replace(inputs.staged, k=inputs.staged.k.double(), v=inputs.staged.v.double())
-    no_prefix = NoPrefix.of(len(case.lengths), kernel_device)
-    out, lse = staged_attention.triton(
-        inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix, None, inputs.softcap
-    )
-    expected_part = staged_attention.reference(
-        inputs.q.double(), exact, inputs.positions, inputs.scale, inputs.window, no_prefix, None, inputs.softcap
-    )
-    torch.testing.assert_close(out.double(), expected_part[0], rtol=0, atol=TOLERANCE[case.dtype])
+def over_staged(inputs: Inputs) -> Inputs:
+    """The inputs with empty prefixes."""
+    prefix, splits = no_prefix(len(inputs.q), inputs.q.device)
+    return inputs._replace(prefix=prefix, splits=splits)
+
+
+def check(inputs: Inputs) -> None:
+    out, lse = staged_attention.triton(over_staged(inputs))
+    expected_part = staged_attention.reference(over_staged(doubled(inputs)))
+    torch.testing.assert_close(out.double(), expected_part[0], rtol=0, atol=TOLERANCE[inputs.q.dtype])
     torch.testing.assert_close(lse.double(), expected_part[1], rtol=1e-5, atol=LSE_TOLERANCE)
 
 
+@cases
+def test_kernel_equals_reference(case, kernel_device):
+    check(draw(case, kernel_device))
+
+
 def test_no_prefix_equals_splits_of_empty_requests(kernel_device):
-    no_prefix = NoPrefix.of(3, kernel_device)
-    expected_splits = kv_splits.triton(no_prefix.length, 0, no_prefix.splits.policy)
-    assert torch.equal(no_prefix.splits.table, expected_splits.table) and torch.equal(
-        no_prefix.splits.starts, expected_splits.starts
-    )
+    prefix, splits = no_prefix(3, kernel_device)
+    expected_splits = kv_splits.triton(prefix.length, 0, splits.policy)
+    assert torch.equal(splits.table, expected_splits.table) and torch.equal(splits.starts, expected_splits.starts)
 
 
 @cases
 @pytest.mark.parametrize("sink", [False, True])
 def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
     inputs = draw(replace(case, sink=sink), kernel_device)
-    no_prefix = NoPrefix.of(len(case.lengths), kernel_device)
-    over_prefix = run(replace(inputs, sink=None), case.max_splits, staged=False)
-    among = staged_attention.triton(
-        inputs.q, inputs.staged, inputs.positions, inputs.scale, inputs.window, no_prefix, None, inputs.softcap
-    )
-    merged = merge.triton(over_prefix, among, inputs.sink)
+    alone = inputs._replace(sink=None)
+    over_prefix = run(alone, case.max_splits, staged=False)
+    merged = merge.triton(over_prefix, staged_attention.triton(over_staged(alone)), inputs.sink)
     for expected_part in (expected(inputs)[0], run(inputs, case.max_splits)[0].double()):
         torch.testing.assert_close(merged.double(), expected_part, rtol=0, atol=2 * TOLERANCE[case.dtype])
 
@@ -65,14 +63,6 @@ def test_merged_parts_equal_the_fused_kernel(case, sink, kernel_device):
 @pytest.mark.parametrize("chain", [False, True])
 def test_wide_latent_rows(chain, kernel_device):
     """V is a part of K, and K too wide for the kernel of other layers."""
-    generator = torch.Generator().manual_seed(3)
-    q, rows = (torch.randn(2, 5, heads, 272, generator=generator).to(kernel_device) for heads in (3, 1))
-    positions = torch.tensor([[7], [0]]) + torch.arange(5)
-    bits = torch.tensor([1, 3, 5, 9, 25]).expand(2, 5)[..., None].contiguous().to(kernel_device)
-    staged = Staged(rows, rows[..., :256], positions.to(kernel_device), None if chain else bits)
-    no_prefix = NoPrefix.of(2, kernel_device)
-    out, lse = staged_attention.triton(q, staged, positions.to(kernel_device), 0.1, None, no_prefix)
-    exact = replace(staged, k=staged.k.double(), v=staged.v.double())
-    expected_part = staged_attention.reference(q.double(), exact, staged.row_positions, 0.1, None, no_prefix)
-    torch.testing.assert_close(out.double(), expected_part[0], rtol=0, atol=TOLERANCE[torch.float32])
-    torch.testing.assert_close(lse.double(), expected_part[1], rtol=1e-5, atol=LSE_TOLERANCE)
+    inputs = draw(Case((7, 0), 5, None if chain else 5, heads=3, kv_heads=1, k_size=272, v_size=256), kernel_device)
+    k = inputs.staged[0]
+    check(inputs._replace(staged=(k, k[..., :256])))

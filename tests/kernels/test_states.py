@@ -33,6 +33,10 @@ CLOSE = 1e-5
 # Sizes that fill no block, and heads of keys that serve several heads.
 DELTA = RecurrentState(taps=4, heads=4, k_heads=2, k_size=20, v_size=36)
 ADDED = RecurrentState(taps=3, heads=2, k_heads=1, k_size=16, v_size=8, delta=False, units=False)
+PUBLISHED = [
+    RecurrentState(taps=4, heads=2, k_heads=1, k_size=128, v_size=128),
+    RecurrentState(taps=4, heads=2, k_heads=1, k_size=128, v_size=64, delta=False, units=False),
+]
 kinds = pytest.mark.parametrize("keeps", [DELTA, ADDED], ids=["delta", "added"])
 ROWS = 7
 
@@ -99,6 +103,23 @@ def test_a_node_reads_the_state_of_its_parent(keeps, batch, nodes, kernel_device
     state.table[unused] = torch.nan
     out = tree_outputs.triton(q, rows, state, bits, skip, keeps.delta)
     assert_close(out, tree_outputs.reference(*exact((q, rows, state, bits, skip)), keeps.delta))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("keeps", PUBLISHED, ids=["delta", "added"])
+def test_heads_have_published_sizes(keeps, dtype, kernel_device):
+    """Trees that fill one warpgroup of Hopper or less, and a chain; outputs in 16 bits take products of one term."""
+    drawn, close = Drawn(8, kernel_device), CLOSE if dtype == torch.float32 else 1e-2
+    state = StateColumns(drawn.state(keeps, ROWS + 1), drawn.slots(1))
+    for nodes in (3, 24, 64):
+        q, rows = drawn.rows(keeps, 1, nodes)
+        rows = rows._replace(v=rows.v.to(dtype))
+        _, bits = drawn.tree(1, nodes)
+        out = tree_outputs.triton(q, rows, state, bits, None, keeps.delta)
+        assert_close(out, tree_outputs.reference(*exact((q, rows, state, bits)), None, keeps.delta), close)
+    path = PathRows(state.slots, None, torch.full_like(state.slots, nodes), None, None, None, None, nodes, ROWS)
+    wanted = chain_outputs.reference(*exact((q, rows, state)), path, None, keeps.delta)
+    assert_close(chain_outputs.triton(q, rows, state, path, None, keeps.delta), wanted, close)
 
 
 @kinds

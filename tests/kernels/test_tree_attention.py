@@ -9,10 +9,10 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.attention.choose import choose
 from espalier.kernels.attention.triton_config import TritonConfig, choose_config
-from espalier.kernels.ops.attention import Committed, Inputs
+from espalier.kernels.ops.attention import Inputs, Nodes, Prefix
 from espalier.kernels.ops.kv_splits import KVSplitPolicy, kv_splits
 from espalier.kernels.runtime.launch import Chip
-from tests.kernels.attending import Case, check, draw, expected, run
+from tests.kernels.attending import Case, check, draw, expected, only, run
 
 # bfloat16 only beside FP8 rows, with which it becomes float16: Triton's interpreter multiplies its bits as integers.
 SMALL = [
@@ -74,14 +74,14 @@ def test_tiles_can_divide_the_heads_of_a_query(kernel_device):
 def test_many_rows_of_little_weight_count(kernel_device, dtype, fp8, max_splits):
     """Each row but one has less weight than float16 can say, if the largest weight is one."""
     inputs = draw(Case((600,), page_size=16, dtype=dtype, fp8=fp8), kernel_device)
-    c = inputs.committed
+    (k, v), scales = inputs.pages, inputs.scales
     position = torch.arange(600, device=kernel_device)
-    row = c.page_table[0, position // 16] * 16 + position % 16
-    c.k[row], c.v[row] = torch.tensor(0.0).to(c.k), torch.tensor(112.0).to(c.v)
+    row = inputs.prefix.page_table[0, position // 16] * 16 + position % 16
+    k[row], v[row] = torch.tensor(0.0).to(k), torch.tensor(112.0).to(v)
     # The other scores are lower by 18, and e^-18 is less than 2^-25.
-    c.k[row[0]], c.v[row[0]] = torch.tensor(4.0).to(c.k), torch.tensor(0.0).to(c.v)
-    scales = c.scales and replace(c.scales, k=torch.ones_like(c.scales.k))
-    inputs = replace(inputs, q=torch.full_like(inputs.q, 0.5625), committed=replace(c, scales=scales), scale=1.0)
+    k[row[0]], v[row[0]] = torch.tensor(4.0).to(k), torch.tensor(0.0).to(v)
+    scales = scales and replace(scales, k=torch.ones_like(scales.k))
+    inputs = inputs._replace(q=torch.full_like(inputs.q, 0.5625), scales=scales, scale=1.0)
     out, lse = run(inputs, max_splits, staged=False)
     exact_out, exact_lse = expected(inputs, staged=False)
     assert 1e-4 < exact_out.min() <= exact_out.max() < 2e-3
@@ -93,10 +93,10 @@ def test_many_rows_of_little_weight_count(kernel_device, dtype, fp8, max_splits)
 def test_a_query_beyond_float16_fails_alone(kernel_device, value):
     """All keys make its scores negative: infinite ones would look like rows that are not seen, and give zeros."""
     inputs = draw(Case((40, 9), page_size=16, dtype=torch.bfloat16, fp8=True), kernel_device)
-    c, q = inputs.committed, inputs.q.clone()
-    c.k[:] = torch.tensor(-1.0 if value > 0 else 1.0).to(c.k)
+    k, q = inputs.pages[0], inputs.q.clone()
+    k[:] = torch.tensor(-1.0 if value > 0 else 1.0).to(k)
     q[0, 0, 1, 0] = value
-    out, _ = run(replace(inputs, q=q), 4, staged=False)
+    out, _ = run(inputs._replace(q=q), 4, staged=False)
     assert (out[0, 0].isnan().any(1) == torch.tensor([False, value != 65280.0, False, False], device=out.device)).all()
     assert out[1].isfinite().all()
 
@@ -108,7 +108,7 @@ def test_bits_do_not_depend_on_the_batch(kernel_device, case):
     out, lse = run(inputs, case.max_splits)
     order = list(range(len(case.lengths)))
     for requests in ([*order[::-1]], order[1:], [0], [order[-1], 0, order[-1]]):
-        again, again_lse = run(inputs.only(requests), case.max_splits)
+        again, again_lse = run(only(inputs, requests), case.max_splits)
         assert torch.equal(again, out[requests]) and torch.equal(again_lse, lse[requests])
 
 
@@ -116,23 +116,23 @@ def test_rows_may_have_more_words_than_they_need(kernel_device):
     """The first levels of a draft tree have the ancestor words of all its rows."""
     inputs = draw(Case((5, 3), queries=2, rows=2), kernel_device)
     out, lse = run(inputs, 4)
-    staged = replace(inputs.staged, ancestor_bits=torch.nn.functional.pad(inputs.staged.ancestor_bits, (0, 2)))
-    more, more_lse = run(replace(inputs, staged=staged), 4)
+    nodes = replace(inputs.nodes, ancestor_bits=torch.nn.functional.pad(inputs.nodes.ancestor_bits, (0, 2)))
+    more, more_lse = run(inputs._replace(nodes=nodes), 4)
     assert torch.equal(more, out) and torch.equal(more_lse, lse)
 
 
 def test_arguments_are_checked(kernel_device):
     inputs = draw(Case((5, 3), queries=2, rows=2), kernel_device)
     with pytest.raises(EspalierError, match="float64"):
-        run(replace(inputs, q=inputs.q.double()), 4)
+        run(inputs._replace(q=inputs.q.double()), 4)
     with pytest.raises(EspalierError, match="page table needs shape"):
-        run(replace(inputs, committed=replace(inputs.committed, page_table=inputs.committed.page_table[:1])), 4)
+        run(inputs._replace(prefix=replace(inputs.prefix, page_table=inputs.prefix.page_table[:1])), 4)
     with pytest.raises(EspalierError, match="ancestor bits needs shape"):
         wide = draw(Case((5, 3), queries=2, rows=70), kernel_device)
-        run(replace(wide, staged=replace(wide.staged, ancestor_bits=wide.staged.ancestor_bits[:, :, :1])), 4)
+        run(wide._replace(nodes=replace(wide.nodes, ancestor_bits=wide.nodes.ancestor_bits[:, :, :1])), 4)
     with pytest.raises(EspalierError, match="contiguous last dimension"):
-        v = inputs.committed.v.transpose(1, 2).contiguous().transpose(1, 2)
-        run(replace(inputs, committed=replace(inputs.committed, v=v)), 4)
+        v = inputs.pages[1].transpose(1, 2).contiguous().transpose(1, 2)
+        run(inputs._replace(pages=(inputs.pages[0], v)), 4)
 
 
 @pytest.mark.parametrize("shared_memory", [99 * 1024, 163 * 1024, 227 * 1024])
@@ -218,7 +218,7 @@ def test_bits_do_not_depend_on_the_batch_at_size(kernel_device):
     out, _ = run(inputs, 32)
     for seed in range(5):
         order = torch.randperm(40, generator=torch.Generator().manual_seed(seed))[: 1 + 9 * seed].tolist()
-        assert torch.equal(run(inputs.only(order), 32)[0], out[order])
+        assert torch.equal(run(only(inputs, order), 32)[0], out[order])
 
 
 @pytest.mark.gpu
@@ -227,11 +227,12 @@ def test_pools_beyond_two_to_the_31_elements(kernel_device):
     page_size, rows = 16, (1 << 31) // (8 * 128) + 4096
     case = Case((100,), 2, 2, page_size, 8, 8, 128, 128, dtype=torch.bfloat16)
     inputs = draw(case, kernel_device)
-    c = inputs.committed
-    k, v = (torch.empty(rows, 8, 128, dtype=torch.bfloat16, device=kernel_device) for _ in range(2))
-    shift = rows // page_size - 1 - int(c.page_table.max())
-    k[shift * page_size :][: len(c.k)], v[shift * page_size :][: len(c.v)] = c.k, c.v
-    far = replace(inputs, committed=replace(c, k=k, v=v, page_table=c.page_table + shift))
+    prefix = inputs.prefix
+    shift = rows // page_size - 1 - int(prefix.page_table.max())
+    pages = tuple(torch.empty(rows, 8, 128, dtype=torch.bfloat16, device=kernel_device) for _ in range(2))
+    for pool, rows_of in zip(pages, inputs.pages, strict=True):
+        pool[shift * page_size :][: len(rows_of)] = rows_of
+    far = inputs._replace(pages=pages, prefix=replace(prefix, page_table=prefix.page_table + shift))
     assert torch.equal(run(far, 4)[0], run(inputs, 4)[0])
 
 
@@ -242,8 +243,8 @@ def test_a_padded_batch_has_the_blocks_of_the_batch():
         q = torch.empty(batch, 1, 12, 16, dtype=torch.bfloat16)
         pages = torch.empty(8, 6, 16, dtype=torch.bfloat16)
         length = torch.zeros(batch, dtype=torch.int64)
-        committed = Committed(pages, pages, torch.zeros(batch, 1, dtype=torch.int32), length, 8)
+        prefix = Prefix(torch.zeros(batch, 1, dtype=torch.int32), length)
         splits = kv_splits.reference(length, 0, KVSplitPolicy.of(batch, 1, 6, 2, 8192, 16))
-        positions = torch.zeros(batch, 1, dtype=torch.int64)
-        configs.append(choose(Inputs(q, committed, None, positions, splits, 1.0)))
+        nodes = Nodes.chain(torch.zeros(batch, 1, dtype=torch.int64))
+        configs.append(choose(Inputs(q, (pages, pages), 8, prefix, nodes, splits, 1.0)))
     assert configs[0] == configs[1]

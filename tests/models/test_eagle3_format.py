@@ -11,6 +11,7 @@ from torch import Tensor
 
 from espalier.models import DraftModel, load_target, read_config
 from espalier.models.draft import DraftOutput
+from espalier.models.eagle3 import LEGACY_FC_NORMS
 from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.oracles.dense import DensePass
 
@@ -107,3 +108,17 @@ def test_borrowed_weights_are_shared_and_logged(caplog: pytest.LogCaptureFixture
     assert draft.embed.weight.data_ptr() == target.embed.weight.data_ptr()
     assert "lm_head is the target's" in caplog.text
     assert "embed_tokens is the target's" in caplog.text
+
+
+def test_the_norms_of_captured_layers_may_have_their_old_names(tmp_path: Path) -> None:
+    """aux_norm_low, aux_norm_mid and aux_norm_high are fc_norm.0 to fc_norm.2, which then no field declares."""
+    name = next(name for name in CASES if "fc_norm.2.weight" in load_file(FIXTURES / name / "model.safetensors"))
+    tensors = load_file(FIXTURES / name / "model.safetensors")
+    for i, old in enumerate(LEGACY_FC_NORMS):
+        tensors[f"{old}.weight"] = tensors.pop(f"fc_norm.{i}.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    raw = {**json.loads((FIXTURES / name / "config.json").read_text()), "fc_norm": False}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    (target, now), (_, old) = load(FIXTURES / name), load(tmp_path)
+    captured = torch.randn(2, 3, target.config.hidden_size, generator=torch.Generator().manual_seed(0)).flatten(1)
+    assert torch.equal(now.fuse(captured), old.fuse(captured))

@@ -13,6 +13,7 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.models import load_target, read_config
 from espalier.models.loading import unread_prefixes
+from espalier.models.stored_names import TEXT_PART
 from espalier.models.weight_count import stored_weights
 from espalier.models.weights import Weights
 from espalier.startup import load
@@ -61,7 +62,7 @@ def test_a_vision_tower_is_left_and_said_so(family, architecture, tmp_path, capl
         assert torch.equal(logits_of(path), logits_of(text))
     assert f"only the text part of {architecture} is loaded (other parts: visual)" in caplog.text
     config = read_config(path)
-    without = stored_weights(path, config.formats, unread_prefixes(config), True)
+    without = stored_weights(path, config.formats, unread_prefixes(config), config.stored)
     assert without == stored_weights(text, read_config(text).formats)
 
 
@@ -75,7 +76,7 @@ def test_layers_stay_unquantised_by_the_names_that_the_checkpoint_has(tmp_path):
         "modules_to_not_convert": left,
     }
     (path / "config.json").write_text(json.dumps(raw))
-    formats = Weights(path, torch.float64, "cpu", read_config(path).formats, is_text_part=True).formats
+    formats = Weights(path, torch.float64, "cpu", read_config(path).formats, stored=TEXT_PART).formats
     dense = [
         name for name in ("in_proj_a", "in_proj_qkv") if formats(f"model.layers.0.linear_attn.{name}").name == "dense"
     ]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.finegrained_fp8 import FP8Linear, _dequantize_fp8_weight
 
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantised as kernels
@@ -18,12 +19,12 @@ from espalier.models.layers.experts import MixtureMLP
 from espalier.models.weight_count import stored_weights
 from espalier.models.weight_formats import gptq, quantised, read_formats
 from espalier.models.weight_formats.compressed_tensors import read_compressed_tensors
-from espalier.models.weight_formats.fp8 import Fp8Format
+from espalier.models.weight_formats.fp8 import SPELLINGS, Fp8Format
 from espalier.models.weight_formats.gptq import read_gptq
 from espalier.models.weights import Weights
 from tests.builders import make_target
 from tests.oracles.dense import DensePass
-from tests.quantised import FLOAT4, FP8, INPUT, KINDS, ROUNDS_INPUTS, Stored, quantise
+from tests.quantised import FLOAT4, FP8, INPUT, KINDS, ORDERED, ROUNDS_INPUTS, STATIC, Stored, quantise
 
 DTYPE = torch.float64
 LOADING: dict[str, Any] = {"dtype": DTYPE, "device": "cpu", "position_rows": 64}
@@ -63,7 +64,7 @@ def rounded(x: Tensor, kind: str) -> Tensor:
     for row in x:
         parts = []
         for part in row.split(group):
-            scale = INPUT.double() if kind == "fp8-tensor-static" else part.abs().max() / 448
+            scale = INPUT.double() if kind in STATIC else part.abs().max() / 448
             parts.append((part / scale).clamp(-448, 448).to(FP8).double() * scale)
         rows.append(torch.cat(parts))
     return torch.stack(rows)
@@ -135,7 +136,7 @@ def test_q_k_and_v_may_be_stored_as_one_matrix(tmp_path, monkeypatch, kind):
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
-EXPERT_KINDS = tuple(kind for kind in KINDS if kind not in ("fp8-tensor-static", "gptq-v2-ordered"))
+EXPERT_KINDS = tuple(kind for kind in KINDS if kind not in (*STATIC, *ORDERED))
 
 
 @pytest.mark.parametrize("kind", EXPERT_KINDS)
@@ -248,6 +249,29 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, kind, suffix, tensor, say
     edit(path, **{f"{UP}.{suffix}": tensor})
     with pytest.raises(EspalierError, match=says):
         load_target(path, **LOADING)
+
+
+@pytest.mark.parametrize(("scale", "of_inputs"), SPELLINGS)
+def test_one_scale_has_one_of_three_names(tmp_path, scale, of_inputs):
+    """Whatever config.json says of blocks; transformers names them so, and reads Mistral's own as the same."""
+    path, _ = made(tmp_path, "fp8-tensor-static")
+    expected = load_target(path, **LOADING).layers[1].mlp.down.weight.matrix
+    named = {".weight_scale": scale, ".input_scale": of_inputs}
+    stored = load_file(path / "model.safetensors")
+    for name in stored.keys() - {name for name in stored if not name.endswith(tuple(named))}:
+        suffix = f".{name.rpartition('.')[2]}"
+        stored[name.removesuffix(suffix) + named[suffix]] = stored.pop(name)
+    save_file(stored, path / "model.safetensors")
+    found = load_target(path, **LOADING).layers[1].mlp.down.weight.matrix
+    assert torch.equal(found.scales, expected.scales) and torch.equal(found.inputs.static, expected.inputs.static)
+
+
+def test_transformers_names_scales_and_means_them_as_we_do():
+    layer = FP8Linear(32, 16, block_size=None, activation_scheme="static")
+    assert {f".{name}" for name, _ in layer.named_parameters()} == {".weight", *SPELLINGS[1]}
+    codes, scale = torch.randn(16, 32).to(FP8), torch.tensor(0.25)
+    ours = Fp8Format((None, None)).stored_matrix({".weight": codes, ".weight_scale": scale.view(1, 1)}, [16], 32)
+    assert torch.equal(dequantise(ours, torch.float32), _dequantize_fp8_weight(codes, scale, None, torch.float32))
 
 
 def ct(weights: dict[str, Any], inputs: dict[str, Any] | None = None, format: str = "pack-quantized", **more: Any):

@@ -240,10 +240,6 @@ def test_a_capture_beyond_the_target(target: Path) -> None:
             {"architectures": ["LlamaForCausalLM"]},
             ["'LlamaForCausalLM' is not a known draft", "pass it as model=", "supported are EAGLE-3 heads"],
         ),
-        (
-            {"architectures": ["Gemma4AssistantForCausalLM"]},
-            ["Gemma4AssistantForCausalLM' .Gemma 4's assistants, which read the target's K and V. is not supported"],
-        ),
         ({"speculators_model_type": "eagle"}, ["'eagle' .EAGLE-1/2 heads. is not supported yet"]),
         (
             {"architectures": ["Eagle3DeepseekV2ForCausalLM"], "pard_token": 3},

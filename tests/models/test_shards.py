@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,23 +19,27 @@ from espalier.config import EngineConfig
 from espalier.errors import EspalierError
 from espalier.kernels.layers.blocks import BLOCK_TYPES, BlockMatrix, dequantise_blocks
 from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, dequantise, quantise_inputs
+from espalier.kernels.ops.embedding import DraftHidden
 from espalier.kernels.ops.linear import sum_parts
 from espalier.llm import prepare
+from espalier.models.layer_loading import load_layer
+from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 from espalier.models.loading import read_config
 from espalier.models.shard_sizes import require_shards
 from espalier.models.weight_formats import dense_weight, read_formats
 from espalier.models.weight_formats.dense import DenseFormat
 from espalier.models.weight_formats.quantised import QuantisedWeight
-from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight
+from espalier.models.weight_formats.sharded import GatheredWeight, SummedWeight, over_ranks
 from espalier.models.weights import Weights
-from espalier.serve_ray.settings import checked_settings
 from espalier.shards import Part, Shards
+from espalier.shards.base import joined_columns
 from tests.builders import make_target
 from tests.gguf import blocks_of
-from tests.quantised import KINDS
+from tests.quantised import KINDS, ORDERED
 
 ROWS, COLUMNS = 64, 96
+ROTATION = torch.zeros(1, 2, dtype=torch.float64)
 
 
 class ThreadCollectives:
@@ -52,6 +57,12 @@ class ThreadCollectives:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return sum_parts.reference(self.all_gather(x), x.dtype)
+
+    def all_reduce_add_norm(self, parts: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+        return None
+
+    def gather_columns(self, x: Tensor, each: int, size: int) -> Tensor:
+        return joined_columns(self, x, each, size)
 
     def abort(self) -> None:
         pass
@@ -125,7 +136,7 @@ def unit_of(kind: str, dim: int) -> int | None:
         return {"fp8-block": 16, "fp8-block-32": 32}.get(kind, 1)
     if dim == 0:
         return 8 if kind.startswith(("awq", "gptq", "packed-channel-zeros")) else 1
-    if kind == "gptq-v2-ordered":
+    if kind in ORDERED:
         return None
     return {"dense": 1, "packed-channel-zeros": 8}.get(kind, 16)
 
@@ -162,11 +173,13 @@ FORMS: dict[str, Callable[[Linear, Tensor], Tensor]] = {
     "call": lambda layer, x: layer(x),
     "call-3d": lambda layer, x: layer(x[None]),
     "in_parts": lambda layer, x: sum_parts.reference(layer.in_parts(x), x.dtype),
+    "for_stream": lambda layer, x: sum_parts.reference(over_ranks(layer.for_stream(x)), x.dtype),
     "gated": lambda layer, x: layer.gated(x),
     "write_parts": lambda layer, x: written(layer, x),
     "rows_from": lambda layer, x: layer.rows_from(2)(x),
     "rounded": lambda layer, x: layer(rounded(x)),
     "rounded-parts": lambda layer, x: layer.in_parts(rounded(x)),
+    "rounded-stream": lambda layer, x: sum_parts.reference(over_ranks(layer.for_stream(rounded(x))), x.dtype),
     "rounded-gated": lambda layer, x: layer.gated(rounded(x)),
 }
 INPUTS = InputScales(4)
@@ -212,6 +225,33 @@ def test_a_product_of_parts_is_the_product_in_each_of_its_forms(form, count):
             torch.testing.assert_close(result, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("count", "vocab"), [(2, 10), (3, 10), (3, 4), (4, 2)])
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_an_embedding_of_parts_gives_the_rows_of_the_whole(count, vocab, is_draft):
+    """Parts of unequal lengths, also empty; void tokens, which have the row of their request's first token."""
+    weight, rope = torch.randn(vocab, 6, dtype=torch.float64), SimpleNamespace(cos=ROTATION, sin=ROTATION)
+    tokens = torch.tensor([[vocab - 1, -1, 0], [1, vocab // 2, -1]])
+    hidden = torch.randn(2, 3, 6, dtype=torch.float64)
+    beside = DraftHidden(hidden, None, torch.ones(6), 1e-6, torch.ones(6), 1e-6, False) if is_draft else None
+    passed = SimpleNamespace(tokens=tokens, positions=torch.zeros_like(tokens), looked_up=lambda *_: None)
+
+    def of(embed: Embedding) -> tuple[Tensor, Tensor]:
+        stream = embed(passed, rope, beside)
+        return stream.x if stream.given is None else stream.given, stream.live
+
+    def rows(shards: Shards) -> Any:
+        embed = Embedding(weight[shards.tokens(vocab).slice], 1.0, None, vocab, shards)
+        divided = of(embed)
+        embed.make_whole()
+        return divided, of(embed), embed.weight, embed.shape
+
+    expected, live = of(Embedding(weight))
+    for divided, joined, whole, shape in on_ranks(count, rows):
+        for found, found_live in (divided, joined):
+            assert torch.equal(found, expected) and torch.equal(found_live, live)
+        assert torch.equal(whole, weight) and shape == weight.shape
+
+
 def quantised(path: Path, config: dict[str, Any]) -> None:
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**raw, "quantization_config": config}))
@@ -222,13 +262,15 @@ REFUSED = [
     ("llama", {"heads": 6, "hidden": 48}, None, 3, r"tensor_parallel=3 .* number of K/V heads \(2\); use 1 or 2"),
     ("llama", {"intermediate_size": 65}, None, 2, r"tensor_parallel=2 .* intermediate size \(65\); use 1 or 5 or 13"),
     ("qwen3_moe", {"moe_intermediate_size": 25}, None, 2, r"intermediate size of experts \(25\)"),
-    ("qwen2_moe", {"shared_expert_intermediate_size": 21}, None, 2, r"shared intermediate size of experts \(21\)"),
-    ("gpt_oss", {"intermediate_size": 32}, {"quant_method": "mxfp4"}, 2, "experts': entries 0 to 15 of 32 cannot"),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 21}, None, 2, r"intermediate size \(21\)"),
+    ("gpt_oss", {"intermediate_size": 32}, {"quant_method": "mxfp4"}, 2, "experts.*': entries 0 to 15 of 32 cannot"),
     ("llama", {"intermediate_size": 96}, KINDS["fp8-block-32"][0], 2, "tensor_parallel=2, .* 32 are stored as one"),
     ("llama", {}, KINDS["gptq-v2-ordered"][0], 2, "tensor_parallel=2 is not supported with desc_act"),
-    ("gemma4", {}, None, 2, "tensor_parallel=2 is not supported for Gemma4ForCausalLM, whose layers have no parts"),
-    ("phi3", {}, None, 2, "tensor_parallel=2 is not supported for Phi3ForCausalLM, whose layers have no parts"),
-    ("olmo2", {}, None, 2, "tensor_parallel=2 is not supported for Olmo2ForCausalLM, whose layers have no parts"),
+    ("phi3", {"intermediate_size": 96}, KINDS["fp8-block-32"][0], 2, "qkv_proj': entries 0 to 15 of 64 cannot"),
+    ("laguna", {"num_attention_heads_per_layer": [4, 2, 6]}, None, 4, r"number of attention heads \(2\); use 1 or 2"),
+    ("granitemoe", {"intermediate_size": 65}, None, 2, r"tensor_parallel=2 .* intermediate size of experts \(65\)"),
+    ("qwen3_next", {}, None, 2, "tensor_parallel=2 is not supported for layers that keep a state; use 1"),
+    ("lfm2", {}, None, 2, "tensor_parallel=2 is not supported for layers that keep a state; use 1"),
 ]  # fmt: skip
 
 
@@ -262,6 +304,21 @@ def test_a_format_without_parts_is_refused_by_name(tmp_path):
         require_shards(config, 2)
 
 
+def test_a_matrix_of_which_nobody_says_a_part_is_refused_by_name(tmp_path):
+    """A family's own layer, which knows nothing of ranks."""
+
+    def own_layer(weights, config, prefix, layer, rope):
+        made = load_layer(weights, config, prefix, layer, rope)
+        made.attention.out = weights.linear(f"{prefix}self_attn.", ("o_proj",), (config.hidden_size,), 32, bias=False)
+        return made
+
+    config = read_config(make_target(tmp_path / "target"))
+    config = replace(config, family=replace(config.family, load_layer=own_layer))
+    require_shards(config, 1)
+    with pytest.raises(EspalierError, match=r"layers.0.self_attn.o_proj' has no part, so ranks cannot .*parallel=1"):
+        require_shards(config, 2)
+
+
 class Card:
     def __init__(self, name: str, gib: int) -> None:
         self.name, self.total_memory = name, gib << 30
@@ -284,8 +341,3 @@ def test_gpus_that_do_not_fit_are_refused(device, count, cards, says, tmp_path, 
     path = make_target(tmp_path / "target", heads=8, kv_heads=4)
     with pytest.raises(EspalierError, match=says):
         prepare(EngineConfig(model=path, tensor_parallel=count, device=device, speculation=None))
-
-
-def test_replicas_of_several_ranks_are_refused():
-    with pytest.raises(EspalierError, match="tensor_parallel=2 is not supported with replicas"):
-        checked_settings({"model": "bundled", "tensor_parallel": 2})

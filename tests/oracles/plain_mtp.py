@@ -70,7 +70,7 @@ def plain_modules(target_path: Path, draft_path: Path, target: CausalLM, draft: 
         if draft_path == target_path and "mtp.fc.weight" in stored:
             prefix, names = "mtp.", SHARED
         weights = {name: stored[f"{prefix}{last}.weight"] for name, last in names.items()}
-        offset = target.config.norm_offset
+        offset = target.config.family.norm_offset
         embedding, head = (of_target[f"{name}.weight"] for name in ("model.embed_tokens", "lm_head"))
         plain.append(PlainModule(module, embedding, head, weights, target.config.rms_norm_eps, is_mimo, offset))
     return plain

@@ -18,12 +18,12 @@ from espalier.speculate.drafters.registry import load_draft, read_draft
 from tests.builders import make_eagle3, make_target
 from tests.folders import new_folder
 from tests.harness import CPU, DTYPE, MAX_POSITIONS, Ran, Setup, prompts, request, run
-from tests.quantised import KINDS, WEIGHTS_ONLY, quantise
+from tests.quantised import KINDS, ORDERED, STATIC, WEIGHTS_ONLY, quantise
 
 STYLES: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 1.2}, {"temperature": 3.0, "top_k": 9})
 # (kind, family): dense targets in each format, and each format's experts.
 DENSE_TARGETS = tuple((kind, "llama") for kind in KINDS)
-EXPERTS = tuple((kind, "qwen3_moe") for kind in KINDS if kind not in ("fp8-tensor-static", "gptq-v2-ordered"))
+EXPERTS = tuple((kind, "qwen3_moe") for kind in KINDS if kind not in (*STATIC, *ORDERED))
 # Experts are a stack of the matrices that dense targets have: integer codes, and codes whose inputs are rounded.
 FEW_EXPERTS = (("awq", "qwen3_moe"), ("fp8-channel-token", "qwen3_moe"))
 TARGETS = (*DENSE_TARGETS, *EXPERTS, ("mxfp4", "gpt_oss"), ("fp8-block", "deepseek_v3"))

@@ -16,25 +16,28 @@ import torch
 from espalier.engine.cuda import CudaExecutor
 from espalier.engine.engine import Engine
 from espalier.engine.ranks import RankFailed
+from espalier.errors import EspalierError
+from espalier.models.config import ModelConfig
 from espalier.models.loading import read_config
-from espalier.models.shard_sizes import DIVIDED
+from espalier.models.shard_sizes import require_shards
 from espalier.request import Request, SamplingParams
 from espalier.shards import WHOLE
 from espalier.startup import rank_work
 from espalier.startup.build import assemble
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from tests.block import block_directories
-from tests.builders import add_kv_scales, make_eagle3, make_target
+from tests.builders import CONFIGS, add_kv_scales, make_eagle3, make_target
 from tests.engine.fake_cuda import fake_cuda
 from tests.folders import new_folder
 from tests.grammar.test_lossless import asked
 from tests.harness import LATENT_HEADS, Setup, prompts, request
+from tests.models.test_gemma4_assistant import pair
 from tests.mtp import mtp_directories
 from tests.peagle import peagle_directories
 from tests.properties.block_setup import BlockSetup
 from tests.properties.mtp_setup import MTPSetup
 from tests.properties.peagle_setup import PEagleSetup
-from tests.quantised import KINDS, quantise
+from tests.quantised import KINDS, ORDERED, quantise
 from tests.ranks import Group, models_of, planes_of, run_open, whole
 
 CLOSE = 1e-9
@@ -45,6 +48,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_intermediate_size": 24},
     "deepseek_v2": {"moe_intermediate_size": 24, "q_lora_rank": None},
     **{family: {"moe_intermediate_size": 24} for family in ("glm4_moe", "glm4_moe_lite", "dots1")},
+    "granitemoeshared": {"shared_intermediate_size": 24},
+    "granitemoehybrid": {"shared_intermediate_size": 48, "mamba_n_heads": 12},
+    "laguna": {"shared_expert_intermediate_size": 24, "num_attention_heads_per_layer": [6, 12, 6]},
 }
 # As formats need it: groups and blocks of 16 and 32 in every part.
 WIDE: dict[str, Any] = {"hidden": 96, "heads": 6, "kv_heads": 6, "head_dim": 32}
@@ -79,7 +85,7 @@ class Case:
             return MTPSetup(**how)
         if self.draft == "peagle":
             return PEagleSetup(**how)
-        if self.draft in ("eagle3", "ngram"):
+        if self.draft in ("eagle3", "ngram", "assistant"):
             return Setup(algorithm=self.draft, **how)
         return Setup(**how).plain() if self.draft == "none" else BlockSetup(form=self.draft, **how)
 
@@ -90,6 +96,8 @@ def directories(family: str, draft: str, kind: str | None, kv_heads: int | None)
         return mtp_directories(family, 1)
     if draft == "peagle":
         return peagle_directories(family)
+    if draft == "assistant":
+        return pair(family)
     if draft not in ("eagle3", "ngram", "none"):
         return block_directories(family, draft, 4)
     root, sizes = new_folder("ranks-"), {**(WIDE if kind else SIZES), **OF_FAMILY.get(family, {})}
@@ -152,11 +160,15 @@ SMALLER = [
     Case("latent-mtp", family="deepseek_v3", draft="mtp"),
     Case("held-kv", 3, kv_heads=1, traffic=in_grammars),
     Case("gptq", 3, kind="gptq", draft="none"),
+    Case("stored-as-one-held-kv", 3, family="phi3", draft="none", kv_heads=1, traffic=hitting),
+    Case("norms-of-all-heads", 2, family="olmo3", draft="none", traffic=hitting),
+    Case("own-layers", 2, family="gemma4_moe", draft="none", traffic=hitting),
 ]
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     *("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"),
-    *("ministral", "ministral3", "granite", "smollm3", "mixtral"),
+    *("ministral", "ministral3", "granite", "smollm3", "mixtral", "phi3", "olmo2", "olmo3", "laguna", "muse_glimmer"),
+    *("granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4", "gemma4_moe", "gemma4_e", "gemma4_unified"),
 )
 LARGER = [
     Case("latent-experts", 3, family="deepseek_v3", draft="ngram", setup=OVERLAP),
@@ -167,7 +179,11 @@ LARGER = [
       for family, draft in (("llama", "peagle"), ("mimo", "mtp"), ("glm4_moe", "mtp"), ("qwen3", "dflash"),
                             ("qwen3", "dspark"), ("qwen3", "dflash2"), ("qwen3", "rnn"))
       for traffic, setup in ((styled, ()), (in_grammars, OVERLAP), (hitting, ()))),
-    *(Case(kind, count, kind=kind, draft="none") for kind in KINDS if kind != "gptq-v2-ordered" for count in (2, 3)),
+    *(Case(kind, count, kind=kind, draft="none") for kind in KINDS if kind not in ORDERED for count in (2, 3)),
+    *(Case(f"stored-as-one-{kind}", 3, "phi3", "none", kind) for kind in KINDS if kind not in ORDERED),
+    *(Case(f"assistant-{traffic.__name__}", 2, family, "assistant", traffic=traffic)
+      for family in ("gemma4", "gemma4_e") for traffic in (styled, in_grammars, hitting)),
+    *(Case("norms-of-held-heads", count, "olmo2", "none", kv_heads=1) for count in (2, 3)),
     *(Case(f"moe-{kind}", 2, "qwen2_moe", "none", kind) for kind in OF_EXPERTS),
     *(Case("mxfp4", count, "gpt_oss", "none", "mxfp4") for count in (2, 3)),
     *(Case("kv-scales", count, kind="kv-scales", setup=IN_FP8) for count in (2, 3)),
@@ -178,7 +194,20 @@ LARGER = [
 @pytest.mark.full
 def test_every_architecture_that_is_divided_is_compared():
     files = [case.files[0] for case in (*SMALLER, *LARGER) if case.draft in ("none", "mtp") and case.kind is None]
-    assert {read_config(path).architecture for path in files} == set(DIVIDED)
+    compared = {read_config(path).architecture for path in files}
+    assert {config.architecture for config in map(config_of, CONFIGS) if divides(config)} <= compared
+
+
+def config_of(family: str) -> ModelConfig:
+    return read_config(make_target(new_folder("ranks-") / family, family, **SIZES, **OF_FAMILY.get(family, {})))
+
+
+def divides(config: ModelConfig) -> bool:
+    try:
+        require_shards(config, 2)
+    except EspalierError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +259,19 @@ def test_the_gpu_executor_of_ranks_says_what_one_process_says(overlap, monkeypat
     compare(case, run_open(engine, case.traffic()), engine, group)
     engine.close()
     group.finish()
+
+
+@pytest.mark.parametrize(("family", "draft"), [("llama", "none"), ("gemma3", "none"), ("gemma3", "eagle3")])
+def test_a_rank_holds_its_part_of_the_vocabulary(family, draft, groups):
+    """The tied embeddings of Gemma 3 too; the whole embedding only where a draft reads it at each of its levels."""
+    case = Case("vocabulary", family=family, draft=draft)
+    engine = groups[2].engine(case.made(), case.files)
+    target = engine.executor.runner.target
+    vocab, head = target.config.vocab_size, target.head.weight.own.tensor
+    assert len(head) == vocab // 2 and len(target.embed.weight) == (vocab if draft == "eagle3" else vocab // 2)
+    is_tied = head.untyped_storage().data_ptr() == target.embed.weight.untyped_storage().data_ptr()
+    assert is_tied == (family == "gemma3")
+    engine.close()
 
 
 def agrees(case: Case, group: Group) -> bool:

@@ -206,6 +206,23 @@ def test_a_rank_that_cannot_load(error, kind, says):
     assert is_gone(ranks.peers[0].process.pid)
 
 
+def dying(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_dies_while_the_others_wait_to_meet_it(monkeypatch):
+    """The first operation of NCCL has no limit of its own."""
+    monkeypatch.setattr("espalier.startup.rank_work.join", dying)
+    ranks = Ranks(fork_ranks(2))
+    monkeypatch.setattr("espalier.startup.rank_work.join", lambda *_: time.sleep(60))
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 \(process \d+\) has ended by SIGKILL"):
+        build_engine_of_ranks(ranks, SETUP.config(tensor_parallel=2), None, partial(models_of, directories()[0], None))
+    assert time.monotonic() - began < 1.0 + SLACK_S
+    ranks.end()
+    assert is_gone(ranks.peers[0].process.pid)
+
+
 def test_ranks_end_with_rank_0(tmp_path):
     """Rank 0 is killed, so it can tell nobody.  The other rank waits for it in a collective."""
     pids = tmp_path / "pids"

@@ -222,7 +222,8 @@ def test_the_loss_is_that_of_each_depth(ring_target):
     target = Eagle3Target(ring_target, CPU)
     tokens = torch.from_numpy(ring(26).astype(np.int64))[None]
     features, logits = target(tokens)
-    shape = BlockShape(18, 32, 32, 1, 4, 2, 8, block_size=3, num_features=3, edge_rank=0, mask_token_id=16)
+    sizes = {**vars(TARGET), "num_hidden_layers": 1}
+    shape = BlockShape(**sizes, block_size=3, num_features=3, edge_rank=0, mask_token_id=16)
 
     class Told(BlockHead):
         def forward(self, roots: Tensor, mask_embed: Tensor, features: Tensor, anchors: Tensor) -> Tensor:

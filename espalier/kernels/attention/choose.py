@@ -32,15 +32,15 @@ LatentConfig = TritonConfig | HopperLatentConfig | HopperLatentFewConfig
 
 def choose(inputs: Inputs) -> TritonConfig | HopperConfig:
     """The launch configuration.  The Hopper kernel and the Triton kernel give the same bits."""
-    q, committed, staged, _, splits = inputs[:5]
-    (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
-    packed_queries, fp8 = queries * heads // kv_heads, committed.scales is not None
+    q, splits, fp8 = inputs.q, inputs.splits, inputs.scales is not None
+    (batch, queries, heads, k_size), (kv_heads, v_size) = q.shape, inputs.pages[1].shape[1:]
+    packed_queries = queries * heads // kv_heads
     if fits_hopper(inputs):
         work_items = splits.table.shape[0] * kv_heads * -(-packed_queries // (2 * WARPGROUP_QUERIES))
-        config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, committed.page_size, fp8)
+        config = choose_hopper_config(chip(q), packed_queries, work_items, k_size, inputs.page_size, fp8)
         if config is not None:
             return config
-    rows = queries if staged is None else staged.k.shape[1]
+    rows = queries if inputs.staged is None else inputs.staged[0].shape[1]
     # By the bucket, as the policy: a padded graph and an eager launch have the same blocks, and so the same bits.
     one_wave = next_bucket(batch) * kv_heads * splits.policy.num_splits <= PROGRAMS
     return choose_config(chip(q), packed_queries, rows, k_size, v_size, q.dtype, one_wave, fp8)
@@ -50,16 +50,16 @@ def fits_hopper(inputs: Inputs) -> bool:
     """Whether the Hopper kernel takes these types, sizes and strides, and logits without a soft-cap."""
     if inputs.softcap is not None:
         return False
-    q, committed, staged = inputs[:3]
+    q, staged = inputs.q, inputs.staged
     sizes = (q.shape[3], inputs.v_size)
-    read = [q, committed.k, committed.v, *(() if staged is None else (staged.k, staged.v))]
+    read = [q, *inputs.pages, *(staged or ())]
     fits = q.dtype in HOPPER_DTYPES and sizes[0] == sizes[1] in HEAD_SIZES and all(map(aligned_for_copies, read))
-    return fits and (staged is None or staged.k.shape[1] > 0)
+    return fits and (staged is None or staged[0].shape[1] > 0)
 
 
 def uses_contiguous_blocks(inputs: Inputs) -> bool:
     """Whether tree_attention is faster with `contiguous`."""
-    if not needs_counting(inputs.committed.page_size, inputs.window or 0):
+    if not needs_counting(inputs.page_size, inputs.window or 0):
         return False
     config = choose(inputs)
     return isinstance(config, HopperConfig) and copies_by_tma(config)
@@ -67,22 +67,21 @@ def uses_contiguous_blocks(inputs: Inputs) -> bool:
 
 def choose_latent(inputs: Inputs) -> LatentConfig:
     """The launch configuration.  It does not depend on the batch."""
-    q, committed, staged = inputs[:3]
+    q, staged, fp8 = inputs.q, inputs.staged, inputs.scales is not None
     queries, heads, size = q.shape[1:]
     if _fits_latent(inputs):
-        fp8 = committed.scales is not None
         few = None if fp8 else choose_hopper_latent_few_config(chip(q), queries, heads)
         config = few or choose_hopper_latent_config(chip(q), fp8)
         if config is not None:
             return config
     row_bytes = sum(block_sizes(size, inputs.v_size)) * q.dtype.itemsize
-    rows = 0 if staged is None else staged.k.shape[1]
+    rows = 0 if staged is None else staged[0].shape[1]
     return choose_latent_config(chip(q), queries * heads, rows, row_bytes, q.dtype)
 
 
 def takes_latent(config: HopperLatentConfig | HopperLatentFewConfig, inputs: Inputs) -> bool:
     """Whether the Hopper kernel of this configuration takes these tensors."""
-    fp8, (queries, heads) = inputs.committed.scales is not None, inputs.q.shape[1:3]
+    fp8, (queries, heads) = inputs.scales is not None, inputs.q.shape[1:3]
     if isinstance(config, HopperLatentFewConfig):
         return _fits_latent(inputs) and not fp8 and takes_few(queries, heads)
     return _fits_latent(inputs) and fp8 == (config.raw_stages > 0)
@@ -90,7 +89,7 @@ def takes_latent(config: HopperLatentConfig | HopperLatentFewConfig, inputs: Inp
 
 def _fits_latent(inputs: Inputs) -> bool:
     """Whether the Hopper kernel takes these tensors."""
-    rows = [inputs.committed.k, *(() if inputs.staged is None else (inputs.staged.k,))]
+    rows = [inputs.pages[0], *(inputs.staged or ())[:1]]
     return fits_hopper_latent(inputs.q, rows, inputs.v_size)
 
 

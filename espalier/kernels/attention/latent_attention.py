@@ -156,28 +156,28 @@ def _launch(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    q, committed, staged, _, splits = inputs[:5]
+    q, (rows, _), scales, page_size = inputs.q, inputs.pages, inputs.scales, inputs.page_size
     (_, queries, heads, size), v_size = q.shape, inputs.v_size
     # Without staged rows the kernel gets another pointer, which it does not read.
-    new = q if staged is None else staged.k
+    staged = q if inputs.staged is None else inputs.staged[0]
     attention_kernel: Any
     if isinstance(config, HopperLatentConfig):
         attention_kernel = hopper_latent_kernel
-        constants = hopper_latent_arguments(config, committed.k, committed.page_size)
+        constants = hopper_latent_arguments(config, rows, page_size)
     elif isinstance(config, HopperLatentFewConfig):
         attention_kernel = hopper_latent_few_kernel
-        constants = hopper_latent_few_arguments(config, committed.k, committed.page_size)
+        constants = hopper_latent_few_arguments(config, rows, page_size)
     else:
         attention_kernel, constants = _latent_attention_kernel, _constants(config, size, v_size, q.dtype)
     num_tiles = -(-queries * heads // config.block_m)
-    grid = min(splits.table.shape[0] * num_tiles, chip(q).processors * config.programs_per_processor)
+    grid = min(inputs.splits.table.shape[0] * num_tiles, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
         **shared_arguments(inputs, partials, out, lse, num_tiles),
-        row_ptr=committed.k,
-        staged_ptr=new,
-        row_scale_ptr=None if committed.scales is None else committed.scales.k,
-        **strides(committed.k, "row_stride"),
-        **strides(new, "staged_b", "staged_r"),
+        row_ptr=rows,
+        staged_ptr=staged,
+        row_scale_ptr=None if scales is None else scales.k,
+        **strides(rows, "row_stride"),
+        **strides(staged, "staged_b", "staged_r"),
         HEADS=heads,
         **constants,
     )
@@ -201,7 +201,7 @@ def _constants(config: TritonConfig, size: int, v_size: int, dtype: torch.dtype)
 
 def _checked(inputs: Inputs) -> Inputs:
     """The inputs with values of q side by side.  Raises EspalierError if they do not agree, or are not supported."""
-    q, committed, staged = inputs[:3]
+    q = inputs.q
     size, v_size = q.shape[3], inputs.v_size
     if q.dtype not in DTYPES or not v_size < size <= MAX_ROW_SIZE or v_size > MAX_V_SIZE:
         raise EspalierError(
@@ -209,9 +209,7 @@ def _checked(inputs: Inputs) -> Inputs:
             f"to {MAX_V_SIZE} of them, but got {q.dtype}, rows of {size} and V of {v_size}: use attention='reference'"
         )
     check_shapes("latent attention", inputs, 1)
-    keys_and_values = [(committed.k, committed.v)]
-    if staged is not None:
-        keys_and_values.append((staged.k, staged.v))
-    if any(k.data_ptr() != v.data_ptr() or k.stride() != v.stride() for k, v in keys_and_values):
+    both = (inputs.pages, inputs.staged or inputs.pages)
+    if any(k.data_ptr() != v.data_ptr() or k.stride() != v.stride() for k, v in both):
         raise EspalierError("latent attention needs V to be the first part of K, as a view of the same tensor")
     return inputs if q.stride(3) == 1 else inputs._replace(q=q.contiguous())

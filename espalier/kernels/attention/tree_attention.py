@@ -40,18 +40,14 @@ from espalier.kernels.hopper.config import HEAD_SIZES, HopperConfig
 from espalier.kernels.ops.attention import (
     DTYPES,
     MAX_HEAD_SIZE,
-    Committed,
     Inputs,
-    NoPrefix,
     PartialResults,
-    Staged,
     is_wide_latent,
     latent_attention,
     merge_splits,
 )
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, power_of_two, require
-from espalier.kernels.state.kv_scales import KVScales
 
 
 @kernel
@@ -162,7 +158,7 @@ def tree_attention(
     if config is None:
         config = choose(inputs)
     elif isinstance(config, HopperConfig) and not (
-        fits_hopper(inputs) and (inputs.committed.scales is not None) == (config.raw_stages > 0)
+        fits_hopper(inputs) and (inputs.scales is not None) == (config.raw_stages > 0)
     ):
         raise EspalierError(
             f"the Hopper attention kernel needs bfloat16 or float16, a head size of {HEAD_SIZES}, strides divisible by "
@@ -182,38 +178,38 @@ def _launch(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    q, committed, staged, positions, splits, _, _, sink, softcap = inputs
+    q, (k, v), scales, nodes, sink = inputs.q, inputs.pages, inputs.scales, inputs.nodes, inputs.sink
     window = inputs.window or 0
-    (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, committed.v.shape[1:]
+    (_, queries, heads, k_size), (kv_heads, v_size) = q.shape, v.shape[1:]
     num_tiles = -(-queries * (heads // kv_heads) // config.block_m)
     # Without staged rows the kernel gets other pointers, which it does not read.
-    new = Staged(q, q, positions, None) if staged is None else staged
+    staged_k, staged_v = inputs.staged or (q, q)
     attention_kernel: Any
     if isinstance(config, HopperConfig):
-        same_strides = committed.k.stride(0) == committed.v.stride(0)
-        attention_kernel, constants = hopper_attention_kernel, hopper_constants(config, k_size, same_strides)
-        constants |= tma_arguments(config, committed.k, committed.v, committed.page_size, window, contiguous)
+        attention_kernel = hopper_attention_kernel
+        constants = hopper_constants(config, k_size, same_strides=k.stride(0) == v.stride(0))
+        constants |= tma_arguments(config, k, v, inputs.page_size, window, contiguous)
     else:
         attention_kernel, constants = _tree_attention_kernel, _constants(config, k_size, v_size, q.dtype)
-        constants["SOFTCAP"] = softcap or 0.0
-    grid = min(splits.table.shape[0] * num_tiles * kv_heads, chip(q).processors * config.programs_per_processor)
+        constants["SOFTCAP"] = inputs.softcap or 0.0
+    grid = min(inputs.splits.table.shape[0] * num_tiles * kv_heads, chip(q).processors * config.programs_per_processor)
     attention_kernel[(grid,)](
         **shared_arguments(inputs, partials, out, lse, num_tiles),
-        k_ptr=committed.k,
-        v_ptr=committed.v,
-        staged_k_ptr=new.k,
-        staged_v_ptr=new.v,
-        position_ptr=positions,
-        row_position_ptr=new.row_positions,
+        k_ptr=k,
+        v_ptr=v,
+        staged_k_ptr=staged_k,
+        staged_v_ptr=staged_v,
+        position_ptr=nodes.positions,
+        row_position_ptr=nodes.row_positions,
         sink_ptr=out if sink is None else sink,
-        k_scale_ptr=None if committed.scales is None else committed.scales.k,
-        v_scale_ptr=None if committed.scales is None else committed.scales.v,
-        **strides(committed.k, "k_row", "k_h"),
-        **strides(committed.v, "v_row", "v_h"),
-        **strides(new.k, "staged_k_b", "staged_k_r", "staged_k_h"),
-        **strides(new.v, "staged_v_b", "staged_v_r", "staged_v_h"),
-        **strides(positions, "position_b", "position_q"),
-        **strides(new.row_positions, "row_position_b", "row_position_r"),
+        k_scale_ptr=None if scales is None else scales.k,
+        v_scale_ptr=None if scales is None else scales.v,
+        **strides(k, "k_row", "k_h"),
+        **strides(v, "v_row", "v_h"),
+        **strides(staged_k, "staged_k_b", "staged_k_r", "staged_k_h"),
+        **strides(staged_v, "staged_v_b", "staged_v_r", "staged_v_h"),
+        **strides(nodes.positions, "position_b", "position_q"),
+        **strides(nodes.row_positions, "row_position_b", "row_position_r"),
         KV_HEADS=kv_heads,
         GROUP_SIZE=heads // kv_heads,
         WINDOW=window,
@@ -240,7 +236,7 @@ def _constants(config: TritonConfig, k_size: int, v_size: int, dtype: torch.dtyp
 def _checked(inputs: Inputs) -> Inputs:
     """The inputs with values of q side by side.  Raises EspalierError if they do not agree, or are not supported."""
     q = inputs.q
-    (heads, k_size), (kv_heads, v_size) = q.shape[2:], inputs.committed.v.shape[1:]
+    (heads, k_size), (kv_heads, v_size) = q.shape[2:], inputs.pages[1].shape[1:]
     if q.dtype not in DTYPES or heads % kv_heads or max(k_size, v_size) > MAX_HEAD_SIZE:
         raise EspalierError(
             f"tree attention supports {', '.join(map(str, DTYPES))}, a multiple of the KV heads, and head sizes up to "
@@ -251,18 +247,9 @@ def _checked(inputs: Inputs) -> Inputs:
     return inputs if q.stride(3) == 1 else inputs._replace(q=q.contiguous())
 
 
-def staged_attention(
-    q: Tensor,
-    staged: Staged,
-    positions: Tensor,
-    scale: float,
-    window: int | None,
-    no_prefix: NoPrefix,
-    scales: KVScales | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    # The kernel needs a pool to check shapes, but reads nothing from it: one staged row serves.
-    pool = (staged.k[:1, 0], staged.v[:1, 0])
-    committed = Committed(*pool, no_prefix.page_table, no_prefix.length, page_size=1, scales=scales)
-    inputs = Inputs(q, committed, staged, positions, no_prefix.splits, scale, window, softcap=softcap)
-    return (latent_attention.triton if is_wide_latent(staged) else tree_attention)(inputs)
+def staged_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    assert inputs.staged is not None
+    k, v = inputs.staged
+    # Nothing is read from the pages: one staged row in their place makes one launch for pages of all sizes.
+    inputs = inputs._replace(pages=(k[:1, 0], v[:1, 0]), page_size=1)
+    return (latent_attention.triton if is_wide_latent(k, v) else tree_attention)(inputs)

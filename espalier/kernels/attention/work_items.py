@@ -23,7 +23,7 @@ NONE, ALL, COUNTED = 0, 1, 2
 
 class Plan(NamedTuple):
     """What all work items of a launch share: the table of splits and their starts (kernels/attention/kv_splits.py), and
-    the numbers of splits, of query tiles, of queries and of staged rows of a request; `first` as in Committed."""
+    the numbers of splits, of query tiles, of queries and of staged rows of a request; `first` as in Prefix."""
 
     split_ptr: Any
     start_ptr: Any

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.ops.embedding import DraftHidden, EmbeddedRows, EmbeddingTables
+from espalier.kernels.ops.embedding import DraftHidden, EmbeddingTables
+from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.runtime.jit import kernel
 from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
 from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
@@ -19,7 +20,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 def embed_rows(
     tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
-) -> EmbeddedRows:
+) -> tuple[Tensor, Tensor, Rotation, Tensor]:
     batch, queries = tokens.shape
     embed, cos = tables.embed, tables.cos
     (size, rotary), count = (embed.shape[1], cos.shape[1]), batch * queries
@@ -27,14 +28,14 @@ def embed_rows(
     x = embed.new_empty(count, size if draft is None else 2 * size)
     residual = x if draft is None else embed.new_empty(count, size)
     live = torch.empty(count, dtype=torch.bool, device=x.device)
-    out_rows = EmbeddedRows(x, residual, cos.new_empty(count, rotary), cos.new_empty(count, rotary), live)
+    rotation = Rotation(cos.new_empty(count, rotary), cos.new_empty(count, rotary))
     if not count:
-        return out_rows
+        return x, residual, rotation, live
     parents = None if draft is None else draft.parents
     hidden = embed[None] if draft is None else draft.hidden
     block = power_of_two(size)
     _embed_rows_kernel[(count, 1 if draft is None else 2)](
-        *(tokens, positions, embed, cos, tables.sin, *out_rows),
+        *(tokens, positions, embed, cos, tables.sin, x, residual, *rotation, live),
         *(hidden, parents, embed if draft is None else draft.embed_norm),
         embed if draft is None else draft.hidden_norm,
         queries,
@@ -53,7 +54,7 @@ def embed_rows(
         num_warps=min(max(block // 512, 1), 16),
         **pdl_arguments(chip(tokens)),
     )
-    return out_rows
+    return x, residual, rotation, live
 
 
 def _check(tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None) -> None:

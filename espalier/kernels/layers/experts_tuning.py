@@ -25,7 +25,7 @@ from espalier.kernels.layers.experts_plan import (
 )
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS
 from espalier.kernels.layers.quantised import QuantisedMatrix
-from espalier.kernels.layers.tuning_table import Key, Size, TunedKind, require_buckets
+from espalier.kernels.layers.tuning_table import Key, Size, TunedKind
 from espalier.kernels.runtime.launch import Chip, power_of_two
 
 # Mean pairs of an expert up to which tiles have FEW_ROWS where a kernel has such tiles.
@@ -79,20 +79,13 @@ def _log_plans(key: Key, plans: Mapping[Size, Plans], sources: Sequence[str]) ->
     log.info("experts, %s: %s", key[1], f"plans measured for {sizes}" if plans else "no plans measured on this chip")
 
 
-def _plans(buckets: dict[str, Any], size: Size) -> Plans:
-    require_buckets(buckets, PAIRS_BUCKETS, "pairs an expert")
-    return tuple(
-        ExpertsPlan(fields["rows"], ProductPlan(*fields["gated"]), ProductPlan(*fields["down"]))
-        for fields in buckets.values()
-    )
+def _plan(fields: dict[str, Any], size: Size) -> ExpertsPlan:
+    return ExpertsPlan(fields["rows"], ProductPlan(*fields["gated"]), ProductPlan(*fields["down"]))
 
 
-def _fields(plans: Plans) -> dict[str, Any]:
+def _fields(plan: ExpertsPlan) -> dict[str, Any]:
     """Of each product block_out, block_in, warps and stages."""
-    return {
-        str(bound): {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
-        for bound, plan in zip(PAIRS_BUCKETS, plans, strict=True)
-    }
+    return {"rows": plan.rows, **{name: [*asdict(getattr(plan, name)).values()] for name in ("gated", "down")}}
 
 
-EXPERTS = TunedKind("experts", "experts", "sizes", _fields, _plans, _log_plans)
+EXPERTS = TunedKind("experts", "experts", "sizes", "pairs an expert", PAIRS_BUCKETS, _fields, _plan, _log_plans)

@@ -7,7 +7,7 @@ entry takes the rule of quantised_plans.py.  Formats are "dense", or names of qu
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from espalier.kernels.layers.linear_plans import DTYPES, RULE_ROWS, LibraryPlan, LinearPlan, TritonPlan, rule
-from espalier.kernels.layers.tuning_table import DENSE, Key, Size, TunedKind, require_buckets
+from espalier.kernels.layers.tuning_table import DENSE, Key, Size, TunedKind
 from espalier.kernels.runtime.launch import Chip, chip
 
 # Row-count buckets, by their upper bounds: one plan per bucket, F.linear above the largest.  Within a bucket a
@@ -28,18 +28,9 @@ MIN_BLOCK_IN = 64
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class LinearPlans:
-    """The plans of one weight shape, in the order of ROWS_BUCKETS.  None: F.linear; of quantised weights, the rule."""
-
-    by_bucket: tuple[LinearPlan, ...] = (None,) * len(ROWS_BUCKETS)
-
-    def at(self, rows: int) -> LinearPlan:
-        """The plan for a number of rows."""
-        for max_rows, plan in zip(ROWS_BUCKETS, self.by_bucket, strict=True):
-            if rows <= max_rows:
-                return plan
-        return None
+# The plans of one weight shape, in the order of ROWS_BUCKETS.  None: F.linear; of quantised weights, the rule.
+LinearPlans = tuple[LinearPlan, ...]
+NO_PLANS: LinearPlans = (None,) * len(ROWS_BUCKETS)
 
 
 def plans_for(shape: Size, format: str, dtype: torch.dtype, stored: Tensor) -> LinearPlans | None:
@@ -57,7 +48,7 @@ def plans_on(gpu: Chip, shape: Size, measured: Mapping[Size, LinearPlans]) -> Li
     if shape in measured or not measured:
         return measured.get(shape)
     _log_rule(shape)
-    return LinearPlans(tuple(rule(rows, *shape, gpu) for rows in ROWS_BUCKETS))
+    return tuple(rule(rows, *shape, gpu) for rows in ROWS_BUCKETS)
 
 
 def _log_plans(key: Key, plans: Mapping[Size, LinearPlans], sources: Sequence[str]) -> None:
@@ -81,12 +72,9 @@ def _log_rule(shape: Size) -> None:
     )
 
 
-def _plans(buckets: dict[str, Any], shape: Size) -> LinearPlans:
-    require_buckets(buckets, ROWS_BUCKETS, "rows")
-    return LinearPlans(tuple(None if fields is None else _plan(fields, shape) for fields in buckets.values()))
-
-
-def _plan(fields: dict[str, Any], shape: Size) -> LibraryPlan | TritonPlan:
+def _plan(fields: dict[str, Any] | None, shape: Size) -> LinearPlan:
+    if fields is None:
+        return None
     return _library_plan(fields, shape) if "pieces" in fields else _triton_plan(fields)
 
 
@@ -110,8 +98,8 @@ def _triton_plan(fields: dict[str, Any]) -> TritonPlan:
     return plan
 
 
-def _fields(plans: LinearPlans) -> dict[str, Any]:
-    return {str(rows): plan and asdict(plan) for rows, plan in zip(ROWS_BUCKETS, plans.by_bucket, strict=True)}
+def _fields(plan: LinearPlan) -> dict[str, Any] | None:
+    return None if plan is None else asdict(plan)
 
 
-LINEARS = TunedKind("linear layers", "tables", "shapes", _fields, _plans, _log_plans)
+LINEARS = TunedKind("linear layers", "tables", "shapes", "rows", ROWS_BUCKETS, _fields, _plan, _log_plans)

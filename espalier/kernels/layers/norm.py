@@ -86,31 +86,19 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
 
 
 def rounded_norm(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales
-) -> tuple[Tensor, RoundedRows]:
-    total, rounded = _begin_rounded(delta, residual, inputs)
-    _launch(residual, delta, weight, eps, total, None, rounded, inputs)
-    return residual if total is None else total, rounded
-
-
-def norm_and_rounded(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales
-) -> tuple[Tensor, Tensor, RoundedRows]:
-    total, rounded = _begin_rounded(delta, residual, inputs)
-    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-    _launch(residual, delta, weight, eps, total, out, rounded, inputs)
-    return residual if total is None else total, out, rounded
-
-
-def _begin_rounded(delta: Tensor | None, residual: Tensor, inputs: InputScales) -> tuple[Tensor | None, RoundedRows]:
-    """Memory for the sum, None if there is none, and for the rounded norm."""
-    size = residual.shape[1]
-    if not rounds_norm(size, inputs):
-        raise EspalierError(f"a norm of {size} columns is rounded in groups of a power of two, not {inputs.group}")
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales, keeps_norm: bool = False
+) -> tuple[Tensor, Tensor | None, RoundedRows]:
+    if not rounds_norm(residual.shape[1], inputs):
+        raise EspalierError(
+            f"a norm of {residual.shape[1]} columns is rounded in groups of a power of two, not {inputs.group}"
+        )
     if delta is not None:
         _require_delta(delta, residual)
     total = None if delta is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
-    return total, empty_rounded(residual, inputs)
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device) if keeps_norm else None
+    rounded = empty_rounded(residual, inputs)
+    _launch(residual, delta, weight, eps, total, out, rounded, inputs)
+    return residual if total is None else total, out, rounded
 
 
 def _require_delta(delta: Tensor, residual: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.hopper.plans import splits_of, takes_format
 from espalier.kernels.layers.linear_plans import DTYPES, MIN_BLOCK_ROWS, RESERVED_SHARED_MEMORY, TritonPlan, block_rows
-from espalier.kernels.layers.linear_tuning import LINEARS, MIN_BLOCK_IN, LinearPlans
+from espalier.kernels.layers.linear_tuning import LINEARS, MIN_BLOCK_IN
 from espalier.kernels.layers.quantised import E8M0_BIAS, INTERLEAVED, OF_E2M1, QuantisedMatrix, Rows
 from espalier.kernels.runtime.launch import Chip, chip
 
@@ -46,6 +46,8 @@ NIBBLE_TILES = {
     # NVFP4's are not measured apart.
     **dict.fromkeys(OF_E2M1, E2M1_TILES),
 }
+# Where a format has no plans of its own for a shape, those of the format that the same kernel reads most alike.
+TUNED_AS = {"nvfp4-1x16": "mxfp4-1x32"}
 MAX_STAGES = 6
 # From this number of columns on, the last step may be partly empty.
 RAGGED_IN = 1024
@@ -53,9 +55,12 @@ RAGGED_IN = 1024
 
 def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
     """The measured plan for the weight's shape, format and x's rows; `rule`'s where there is none."""
-    measured = LINEARS.measured(chip(weight.codes), x.dtype, tuning_name(weight))
-    plan = measured.get((weight.shape[0], weight.shape[1]), LinearPlans()).at(len(x))
-    return plan if isinstance(plan, TritonPlan) else rule_of(weight, x)
+    shape, gpu, name = (weight.shape[0], weight.shape[1]), chip(weight.codes), tuning_name(weight)
+    for measured_as in (name, TUNED_AS.get(name)):
+        if measured_as is not None and shape in (plans := LINEARS.measured(gpu, x.dtype, measured_as)):
+            plan = LINEARS.at(plans[shape], len(x))
+            return plan if isinstance(plan, TritonPlan) else rule_of(weight, x)
+    return rule_of(weight, x)
 
 
 def rule_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:

@@ -40,12 +40,12 @@ P = TypeVar("P")
 class TuningTable(Generic[P]):
     """The plans measured on one kind of chip, for one activation dtype and one weight format.
 
-    plans: by size.  measured: GPU name and versions of the measurement, for humans only.
+    plans: by size, one for each bucket.  measured: GPU name and versions of the measurement, for humans only.
     """
 
     chip: Chip
     dtype: str
-    plans: Mapping[Size, P]
+    plans: Mapping[Size, tuple[P, ...]]
     measured: Mapping[str, str] = field(default_factory=dict)
     format: str = DENSE
 
@@ -59,16 +59,26 @@ class TunedKind(Generic[P]):
     """A kind of layer: how a file keeps its tables.
 
     words: for errors.  entries, plans: the keys of the list of tables in the file, and of the plans in a table.
-    encode, decode: the plans of one size as JSON, and back; decode raises ValueError for plans that cannot be used.
+    buckets: the upper bounds of `of`, such as rows; a size has a plan for each.
+    encode, decode: a plan as JSON, and back; decode raises ValueError for a plan that cannot be used.
     log: (key, plans by size, files they are from, each with its number of sizes), when they are first used.
     """
 
     words: str
     entries: str
     plans: str
-    encode: Callable[[P], dict[str, Any]]
-    decode: Callable[[dict[str, Any], Size], P]
-    log: Callable[[Key, Mapping[Size, P], Sequence[str]], None]
+    of: str
+    buckets: tuple[float, ...]
+    encode: Callable[[P], Any]
+    decode: Callable[[Any, Size], P]
+    log: Callable[[Key, Mapping[Size, tuple[P, ...]], Sequence[str]], None]
+
+    def at(self, plans: Sequence[P], count: float) -> P | None:
+        """Of a size's plans, that of the bucket of `count`; None above the largest."""
+        for bound, plan in zip(self.buckets, plans, strict=True):
+            if count <= bound:
+                return plan
+        return None
 
     def read(self, path: Path) -> list[TuningTable[P]]:
         """The tables in a file.  Raises EspalierError, naming the file, if it does not have the format of `write`."""
@@ -96,7 +106,7 @@ class TunedKind(Generic[P]):
         except OSError as error:
             raise EspalierError(f"{path} cannot be written ({error.strerror}): choose another path") from None
 
-    def measured(self, gpu: Chip, dtype: torch.dtype, format: str = DENSE) -> Mapping[Size, P]:
+    def measured(self, gpu: Chip, dtype: torch.dtype, format: str = DENSE) -> Mapping[Size, tuple[P, ...]]:
         """The plans by size that were measured on this chip: the shipped ones, overridden size by size by the user's.
 
         dtype: of the activations.  The files are read, and what they hold is logged, once per process.
@@ -105,20 +115,29 @@ class TunedKind(Generic[P]):
 
     def _table(self, entry: dict[str, Any]) -> TuningTable[P]:
         gpu = Chip(**entry["chip"] | {"capability": tuple(entry["chip"]["capability"])})
-        plans = {_size(name): self.decode(of_size, _size(name)) for name, of_size in entry[self.plans].items()}
+        plans = {_size(name): self._decoded(of_size, _size(name)) for name, of_size in entry[self.plans].items()}
         # Some entries have no format; they were measured with dense weights.
         return TuningTable(gpu, entry["dtype"], plans, entry["measured"], entry.get("format", DENSE))
 
+    def _decoded(self, of_size: dict[str, Any], size: Size) -> tuple[P, ...]:
+        if list(of_size) != [str(bound) for bound in self.buckets]:
+            raise ValueError(f"the buckets of {self.of} must be {', '.join(map(str, self.buckets))}")
+        return tuple(self.decode(plan, size) for plan in of_size.values())
+
     def _entry(self, table: TuningTable[P]) -> dict[str, Any]:
-        plans = {f"{first}x{second}": self.encode(of_size) for (first, second), of_size in sorted(table.plans.items())}
+        bounds = list(map(str, self.buckets))
+        plans = {
+            f"{first}x{second}": dict(zip(bounds, map(self.encode, of_size), strict=True))
+            for (first, second), of_size in sorted(table.plans.items())
+        }
         key = {"chip": asdict(table.chip), "dtype": table.dtype, "format": table.format}
         return key | {"measured": dict(table.measured), self.plans: plans}
 
 
 @cache
-def active_plans(kind: TunedKind[P], key: Key, user_path: Path) -> Mapping[Size, P]:
+def active_plans(kind: TunedKind[P], key: Key, user_path: Path) -> Mapping[Size, tuple[P, ...]]:
     """See TunedKind.measured.  The user's file need not exist."""
-    plans: dict[Size, P] = {}
+    plans: dict[Size, tuple[P, ...]] = {}
     sources = []
     # pathlib's is_file raises if the user may not read the folder.
     for path in (path for path in (SHIPPED, user_path) if os.path.isfile(path)):
@@ -135,12 +154,6 @@ def own_file() -> Path:
     # expanduser does not raise if the user has no home; pathlib's version does.
     config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(os.environ.get(CHOICES_FILE) or f"{config}/espalier/choices.json")
-
-
-def require_buckets(buckets: Mapping[str, Any], bounds: Sequence[float], of: str) -> None:
-    """Raises ValueError unless the plans of a size are those of the buckets with these upper bounds."""
-    if list(buckets) != [str(bound) for bound in bounds]:
-        raise ValueError(f"the buckets of {of} must be {', '.join(map(str, bounds))}")
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from espalier.kernels.attention.ancestor_bits import seen_rows
+from espalier.kernels.attention.ancestor_bits import bits_up_to, seen_rows
 from espalier.kernels.attention.triton_config import TritonConfig
 from espalier.kernels.hopper.config import BLOCK_N, HopperConfig, HopperLatentConfig, HopperLatentFewConfig
 from espalier.kernels.ops.kv_splits import COLUMNS, KVSplitPolicy, KVSplits
@@ -67,54 +68,91 @@ MAX_LATENT_HEAD_SIZE = 256
 MAX_HEAD_SIZE = MAX_V_SIZE = 512
 MAX_ROW_SIZE = 576
 Part = tuple[Tensor, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Committed:
-    """Committed rows in pages.  k, v: [rows, kv_heads, size], row = page * page_size + offset; page_table: [B, T]
-    int32; length: [B] int64; rows below `first` do not exist.  scales: if k and v are FP8; staged rows are too."""
+class Prefix:
+    """The committed rows of each request of a pass.
 
-    k: Tensor
-    v: Tensor
+    page_table: [B, table_width] int32; length: [B] int64, rows first .. length-1 exist (first is 1 for an EAGLE draft:
+    a row needs the feature of the previous token).  planned: the backend's plan, shared by all passes over this prefix.
+    Make a new Prefix whenever a length may have changed.
+    """
+
     page_table: Tensor
     length: Tensor
-    page_size: int
     first: int = 0
-    scales: KVScales | None = None
+    planned: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def shared(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made once for all passes over this prefix."""
+        if key not in self.planned:
+            self.planned[key] = make()
+        made: T = self.planned[key]
+        return made
+
+    def holds(self, positions: Tensor) -> Tensor:
+        """[B, P] bool: whether a row exists at each position.  Other rows must not be read: pages are not cleared."""
+        return (positions >= self.first) & (positions < self.length[:, None])
 
 
 @dataclass(frozen=True)
-class Staged:
-    """Staged rows.  k, v: [B, R, kv_heads, size]; row_positions: [B, R] int64; ancestor_bits: [B, Q, W] int64, the rows
-    that each query sees, or None for a chain of consecutive positions."""
+class Nodes:
+    """The staged rows and the queries of a pass.
 
-    k: Tensor
-    v: Tensor
+    positions: [B, Q], of the queries; row_positions: [B, R], of the staged rows; ancestor_bits: [B, Q, W] int64, the
+    staged rows that a query sees (its ancestors and itself), or None for a chain, where each row follows the previous
+    one.  The queries are some of the R rows; in a chain Q = R.
+    parents: [B, R], the row before each row, of the root itself, for layers that keep a state; None for a chain.
+    """
+
+    positions: Tensor
     row_positions: Tensor
     ancestor_bits: Tensor | None
+    parents: Tensor | None = None
+
+    @classmethod
+    def chain(cls, positions: Tensor) -> Nodes:
+        """A chain at positions [B, Q]."""
+        return cls(positions, positions, None)
+
+    def only(self, row: Tensor) -> Nodes:
+        """Of a chain, the query in `row` [B] of each request, over the same rows."""
+        positions = self.positions.gather(1, row[:, None])
+        return Nodes(positions, self.row_positions, bits_up_to(row, self.row_positions.shape[1]))
+
+    def seen(self, window: int | None) -> Tensor:
+        """[B, Q, R] bool: ancestors inside the window.  Every row sees itself, also padding: no softmax is empty."""
+        return seen_rows(self.ancestor_bits, self.positions, self.row_positions, window)
 
 
 class Inputs(NamedTuple):
     """What one launch of an attention kernel attends with, and to what.
 
-    q: [B, Q, heads, k_size]; positions: [B, Q] int64; splits: of committed.length and this window; scale: of scores.
-    staged: None for committed rows alone.  sink: [heads], one extra logit per head, without a value.
+    q: [B, Q, heads, k_size]; pages: K and V [rows, kv_heads, size], row = page * page_size + offset.
+    splits: of the prefix and this window; scale: of scores.
+    staged: K and V [B, R, kv_heads, size] of the nodes' rows; None for committed rows alone.
+    scales: of K and V in FP8, committed and staged.  sink: [heads], one extra logit per head, without a value.
     softcap: see LayerSpec.
     """
 
     q: Tensor
-    committed: Committed
-    staged: Staged | None
-    positions: Tensor
+    pages: tuple[Tensor, Tensor]
+    page_size: int
+    prefix: Prefix
+    nodes: Nodes
     splits: KVSplits
     scale: float
+    staged: tuple[Tensor, Tensor] | None = None
     window: int | None = None
     sink: Tensor | None = None
     softcap: float | None = None
+    scales: KVScales | None = None
 
     @property
     def v_size(self) -> int:
-        return self.committed.v.shape[2]
+        return self.pages[1].shape[2]
 
     def buffers(self) -> tuple[Tensor, Tensor]:
         """out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads] float32, for a kernel to write."""
@@ -140,39 +178,28 @@ class PartialResults:
         return cls(torch.empty(*shape, v_size, device=device), torch.empty(shape, device=device))
 
 
-@dataclass(frozen=True)
-class NoPrefix:
-    """Empty prefixes, for the kernel that takes committed and staged rows; made once per pass.
-
-    page_table: [B, 1]; length: [B], zeros; splits: one empty split per request.
-    """
-
-    page_table: Tensor
-    length: Tensor
-    splits: KVSplits
-
-    @classmethod
-    def of(cls, batch: int, device: torch.device) -> NoPrefix:
-        requests = torch.arange(batch + 1, dtype=torch.int32, device=device)
-        table = torch.zeros(batch, COLUMNS, dtype=torch.int32, device=device)
-        table[:, 0] = requests[:batch]
-        table[:, COLUMNS - 1] = 1
-        length = torch.zeros(batch, dtype=torch.int64, device=device)
-        return cls(table[:, 1:2], length, KVSplits(table, requests, KVSplitPolicy(1, 1)))
+def no_prefix(batch: int, device: torch.device) -> tuple[Prefix, KVSplits]:
+    """Empty prefixes and their splits, for the kernel that takes committed and staged rows."""
+    requests = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    table = torch.zeros(batch, COLUMNS, dtype=torch.int32, device=device)
+    table[:, 0] = requests[:batch]
+    table[:, COLUMNS - 1] = 1
+    length = torch.zeros(batch, dtype=torch.int64, device=device)
+    return Prefix(table[:, 1:2], length), KVSplits(table, requests, KVSplitPolicy(1, 1))
 
 
-def is_wide_latent(staged: Staged) -> bool:
-    """Whether K and V are views of one latent row, too wide for tree_attention."""
-    (heads, size), v_size = staged.k.shape[2:], staged.v.shape[3]
-    is_latent = heads == 1 and staged.k.data_ptr() == staged.v.data_ptr()
-    return is_latent and MAX_LATENT_HEAD_SIZE < size <= MAX_ROW_SIZE and v_size <= MAX_V_SIZE
+def is_wide_latent(k: Tensor, v: Tensor) -> bool:
+    """Whether staged K and V are views of one latent row, too wide for tree_attention."""
+    is_latent = k.shape[2] == 1 and k.data_ptr() == v.data_ptr()
+    return is_latent and MAX_LATENT_HEAD_SIZE < k.shape[3] <= MAX_ROW_SIZE and v.shape[3] <= MAX_V_SIZE
 
 
-def has_kernel(q: Tensor, staged: Staged, window: int | None, softcap: float | None) -> bool:
-    """Whether a kernel of ours attends to these staged rows."""
-    is_plain = window is None and softcap is None
-    fits = is_plain if is_wide_latent(staged) else max(staged.k.shape[3], staged.v.shape[3]) <= MAX_HEAD_SIZE
-    return q.is_cuda and q.dtype in DTYPES and fits
+def has_kernel(inputs: Inputs) -> bool:
+    """Whether a kernel of ours attends to the staged rows."""
+    assert inputs.staged is not None
+    (k, v), is_plain = inputs.staged, inputs.window is None and inputs.softcap is None
+    fits = is_plain if is_wide_latent(k, v) else max(k.shape[3], v.shape[3]) <= MAX_HEAD_SIZE
+    return inputs.q.is_cuda and inputs.q.dtype in DTYPES and fits
 
 
 @op("espalier.kernels.attention.kv_splits", on="page_table")
@@ -251,22 +278,20 @@ def tree_attention(
     is the same, but slower.
     """
     # In plain torch: one masked attention over all rows. Rows that do not exist are read as zeros.
-    q, committed, staged, positions, _, scale, window, sink, softcap = inputs
-    batch, queries = positions.shape
-    row_positions = torch.arange(committed.page_table.shape[1] * committed.page_size, device=q.device).expand(batch, -1)
-    exists = (row_positions >= committed.first) & (row_positions < committed.length[:, None])
-    row = page_rows(committed.page_table, row_positions, committed.page_size, exists)
-    k, v = (torch.where(exists[..., None, None], buffer[row], 0) for buffer in (committed.k, committed.v))
+    (batch, queries), table = inputs.nodes.positions.shape, inputs.prefix.page_table
+    row_positions = torch.arange(table.shape[1] * inputs.page_size, device=inputs.q.device).expand(batch, -1)
+    exists = inputs.prefix.holds(row_positions)
+    row = page_rows(table, row_positions, inputs.page_size, exists)
+    k, v = (torch.where(exists[..., None, None], pages[row], 0) for pages in inputs.pages)
     seen = exists[:, None].expand(-1, queries, -1)
-    if staged is not None:
-        seen_staged = seen_rows(staged.ancestor_bits, positions, staged.row_positions, None)
-        seen = torch.cat((seen, seen_staged), 2)
-        k, v = torch.cat((k, staged.k), 1), torch.cat((v, staged.v), 1)
-        row_positions = torch.cat((row_positions, staged.row_positions), 1)
-    if window is not None:
-        seen = seen & (positions[:, :, None] - row_positions[:, None, :] < window)
-    out, lse = masked_attention(q, k, v, seen, scale, committed.scales, softcap)
-    return out if sink is None else with_sink(out, lse, sink), lse
+    if inputs.staged is not None:
+        seen = torch.cat((seen, inputs.nodes.seen(None)), 2)
+        k, v = (torch.cat(rows, 1) for rows in zip((k, v), inputs.staged, strict=True))
+        row_positions = torch.cat((row_positions, inputs.nodes.row_positions), 1)
+    if inputs.window is not None:
+        seen = seen & (inputs.nodes.positions[:, :, None] - row_positions[:, None, :] < inputs.window)
+    out, lse = masked_attention(inputs.q, k, v, seen, inputs.scale, inputs.scales, inputs.softcap)
+    return out if inputs.sink is None else with_sink(out, lse, inputs.sink), lse
 
 
 @op("espalier.kernels.attention.latent_attention", on="inputs.q")
@@ -277,27 +302,18 @@ def latent_attention(
 ) -> tuple[Tensor, Tensor]:
     """As tree_attention, for one KV head whose V is the first part of K.
 
-    committed.v and staged.v are views of committed.k and staged.k.  Windows, sinks and soft-caps are not supported.
+    V is a view of K, in pages and staged.  Windows, sinks and soft-caps are not supported.
     """
     return tree_attention.reference(inputs)
 
 
 @op("espalier.kernels.attention.tree_attention", when=has_kernel)
-def staged_attention(
-    q: Tensor,
-    staged: Staged,
-    positions: Tensor,
-    scale: float,
-    window: int | None,
-    no_prefix: NoPrefix,
-    scales: KVScales | None = None,
-    softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, Q, heads, k_size] at positions [B, Q] over the staged rows that each query sees.
+def staged_attention(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Attention of the queries over the staged rows that each sees.  Prefix and splits are those of `no_prefix`.
 
-    scales: of staged rows in FP8.  softcap: see LayerSpec.
     Returns out [B, Q, heads, v_size] in q's dtype and lse [B, Q, heads], natural log.  A query that sees no rows gets
     zeros and lse -inf.
     """
-    seen = seen_rows(staged.ancestor_bits, positions, staged.row_positions, window)
-    return masked_attention(q, staged.k, staged.v, seen, scale, scales, softcap)
+    assert inputs.staged is not None
+    seen = inputs.nodes.seen(inputs.window)
+    return masked_attention(inputs.q, *inputs.staged, seen, inputs.scale, inputs.scales, inputs.softcap)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from espalier.kernels.ops.norm import rms_norm
+from espalier.kernels.ops.rope import Rotation
 from espalier.kernels.runtime.op import op
 
 
@@ -39,22 +39,14 @@ class DraftHidden:
     normed_residual: bool
 
 
-class EmbeddedRows(NamedTuple):
-    """N = B · Q rows.  x: [N, H], or [N, 2 · H] with hidden states; residual: [N, H], the start of the residual stream;
-    cos, sin: [N, rotary]; live: [N] bool, whether the token is at least 0."""
-
-    x: Tensor
-    residual: Tensor
-    cos: Tensor
-    sin: Tensor
-    live: Tensor
-
-
 @op("espalier.kernels.layers.embed_rows")
 def embed_rows(
     tokens: Tensor, positions: Tensor, tables: EmbeddingTables, draft: DraftHidden | None = None
-) -> EmbeddedRows:
-    """The input rows for tokens, positions [B, Q] int64, of any strides.
+) -> tuple[Tensor, Tensor, Rotation, Tensor]:
+    """(x, residual, rotation, live) of the N = B · Q rows of tokens, positions [B, Q] int64, of any strides.
+
+    x: [N, H], or [N, 2 · H] with hidden states; residual: [N, H], the start of the residual stream; rotation: of the
+    positions; live: [N] bool, whether the token is at least 0.
 
     A token below 0 (a void node) is replaced by its request's first token, or by 0 if that is void too.
     draft: None for a target model.
@@ -65,11 +57,11 @@ def embed_rows(
     cos, sin = (table.index_select(0, positions.flatten()) for table in (tables.cos, tables.sin))
     x = torch.nn.functional.embedding(tokens, tables.embed)
     if draft is None:
-        return EmbeddedRows(x, x, cos, sin, live)
+        return x, x, Rotation(cos, sin), live
     hidden = draft.hidden
     if draft.parents is not None:
         hidden = hidden.gather(1, draft.parents[..., None].expand(-1, -1, hidden.shape[2]))
     hidden = hidden.flatten(0, 1)
     normed = rms_norm.reference(hidden, draft.hidden_norm, draft.hidden_eps)
     x = torch.cat((rms_norm.reference(x, draft.embed_norm, draft.embed_eps), normed), 1)
-    return EmbeddedRows(x, normed if draft.normed_residual else hidden, cos, sin, live)
+    return x, normed if draft.normed_residual else hidden, Rotation(cos, sin), live

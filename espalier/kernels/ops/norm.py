@@ -63,26 +63,18 @@ def add_rms_norm(delta: Tensor, residual: Tensor, weight: Tensor, eps: float) ->
 
 @op("espalier.kernels.layers.norm", on="residual")
 def rounded_norm(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales
-) -> tuple[Tensor, RoundedRows]:
-    """add_rms_norm (delta None: rms_norm), with the norm rounded to FP8: the same bits as quantise_rows of the norm.
+    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales, keeps_norm: bool = False
+) -> tuple[Tensor, Tensor | None, RoundedRows]:
+    """(sum, norm, rounded) of add_rms_norm (delta None: rms_norm), and of its norm as quantise_rows rounds it to FP8.
 
+    keeps_norm: whether the norm itself is wanted; else it is None.
     Raises EspalierError unless `rounds_norm` takes the sizes.
     """
-    total, _, rounded = norm_and_rounded.reference(delta, residual, weight, eps, inputs)
-    return total, rounded
-
-
-@op("espalier.kernels.layers.norm", on="residual")
-def norm_and_rounded(
-    delta: Tensor | None, residual: Tensor, weight: Tensor, eps: float, inputs: InputScales
-) -> tuple[Tensor, Tensor, RoundedRows]:
-    """As rounded_norm, with the norm itself between the two."""
     if delta is None:
         total, out = residual, rms_norm.reference(residual, weight, eps)
     else:
         total, out = add_rms_norm.reference(delta, residual, weight, eps)
-    return total, out, RoundedRows(*quantise_inputs(out, inputs), out.dtype)
+    return total, out if keeps_norm else None, RoundedRows(*quantise_inputs(out, inputs), out.dtype)
 
 
 @op("espalier.kernels.layers.norm", on="residual")

@@ -89,10 +89,70 @@ def _gates(
     if HIGH is not None:
         step = tl.where(step > HIGH, HIGH, step)
     log_decay = -tl.exp(tl.load(A_log_ptr + head).to(EXACT)) * step
-    if beta_ptr is None:
-        return log_decay, step
-    b = tl.load(beta_ptr + row * stride + column, mask=is_row, other=0.0).to(EXACT)
-    return log_decay, 1.0 / (1.0 + tl.exp(-b))
+    beta = step
+    if beta_ptr is not None:
+        b = tl.load(beta_ptr + row * stride + column, mask=is_row, other=0.0).to(EXACT)
+        beta = 1.0 / (1.0 + tl.exp(-b))
+    return log_decay, beta
+
+
+@kernel
+def _q_or_k(
+    x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows, is_row,
+    part, x_stride,
+    K_HEADS: tl.constexpr, K_SIZE: tl.constexpr, CHANNELS: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr,
+    K_STEP: tl.constexpr, TAPS: tl.constexpr, SILU: tl.constexpr, UNITS: tl.constexpr, EPS: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A head of q or k.  part: of those of q, then of k."""
+    of_head = tl.arange(0, BLOCK)
+    is_channel = of_head < K_SIZE
+    is_q = part < K_HEADS
+    head = tl.where(is_q, part, part - K_HEADS)
+    column = tl.where(is_q, Q_AT, K_AT) + head * K_STEP + of_head
+    out = _convolved(
+        x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column,
+        part * K_SIZE + of_head, is_channel, x_stride, CHANNELS, TAPS, SILU, EXACT,
+    )  # fmt: skip
+    exact = out.to(EXACT)
+    if UNITS:
+        exact *= (1.0 / tl.sqrt(tl.sum(exact * exact, 1) + EPS))[:, None]
+    place = (row[:, None] * K_HEADS + head) * K_SIZE + of_head[None, :]
+    mask = is_row[:, None] & is_channel[None, :]
+    if is_q:
+        if UNITS:
+            exact *= K_SIZE**-0.5
+        tl.store(q_ptr + place, exact.to(q_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(k_ptr + place, exact.to(k_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel
+def _v_and_gates(
+    x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr, gates_ptr,
+    staged_ptr, row, within, slot, follows, is_row, head, x_stride, gate_stride,
+    HEADS: tl.constexpr, SHARE: tl.constexpr, FIRST: tl.constexpr, V_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    V_AT: tl.constexpr, V_STEP: tl.constexpr, GATE_STEP: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    TAPS: tl.constexpr, SILU: tl.constexpr, EXACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A head of v and its gates, or channels of a convolution alone.  FIRST: the first channel of v."""
+    of_head = tl.arange(0, BLOCK)
+    channel = FIRST + head * V_SIZE + of_head
+    is_channel = (of_head < V_SIZE) & (channel < CHANNELS)
+    column = V_AT + head // SHARE * V_STEP + head % SHARE * V_SIZE + of_head
+    out = _convolved(
+        x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column,
+        channel, is_channel, x_stride, CHANNELS, TAPS, SILU, EXACT,
+    )  # fmt: skip
+    place = row[:, None] * (CHANNELS - FIRST) + head * V_SIZE + of_head[None, :]
+    tl.store(v_ptr + place, out, mask=is_row[:, None] & is_channel[None, :])
+    if A_log_ptr is not None:
+        log_decay, beta = _gates(
+            decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, gate_stride, LOW, HIGH, SHARE, GATE_STEP,
+            EXACT,
+        )  # fmt: skip
+        tl.store(gates_ptr + row * 2 * HEADS + head, log_decay, mask=is_row)
+        tl.store(gates_ptr + row * 2 * HEADS + HEADS + head, beta, mask=is_row)
 
 
 @kernel(do_not_specialize=["num_rows", "rows"])
@@ -119,48 +179,22 @@ def _prepare_kernel(
     follows = is_row & False
     if follows_ptr is not None:
         follows = tl.load(follows_ptr + request, mask=is_row, other=False).to(tl.int1)
-    if part < 2 * K_HEADS:
-        # A branch that a convolution alone never takes.
-        of_head = tl.arange(0, BLOCK_K)
-        is_channel = of_head < K_SIZE
-        is_q = part < K_HEADS
-        head = tl.where(is_q, part, part - K_HEADS)
-        column = tl.where(is_q, Q_AT, K_AT) + head * K_STEP + of_head
-        out = _convolved(
-            x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column,
-            part * K_SIZE + of_head, is_channel, x_stride, CHANNELS, TAPS, SILU, EXACT,
-        )  # fmt: skip
-        exact = out.to(EXACT)
-        if UNITS:
-            exact *= (1.0 / tl.sqrt(tl.sum(exact * exact, 1) + EPS))[:, None]
-        place = (row[:, None] * K_HEADS + head) * K_SIZE + of_head[None, :]
-        mask = is_row[:, None] & is_channel[None, :]
-        if is_q:
-            if UNITS:
-                exact *= K_SIZE**-0.5
-            tl.store(q_ptr + place, exact.to(q_ptr.dtype.element_ty), mask=mask)
-        else:
-            tl.store(k_ptr + place, exact.to(k_ptr.dtype.element_ty), mask=mask)
-    else:
-        head = part - 2 * K_HEADS
-        of_head = tl.arange(0, BLOCK_V)
-        SHARE: tl.constexpr = HEADS // K_HEADS if K_HEADS else HEADS
-        channel = 2 * K_HEADS * K_SIZE + head * V_SIZE + of_head
-        is_channel = (of_head < V_SIZE) & (channel < CHANNELS)
-        column = V_AT + head // SHARE * V_STEP + head % SHARE * V_SIZE + of_head
-        out = _convolved(
-            x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, staged_ptr, row, within, slot, follows, is_row, column,
-            channel, is_channel, x_stride, CHANNELS, TAPS, SILU, EXACT,
-        )  # fmt: skip
-        place = row[:, None] * (CHANNELS - 2 * K_HEADS * K_SIZE) + head * V_SIZE + of_head[None, :]
-        tl.store(v_ptr + place, out, mask=is_row[:, None] & is_channel[None, :])
-        if A_log_ptr is not None:
-            log_decay, beta = _gates(
-                decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, row, head, is_row, gate_stride, LOW, HIGH, SHARE,
-                GATE_STEP, EXACT,
+    # Functions, because a name in both branches of one function has one shape.  A convolution alone compiles no q.
+    if K_HEADS:  # noqa: SIM102
+        if part < 2 * K_HEADS:
+            _q_or_k(
+                x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, q_ptr, k_ptr, staged_ptr, row, within, slot, follows,
+                is_row, part, x_stride, K_HEADS, K_SIZE, CHANNELS, Q_AT, K_AT, K_STEP, TAPS, SILU, UNITS, EPS, EXACT,
+                BLOCK_K,
             )  # fmt: skip
-            tl.store(gates_ptr + row * 2 * HEADS + head, log_decay, mask=is_row)
-            tl.store(gates_ptr + row * 2 * HEADS + HEADS + head, beta, mask=is_row)
+    if part >= 2 * K_HEADS:
+        SHARE: tl.constexpr = HEADS // K_HEADS if K_HEADS else HEADS
+        _v_and_gates(
+            x_ptr, tail_ptr, parent_ptr, weight_ptr, bias_ptr, decay_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, v_ptr,
+            gates_ptr, staged_ptr, row, within, slot, follows, is_row, part - 2 * K_HEADS, x_stride, gate_stride,
+            HEADS, SHARE, 2 * K_HEADS * K_SIZE, V_SIZE, CHANNELS, V_AT, V_STEP, GATE_STEP, LOW, HIGH, TAPS, SILU,
+            EXACT, BLOCK_V,
+        )  # fmt: skip
 
 
 def prepare(

@@ -42,7 +42,8 @@ def _commit_states_kernel(
     if count > 0:
         slot = tl.load(slot_ptr + request)
         state = tl.load(state_ptr + slot * HEADS * K_SIZE * V_SIZE + place, mask=is_both, other=0.0)
-        marked = tl.load(marked_ptr + request) if marked_ptr is not None else 0
+        if marked_ptr is not None:
+            marked = tl.load(marked_ptr + request)
         for i in range(count):
             row = tl.load(source_ptr + request * width + i)
             gates = gates_ptr + layer * gates_layer + row * 2 * HEADS + head
@@ -55,9 +56,11 @@ def _commit_states_kernel(
             if DELTA:
                 v -= tl.sum(state * k[:, None], 0)
             state += k[:, None] * (beta * v)[None, :]
-            if i + 1 == marked:
-                mark_row = tl.load(mark_row_ptr + request)
-                tl.store(state_ptr + mark_row * HEADS * K_SIZE * V_SIZE + place, state, mask=is_both)
+            # Both conditions of one `and` would be compiled, so the second one stands alone.
+            if marked_ptr is not None:  # noqa: SIM102
+                if i + 1 == marked:
+                    mark_row = tl.load(mark_row_ptr + request)
+                    tl.store(state_ptr + mark_row * HEADS * K_SIZE * V_SIZE + place, state, mask=is_both)
         tl.store(state_ptr + slot * HEADS * K_SIZE * V_SIZE + place, state, mask=is_both)
 
 

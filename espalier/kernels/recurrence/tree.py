@@ -153,8 +153,9 @@ class Config(NamedTuple):
 def choose_config(v_size: int, heads: int, block_r: int, dtype: torch.dtype, processors: int) -> Config:
     """heads: of all requests.  Few heads are cut into more parts, so that every multiprocessor reads; those of many
     nodes into fewer, because each part multiplies the keys again."""
-    largest = 64 if block_r > SMALLEST and heads >= 2 * processors else 32
+    largest = 64 if SMALLEST < block_r < MAX_TREE_ROWS and heads >= 2 * processors else 32
     block_v = max(min(power_of_two(v_size), largest), SMALLEST)
     # Products of one term of TF32 are finer than the rounding of outputs to 16 bits.
     out_precision = PRECISION if dtype.itemsize >= 4 else "tf32"
-    return Config(block_v, 4 if block_r == SMALLEST else 8, PRECISION, out_precision)
+    # 64 rows fill one warpgroup of Hopper.  With a second one and 16 columns, code of Triton 3.6 failed on an H100.
+    return Config(block_v, 8 if block_r == 2 * SMALLEST else 4, PRECISION, out_precision)

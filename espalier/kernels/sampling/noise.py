@@ -8,12 +8,9 @@ relative error into an absolute error.
 
 from __future__ import annotations
 
-import torch
 import triton.language as tl
-from torch import Tensor
 
 from espalier.kernels.runtime.jit import kernel
-from espalier.kernels.runtime.launch import power_of_two, require
 
 
 @kernel
@@ -48,30 +45,3 @@ def gumbel_at(ids, k0, k1, exact: tl.constexpr):
     """Standard Gumbel noise of token ids in dtype `exact`.  k0, k1: as noise_keys gives them."""
     uniform = ((random_bits_at(ids, k0, k1) >> 9).to(exact) + 0.5) * 1.1920928955078125e-07  # 2**-23
     return -tl.log(-tl.log(uniform))
-
-
-@kernel
-def _noise_kernel(bits_ptr, gumbel_ptr, seeds_ptr, positions_ptr, num_positions, vocab, BLOCK: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    k0, k1 = noise_keys(tl.load(seeds_ptr + place // num_positions), tl.load(positions_ptr + place))
-    at = place * vocab + ids
-    tl.store(bits_ptr + at, random_bits_at(ids, k0, k1).to(tl.int32, bitcast=True), mask=ids < vocab)
-    tl.store(gumbel_ptr + at, gumbel_at(ids, k0, k1, gumbel_ptr.dtype.element_ty), mask=ids < vocab)
-
-
-def noise_triton(seeds: Tensor, positions: Tensor, vocab: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(bits int32, Gumbel noise in `dtype`), [B, P, vocab] each, for seeds [B] and positions [B, P] int64.
-
-    Only the tests call this, to compare the device functions with random_bits and gumbel.
-    """
-    batch, places = positions.shape
-    require("seeds", seeds, (batch,), torch.int64, positions)
-    require("positions", positions, (batch, places), torch.int64, seeds)
-    bits = torch.empty(batch, places, vocab, dtype=torch.int32, device=seeds.device)
-    drawn = torch.empty(batch, places, vocab, dtype=dtype, device=seeds.device)
-    if bits.numel():
-        block = min(1024, power_of_two(vocab))
-        grid = (batch * places, -(-vocab // block))
-        _noise_kernel[grid](bits, drawn, seeds.contiguous(), positions.contiguous(), places, vocab, BLOCK=block)
-    return bits, drawn

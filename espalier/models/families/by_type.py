@@ -1,6 +1,6 @@
 """Layers by type, for families whose layers with full attention and those with a window differ in more than that."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from espalier.errors import EspalierError, shown
 from espalier.models.config import Raw, Windows
@@ -8,6 +8,12 @@ from espalier.models.config import Raw, Windows
 FULL, SLIDING = "full_attention", "sliding_attention"
 # By type of layer, the field that older configs have for the base of its RoPE, and its default.
 Bases = Mapping[str, tuple[str, float]]
+
+
+def kinds_of(full: Raw, is_full: Callable[[int], bool]) -> list[str]:
+    """The type of each layer: of `layer_types`; without it, by whether a layer, counted from 1, has full attention."""
+    given, count = full.get("layer_types"), full["num_hidden_layers"]
+    return list(given or (FULL if is_full(layer) else SLIDING for layer in range(1, count + 1)))
 
 
 def windows_of(full: Raw, kinds: Sequence[str]) -> Windows:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, full_attention
+from espalier.models.config import Experts, Family, Raw
 from espalier.models.mtp_family import NEXTN
 
 # Fields of config.json that this file reads, so they may have any value (Family.honours).
@@ -97,7 +97,6 @@ V2 = Family(
     defaults={
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
         "hidden_act": "silu",
@@ -117,9 +116,6 @@ V2 = Family(
         "n_group": None,
         "topk_group": None,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
-    windows=full_attention,
     latent=True,
     in_drafts=True,
     honours=EXPERT_FIELDS,

@@ -2,14 +2,8 @@
 
 from dataclasses import replace
 
-from espalier.models.config import Raw, Windows, windows_by_layer_type
+from espalier.models.config import windows_in_every_second
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
-
-
-def _windows(full: Raw) -> Windows:
-    """In the layers that `layer_types` names; without that field, in every second layer, from the first on."""
-    return windows_by_layer_type(full, default=lambda layer: layer % 2 == 0)
-
 
 FAMILY = replace(
     GEMMA3,
@@ -21,7 +15,7 @@ FAMILY = replace(
         "final_logit_softcapping": 30.0,
         "attn_logit_softcapping": 50.0,
     },
-    windows=_windows,
+    windows=windows_in_every_second,
     qk_norm=False,
     ropes=None,
     honours=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),

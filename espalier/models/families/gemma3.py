@@ -1,9 +1,10 @@
 """Gemma 3 (text): norms before and behind each block, of weight 1 + w; windows and RoPE by layer type."""
 
 from espalier.errors import EspalierError, shown
-from espalier.models.config import Family, LayerNorms, Raw
+from espalier.models.config import Family, Raw
 from espalier.models.config_values import positive
-from espalier.models.families.by_type import FULL, SLIDING, Bases, ropes_of, windows_of
+from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
+from espalier.models.layer_declaration import FOUR_NORMS
 
 BASES: Bases = {
     FULL: ("rope_theta", 1_000_000.0),
@@ -13,12 +14,11 @@ BASES: Bases = {
 
 def _kinds(full: Raw) -> list[str]:
     """The type of each layer: of `layer_types`; without it, every sliding_window_pattern-th has full attention."""
-    if full.get("layer_types") is not None:
-        return list(full["layer_types"])
     every = full["sliding_window_pattern"]
-    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+    is_number = isinstance(every, int) and not isinstance(every, bool) and every > 0
+    if full.get("layer_types") is None and not is_number:
         raise EspalierError(f"sliding_window_pattern = {shown(every)}; a positive integer is needed; correct it")
-    return [SLIDING if layer % every else FULL for layer in range(1, full["num_hidden_layers"] + 1)]
+    return kinds_of(full, lambda layer: layer % every == 0)
 
 
 FAMILY = Family(
@@ -39,15 +39,9 @@ FAMILY = Family(
         "sliding_window_pattern": 6,
         "rope_local_base_freq": None,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=lambda full: windows_of(full, _kinds(full)),
     qk_norm=True,
-    layer_norms=LayerNorms(
-        before_mlp="pre_feedforward_layernorm",
-        behind_attention="post_attention_layernorm",
-        behind_mlp="post_feedforward_layernorm",
-    ),
+    layer_norms=FOUR_NORMS,
     norm_offset=1.0,
     embedding_scale=lambda full: float(full["hidden_size"] ** 0.5),
     softmax_scale=lambda full: positive(full, "query_pre_attn_scalar") ** -0.5,

@@ -8,7 +8,7 @@ them, and each layer of those sizes has an input of its own.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from espalier.cache.layer_spec import KVHeads, LayerSpec
+from espalier.cache.layer_spec import KVHeads, LayerSpec, of_rank
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.activation import GELU_TANH
 from espalier.kernels.ops.experts import Routing
@@ -16,14 +16,16 @@ from espalier.kernels.ops.rope import HeadNorms
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import heads_and_size
 from espalier.models.expert_loading import load_experts
+from espalier.models.families.by_type import FULL, SLIDING, kinds_of
 from espalier.models.families.gemma3 import FAMILY as GEMMA3
-from espalier.models.families.gemma3 import FULL, SLIDING
+from espalier.models.layer_loading import HEADS, layer_specs_of, load_embedding
 from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.gemma4 import BesideMLP, Gemma4Layer, LayerInput, PerLayerEmbedding
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
+from espalier.shards import on_every_rank
 
 # The RoPE of each layer type, if config.json has none.
 ROPES: Mapping[str, Raw] = {
@@ -36,10 +38,7 @@ BY_LAYER = ("head_dim", "num_key_value_heads")
 
 def _kinds(full: Raw) -> list[str]:
     """The type of each layer: of `layer_types`; without it, every sixth and the last have full attention."""
-    if full.get("layer_types") is not None:
-        return list(full["layer_types"])
-    count = full["num_hidden_layers"]
-    return [SLIDING if layer % 6 and layer != count else FULL for layer in range(1, count + 1)]
+    return kinds_of(full, lambda layer: layer % 6 == 0 or layer == full["num_hidden_layers"])
 
 
 def _windows(full: Raw) -> Windows:
@@ -141,26 +140,26 @@ def _specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
     vocab, hidden, size = config.vocab_size, config.hidden_size, config.raw["hidden_size_per_layer_input"]
-    weight = weights.take("model.embed_tokens.weight", vocab, hidden)
+    embed = load_embedding(weights, config, scale)
     if not size:
-        return Embedding(weight, scale)
+        return embed
     rows, columns = config.raw["vocab_size_per_layer_input"], config.num_layers * size
     if rows < vocab:
         raise EspalierError(
             f"{config.path}: vocab_size_per_layer_input = {rows} is below vocab_size = {vocab}; correct the config"
         )
     table = weights.take("model.embed_tokens_per_layer.weight", rows, columns)
-    project = weights.linear("model.", ("per_layer_model_projection",), (columns,), hidden, bias=False)
+    project = weights.linear("model.", ("per_layer_model_projection",), (on_every_rank(columns),), hidden, bias=False)
     # The layers' inputs are (norm(project · H^-½) + table · P^½) · 2^-½.  A norm takes a factor of its input as eps.
     factors = weights.take_exact("model.per_layer_projection_norm.weight", size) * 2**-0.5
     norm = RMSNorm(factors, config.rms_norm_eps * hidden)
-    return PerLayerEmbedding(weight, scale, table, (size / 2) ** 0.5, project, norm)
+    return PerLayerEmbedding(embed, table, (size / 2) ** 0.5, project, norm)
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> Gemma4Layer:
     full, hidden, eps = config.raw, config.hidden_size, config.rms_norm_eps
-    spec = _specs(config)[layer]
-    scale = float(weights.take(f"{prefix}layer_scalar", 1))
+    spec = layer_specs_of(config)[layer]
+    scale = weights.value(f"{prefix}layer_scalar")
 
     def norm(name: str, factor: float = 1.0) -> RMSNorm:
         # With a factor, the product stays in the dtype in which norms compute.
@@ -171,8 +170,8 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     inner, size = config.intermediate_size * (2 if is_wide else 1), full["hidden_size_per_layer_input"]
     own_input = None
     if size:
-        gate = weights.linear(prefix, ("per_layer_input_gate",), (size,), hidden, bias=False)
-        project = weights.linear(prefix, ("per_layer_projection",), (hidden,), size, bias=False)
+        gate = weights.linear(prefix, ("per_layer_input_gate",), (on_every_rank(size),), hidden, bias=False)
+        project = weights.linear(prefix, ("per_layer_projection",), (on_every_rank(hidden),), size, bias=False)
         own_input = LayerInput(gate, project, norm("post_per_layer_input_norm", scale))
     return Gemma4Layer(
         index=layer,
@@ -189,11 +188,13 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
 
 
 def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: LayerSpec, rope: RopeTables) -> Attention:
-    size, kv_heads, eps = spec.keeps.k_size, spec.keeps.kv_heads, config.rms_norm_eps
+    shards, size, eps = weights.shards, spec.keeps.k_size, config.rms_norm_eps
+    q_rows, kv_rows = shards.part(spec.heads, HEADS).times(size), shards.kv_heads(spec.keeps.kv_heads).times(size)
+    [own] = of_rank([spec], shards)
     names = ("q_proj", "k_proj", "v_proj")[: 1 if spec.shares is not None else 2 if spec.v_is_k else 3]
-    rows = (config.heads * size, kv_heads * size, kv_heads * size)[: len(names)]
+    rows = (q_rows, kv_rows, kv_rows)[: len(names)]
     qkv = weights.linear(prefix, names, rows, config.hidden_size, config.attention_bias)
-    out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), rows[0], config.out_bias)
+    out = weights.linear(prefix, ("o_proj",), (config.hidden_size,), q_rows, config.out_bias)
     q_norm = weights.take(f"{prefix}q_norm.weight", size)
     if spec.shares is None:
         norms = HeadNorms(q_norm, weights.take(f"{prefix}k_norm.weight", size), eps, norms_v=True, v_is_k=spec.v_is_k)
@@ -201,7 +202,7 @@ def _load_attention(weights: Weights, config: ModelConfig, prefix: str, spec: La
         # Published files still have what a layer of its own K and V would have.
         weights.ignore_under(tuple(f"{prefix}{name}" for name in ("k_proj.", "v_proj.", "k_norm.")))
         norms = HeadNorms(q_norm, q_norm, eps)
-    return Attention(qkv, out, spec.projected_heads, rope, norms)
+    return Attention(qkv, out, own.projected_heads, rope, norms)
 
 
 def _load_experts(weights: Weights, config: ModelConfig, experts: Experts, prefix: str) -> BesideMLP:
@@ -240,8 +241,6 @@ FAMILY = Family(
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
     qk_norm=True,
     layer_norms=GEMMA3.layer_norms,

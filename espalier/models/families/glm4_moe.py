@@ -7,7 +7,7 @@ the attention of Qwen3.
 from dataclasses import replace
 
 from espalier.errors import EspalierError
-from espalier.models.config import Experts, Family, Raw, full_attention, windows_by_layer_type
+from espalier.models.config import Experts, Family, Raw, windows_by_layer_type
 from espalier.models.families.deepseek import V3, routed_experts
 from espalier.models.families.qwen3 import FAMILY as QWEN3
 from espalier.models.mtp_family import NEXTN
@@ -44,7 +44,6 @@ GLM = Family(
         "head_dim": None,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "hidden_act": "silu",
         "partial_rotary_factor": 0.5,
@@ -57,9 +56,7 @@ GLM = Family(
         "moe_intermediate_size": 1408,
         "routed_scaling_factor": 1.0,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
     out_bias=lambda full: False,
-    windows=full_attention,
     qk_norm="use_qk_norm",
     in_drafts=True,
     honours=(*V3.honours, "partial_rotary_factor"),

@@ -2,7 +2,7 @@
 
 from espalier.kernels.ops.activation import Activation
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Family, Raw, Windows, windows_by_layer_type
+from espalier.models.config import Experts, Family, Raw, windows_in_every_second
 from espalier.models.config_values import positive
 
 
@@ -18,11 +18,6 @@ def _experts(full: Raw) -> Experts:
     )
 
 
-def _windows(full: Raw) -> Windows:
-    """In the layers that `layer_types` names; without that field, in every second layer, from the first on."""
-    return windows_by_layer_type(full, default=lambda layer: layer % 2 == 0)
-
-
 FAMILY = Family(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
@@ -31,7 +26,6 @@ FAMILY = Family(
         "head_dim": 64,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
         "hidden_act": "silu",
         "attention_bias": True,
         "sliding_window": 128,
@@ -48,9 +42,7 @@ FAMILY = Family(
             "original_max_position_embeddings": 4096,
         },
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
-    windows=_windows,
+    windows=windows_in_every_second,
     sinks=True,
     in_drafts=True,
     experts=_experts,

@@ -10,6 +10,7 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, Raw, Windows, full_attention
 from espalier.models.config_values import positive
+from espalier.models.families.llama import FAMILY as LLAMA
 from espalier.models.layer_declaration import LayerNames, MLPNames
 
 FACTORS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
@@ -52,20 +53,7 @@ def _ropes(full: Raw) -> list[Raw | None]:
 FAMILY = Family(
     architecture="GraniteForCausalLM",
     model_type="granite",
-    defaults={
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        **dict.fromkeys(FACTORS, 1.0),
-    },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
-    windows=full_attention,
+    defaults={**LLAMA.defaults, **dict.fromkeys(FACTORS, 1.0)},
     embedding_scale=lambda full: positive(full, "embedding_multiplier"),
     softmax_scale=lambda full: positive(full, "attention_multiplier"),
     residual_scale=lambda full: positive(full, "residual_multiplier"),

@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
-from espalier.model_files import MAX_SIZE
-from espalier.models.config import Family, ModelConfig, Raw, Windows, full_attention
+from espalier.models.config import Family, ModelConfig, Raw, Windows, attention_in_some_layer, full_attention
+from espalier.models.config_values import require_counts, require_multiple
 from espalier.models.expert_loading import load_experts
 from espalier.models.families.granite import MOE, SHARED
-from espalier.models.layer_loading import load_attention
+from espalier.models.layer_loading import load_attention, specs_by_type
+from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.mamba2 import Mamba2
-from espalier.models.layers.mixer import AttentionMixer, Mixer, MixerLayer
+from espalier.models.layers.mixer import Mixer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.mamba2_loading import load_mamba2
 from espalier.models.rope import RopeTables
@@ -32,7 +33,7 @@ COUNTS = (
 INFINITY = {"__float__": "Infinity"}
 
 
-def _text_fields(raw: Raw) -> Raw:
+def _own_fields(raw: Raw) -> Raw:
     """The fields with the type of each layer as other families call it, and the size of a state's head."""
     fields, types = dict(raw), raw.get("layer_types") or raw.get("layers_block_type")
     if isinstance(types, list):
@@ -58,14 +59,9 @@ def check_sizes(full: Raw, counts: Sequence[str], heads_and_groups: tuple[str, s
     counts: names of positive integers; heads_and_groups: of the numbers of heads, and of groups that share B and C.
     Raises EspalierError.
     """
-    for name in counts:
-        if type(full.get(name)) is not int or not 1 <= full[name] <= MAX_SIZE:
-            raise EspalierError(f"{name} = {shown(full.get(name))}; a positive integer is needed; correct the config")
-    heads, groups = heads_and_groups
-    if full[heads] % full[groups]:
-        raise EspalierError(f"{heads} = {full[heads]} is no multiple of {groups} = {full[groups]}; correct the config")
-    if FULL not in (full["layer_types"] or ()):
-        raise EspalierError(f"layer_types names no {FULL!r}; a model with no layer of attention is not supported")
+    require_counts(full, counts)
+    require_multiple(full, *heads_and_groups)
+    attention_in_some_layer(full)
     limits = full["time_step_limit"]
     are_two = isinstance(limits, list | tuple) and len(limits) == 2
     if not are_two or not all(isinstance(each, int | float) for each in limits):
@@ -88,15 +84,11 @@ def _state_of(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, size = _state_of(config), config.head_size
-    of_kind = {
-        LINEAR: LayerSpec(state.heads, state),
-        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size), scale=config.softmax_scale),
-    }
-    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+    state = _state_of(config)
+    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
-def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> MixerLayer:
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
     """As espalier/models/config.py:LoadLayer."""
     norms = [
         weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps)
@@ -104,10 +96,11 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     ]
     mixer: Mixer
     if config.raw["layer_types"][layer] == FULL:
-        mixer = AttentionMixer(load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope))
+        mixer = load_attention(weights, config, f"{prefix}self_attn.", config.hidden_size, rope)
     else:
         mixer = _load_mamba(weights, config, f"{prefix}mamba.")
-    return MixerLayer(layer, norms[0], mixer, norms[1], _load_mlp(weights, config, prefix), config.residual_scale)
+    mlp = _load_mlp(weights, config, prefix)
+    return DecoderLayer(layer, norms[0], mixer, norms[1], mlp, residual_scale=config.residual_scale)
 
 
 def _load_mamba(weights: Weights, config: ModelConfig, prefix: str) -> Mamba2:
@@ -154,7 +147,7 @@ FAMILY = replace(
     windows=_check,
     ropes=lambda full: [{} if full["position_embedding_type"] == "rope" else None] * full["num_hidden_layers"],
     honours=(*SHARED.honours, "position_embedding_type"),
-    text_fields=_text_fields,
+    fields=_own_fields,
     layer_kinds=(LINEAR,),
     layer_specs=_layer_specs,
     load_layer=_load_layer,

@@ -11,9 +11,9 @@ from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import positive
-from espalier.models.families.by_type import FULL, SLIDING, Bases, ropes_of, windows_of
+from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
 from espalier.models.families.glm4_moe import sparse_layers
-from espalier.models.layer_loading import load_layer
+from espalier.models.layer_loading import HEADS, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.rope import RopeTables
@@ -24,7 +24,7 @@ PER_HEAD, PER_VALUE = (True, "per-head"), ("per-element",)
 
 
 def _kinds(full: Raw) -> list[str]:
-    return full.get("layer_types") or [FULL] * full["num_hidden_layers"]
+    return kinds_of(full, lambda layer: True)
 
 
 def _heads(full: Raw) -> list[int]:
@@ -80,8 +80,9 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     heads = _heads(config.raw)[layer]
     made = load_layer(weights, replace(config, heads=heads), prefix, layer, rope)
     assert isinstance(made.attention, Attention)
-    columns = heads if config.raw["gating"] in PER_HEAD else heads * config.head_size
-    project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (columns,), config.hidden_size, bias=False)
+    own = weights.shards.part(heads, HEADS)
+    rows = own if config.raw["gating"] in PER_HEAD else own.times(config.head_size)
+    project = weights.linear(f"{prefix}self_attn.", ("g_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, _softplus)
     return made
 
@@ -98,7 +99,6 @@ FAMILY = Family(
         "head_dim": 128,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "hidden_act": "silu",
         "sliding_window": 512,
@@ -113,8 +113,6 @@ FAMILY = Family(
             SLIDING: {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
         },
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
     qk_norm=True,
     ropes=lambda full: ropes_of(full, _kinds(full), BASES),

@@ -1,14 +1,14 @@
 """LFM2 and LFM2.5, dense: most layers are a short convolution between two gates, the others have attention."""
 
-from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.kernels.ops.rope import HeadNorms
-from espalier.model_files import MAX_SIZE
-from espalier.models.config import Family, ModelConfig, Raw, Windows, full_attention
-from espalier.models.layers.attention import Attention
+from espalier.models.config import Family, ModelConfig, Raw, Windows, attention_in_some_layer
+from espalier.models.config_values import require_counts
+from espalier.models.layer_declaration import LayerNames
+from espalier.models.layer_loading import load_attention, specs_by_type
 from espalier.models.layers.decoder import DecoderLayer
-from espalier.models.layers.mixer import MixerLayer
+from espalier.models.layers.mixer import Mixer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.short_conv import GatedConv
 from espalier.models.rope import RopeTables
@@ -19,7 +19,7 @@ CONV, FULL = "conv", "full_attention"
 RENAMED = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
 
 
-def _text_fields(raw: Raw) -> Raw:
+def _own_fields(raw: Raw) -> Raw:
     """The fields under the names of other families, with a type for each layer."""
     fields = {**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}}
     count, attending = raw.get("num_hidden_layers"), raw.get("full_attn_idxs")
@@ -31,15 +31,11 @@ def _text_fields(raw: Raw) -> Raw:
 
 def _check(full: Raw) -> Windows:
     """No layer has a window.  Raises EspalierError for sizes that no layer can have."""
-    for name in ("conv_L_cache", "block_multiple_of"):
-        if type(full[name]) is not int or not 1 <= full[name] <= MAX_SIZE:
-            raise EspalierError(f"{name} = {shown(full[name])}; a positive integer is needed; correct the config")
+    require_counts(full, ("conv_L_cache", "block_multiple_of"))
     factor = full["block_ffn_dim_multiplier"]
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, int | float) or factor <= 0):
         raise EspalierError(f"block_ffn_dim_multiplier = {shown(factor)}; a positive number is needed; correct it")
-    if FULL not in full["layer_types"]:
-        raise EspalierError(f"layer_types names no {FULL!r}; a model with no layer of attention is not supported")
-    return full_attention(full)
+    return attention_in_some_layer(full)
 
 
 def _inner(config: ModelConfig) -> int:
@@ -55,41 +51,23 @@ def _inner(config: ModelConfig) -> int:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    size = config.head_size
-    of_kind = {
-        CONV: LayerSpec(0, RecurrentState(config.raw["conv_L_cache"], conv_channels=config.hidden_size)),
-        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size)),
-    }
-    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+    state = RecurrentState(config.raw["conv_L_cache"], conv_channels=config.hidden_size)
+    return specs_by_type(config, {CONV: LayerSpec(0, state)})
 
 
-def _load_layer(
-    weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables
-) -> MixerLayer | DecoderLayer:
+def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
     """As espalier/models/config.py:LoadLayer."""
     hidden, inner = config.hidden_size, _inner(config)
     norms = [weights.norm(f"{prefix}{name}_norm", hidden, config.rms_norm_eps) for name in ("operator", "ffn")]
     under = f"{prefix}feed_forward."
     gate_up = weights.linear(under, ("w1", "w3"), (inner, inner), hidden, bias=False)
     mlp = GatedMLP(gate_up, weights.linear(under, ("w2",), (hidden,), inner, bias=False), config.activation)
+    mixer: Mixer
     if config.raw["layer_types"][layer] == FULL:
-        return DecoderLayer(
-            layer, norms[0], _load_attention(weights, config, f"{prefix}self_attn.", rope), norms[1], mlp
-        )
-    return MixerLayer(layer, norms[0], _load_conv(weights, config, f"{prefix}conv."), norms[1], mlp)
-
-
-def _load_attention(weights: Weights, config: ModelConfig, prefix: str, rope: RopeTables) -> Attention:
-    size, hidden = config.head_size, config.hidden_size
-    rows = (config.heads * size, config.kv_heads * size, config.kv_heads * size)
-    q_norm, k_norm = (weights.take(f"{prefix}{name}_layernorm.weight", size) for name in "qk")
-    return Attention(
-        weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, hidden, bias=False),
-        weights.linear(prefix, ("out_proj",), (hidden,), rows[0], bias=False),
-        config.heads + 2 * config.kv_heads,
-        rope,
-        HeadNorms(q_norm, k_norm, config.rms_norm_eps),
-    )
+        mixer = load_attention(weights, config, f"{prefix}self_attn.", hidden, rope)
+    else:
+        mixer = _load_conv(weights, config, f"{prefix}conv.")
+    return DecoderLayer(layer, norms[0], mixer, norms[1], mlp)
 
 
 def _load_conv(weights: Weights, config: ModelConfig, prefix: str) -> GatedConv:
@@ -121,7 +99,9 @@ FAMILY = Family(
     qkv_bias=lambda full: False,
     out_bias=lambda full: False,
     windows=_check,
-    text_fields=_text_fields,
+    qk_norm=True,
+    names=LayerNames(out="out_proj", head_norms=("q_layernorm", "k_layernorm")),
+    fields=_own_fields,
     layer_kinds=(CONV,),
     layer_specs=_layer_specs,
     load_layer=_load_layer,

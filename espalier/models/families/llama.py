@@ -1,6 +1,6 @@
 """Llama 2 and 3.x: full attention in every layer; biases only if the config sets them."""
 
-from espalier.models.config import Family, full_attention
+from espalier.models.config import Family
 
 FAMILY = Family(
     architecture="LlamaForCausalLM",
@@ -10,13 +10,9 @@ FAMILY = Family(
         "head_dim": None,
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "mlp_bias": False,
         "hidden_act": "silu",
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
-    windows=full_attention,
     in_drafts=True,
 )

@@ -32,7 +32,6 @@ FAMILY = Family(
         "head_dim": None,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "hidden_act": "silu",
         "sliding_window": 4096,
     },

@@ -9,10 +9,11 @@ import torch
 
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.rope import HeadNorms
-from espalier.models.config import Family, LayerNorms, ModelConfig, Raw, Windows
+from espalier.models.config import Family, ModelConfig, Raw, Windows
 from espalier.models.config_values import positive
-from espalier.models.families.by_type import FULL, SLIDING, windows_of
-from espalier.models.layer_loading import load_embedding, load_layer
+from espalier.models.families.by_type import kinds_of, windows_of
+from espalier.models.layer_declaration import FOUR_NORMS
+from espalier.models.layer_loading import HEADS, load_embedding, load_layer
 from espalier.models.layers.attention import Attention, OutputGate
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
@@ -26,15 +27,10 @@ def _is_fourth(full: Raw, layer: int) -> bool:
     return (full["num_hidden_layers"] - 1 - layer) % 4 == 0
 
 
-def _kinds(full: Raw) -> list[str]:
-    given = full.get("layer_types")
-    return given or [FULL if _is_fourth(full, layer) else SLIDING for layer in range(full["num_hidden_layers"])]
-
-
 def _windows(full: Raw) -> Windows:
     for name in ("qk_scale_factor", "post_norm_eps"):
         positive(full, name)
-    return windows_of(full, _kinds(full))
+    return windows_of(full, kinds_of(full, lambda layer: _is_fourth(full, layer - 1)))
 
 
 def _ropes(full: Raw) -> list[Raw | None]:
@@ -53,21 +49,21 @@ def _ropes(full: Raw) -> list[Raw | None]:
 
 def _load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
     embed = load_embedding(weights, config, scale)
-    embed.row_norm = RMSNorm(torch.ones_like(embed.weight[0]), config.rms_norm_eps)
+    embed.row_norm = RMSNorm(torch.ones_like(weights.empty(config.hidden_size)), config.rms_norm_eps)
     return embed
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> DecoderLayer:
     # Norms of layers are stored less 1; the last norm is not.
-    made = load_layer(weights, replace(config, norm_offset=1.0), prefix, layer, rope)
+    made = load_layer(weights, replace(config, family=replace(FAMILY, norm_offset=1.0)), prefix, layer, rope)
     eps, size = positive(config.raw, "post_norm_eps"), config.head_size
     assert isinstance(made.attention, Attention) and made.post_attention_norm and made.post_mlp_norm
     made.post_attention_norm = RMSNorm(made.post_attention_norm.weight, eps)
     made.post_mlp_norm = RMSNorm(made.post_mlp_norm.weight, eps)
     ones = torch.ones_like(weights.empty(size))
     made.attention.norms = HeadNorms(ones * positive(config.raw, "qk_scale_factor"), ones, config.rms_norm_eps)
-    columns = config.heads * size
-    project = weights.linear(f"{prefix}self_attn.", ("gate_proj",), (columns,), config.hidden_size, bias=False)
+    rows = weights.shards.part(config.heads, HEADS).times(size)
+    project = weights.linear(f"{prefix}self_attn.", ("gate_proj",), (rows,), config.hidden_size, bias=False)
     made.attention.output_gate = OutputGate(project, torch.sigmoid)
     return made
 
@@ -81,7 +77,6 @@ FAMILY = Family(
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "post_norm_eps": 1e-8,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "hidden_activation": "silu",
         "sliding_window": 2048,
@@ -89,14 +84,8 @@ FAMILY = Family(
         "qk_scale_factor": 3.87,
         "output_multiplier": 0.19611613513818404,
     },
-    qkv_bias=lambda full: bool(full["attention_bias"]),
-    out_bias=lambda full: bool(full["attention_bias"]),
     windows=_windows,
-    layer_norms=LayerNorms(
-        before_mlp="pre_feedforward_layernorm",
-        behind_attention="post_attention_layernorm",
-        behind_mlp="post_feedforward_layernorm",
-    ),
+    layer_norms=FOUR_NORMS,
     logit_scale=lambda full: positive(full, "output_multiplier"),
     ropes=_ropes,
     load_embedding=_load_embedding,

@@ -5,22 +5,23 @@ MLPs have no gate: relu(up)² is relu(gate) · up with up as the gate, so their 
 
 import torch
 
-from espalier.cache.layer_spec import NOTHING, KVHeads, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import RELU
 from espalier.kernels.ops.experts import Routing
 from espalier.models.config import Experts, Family, ModelConfig, Raw, Windows, full_attention
 from espalier.models.families.granite_hybrid import FULL, LINEAR, check_sizes, with_limits
-from espalier.models.layer_loading import load_attention
+from espalier.models.layer_loading import load_attention, specs_by_type
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.experts import MixtureMLP
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mamba2 import Mamba2
-from espalier.models.layers.mixer import AttentionMixer, BlockLayer
+from espalier.models.layers.mixer import BlockLayer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.mamba2_loading import load_mamba2
 from espalier.models.rope import RopeTables
+from espalier.models.stored_names import StoredNames
 from espalier.models.weight_formats import dense_weight
 from espalier.models.weights import Weights
 
@@ -31,7 +32,7 @@ COUNTS = ("mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "co
 RENAMED = {"layer_norm_epsilon": "rms_norm_eps", "layers_block_type": "layer_types"}
 
 
-def _text_fields(raw: Raw) -> Raw:
+def _own_fields(raw: Raw) -> Raw:
     """The fields under the names of other families, with a type for each layer."""
     fields = with_limits({**raw, **{other: raw[name] for name, other in RENAMED.items() if name in raw}})
     types = fields.get("layer_types") or raw.get("hybrid_override_pattern")
@@ -80,14 +81,8 @@ def _state_of(config: ModelConfig) -> RecurrentState:
 
 
 def _layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, size = _state_of(config), config.head_size
-    of_kind = {
-        LINEAR: LayerSpec(state.heads, state),
-        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size)),
-        MOE: LayerSpec(0, NOTHING),
-        MLP: LayerSpec(0, NOTHING),
-    }
-    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+    state, nothing = _state_of(config), LayerSpec(0, NOTHING)
+    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state), MOE: nothing, MLP: nothing})
 
 
 def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables) -> BlockLayer:
@@ -97,8 +92,7 @@ def _load_layer(weights: Weights, config: ModelConfig, prefix: str, layer: int, 
     if kind == LINEAR:
         return BlockLayer(layer, norm, mixer=_load_mamba(weights, config, under))
     if kind == FULL:
-        attention = load_attention(weights, config, under, config.hidden_size, rope)
-        return BlockLayer(layer, norm, mixer=AttentionMixer(attention))
+        return BlockLayer(layer, norm, mixer=load_attention(weights, config, under, config.hidden_size, rope))
     if kind == MLP:
         return BlockLayer(layer, norm, mlp=_load_mlp(weights, under, config.hidden_size, config.intermediate_size))
     assert config.experts is not None
@@ -153,7 +147,6 @@ FAMILY = Family(
         "intermediate_size": 21504,
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "use_bias": False,
         "mlp_bias": False,
@@ -187,12 +180,12 @@ FAMILY = Family(
         *("n_routed_experts", "n_shared_experts", "num_local_experts", "routed_scaling_factor"),
         *("num_nextn_predict_layers", "hidden_act"),
     ),
-    text_fields=_text_fields,
+    fields=_own_fields,
     layer_kinds=(LINEAR, MOE, MLP),
     layer_specs=_layer_specs,
     load_layer=_load_layer,
     load_embedding=_load_embedding,
-    stored_prefix="backbone.",
+    stored=StoredNames((("backbone.", "model."),)),
     unread={"mtp.": "layers of multi-token prediction"},
     final_norm="model.norm_f",
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from espalier.models.config import LayerNorms, Raw
-from espalier.models.families.by_type import FULL, SLIDING, Bases, ropes_of, windows_of
+from espalier.models.families.by_type import FULL, SLIDING, Bases, kinds_of, ropes_of, windows_of
 from espalier.models.families.llama import FAMILY as LLAMA
 
 BASES: Bases = {FULL: ("rope_theta", 5e5), SLIDING: ("rope_theta", 5e5)}
@@ -11,8 +11,7 @@ BASES: Bases = {FULL: ("rope_theta", 5e5), SLIDING: ("rope_theta", 5e5)}
 
 def _kinds(full: Raw) -> list[str]:
     """The type of each layer; without `layer_types`, every fourth has full attention."""
-    given = full.get("layer_types")
-    return given or [SLIDING if layer % 4 else FULL for layer in range(1, full["num_hidden_layers"] + 1)]
+    return kinds_of(full, lambda layer: layer % 4 == 0)
 
 
 OLMO2 = replace(

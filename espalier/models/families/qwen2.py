@@ -1,6 +1,6 @@
 """Qwen2 and 2.5: q, k and v always have a bias, the output projection never; upper layers may have a sliding window."""
 
-from espalier.models.config import Family, Raw, Windows, windows_by_layer_type
+from espalier.models.config import Family, Raw, Windows, windows_if_used
 
 QWEN_WINDOW_DEFAULTS = {
     "use_sliding_window": False,
@@ -12,9 +12,7 @@ QWEN_WINDOW_DEFAULTS = {
 
 def qwen_windows(full: Raw) -> Windows:
     """With `use_sliding_window`, the window holds from layer `max_window_layers` on, or as `layer_types` says."""
-    window = full["sliding_window"] if full["use_sliding_window"] else None
-    first = full["max_window_layers"]
-    return windows_by_layer_type({**full, "sliding_window": window}, default=lambda layer: layer >= first)
+    return windows_if_used(full, lambda layer: layer >= full["max_window_layers"])
 
 
 FAMILY = Family(
@@ -25,7 +23,6 @@ FAMILY = Family(
         "head_dim": None,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "hidden_act": "silu",
         **QWEN_WINDOW_DEFAULTS,
     },

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.experts import Routing
-from espalier.models.config import Experts, Raw, Windows, windows_by_layer_type
+from espalier.models.config import Experts, Raw, Windows, windows_if_used
 from espalier.models.families.qwen2 import FAMILY as QWEN2
 
 
@@ -27,20 +27,18 @@ def routing(full: Raw, default: int) -> Routing | None:
     return Routing(num_experts, full["num_experts_per_tok"], norm_topk_prob=bool(full["norm_topk_prob"]))
 
 
-def _experts(full: Raw) -> Experts | None:
-    how = routing(full, default=60)
+def experts_beside_shared(full: Raw, default: int = 60) -> Experts | None:
+    """Experts beside a gated shared one.  default: as `routing` takes it."""
+    how = routing(full, default)
     if how is None:
         return None
-    shared = full["shared_expert_intermediate_size"]
-    gate = "shared_expert_gate"
+    shared, gate = full["shared_expert_intermediate_size"], "shared_expert_gate"
     return Experts(expert_layers(full), how, full["moe_intermediate_size"], shared, "shared_expert", gate)
 
 
 def _windows(full: Raw) -> Windows:
     """With `use_sliding_window`, as `layer_types` says, else every second layer below `max_window_layers`."""
-    window = full["sliding_window"] if full["use_sliding_window"] else None
-    slides = lambda layer: layer % 2 == 0 and layer < full["max_window_layers"]  # noqa: E731
-    return windows_by_layer_type({**full, "sliding_window": window}, default=slides)
+    return windows_if_used(full, lambda layer: layer % 2 == 0 and layer < full["max_window_layers"])
 
 
 FAMILY = replace(
@@ -60,6 +58,6 @@ FAMILY = replace(
     },
     qkv_bias=lambda full: bool(full["qkv_bias"]),
     windows=_windows,
-    experts=_experts,
+    experts=experts_beside_shared,
     honours=("num_experts", "num_local_experts", "shared_expert_intermediate_size"),
 )

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from espalier.models.config import Experts, Raw, Windows, windows_by_layer_type
+from espalier.models.config import Experts, Raw, Windows, windows_if_used
 from espalier.models.families.qwen2_moe import expert_layers, routing
 from espalier.models.families.qwen3 import FAMILY as QWEN3
 
@@ -14,8 +14,7 @@ def _experts(full: Raw) -> Experts | None:
 
 def _windows(full: Raw) -> Windows:
     """With `use_sliding_window`, every layer has the window, or those that `layer_types` names."""
-    window = full["sliding_window"] if full["use_sliding_window"] else None
-    return windows_by_layer_type({**full, "sliding_window": window}, default=lambda layer: True)
+    return windows_if_used(full, lambda layer: True)
 
 
 FAMILY = replace(

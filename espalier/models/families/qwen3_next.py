@@ -6,19 +6,20 @@ attention is gated too.
 
 from dataclasses import replace
 
-from espalier.cache.layer_spec import KVHeads, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import LayerSpec, RecurrentState
 from espalier.errors import EspalierError, shown
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.kernels.ops.rope import HeadNorms
-from espalier.model_files import MAX_HEAD_SIZE, MAX_SIZE
-from espalier.models.config import Experts, ModelConfig, Raw, Windows, full_attention
+from espalier.model_files import MAX_HEAD_SIZE
+from espalier.models.config import Experts, ModelConfig, Raw, Windows, attention_in_some_layer
+from espalier.models.config_values import require_counts, require_multiple
 from espalier.models.expert_loading import load_experts
-from espalier.models.families.qwen2_moe import expert_layers, routing
+from espalier.models.families.qwen2_moe import experts_beside_shared
 from espalier.models.families.qwen3_moe import FAMILY as QWEN3_MOE
+from espalier.models.layer_loading import load_head_norms, specs_by_type
+from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.delta_net import DeltaNet
 from espalier.models.layers.gated_attention import GatedAttention
 from espalier.models.layers.linear import Linear
-from espalier.models.layers.mixer import MixerLayer
 from espalier.models.mtp_family import MTPFamily
 from espalier.models.rope import RopeTables
 from espalier.models.weights import Weights
@@ -41,7 +42,7 @@ QWEN_MTP = MTPFamily(
 )
 
 
-def text_fields(raw: Raw) -> Raw:
+def own_fields(raw: Raw) -> Raw:
     """The fields of a config.json with a type for each layer, the number of MTP layers, and a RoPE for text."""
     count, interval = raw.get("num_hidden_layers"), raw.get("full_attention_interval") or 4
     types = raw.get("layer_types")
@@ -58,22 +59,14 @@ def text_fields(raw: Raw) -> Raw:
 
 def check_layers(full: Raw) -> Windows:
     """No layer has a window.  Raises EspalierError for sizes that no layer can have."""
-    for name in (*SIZES, *COUNTS):
-        value, most = full.get(name), MAX_HEAD_SIZE if name in SIZES else MAX_SIZE
-        if type(value) is not int or not 1 <= value <= most:
-            raise EspalierError(f"{name} = {value!r}; a positive integer is needed, {most} at most; correct the config")
-    if full["linear_num_value_heads"] % full["linear_num_key_heads"]:
-        raise EspalierError(
-            f"linear_num_value_heads = {full['linear_num_value_heads']} is no multiple of linear_num_key_heads = "
-            f"{full['linear_num_key_heads']}; correct the config"
-        )
+    require_counts(full, SIZES, MAX_HEAD_SIZE)
+    require_counts(full, COUNTS)
+    require_multiple(full, "linear_num_value_heads", "linear_num_key_heads")
     if full.get("attn_output_gate", True) is not True:
         raise EspalierError(
             f"attn_output_gate = {shown(full['attn_output_gate'])} is not supported, only True; use another model"
         )
-    if FULL not in full["layer_types"]:
-        raise EspalierError(f"layer_types names no {FULL!r}; a model with no layer of attention is not supported")
-    return full_attention(full)
+    return attention_in_some_layer(full)
 
 
 def state_of(config: ModelConfig) -> RecurrentState:
@@ -88,21 +81,17 @@ def state_of(config: ModelConfig) -> RecurrentState:
 
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    state, size = state_of(config), config.head_size
-    of_kind = {
-        LINEAR: LayerSpec(state.heads, state),
-        FULL: LayerSpec(config.heads, KVHeads(config.kv_heads, size, size)),
-    }
-    return tuple(of_kind[kind] for kind in config.raw["layer_types"])
+    state = state_of(config)
+    return specs_by_type(config, {LINEAR: LayerSpec(state.heads, state)})
 
 
 def load_layer(
     weights: Weights, config: ModelConfig, prefix: str, layer: int, rope: RopeTables, index: int | None = None
-) -> MixerLayer:
+) -> DecoderLayer:
     """As espalier/models/config.py:LoadLayer."""
     is_linear = config.raw["layer_types"][layer] == LINEAR
     norms = [
-        weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps, config.norm_offset)
+        weights.norm(f"{prefix}{name}_layernorm", config.hidden_size, config.rms_norm_eps, config.family.norm_offset)
         for name in ("input", "post_attention")
     ]
     mixer = (
@@ -117,20 +106,19 @@ def load_layer(
         if config.experts is not None and has_experts
         else weights.mlp(f"{prefix}mlp.", *sizes, config.mlp_bias, config.activation)
     )
-    return MixerLayer(layer if index is None else index, norms[0], mixer, norms[1], mlp)
+    return DecoderLayer(layer if index is None else index, norms[0], mixer, norms[1], mlp)
 
 
 def load_gated_attention(weights: Weights, config: ModelConfig, prefix: str, rope: RopeTables) -> GatedAttention:
     size, hidden = config.head_size, config.hidden_size
     rows = (2 * config.heads * size, config.kv_heads * size, config.kv_heads * size)
-    q_norm, k_norm = (weights.norm_weight(f"{prefix}{name}_norm.weight", size, config.norm_offset) for name in "qk")
     return GatedAttention(
         weights.linear(prefix, ("q_proj", "k_proj", "v_proj"), rows, hidden, config.attention_bias),
         weights.linear(prefix, ("o_proj",), (hidden,), config.heads * size, config.out_bias),
         config.heads,
         size,
         rope,
-        HeadNorms(q_norm, k_norm, config.rms_norm_eps),
+        load_head_norms(weights, config, prefix),
     )
 
 
@@ -157,12 +145,8 @@ def load_delta_net(weights: Weights, config: ModelConfig, prefix: str) -> DeltaN
 
 
 def experts(full: Raw) -> Experts | None:
-    how = routing(full, default=512)
-    if how is None:
-        return None
-    shared = full["shared_expert_intermediate_size"]
-    size, gate = full["moe_intermediate_size"], "shared_expert_gate"
-    return Experts(expert_layers(full), how, size, shared, "shared_expert", gate, stored="joined")
+    beside_shared = experts_beside_shared(full, default=512)
+    return None if beside_shared is None else replace(beside_shared, stored="joined")
 
 
 FAMILY = replace(
@@ -174,7 +158,6 @@ FAMILY = replace(
         "head_dim": 256,
         "max_position_embeddings": 32768,
         "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
         "attention_bias": False,
         "hidden_act": "silu",
         "intermediate_size": 5632,
@@ -199,7 +182,7 @@ FAMILY = replace(
         *("num_experts", "num_local_experts", "shared_expert_intermediate_size", "partial_rotary_factor"),
         *("num_nextn_predict_layers", "attn_output_gate"),
     ),
-    text_fields=text_fields,
+    fields=own_fields,
     layer_kinds=(LINEAR,),
     layer_specs=layer_specs,
     load_layer=load_layer,

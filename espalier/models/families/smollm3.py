@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from espalier.errors import EspalierError, shown
-from espalier.models.config import Raw, Windows, windows_by_layer_type
+from espalier.models.config import Raw, Windows, windows_if_used
 from espalier.models.families.llama import FAMILY as LLAMA
 
 
@@ -23,8 +23,8 @@ def _with_rope(full: Raw) -> list[bool]:
 
 
 def _windows(full: Raw) -> Windows:
-    window, with_rope = full["sliding_window"] if full["use_sliding_window"] else None, _with_rope(full)
-    return windows_by_layer_type({**full, "sliding_window": window}, default=lambda layer: not with_rope[layer])
+    with_rope = _with_rope(full)
+    return windows_if_used(full, lambda layer: not with_rope[layer])
 
 
 FAMILY = replace(

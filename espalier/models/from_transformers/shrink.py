@@ -77,4 +77,6 @@ def _plain_rope(value: Any) -> Any:
     kept = {name: each for name, each in value.items() if not isinstance(each, list) and name not in SCALINGS}
     if "original_max_position_embeddings" in kept:
         kept["original_max_position_embeddings"] = WINDOW
+    if "max_position_embeddings" in kept:
+        kept["max_position_embeddings"] = POSITIONS
     return {**kept, "rope_type": "default"}

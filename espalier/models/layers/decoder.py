@@ -5,6 +5,7 @@ which row belongs to which request.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,86 +15,55 @@ from espalier.cache.layer_spec import LayerSpec
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import Layer, ModelOutput
 from espalier.models.config import ModelConfig
-from espalier.models.layers.attention import Attention
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.experts import MixtureMLP
-from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.linear import Linear
+from espalier.models.layers.mixer import Mixer
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, RMSNorm
 from espalier.models.layers.stream import Stream
 from espalier.models.rope import RopeTables
 
 
+@dataclass(eq=False, slots=True)
 class DecoderLayer:
     """x + scale · attention(norm(x)), then x + scale · mlp(norm(x)).
 
     index: the layer's place in the pass, from 0.
+    attention: or another block in its place, such as a recurrence or a short convolution.
     attention_norm: None for the first layer of a draft head, whose input the embedding makes.
     post_attention_norm, post_mlp_norm: of a block's output, before it is added; None: it is added as it is.
     residual_scale: the factor of a block's output.
     """
 
-    __slots__ = (
-        *("index", "attention_norm", "attention", "mlp_norm", "mlp"),
-        *("post_attention_norm", "post_mlp_norm", "residual_scale"),
-    )
-
-    def __init__(
-        self,
-        index: int,
-        attention_norm: AnyNorm | None,
-        attention: Attention | LatentAttention,
-        mlp_norm: AnyNorm,
-        mlp: GatedMLP | MixtureMLP,
-        post_attention_norm: RMSNorm | None = None,
-        post_mlp_norm: RMSNorm | None = None,
-        residual_scale: float = 1.0,
-    ) -> None:
-        self.index = index
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.post_attention_norm = post_attention_norm
-        self.post_mlp_norm = post_mlp_norm
-        self.residual_scale = residual_scale
+    index: int
+    attention_norm: AnyNorm | None
+    attention: Mixer
+    mlp_norm: AnyNorm
+    mlp: GatedMLP | MixtureMLP
+    post_attention_norm: RMSNorm | None = None
+    post_mlp_norm: RMSNorm | None = None
+    residual_scale: float = 1.0
 
     def __call__(self, s: Stream, p: Pass) -> None:
-        rows = s.normed(self.attention_norm, self.attention)
-        q = self.attention.write(self.index, rows, p)
-        gate = self.attention.gate(rows, p.kept(self.index))
-        s.keep(p.kept(self.index))
-        attended = p.attend(self.index, q, self.attention.sink)
-        attended = attended if gate is None else attended * gate.view(*attended.shape[:3], -1)
-        s.add(self.attention.project(attended), self.post_attention_norm, self.residual_scale)
+        mixed = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
+        s.add(mixed, self.post_attention_norm, self.residual_scale)
         s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), self.post_mlp_norm, self.residual_scale)
 
 
+@dataclass(eq=False)
 class Decoder:
     """A CausalLM (espalier/models/base.py).  layers: of `DecoderLayer`, or of a family's own."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        layer_specs: tuple[LayerSpec, ...],
-        capture: tuple[int, ...],
-        rope: RopeTables,
-        embed: Embedding,
-        layers: Sequence[Layer],
-        norm: RMSNorm,
-        head: Linear,
-        kv_scales: tuple[KVScales | None, ...],
-    ) -> None:
-        self.config = config
-        self.layer_specs = layer_specs
-        self.capture = capture
-        self.rope = rope
-        self.embed = embed
-        self.layers = layers
-        self.norm = norm
-        self.head = head
-        self.kv_scales = kv_scales
+    config: ModelConfig
+    layer_specs: tuple[LayerSpec, ...]
+    capture: tuple[int, ...]
+    rope: RopeTables
+    embed: Embedding
+    layers: Sequence[Layer]
+    norm: RMSNorm
+    head: Linear
+    kv_scales: tuple[KVScales | None, ...]
 
     def __call__(self, p: Pass) -> ModelOutput:
         s = self.embed(p, self.rope)

@@ -1,12 +1,14 @@
 """The gated delta rule as a block (Yang et al. 2025, arXiv:2412.06464), as Qwen3-Next and Qwen3.5 have it."""
 
+from dataclasses import dataclass, field
+
 from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.kernels.ops.states import GateInputs, OutputGate, gated_norm
+from espalier.kernels.ops.states import Columns, GateInputs, OutputGate, gated_norm
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
@@ -14,6 +16,7 @@ from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats.sharded import Unsummed
 
 
+@dataclass(eq=False, slots=True)
 class DeltaNet:
     """qkvz, ba: stacked projections of q, k, v and z, and of b and a: each whole, or in turn for each head of k.
 
@@ -21,46 +24,25 @@ class DeltaNet:
     exp(-exp(A_log) · softplus(a + dt_bias)), and beta is sigmoid(b).  norm: of each head's output, gated by silu(z).
     """
 
-    __slots__ = (
-        "keeps",
-        "qkvz",
-        "ba",
-        "is_grouped",
-        "conv",
-        "A_log",
-        "dt_bias",
-        "norm",
-        "out",
-        "share",
-        "columns",
-        "z_at",
-    )
+    keeps: RecurrentState
+    qkvz: Linear
+    ba: Linear
+    is_grouped: bool
+    conv: ShortConv
+    A_log: Tensor
+    dt_bias: Tensor
+    norm: RMSNorm
+    out: Linear
+    share: int = field(init=False)
+    columns: Columns = field(init=False)
+    z_at: int = field(init=False)
 
-    def __init__(
-        self,
-        keeps: RecurrentState,
-        qkvz: Linear,
-        ba: Linear,
-        is_grouped: bool,
-        conv: ShortConv,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        norm: RMSNorm,
-        out: Linear,
-    ) -> None:
-        self.keeps = keeps
-        self.qkvz = qkvz
-        self.ba = ba
-        self.is_grouped = is_grouped
-        self.conv = conv
-        self.A_log = A_log
-        self.dt_bias = dt_bias
-        self.norm = norm
-        self.out = out
+    def __post_init__(self) -> None:
+        keeps = self.keeps
         self.share = keeps.heads // keeps.k_heads
         self.columns = keeps.columns
         self.z_at = keeps.channels
-        if is_grouped:
+        if self.is_grouped:
             of_group = self.share * keeps.v_size
             step = 2 * keeps.k_size + 2 * of_group
             self.columns = keeps.columns._replace(k=keeps.k_size, v=2 * keeps.k_size, k_step=step, v_step=step)

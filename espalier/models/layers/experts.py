@@ -4,6 +4,7 @@ Routing (espalier/kernels/layers/routing.py) and the product with the experts (e
 one operation each.
 """
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ class RoutedRows(NamedTuple):
     logits: Tensor
 
 
+@dataclass(eq=False, slots=True)
 class MixtureMLP:
     """The weighted sum of each row's experts, and of the shared experts if there are any.
 
@@ -55,40 +57,24 @@ class MixtureMLP:
     apart for any number of rows.  It has the memory of `shared`.
     """
 
-    __slots__ = (
-        *("routing", "router", "bias", "gate_up", "down", "shared", "shared_gate", "biases", "activation"),
-        *("scale", "shards", "shared_tiles"),
-    )
+    routing: Routing
+    router: Tensor
+    bias: Tensor | None
+    gate_up: ExpertMatrix
+    down: ExpertMatrix
+    shared: GatedMLP | None = None
+    shared_gate: Linear | None = None
+    biases: ExpertBiases | None = None
+    activation: Activation = SILU
+    scale: Tensor | None = None
+    shards: Shards = WHOLE
+    shared_tiles: SharedExperts | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        routing: Routing,
-        router: Tensor,
-        bias: Tensor | None,
-        gate_up: ExpertMatrix,
-        down: ExpertMatrix,
-        shared: GatedMLP | None = None,
-        shared_gate: Linear | None = None,
-        biases: ExpertBiases | None = None,
-        activation: Activation = SILU,
-        scale: Tensor | None = None,
-        shards: Shards = WHOLE,
-    ) -> None:
-        self.shards = shards
-        self.routing = routing
-        self.router = router
-        self.bias = bias
-        self.gate_up = gate_up
-        self.down = down
-        self.shared = shared
-        self.shared_gate = shared_gate
-        self.biases = biases
-        self.activation = activation
-        self.scale = scale
-        self.shared_tiles = None
-        are_silu = activation.is_silu and (shared is None or shared.activation.is_silu)
-        if shared is not None and shared_gate is None and biases is None and are_silu:
-            self.shared_tiles = _as_tiles(shared, gate_up, down)
+    def __post_init__(self) -> None:
+        shared = self.shared
+        are_silu = self.activation.is_silu and (shared is None or shared.activation.is_silu)
+        if shared is not None and self.shared_gate is None and self.biases is None and are_silu:
+            self.shared_tiles = _as_tiles(shared, self.gate_up, self.down)
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, RoutedRows]:
         """As espalier/models/layers/stream.py:Reader.

@@ -1,5 +1,7 @@
 """Attention whose output each head multiplies by a gate of its own (Qwen3-Next)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,20 +16,16 @@ from espalier.models.rope import RopeTables
 from espalier.models.weight_formats.sharded import Unsummed
 
 
+@dataclass(eq=False, slots=True)
 class GatedAttention:
     """qkv: stacked weights of q and gate, in turn for each of `heads`, then k and v.  norms: of q and k heads."""
 
-    __slots__ = ("qkv", "out", "heads", "head_size", "rope", "norms")
-
-    def __init__(
-        self, qkv: Linear, out: Linear, heads: int, head_size: int, rope: RopeTables, norms: HeadNorms
-    ) -> None:
-        self.qkv = qkv
-        self.out = out
-        self.heads = heads
-        self.head_size = head_size
-        self.rope = rope
-        self.norms = norms
+    qkv: Linear
+    out: Linear
+    heads: int
+    head_size: int
+    rope: RopeTables
+    norms: HeadNorms
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""

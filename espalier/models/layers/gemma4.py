@@ -1,5 +1,7 @@
 """The layer of Gemma 4: experts beside a dense MLP, an input of its own for each layer, and a factor of its output."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,10 +29,8 @@ class PerLayerEmbedding(Embedding):
 
     __slots__ = ("table", "table_scale", "project", "norm")
 
-    def __init__(
-        self, weight: Tensor, scale: float, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm
-    ) -> None:
-        super().__init__(weight, scale)
+    def __init__(self, own: Embedding, table: Tensor, table_scale: float, project: Linear, norm: RMSNorm) -> None:
+        super().__init__(own.weight, own.scale, None, own.shape[0], own.shards)
         self.table = table
         self.table_scale = table_scale
         self.project = project
@@ -46,21 +46,20 @@ class PerLayerEmbedding(Embedding):
         return s
 
 
+@dataclass(eq=False, slots=True)
 class LayerInput:
     """What a layer makes of its own input: norm(project(activation(gate(x)) · input))."""
 
-    __slots__ = ("gate", "project", "norm")
-
-    def __init__(self, gate: Linear, project: Linear, norm: RMSNorm) -> None:
-        self.gate = gate
-        self.project = project
-        self.norm = norm
+    gate: Linear
+    project: Linear
+    norm: RMSNorm
 
     def __call__(self, x: Tensor, given: Tensor) -> Tensor:
         """x [N, H], given [N, P] -> [N, H]."""
         return self.norm(self.project(F.gelu(self.gate(x), approximate="tanh") * given))
 
 
+@dataclass(eq=False, slots=True)
 class BesideMLP:
     """Routed experts that read the stream beside the dense MLP, through norms of their own.
 
@@ -68,16 +67,11 @@ class BesideMLP:
     experts' input and output.
     """
 
-    __slots__ = ("mixture", "router_norm", "mlp_norm", "norm", "after")
-
-    def __init__(
-        self, mixture: MixtureMLP, router_norm: RMSNorm, mlp_norm: RMSNorm, norm: RMSNorm, after: RMSNorm
-    ) -> None:
-        self.mixture = mixture
-        self.router_norm = router_norm
-        self.mlp_norm = mlp_norm
-        self.norm = norm
-        self.after = after
+    mixture: MixtureMLP
+    router_norm: RMSNorm
+    mlp_norm: RMSNorm
+    norm: RMSNorm
+    after: RMSNorm
 
     def __call__(self, x: Tensor, dense: Tensor, live: Tensor | None) -> Tensor:
         """x: [N, H], the stream; dense: of the MLP, [N, H].  Returns the sum of both blocks, normed each."""
@@ -86,6 +80,7 @@ class BesideMLP:
         return self.mlp_norm(dense) + self.after(sum_parts(over_ranks(parts), x.dtype))
 
 
+@dataclass(eq=False, slots=True)
 class Gemma4Layer:
     """x + norm(attention(norm(x))), then x + norm(mlp(norm(x))), then what the layer's own input adds; all times scale.
 
@@ -93,40 +88,20 @@ class Gemma4Layer:
     post_mlp_norm: its weight includes the scale, unless there is `own_input`, whose norm then does.
     """
 
-    __slots__ = (
-        *("index", "attention_norm", "attention", "post_attention_norm", "mlp_norm", "mlp", "post_mlp_norm"),
-        *("beside", "own_input", "scale"),
-    )
-
-    def __init__(
-        self,
-        index: int,
-        attention_norm: RMSNorm,
-        attention: Attention,
-        post_attention_norm: RMSNorm,
-        mlp_norm: RMSNorm,
-        mlp: GatedMLP,
-        post_mlp_norm: RMSNorm,
-        beside: BesideMLP | None,
-        own_input: LayerInput | None,
-        scale: float,
-    ) -> None:
-        self.index = index
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.post_attention_norm = post_attention_norm
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.post_mlp_norm = post_mlp_norm
-        self.beside = beside
-        self.own_input = own_input
-        self.scale = scale
+    index: int
+    attention_norm: RMSNorm
+    attention: Attention
+    post_attention_norm: RMSNorm
+    mlp_norm: RMSNorm
+    mlp: GatedMLP
+    post_mlp_norm: RMSNorm
+    beside: BesideMLP | None
+    own_input: LayerInput | None
+    scale: float
 
     def __call__(self, s: Stream, p: Pass) -> None:
-        q = self.attention.write(self.index, s.normed(self.attention_norm, self.attention), p)
-        s.keep(p.kept(self.index))
-        attended = p.attend(self.index, q, self.attention.sink)
-        s.add(self.attention.project(attended), self.post_attention_norm)
+        attended = self.attention(self.index, s.normed(self.attention_norm, self.attention), s, p)
+        s.add(attended, self.post_attention_norm)
         out = self.mlp(s.normed(self.mlp_norm, self.mlp), s.live)
         if self.beside is not None:
             out = self.beside(s.x, sum_parts(over_ranks(out), s.x.dtype), s.live)

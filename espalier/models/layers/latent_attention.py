@@ -5,13 +5,14 @@ is ever computed.  In the same way a head's output is v_up · (the weighted sum 
 row of the cache, once (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.2).
 """
 
-from typing import ClassVar
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import LatentForm, head_product
+from espalier.models.layers.attention import AttentionBlock
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.rope import RopeTables
@@ -21,7 +22,8 @@ from espalier.models.weight_formats.sharded import Unsummed
 NORM_EPS = 1e-6
 
 
-class LatentAttention:
+@dataclass(eq=False, slots=True)
+class LatentAttention(AttentionBlock):
     """down: hidden state -> the queries' latent [q_rank], then the row to keep [kv_rank + rope], in one product.
 
     q_norm, q: the queries' latent -> [heads · (nope + rope)]; both None if `down` projects the queries themselves.
@@ -29,38 +31,21 @@ class LatentAttention:
     row_size: kv_rank + rope.
     """
 
-    __slots__ = ("down", "q_norm", "q", "form", "k_up", "v_up", "out", "row_size", "rope")
-
-    sink: ClassVar[None] = None
-
-    def __init__(
-        self,
-        down: Linear,
-        q_norm: RMSNorm | None,
-        q: Linear | None,
-        form: LatentForm,
-        k_up: Tensor,
-        v_up: Tensor,
-        out: Linear,
-        row_size: int,
-        rope: RopeTables,
-    ) -> None:
-        self.down = down
-        self.q_norm = q_norm
-        self.q = q
-        self.form = form
-        self.k_up = k_up
-        self.v_up = v_up
-        self.out = out
-        self.row_size = row_size
-        self.rope = rope
+    down: Linear
+    q_norm: RMSNorm | None
+    q: Linear | None
+    form: LatentForm
+    k_up: Tensor
+    v_up: Tensor
+    out: Linear
+    row_size: int
+    rope: RopeTables
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""
         return self.down.read(norm, delta, x)
 
     def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
-        """As espalier/models/layers/attention.py:Attention.write."""
         down = self.down(rows)
         q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
         if self.q_norm is not None and self.q is not None:
@@ -68,11 +53,8 @@ class LatentAttention:
         q = q.unflatten(1, (self.k_up.shape[0], -1))
         return p.write(layer, q, latent, p.rotation(self.rope), self.form, self.k_up)
 
-    def gate(self, rows: Rows, kept: Tensor | None) -> None:
-        """As espalier/models/layers/attention.py:Attention.gate: there is none."""
-
     def project(self, attended: Tensor) -> Tensor | Unsummed:
-        """As espalier/models/layers/attention.py:Attention.project, of weighted sums of latents."""
+        """attended: weighted sums of latents."""
         latents = attended.flatten(0, 1)
         values = latents.new_empty(*latents.shape[:2], self.v_up.shape[1])
         head_product(latents, self.v_up.transpose(1, 2), values)

@@ -1,5 +1,7 @@
 """A linear layer: a weight of any format, and a bias."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
@@ -9,14 +11,12 @@ from espalier.models.weight_formats import Weight
 from espalier.models.weight_formats.sharded import SummedWeight, Unsummed
 
 
+@dataclass(eq=False, slots=True)
 class Linear:
     """y = x · weightᵀ + bias.  The weight may stack several projections of one input."""
 
-    __slots__ = ("weight", "bias")
-
-    def __init__(self, weight: Weight, bias: Tensor | None = None) -> None:
-        self.weight = weight
-        self.bias = bias
+    weight: Weight
+    bias: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -37,9 +37,7 @@ class Linear:
 
     def __call__(self, x: Rows) -> Tensor:
         """x [..., in] -> a new tensor [..., out]."""
-        if isinstance(x, RoundedRows):
-            return self.weight.of_rounded(x, self.bias, "apply")
-        if x.ndim == 2:
+        if isinstance(x, RoundedRows) or x.ndim == 2:
             return self.weight.apply(x, self.bias)
         return self.weight.apply(x.reshape(-1, x.shape[-1]), self.bias).view(*x.shape[:-1], self.shape[0])
 
@@ -51,8 +49,6 @@ class Linear:
 
     def in_parts(self, x: Rows) -> Tensor:
         """x [rows, in] -> [rows, out], or [parts, rows, out] float32, which the reader sums (RMSNorm.after)."""
-        if isinstance(x, RoundedRows):
-            return self.weight.of_rounded(x, self.bias, "parts")
         return self.weight.parts(x, self.bias)
 
     def write_parts(self, x: Tensor, out: Tensor) -> None:
@@ -61,6 +57,4 @@ class Linear:
 
     def gated(self, x: Rows, activation: Activation = SILU) -> Tensor:
         """x [rows, in] -> the activation of gate and up [rows, out / 2], for a weight that stacks gate and up."""
-        if isinstance(x, RoundedRows):
-            return self.weight.of_rounded(x, self.bias, "gated", activation)
         return self.weight.gated(x, self.bias, activation)

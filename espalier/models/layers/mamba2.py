@@ -3,6 +3,7 @@
 Its state takes in a row by `S = exp(-exp(A_log) · dt) · S + dt · B ⊗ x`, and is read by C; dt follows from the row.
 """
 
+from dataclasses import dataclass, field
 from math import inf
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from espalier.attention import Pass
 from espalier.cache.layer_spec import RecurrentState
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.recurrence import ShortConv
-from espalier.kernels.ops.states import GateInputs, OutputGate, gated_norm
+from espalier.kernels.ops.states import Columns, GateInputs, OutputGate, gated_norm
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mixer import of_kept
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
@@ -19,6 +20,7 @@ from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats.sharded import Unsummed
 
 
+@dataclass(eq=False, slots=True)
 class Mamba2:
     """inputs: stacked projections of the gate, x, B and C, and dt.  conv: of the channels of C, B and x, in this order.
 
@@ -26,29 +28,19 @@ class Mamba2:
     limits: of dt.  norm: of the gated output, for each group of heads that share B and C.
     """
 
-    __slots__ = ("keeps", "inputs", "conv", "A_log", "dt_bias", "skip", "limits", "norm", "out", "columns")
+    keeps: RecurrentState
+    inputs: Linear
+    conv: ShortConv
+    A_log: Tensor
+    dt_bias: Tensor
+    skip: Tensor
+    limits: tuple[float, float]
+    norm: RMSNorm
+    out: Linear
+    columns: Columns = field(init=False)
 
-    def __init__(
-        self,
-        keeps: RecurrentState,
-        inputs: Linear,
-        conv: ShortConv,
-        A_log: Tensor,
-        dt_bias: Tensor,
-        skip: Tensor,
-        limits: tuple[float, float],
-        norm: RMSNorm,
-        out: Linear,
-    ) -> None:
-        self.keeps = keeps
-        self.inputs = inputs
-        self.conv = conv
-        self.A_log = A_log
-        self.dt_bias = dt_bias
-        self.skip = skip
-        self.limits = limits
-        self.norm = norm
-        self.out = out
+    def __post_init__(self) -> None:
+        keeps = self.keeps
         inner, shared = keeps.heads * keeps.v_size, keeps.k_heads * keeps.k_size
         # The stored order is the gate, x, B, C, dt.
         self.columns = keeps.columns._replace(q=2 * inner + shared, k=2 * inner, v=inner)

@@ -1,14 +1,12 @@
-"""A layer whose first block may be of any kind: attention with a gate, a recurrence, a short convolution."""
+"""The first block of a layer, which may be of any kind, and layers of a single block."""
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from espalier.attention import Pass
-from espalier.kernels.layers.quantised import Rows
-from espalier.models.layers.attention import Attention
 from espalier.models.layers.experts import MixtureMLP
-from espalier.models.layers.latent_attention import LatentAttention
 from espalier.models.layers.mlp import GatedMLP
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.layers.stream import Reader, Stream
@@ -26,54 +24,6 @@ class Mixer(Reader, Protocol):
         ...
 
 
-class AttentionMixer:
-    """Plain attention as a Mixer."""
-
-    __slots__ = ("attention",)
-
-    def __init__(self, attention: Attention | LatentAttention) -> None:
-        self.attention = attention
-
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
-        """As espalier/models/layers/stream.py:Reader."""
-        return self.attention.read(norm, delta, x)
-
-    def __call__(self, layer: int, rows: Rows, s: Stream, p: Pass) -> Tensor | Unsummed:
-        """As Mixer."""
-        q = self.attention.write(layer, rows, p)
-        s.keep(p.kept(layer))
-        return self.attention.project(p.attend(layer, q, self.attention.sink))
-
-
-class MixerLayer:
-    """x + mixer(norm(x)), then x + mlp(norm(x)).
-
-    index: the layer's place in the pass, from 0.  scale: factor of both blocks' outputs.
-    """
-
-    __slots__ = ("index", "mixer_norm", "mixer", "mlp_norm", "mlp", "scale")
-
-    def __init__(
-        self,
-        index: int,
-        mixer_norm: RMSNorm,
-        mixer: Mixer,
-        mlp_norm: RMSNorm,
-        mlp: GatedMLP | MixtureMLP,
-        scale: float = 1.0,
-    ) -> None:
-        self.index = index
-        self.mixer_norm = mixer_norm
-        self.mixer = mixer
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-        self.scale = scale
-
-    def __call__(self, s: Stream, p: Pass) -> None:
-        s.add(self.mixer(self.index, s.normed(self.mixer_norm, self.mixer), s, p), None, self.scale)
-        s.add(self.mlp(s.normed(self.mlp_norm, self.mlp), s.live), None, self.scale)
-
-
 class Unread:
     """Reads the norm of the stream as it is."""
 
@@ -82,21 +32,17 @@ class Unread:
         return norm.after(delta, x)
 
 
+@dataclass(eq=False, slots=True)
 class BlockLayer:
     """x + block(norm(x)), where the block is a mixer or an MLP, which keeps nothing.
 
     index: the layer's place in the pass, from 0.
     """
 
-    __slots__ = ("index", "norm", "mixer", "mlp")
-
-    def __init__(
-        self, index: int, norm: RMSNorm, mixer: Mixer | None = None, mlp: GatedMLP | MixtureMLP | None = None
-    ) -> None:
-        self.index = index
-        self.norm = norm
-        self.mixer = mixer
-        self.mlp = mlp
+    index: int
+    norm: RMSNorm
+    mixer: Mixer | None = None
+    mlp: GatedMLP | MixtureMLP | None = None
 
     def __call__(self, s: Stream, p: Pass) -> None:
         if self.mixer is not None:

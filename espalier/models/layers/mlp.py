@@ -1,5 +1,7 @@
 """The gated feed-forward block of all families: down(activation(gate(x)) * up(x))."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from espalier.kernels.layers.quantised import Rows
@@ -9,15 +11,13 @@ from espalier.models.layers.norm import AnyNorm, Delta
 from espalier.models.weight_formats.sharded import Unsummed
 
 
+@dataclass(eq=False, slots=True)
 class GatedMLP:
     """gate_up: stacked weights of gate and up, [2·intermediate, hidden]."""
 
-    __slots__ = ("gate_up", "down", "activation")
-
-    def __init__(self, gate_up: Linear, down: Linear, activation: Activation = SILU) -> None:
-        self.gate_up = gate_up
-        self.down = down
-        self.activation = activation
+    gate_up: Linear
+    down: Linear
+    activation: Activation = SILU
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""

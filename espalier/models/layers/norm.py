@@ -11,7 +11,6 @@ from espalier.kernels.ops.linear import sum_parts
 from espalier.kernels.ops.norm import (
     add_rms_norm,
     length_constants,
-    norm_and_rounded,
     norm_by_length,
     rms_norm,
     rounded_norm,
@@ -53,7 +52,8 @@ class RMSNorm:
         few = residual.is_cuda and len(residual) <= kernel_rows(rounding, chip(residual))
         if not few or not rounds_norm(residual.shape[1], rounding):
             return self.after(delta, residual)
-        return rounded_norm.triton(summed(delta), residual, self.weight, self.eps, rounding)
+        total, _, rounded = rounded_norm.triton(summed(delta), residual, self.weight, self.eps, rounding)
+        return total, rounded
 
     def both_after(self, delta: Delta, residual: Tensor, rounding: InputScales | None) -> tuple[Tensor, Tensor, Rows]:
         """As `after`, and a third value: the norm as `rounding` rounds it, in the same launch; None: the norm again.
@@ -61,7 +61,10 @@ class RMSNorm:
         rounding: on a GPU alone, for widths that `rounds_norm` takes.
         """
         if rounding is not None:
-            return norm_and_rounded.triton(summed(delta), residual, self.weight, self.eps, rounding)
+            given = (summed(delta), residual, self.weight, self.eps, rounding)
+            total, kept, rounded = rounded_norm.triton(*given, keeps_norm=True)
+            assert kept is not None
+            return total, kept, rounded
         total, norm = self.after(delta, residual)
         return total, norm, norm
 

@@ -1,5 +1,7 @@
 """A gated short convolution as a block (LFM2): the rows' inputs are gated before it, its outputs behind it."""
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
 from espalier.attention import Pass
@@ -12,15 +14,13 @@ from espalier.models.layers.stream import Stream
 from espalier.models.weight_formats.sharded import Unsummed
 
 
+@dataclass(eq=False, slots=True)
 class GatedConv:
     """gates: stacked projections of the gate before, the gate behind and the inputs, [3 · hidden, hidden]."""
 
-    __slots__ = ("gates", "conv", "out")
-
-    def __init__(self, gates: Linear, conv: ShortConv, out: Linear) -> None:
-        self.gates = gates
-        self.conv = conv
-        self.out = out
+    gates: Linear
+    conv: ShortConv
+    out: Linear
 
     def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
         """As espalier/models/layers/stream.py:Reader."""

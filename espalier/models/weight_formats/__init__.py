@@ -3,7 +3,6 @@
 To add a format, add a file to this package and an entry to FORMATS.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,6 @@ __all__ = [
 QUANTISATION_FIELDS = ("quantization_config", "compression_config")
 
 
-# What the names of a model's weights begin with.
-MODEL = "model."
-
-
 def all_dense(name: str) -> WeightFormat:
     return DENSE_FORMAT
 
@@ -80,10 +75,10 @@ def declared_kv_dtype(full: Mapping[str, Any]) -> str | None:
     return kv_scheme(full, QUANTISATION_FIELDS)
 
 
-def read_formats(full: Mapping[str, Any], path: Path, prefix: str = MODEL) -> FormatOf:
-    """The formats of a completed config.json.  Raises EspalierError naming a format that is not in FORMATS.
+def read_formats(full: Mapping[str, Any], path: Path) -> FormatOf:
+    """The formats of a completed config.json, by names as the checkpoint has them.
 
-    prefix: what the names in the checkpoint have for "model."; a name is looked up as the checkpoint has it.
+    Raises EspalierError naming a format that is not in FORMATS.
     """
     field = next((name for name in QUANTISATION_FIELDS if full.get(name) is not None), QUANTISATION_FIELDS[0])
     quantisation = full.get(field)
@@ -95,9 +90,6 @@ def read_formats(full: Mapping[str, Any], path: Path, prefix: str = MODEL) -> Fo
             "(bfloat16)"
         )
     try:
-        formats = FORMATS[method](quantisation or {})
+        return FORMATS[method](quantisation or {})
     except EspalierError as error:
         raise EspalierError(f"{path}: {error}") from None
-    if prefix == MODEL:
-        return formats
-    return lambda name: formats(name if name.startswith(prefix) else re.sub(f"^{re.escape(MODEL)}", prefix, name))

@@ -9,13 +9,13 @@ of every format in the same way.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows
+from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix
 from espalier.kernels.ops.activation import SILU, Activation, gated
 from espalier.shards import Part
 
@@ -23,7 +23,8 @@ from espalier.shards import Part
 class Weight(ABC):
     """A matrix [out, in].  nbytes: bytes of its tensors in memory.
 
-    A subclass implements `apply`.  It overrides the other products if it has faster kernels for them.
+    A subclass implements `apply`.  It overrides the other products if it has faster kernels for them.  A weight with
+    `rounding` takes inputs that are rounded so (RoundedRows) in `apply`, `parts` and `gated` too.
     """
 
     __slots__ = ("shape", "nbytes")
@@ -34,7 +35,7 @@ class Weight(ABC):
         self.nbytes = nbytes
 
     @abstractmethod
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Any, bias: Tensor | None) -> Tensor:
         """x [rows, in] -> x · weightᵀ + bias, a new tensor [rows, out] in x's dtype."""
 
     def dense_tensor(self) -> Tensor | None:
@@ -44,7 +45,7 @@ class Weight(ABC):
     def require_kernels(self, dtype: torch.dtype) -> None:  # noqa: B027
         """Raises EspalierError if no kernel multiplies inputs of this dtype on the weight's device."""
 
-    def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def parts(self, x: Any, bias: Tensor | None) -> Tensor:
         """The result of `apply`, or [parts, rows, out] float32 that sum to it.  RMSNorm.after sums them."""
         return self.apply(x, bias)
 
@@ -56,24 +57,14 @@ class Weight(ABC):
         """Write the result of `apply`, in parts that sum to it, to out [num_parts, rows, out], float32 at least."""
         out[0].copy_(self.apply(x, bias))
 
-    def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+    def gated(self, x: Any, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
         """The activation of gate and up [rows, out / 2], for a weight that stacks gate and up."""
         return gated(self.apply(x, bias), activation)
 
     @property
     def rounding(self) -> InputScales | None:
-        """How inputs must be rounded that `of_rounded` takes; None: it takes none."""
+        """How inputs are rounded that may come as RoundedRows; None: they may not."""
         return None
-
-    def of_rounded(
-        self,
-        x: RoundedRows,
-        bias: Tensor | None,
-        how: Literal["apply", "parts", "gated"],
-        activation: Activation = SILU,
-    ) -> Tensor:
-        """The result of `apply`, `parts` or `gated`, for inputs that are rounded already."""
-        raise NotImplementedError
 
     def rows_from(self, first: int) -> "Weight":
         """Rows first .. out-1 of the matrix, as a weight in the same memory."""
@@ -162,6 +153,10 @@ class WeightFormat(ABC):
     def note(self) -> str | None:
         """What loading says of a checkpoint in this format: what it asks for and is not done."""
         return None
+
+    def spelled(self, stored: Callable[[str], bool]) -> "WeightFormat":
+        """This format with the suffixes that a matrix is stored under.  stored: whether a suffix is one of them."""
+        return self
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:

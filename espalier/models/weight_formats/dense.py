@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from espalier.kernels.layers.linear_plans import TritonPlan
-from espalier.kernels.layers.linear_tuning import LinearPlans, plans_for
+from espalier.kernels.layers.linear_tuning import LINEARS, LinearPlans, plans_for
 from espalier.kernels.layers.tuning_table import DENSE
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear, linear_gated, linear_parts, write_parts
@@ -58,24 +58,24 @@ class TunedWeight(DenseWeight):
         self._plans = plans
 
     def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear(x, self.tensor, bias, self._plans.at(len(x)))
+        return linear(x, self.tensor, bias, LINEARS.at(self._plans, len(x)))
 
     def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_parts(x, self.tensor, bias, self._plans.at(len(x)))
+        return linear_parts(x, self.tensor, bias, LINEARS.at(self._plans, len(x)))
 
     def num_parts(self, rows: int) -> int:
-        plan = self._plans.at(rows)
+        plan = LINEARS.at(self._plans, rows)
         return plan.splits if isinstance(plan, TritonPlan) else 1
 
     def write_parts(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        plan = self._plans.at(len(x))
+        plan = LINEARS.at(self._plans, len(x))
         if isinstance(plan, TritonPlan):
             write_parts.triton(x, self.tensor, bias, plan, out)
         else:
             super().write_parts(x, bias, out)
 
     def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
-        return linear_gated(x, self.tensor, bias, self._plans.at(len(x)), activation)
+        return linear_gated(x, self.tensor, bias, LINEARS.at(self._plans, len(x)), activation)
 
 
 class PackedWeight(Weight):

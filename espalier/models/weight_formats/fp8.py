@@ -4,8 +4,8 @@ DeepSeek-V3 and the FP8 checkpoints of Qwen3 have quant_method "fp8" with `weigh
 `weight_block_size`.  compressed_tensors.py reads the same tensors under other names.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,12 @@ from espalier.models.weight_formats.quantised import (
 )
 
 FP8_NAME = "fp8"
+# How one scale for a matrix and one for its inputs are called: by most, by transformers (Mistral's), by Mistral.
+SPELLINGS = (
+    (".weight_scale", ".input_scale"),
+    (".weight_scale_inv", ".activation_scale"),
+    (".qscale_weight", ".qscale_act"),
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Fp8Format(QuantisedFormat):
 
     block: (rows, columns) that share a scale; None for rows: all rows of the matrix; None for columns: all columns.
     scale: suffix of the scales [ceil(out / rows), ceil(in / columns)]; [1] where one scale serves a whole matrix.
-    inputs: whether the inputs' scale is stored ("static", in `.input_scale` [1]) or computed for each row ("dynamic");
+    inputs: whether the inputs' scale is stored ("static", in `input_scale` [1]) or computed for each row ("dynamic");
     None: inputs are not rounded.  group: columns of an input row that share a dynamic scale; None: all.
     """
 
@@ -39,8 +45,13 @@ class Fp8Format(QuantisedFormat):
     scale: str = ".weight_scale"
     inputs: Literal["static", "dynamic"] | None = None
     group: int | None = None
+    input_scale: str = ".input_scale"
     name = FP8_NAME
     has_shards = True
+
+    def spelled(self, stored: Callable[[str], bool]) -> "Fp8Format":
+        scale = next((pair for pair in SPELLINGS if stored(pair[0])), None) if self.block == (None, None) else None
+        return self if scale is None else replace(self, scale=scale[0], input_scale=scale[1])
 
     def tensors(self, rows: int, columns: int) -> tuple[StoredTensor, ...]:
         row_block, column_block = self.block
@@ -50,14 +61,14 @@ class Fp8Format(QuantisedFormat):
             shape = (-(-rows // row_block), -(-columns // (column_block or columns)))
             of_columns = None if column_block is None else 1
             scale = StoredTensor(self.scale, shape, SCALE_DTYPES, 0, of_columns, row_block, column_block or columns)
-        static = (StoredTensor(".input_scale", (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
+        static = (StoredTensor(self.input_scale, (1,), SCALE_DTYPES),) if self.inputs == "static" else ()
         return StoredTensor(".weight", (rows, columns), FP8, row_dim=0, column_dim=1), scale, *static
 
     def stored_matrix(self, tensors: Mapping[str, Tensor], rows: Sequence[int], columns: int) -> QuantisedMatrix:
         scales, row_block = self._scales(tensors[self.scale], rows)
         inputs = None
         if self.inputs is not None:
-            inputs = InputScales(self.group, _one_scale(tensors[".input_scale"]) if self.inputs == "static" else None)
+            inputs = InputScales(self.group, _one_scale(tensors[self.input_scale]) if self.inputs == "static" else None)
         return QuantisedMatrix("fp8", tensors[".weight"], scales, self.block[1] or columns, row_block, inputs=inputs)
 
     def _scales(self, scales: Tensor, rows: Sequence[int]) -> tuple[Tensor, int]:
@@ -76,7 +87,7 @@ class Fp8Format(QuantisedFormat):
         return torch.cat(list(own)), 1
 
     def keeps(self, name: str, dtype: torch.dtype) -> bool:
-        return dtype == FP8 or name.endswith((self.scale, ".input_scale"))
+        return dtype == FP8 or name.endswith((self.scale, *(each for pair in SPELLINGS for each in pair)))
 
 
 def _one_scale(scales: Tensor) -> Tensor:

@@ -4,13 +4,13 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, RoundedRows, pack_nibbles
+from espalier.kernels.layers.quantised import InputScales, QuantisedMatrix, Rows, pack_nibbles
 from espalier.kernels.layers.quantised_plans import require_supported
 from espalier.kernels.ops.activation import SILU, Activation
 from espalier.kernels.ops.linear import linear_quantised, linear_quantised_gated, linear_quantised_parts
@@ -39,29 +39,18 @@ class QuantisedWeight(Weight):
     def require_kernels(self, dtype: torch.dtype) -> None:
         require_supported(self.matrix, dtype)
 
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         return linear_quantised(x, self.matrix, bias)
 
-    def parts(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def parts(self, x: Rows, bias: Tensor | None) -> Tensor:
         return linear_quantised_parts(x, self.matrix, bias)
 
-    def gated(self, x: Tensor, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
+    def gated(self, x: Rows, bias: Tensor | None, activation: Activation = SILU) -> Tensor:
         return linear_quantised_gated(x, self.matrix, bias, None, activation)
 
     @property
     def rounding(self) -> InputScales | None:
         return self.matrix.inputs if self.matrix.order is None else None
-
-    def of_rounded(
-        self,
-        x: RoundedRows,
-        bias: Tensor | None,
-        how: Literal["apply", "parts", "gated"],
-        activation: Activation = SILU,
-    ) -> Tensor:
-        if how == "gated":
-            return linear_quantised_gated(x, self.matrix, bias, None, activation)
-        return (linear_quantised if how == "apply" else linear_quantised_parts)(x, self.matrix, bias)
 
     def rows_from(self, first: int) -> Weight:
         if first % self.matrix.row_block:

@@ -5,13 +5,10 @@ rows: its products are joined.  Both give the product of the whole matrix, in ea
 follow from `apply`.  A product may also be left `Unsummed`, for a reader that sums, adds and norms at once.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from espalier.kernels.layers.quantised import InputScales, RoundedRows, Rows
-from espalier.kernels.ops.activation import SILU, Activation, gated
+from espalier.kernels.layers.quantised import InputScales, Rows
 from espalier.kernels.ops.linear import sum_parts
 from espalier.models.weight_formats.base import Weight
 from espalier.shards import Shards
@@ -32,17 +29,7 @@ class ShardedWeight(Weight):
     def rounding(self) -> InputScales | None:
         return self.own.rounding
 
-    def of_rounded(
-        self,
-        x: RoundedRows,
-        bias: Tensor | None,
-        how: Literal["apply", "parts", "gated"],
-        activation: Activation = SILU,
-    ) -> Tensor:
-        whole = self.joined(self.own.of_rounded(x, None, "apply"), bias)
-        return gated(whole, activation) if how == "gated" else whole
-
-    def apply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, x: Rows, bias: Tensor | None) -> Tensor:
         return self.joined(self.own.apply(x, None), bias)
 
     def joined(self, own: Tensor, bias: Tensor | None) -> Tensor:
@@ -62,8 +49,6 @@ class SummedWeight(ShardedWeight):
     def unsummed(self, x: Rows, bias: Tensor | None) -> "Unsummed":
         """As `apply`, summed over the ranks by whoever reads it.  The bias is added on one rank."""
         once = bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
-        if isinstance(x, RoundedRows):
-            return Unsummed(self.own.of_rounded(x, once, "parts"), self.shards, x.dtype)
         return Unsummed(self.own.parts(x, once), self.shards, x.dtype)
 
 

@@ -17,6 +17,7 @@ from espalier.models import (
     dflash2_config,
     eagle3,
     eagle3_config,
+    gemma4_assistant,
     mtp,
     mtp_config,
     peagle,
@@ -26,11 +27,12 @@ from espalier.models.base import CausalLM
 from espalier.models.config import ModelConfig, Raw, architecture_of
 from espalier.models.draft import DraftConfig, DraftModel, DraftSpec
 from espalier.models.families import FAMILIES
+from espalier.models.find_family import is_multimodal
 from espalier.models.loading import read_raw
-from espalier.models.text_part import is_multimodal
 from espalier.models.weight_files import shards_of
 from espalier.models.weights import Weights
 from espalier.shards import WHOLE, Shards
+from espalier.speculate.drafters.assistant import AssistantDrafter
 from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter
 from espalier.speculate.drafters.base import Drafter, DrafterWithoutFiles, DraftFormat, NoDrafter
 from espalier.speculate.drafters.ngram import NgramDrafter
@@ -102,6 +104,16 @@ FORMATS = (
         drafter=OnePassDrafter,
         checks=BLOCK_CHECKS,
     ),
+    DraftFormat(
+        algorithm="assistant",
+        title="Gemma 4's assistants",
+        architectures=gemma4_assistant.ARCHITECTURES,
+        speculators_types=(),
+        read=gemma4_assistant.read_assistant,
+        make=gemma4_assistant.make_assistant,
+        drafter=AssistantDrafter,
+        in_parts=True,
+    ),
 )
 # By algorithm.  To add a format from outside this package: DRAFT_FORMATS[FORMAT.algorithm] = FORMAT.
 DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FORMATS}
@@ -109,10 +121,6 @@ DRAFT_FORMATS: dict[str, DraftFormat] = {known.algorithm: known for known in FOR
 NOT_BUILT = {
     "xpress": "XPress",
     "Gemma4DSparkModel": "DSpark with Gemma 4's layers",
-    **dict.fromkeys(
-        ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"),
-        "Gemma 4's assistants, which read the target's K and V",
-    ),
     **dict.fromkeys(("eagle", *eagle3_config.EAGLE_1_2), "EAGLE-1/2 heads"),
 }
 MTP_NOT_BUILT = {

@@ -33,7 +33,9 @@ CPU = torch.device("cpu")
 CEILINGS = Ceilings(4e12, 8e14)
 QWEN = shape_named("qwen3-30b-a3b")
 MIXTURES = [
-    name for name, shape in SHAPES.items() if shape.target.experts is not None and shape.target.layer_specs is None
+    name
+    for name, shape in SHAPES.items()
+    if shape.target.experts is not None and shape.target.family.layer_specs is None
 ]
 
 

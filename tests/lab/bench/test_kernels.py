@@ -27,10 +27,9 @@ def test_latent_rows_are_read_as_k_and_in_part_as_v(monkeypatch):
     shape = Shape(2, 4, 130, spec=kernels.FEW_HEADS)
     _, run = prepared(shape, 16, 2, torch.device("cpu"))
     run()
-    q, committed, staged, *_ = given[0]
-    assert len(given) == 2 and q.shape == (2, 4, 16, 576)
-    assert [rows.k.shape[-1] for rows in (committed, staged)] == [576, 576]
-    assert [rows.v.shape[-1] for rows in (committed, staged)] == [512, 512]
+    inputs = given[0]
+    assert len(given) == 2 and inputs.q.shape == (2, 4, 16, 576)
+    assert [[rows.shape[-1] for rows in of] for of in (inputs.pages, inputs.staged)] == [[576, 512], [576, 512]]
     assert shape.kv_bytes == 2 * 130 * 576 * 2 and shape.flops == 2 * 2 * 16 * 4 * 130 * (576 + 512)
 
 

@@ -1,0 +1,189 @@
+"""Gemma 4's assistants: drafts of a few layers that keep no rows and read the target's K and V.
+
+A row reads the embedding of its token, which is the target's, and a hidden state of the target's size: of the token
+before the root the target's last one, and inside a tree the draft's own at its parent.  Every row stands at the root's
+position and sees the committed rows alone (transformers' SinglePositionMultiTokenCandidateGenerator).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from espalier.attention import Pass
+from espalier.cache.layer_spec import LayerSpec, of_rank
+from espalier.errors import EspalierError, shown
+from espalier.kernels.ops.tree import gather_rows
+from espalier.models.base import CausalLM, Layer
+from espalier.models.config import ModelConfig, Raw, parse
+from espalier.models.draft import DraftOutput, DraftSpec, refuse_sizes
+from espalier.models.draft_fields import Fields
+from espalier.models.draft_weights import whole_embedding
+from espalier.models.families.gemma4 import FAMILY, UNIFIED
+from espalier.models.layer_loading import layer_specs_of
+from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.linear import Linear
+from espalier.models.layers.norm import RMSNorm
+from espalier.models.layers.stream import Stream
+from espalier.models.rope import RopeTables
+from espalier.models.weight_formats import dense_weight, quantisation_of
+from espalier.models.weights import Weights
+from espalier.shards import WHOLE, Shards, on_every_rank
+
+ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
+# What such layers cannot have, as transformers' config says.
+WITHOUT = ("hidden_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
+
+
+@dataclass(frozen=True)
+class AssistantConfig:
+    """layer: the config of its layers.  clusters: of its vocabulary, and read: those whose tokens a row scores; 0, 0:
+    all tokens."""
+
+    layer: ModelConfig
+    spec: DraftSpec
+    clusters: int = 0
+    read: int = 0
+
+
+def read_assistant(path: Path, raw: Raw, target: ModelConfig) -> AssistantConfig:
+    """Read the config.json `raw` of the draft at `path`.  Raises EspalierError if it does not fit this target."""
+    given = Fields(raw, path)
+    text = given.object("text_config").raw
+    family = next((each for each in (FAMILY, UNIFIED) if each.model_type == text.get("model_type")), FAMILY)
+    tied = given.flag("tie_word_embeddings", True)
+    without = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": tied}
+    if named := [name for name in WITHOUT if text.get(name)]:
+        raise given.error(f"{named[0]} = {shown(text[named[0]])} is not supported in an assistant; use 0")
+    layer = parse({**text, **without, **quantisation_of(raw)}, family, path)
+    hidden = given.count("backbone_hidden_size")
+    refuse_sizes(path, target, hidden, layer.vocab_size)
+    of_target = layer_specs_of(target)
+    specs = tuple(_reading(spec, of_target, path) for spec in layer_specs_of(layer))
+    spec = DraftSpec("assistant", specs, modules=1, reads="hidden", hidden_size=hidden, vocab_size=layer.vocab_size)
+    layer = replace(layer, family=replace(layer.family, layer_specs=lambda config: specs))
+    if not given.flag("use_ordered_embeddings"):
+        return AssistantConfig(layer, spec)
+    clusters = given.count("num_centroids", least=1, most=layer.vocab_size)
+    if layer.vocab_size % clusters:
+        raise given.error(f"num_centroids = {clusters} does not divide {layer.vocab_size} tokens; correct it")
+    return AssistantConfig(layer, spec, clusters, given.count("centroid_intermediate_top_k", 1, clusters))
+
+
+def _reading(spec: LayerSpec, target: Sequence[LayerSpec], path: Path) -> LayerSpec:
+    """The spec of a layer that reads the rows of the last target layer of its kind that has its own."""
+    own = [i for i, each in enumerate(target) if each.shares is None and (each.window is None) == (spec.window is None)]
+    if not own or target[own[-1]].keeps != spec.keeps:
+        keeps = target[own[-1]].keeps if own else "no such layer"
+        raise EspalierError(
+            f"{path} does not fit its target: its layers read {spec.keeps}, the target has {keeps}; use the draft "
+            "trained for it"
+        )
+    # The last committed row, one before the root, and `window` rows before that one.
+    return replace(spec, shares=own[-1], window=None if spec.window is None else spec.window + 2)
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """Scores the tokens of the likeliest clusters alone.
+
+    head: [V, H]; tokens: [clusters, size]; read: clusters of a row.
+    """
+
+    head: Tensor
+    centroids: Linear
+    tokens: Tensor
+    read: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [B, Q, H] -> [B, Q, V]; other tokens are below all of these."""
+        tokens = self.tokens[self.centroids(x).topk(self.read).indices].flatten(2)
+        scores = (self.head[tokens] @ x[..., None])[..., 0]
+        below = scores.amin(-1, keepdim=True) - 1
+        return below.repeat(1, 1, len(self.head)).scatter_(2, tokens, scores)
+
+
+@dataclass(eq=False)
+class Assistant:
+    """A loaded assistant: a DraftModel, and its only module (espalier/models/draft.py).
+
+    embed: the target's.  project: [embedding, hidden state] -> H; back: H -> a hidden state; score: H -> logits.
+    """
+
+    has_experts = False
+
+    config: AssistantConfig
+    embed: Embedding
+    project: Linear
+    layers: Sequence[Layer]
+    norm: RMSNorm
+    back: Linear
+    score: Linear | Clusters
+    d2t: Tensor | None = None
+    shards: Shards = WHOLE
+
+    def __post_init__(self) -> None:
+        self.spec = self.config.spec
+        self.layer_specs = of_rank(self.spec.layers, self.shards)
+
+    @property
+    def modules(self) -> tuple["Assistant"]:
+        return (self,)
+
+    @staticmethod
+    def fuse(features: Tensor) -> Tensor:
+        return features
+
+    def __call__(self, p: Pass, hidden: Tensor, parents: Tensor | None = None) -> DraftOutput:
+        rows = hidden if parents is None else gather_rows(parents, hidden)
+        tokens = F.embedding(p.tokens.clamp(min=0), self.embed.weight) * self.embed.scale
+        s = Stream(self.project(torch.cat((tokens, rows), -1).flatten(0, 1)))
+        for layer in self.layers:
+            layer(s, p)
+        _, normed = s.end(self.norm, p.out_shape)
+        return DraftOutput(self.back(normed), normed)
+
+    def output_of(self, hidden: Tensor) -> DraftOutput:
+        raise NotImplementedError("a hidden state is a row's input here: AssistantDrafter runs the root's row")
+
+    def logits(self, out: DraftOutput) -> Tensor:
+        return self.score(out.normed)
+
+
+def make_assistant(weights: Weights, config: AssistantConfig, target: CausalLM, position_rows: int) -> Assistant:
+    """Build the draft from its weights.  Raises EspalierError for what does not fit, and a weight that is not used."""
+    layer, hidden, wide = config.layer, config.layer.hidden_size, config.spec.hidden_size
+    tables = {rope: RopeTables(rope, position_rows, weights.dtype, weights.device) for rope in set(layer.ropes)}
+    load = layer.family.load_layer
+    assert load is not None
+    embed = weights.take("model.embed_tokens.weight", layer.vocab_size, hidden)
+    head = embed
+    if "lm_head.weight" in weights:
+        stored = weights.take("lm_head.weight", layer.vocab_size, hidden)
+        head = embed if layer.tie_word_embeddings else stored
+    draft = Assistant(
+        config,
+        embed=whole_embedding(target),
+        project=weights.linear("", ("pre_projection",), (on_every_rank(hidden),), 2 * wide, bias=False),
+        layers=[load(weights, layer, f"model.layers.{i}.", i, tables[rope]) for i, rope in enumerate(layer.ropes)],
+        norm=weights.norm("model.norm", hidden, layer.rms_norm_eps),
+        back=weights.linear("", ("post_projection",), (on_every_rank(wide),), hidden, bias=False),
+        score=_clusters(weights, config, head) if config.clusters else Linear(dense_weight(head)),
+        shards=weights.shards,
+    )
+    weights.finish()
+    return draft
+
+
+def _clusters(weights: Weights, config: AssistantConfig, head: Tensor) -> Clusters:
+    vocab, prefix = config.layer.vocab_size, "masked_embedding."
+    order = weights.take_raw(f"{prefix}token_ordering", vocab).to(weights.device, torch.int64)
+    if not torch.equal(order.sort().values, torch.arange(vocab, device=order.device)):
+        raise EspalierError(f"{weights.path}: token_ordering does not name each token once; download the draft again")
+    centroids = weights.linear(
+        prefix, ("centroids",), (on_every_rank(config.clusters),), config.layer.hidden_size, bias=False
+    )
+    return Clusters(head, centroids, order.view(config.clusters, -1), config.read)

@@ -1,0 +1,58 @@
+"""A drafter whose rows keep nothing: each reads the target's committed rows at the root's position (Gemma 4).
+
+With root n, rows 0 .. n-1 of the target are committed.  A row attends to these alone, so beams of a level need no rows
+of those above, and the root's own row runs first, from the target's hidden state at token n-1.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from espalier.attention import CommittedLengths, Nodes, Prefix
+from espalier.kernels.ops.state import carried, carry
+from espalier.models.draft import DraftOutput
+from espalier.slots import BatchState
+from espalier.speculate.drafters.autoregressive import AutoregressiveDrafter, TreeRows
+from espalier.speculate.drafters.base import Grow
+from espalier.speculate.drafters.feeds import ModuleRows
+from espalier.speculate.drafters.model_drafter import ModelDrafter
+from espalier.speculate.pieces import LastTokens
+
+
+class AssistantDrafter(AutoregressiveDrafter):
+    def prepare(self, lengths: CommittedLengths) -> None:
+        ModelDrafter.prepare(self, lengths)
+
+    def begin(self, slots: BatchState) -> Grow:
+        if self.layout.num_draft_tokens == 1:
+            return lambda sampler: self.root_trees(slots.root)
+        positions = slots.prefix_len[:, None].expand(-1, self.layout.beam_rows)
+        of_target = ModuleRows(slots, Prefix(slots.page_table, slots.prefix_len))
+        rows = TreeRows(slots, positions, positions, torch.empty_like(positions), [of_target])
+        out = self._run(rows, slots.root[:, None], carried(slots, "hidden"), None)
+        return partial(self._grow, rows, out, self._logits(out, 1))
+
+    def _forward(self, out: DraftOutput, rows: TreeRows, level: int) -> DraftOutput:
+        tokens = rows.tokens[:, self.layout.beams_above(level - 1) : self.layout.beams_above(level)]
+        return self._run(rows, tokens, out.last(self.layout.topk).hidden, rows.levels[-1].parents)
+
+    def _run(self, rows: TreeRows, tokens: Tensor, hidden: Tensor, parents: Tensor | None) -> DraftOutput:
+        """tokens: [B, Q], all at the root's position."""
+        at = rows.slots.prefix_len[:, None].expand(tokens.shape)
+        # No row is staged.
+        nodes = Nodes(at, at[:, :0], at.new_zeros(*at.shape, 1))
+        return self.draft.modules[0](self.cache.begin(rows.modules[0].prefix, nodes, tokens), hidden, parents)
+
+    def extend(
+        self, slots: BatchState, target_features: Tensor | None, length: Tensor, last: LastTokens | None = None
+    ) -> None:
+        assert target_features is not None
+        if last is not None:
+            # Of a prefill pass, only the last token of each request is kept.
+            row = last.row[:, None, None].expand(-1, 1, target_features.shape[2])
+            target_features, length = target_features.gather(1, row), torch.ones_like(length)
+            target_features, length = last.of_requests(target_features), last.of_requests(length)
+            slots = replace(slots, index=last.slots)
+        carry(slots, "hidden", target_features, length)
