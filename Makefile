@@ -29,7 +29,7 @@ missing = $(shell \
 require_python = $(if $(missing),$(error $(missing)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-gpu lint types format clean
+.PHONY: help demo test test-lab test-full test-gpu lint types format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | awk -F'\t' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -37,8 +37,11 @@ help: ## this list
 demo: $(VENV)/.installed ## complete held-out Python with the bundled model, plain and by tree, and draw a round
 	@$(BIN)/espalier demo
 
-test: $(VENV)/.installed-test ## the tests, about 8 minutes on 2 idle cores
-	@$(PYTEST) $(PYTEST_ARGS)
+test: $(VENV)/.installed-test ## the tests of the package
+	@$(PYTEST) --ignore=tests/lab $(PYTEST_ARGS)
+
+test-lab: $(VENV)/.installed-test ## the tests of the laboratory
+	@$(PYTEST) tests/lab $(PYTEST_ARGS)
 
 test-full: $(VENV)/.installed-test ## the tests over the whole product of layouts (long)
 	@$(PYTEST) -m "" $(PYTEST_ARGS)

@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForImageTextToText,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Dots1Config,
     Gemma2Config,
     Gemma3TextConfig,
@@ -23,6 +24,7 @@ from transformers import (
     Gemma4UnifiedTextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -72,6 +74,9 @@ CONFIGS: dict[str, type[PretrainedConfig]] = {
     "deepseek_v3_wide": DeepseekV3Config,
     "glm4_moe": Glm4MoeConfig,
     "glm4_moe_lite": Glm4MoeLiteConfig,
+    "deepseek_v32": DeepseekV32Config,
+    "deepseek_v32_wide": DeepseekV32Config,
+    "glm_moe_dsa": GlmMoeDsaConfig,
     "dots1": Dots1Config,
     "granite_hybrid": GraniteMoeHybridConfig,
     "lfm2": Lfm2Config,
@@ -116,6 +121,10 @@ ROUTED: dict[str, Any] = {
 }
 # Fields of families with latent attention: sizes that are all different.
 LATENT: dict[str, Any] = {"kv_lora_rank": 12, "q_lora_rank": 14, "qk_nope_head_dim": 6, "v_head_dim": 10}
+# Fields of families whose queries choose rows: few of them.  With many heads no score is exactly 0, as in a tie.
+# Behind a family's name, "_topk" and a number choose another number.
+INDEX: dict[str, Any] = {"index_topk": 5, "index_head_dim": 11, "index_n_heads": 12}
+SHARING = ["full", "full", "shared"]
 # Fields of families with the gated delta rule, in all layers but every second one; all sizes are different.
 DELTA: dict[str, Any] = {
     "full_attention_interval": 2,
@@ -235,6 +244,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v3_wide": {**LATENT, **ROUTED, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},
     "glm4_moe": {**ROUTED, "head_dim": 12},
     "glm4_moe_lite": {**LATENT, **ROUTED, "n_group": 1, "topk_group": 1},
+    "deepseek_v32": {**LATENT, **ROUTED, **INDEX},
+    "deepseek_v32_wide": {
+        **LATENT,
+        **ROUTED,
+        **INDEX,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+        "index_head_dim": 128,
+    },
+    # Layers that share the rows that another one chose.
+    "glm_moe_dsa": {**LATENT, **ROUTED, **INDEX, "n_group": 1, "topk_group": 1, "indexer_types": SHARING},
     "dots1": {**ROUTED, "norm_topk_prob": True, "routed_scaling_factor": 2.5},
     # The limit of the activation cuts part of the values.
     "granite": FACTORS,
@@ -311,6 +332,9 @@ def make_target(
 
     A family with "_dense" behind its name chooses between no experts.
     """
+    family, _, topk = family.partition("_topk")
+    if topk:
+        config = {"index_topk": int(topk), **config}
     if family.endswith("_dense"):
         family = family.removesuffix("_dense")
         config = {**(WITHOUT_ROUTING if family == "gpt_oss" else WITHOUT_EXPERTS), **config}

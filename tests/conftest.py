@@ -5,9 +5,10 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING
+from itertools import compress
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -76,6 +77,36 @@ def pytest_collection() -> Iterator[None]:
         for logger in logging.root.manager.loggerDict.values():
             if isinstance(logger, logging.Logger):
                 logger.propagate = True
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Cells that will be left out are not made: there are ten thousand.  Of a test that is left out there is one."""
+    names = left_out(metafunc.config)
+    is_left_out = any(mark.name in names for mark in metafunc.definition.iter_markers())
+    parametrize = metafunc.parametrize
+
+    def of_some(arguments: Any, values: Iterable[Any], *more: Any, ids: Any = None, **named: Any) -> None:
+        values = list(values)
+        kept = [not i if is_left_out else not has_mark(each, names) for i, each in enumerate(values)]
+        if any(kept):
+            values = list(compress(values, kept))
+            # A function names each value by itself; any others are names in the order of the values.
+            ids = ids if ids is None or callable(ids) else list(compress(ids, kept))
+        parametrize(arguments, values, *more, ids=ids, **named)
+
+    metafunc.parametrize = of_some  # type: ignore[method-assign]
+
+
+def left_out(config: pytest.Config) -> set[str]:
+    """Markers of tests that this run leaves out."""
+    wanted = config.option.markexpr
+    names = {"full"} if wanted == "not full" else set()
+    return names if has_gpu() or "gpu" in wanted else {*names, "gpu"}
+
+
+def has_mark(value: Any, names: set[str]) -> bool:
+    return isinstance(value, type(pytest.param())) and any(mark.name in names for mark in value.marks)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

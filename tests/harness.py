@@ -40,6 +40,7 @@ LATENT_HEAD: dict[str, Any] = {
 LATENT_HEADS: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT_HEAD,
     "glm4_moe_lite": LATENT_HEAD,
+    "glm_moe_dsa": LATENT_HEAD,
     "deepseek_v3_wide": {**LATENT_HEAD, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
 }
 
@@ -69,7 +70,7 @@ def directories(
     target = make_target(root / "target", family=family, seed=seed, vocab=VOCAB, **slides)
     if kv_scales:
         add_kv_scales(target)
-    fields = LATENT_HEADS.get(family.removesuffix("_dense"), {})
+    fields = LATENT_HEADS.get(family.removesuffix("_dense").partition("_topk")[0], {})
     return target, make_eagle3(root / "draft", target, seed=seed + 1, draft_vocab=draft_vocab, **fields)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.builders import make_target
+from tests.builders import SHARING, make_target
 from tests.folders import new_folder
 
 LAYERS = 3
@@ -30,7 +30,8 @@ SHARED = {
     "norm": "norm",
 }
 QWEN = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-PER_LAYER = ("layer_types", "mlp_layer_types", "mlp_only_layers")
+OWN = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "mimo", *QWEN)
+PER_LAYER = ("layer_types", "mlp_layer_types", "mlp_only_layers", "indexer_types")
 
 
 @lru_cache
@@ -51,7 +52,7 @@ def mtp_directories(
     config |= {name: config[name][:LAYERS] for name in PER_LAYER if isinstance(config.get(name), list)}
     if family == "mimo":
         config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
-    has_own = family.removesuffix("_dense") in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo", *QWEN)
+    has_own = family.removesuffix("_dense").partition("_topk")[0] in OWN
     config["num_nextn_predict_layers"] = modules if has_own else 0
     prefix, names = "mtp_layers.{}.", NAMED
     if has_own:
@@ -73,6 +74,8 @@ def mtp_directories(
 def types_of(family: str, modules: int) -> dict[str, Any]:
     """The types of a target's layers and of its MTP layers, which have attention."""
     linear, full = "linear_attention", "full_attention"
+    if family.startswith("glm_moe_dsa"):
+        return {"indexer_types": [*SHARING, *["full"] * modules]}
     return {"layer_types": [linear, full, linear, *[full] * modules]} if family in QWEN else {}
 
 

@@ -35,6 +35,15 @@ MAKE = re.compile(r"^make (?:[A-Z_]+=\S+ )*([a-z][a-z-]*)", re.M)
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
+def test_ci_runs_the_tests_of_the_laboratory_and_of_the_package_once():
+    makes = re.findall(r"make --no-print-directory ([a-z-]+)", (ROOT / ".ci" / "run").read_text())
+    assert makes == ["lint", "types", "test-lab", "test"], "the summary of `make test` is the last thing printed"
+    rules = dict(re.findall(r"^([a-z-]+):.*\n\t@(.*)$", (ROOT / "Makefile").read_text(), re.M))
+    runs = re.fullmatch(r"\$\(PYTEST\) (\S+) \$\(PYTEST_ARGS\)", rules["test-lab"])
+    assert runs and rules["test"] == f"$(PYTEST) --ignore={runs[1]} $(PYTEST_ARGS)"
+    assert list((ROOT / runs[1]).rglob("test_*.py"))
+
+
 def spans(page: Path) -> list[str]:
     return SPAN.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
 

@@ -9,14 +9,18 @@ code.  A backend may override `attend` to do both in one kernel.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from espalier.attention.support import Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import LayerSpec
+from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import Inputs, Nodes, Prefix, merge, no_prefix, staged_attention
 from espalier.kernels.ops.kv_splits import KVSplits
+from espalier.kernels.ops.selection import IndexQueries, SelectedRows, scores_of, top_rows
 from espalier.kernels.state.kv_scales import KVScales
 
 
@@ -45,6 +49,22 @@ class CommittedLengths:
     def longer(self, rows: int) -> "CommittedLengths":
         """With `rows` more rows for each request."""
         return replace(self, at_most=tuple(length + rows for length in self.at_most))
+
+
+class SelectedMask(NamedTuple):
+    """mask: [B, Q, P + R] bool, whether a query attends to the row at each of the first P positions, and to each staged
+    row."""
+
+    mask: Tensor
+
+
+# What the queries of a layer that chooses attend to, in the form of its backend.
+Selection = SelectedMask | SelectedRows
+
+
+def narrowed(selection: Selection, kept: Tensor) -> Selection:
+    """The selection [B, 1, ...] of the rows `kept` [B] of the B · Q rows."""
+    return type(selection)(*(values.flatten(0, 1)[kept][:, None] for values in selection))
 
 
 @dataclass(eq=False)
@@ -77,6 +97,29 @@ class Attention:
     def over_committed(self, layer: int, q: Tensor) -> Tensor:
         """As `attend` where there are no staged rows; zeros for an empty prefix."""
         return self.over_prefix(q, layer)[0]
+
+    def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> Selection | None:
+        """The rows that each query attends to, the layer's topk at most; None: all that it sees.
+
+        queries: [B, Q, ...]; keys: [B, R, 1, size], the index keys of the staged rows.
+        """
+        raise EspalierError("this attention backend does not attend to chosen rows; use another one")
+
+    def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
+        """As `attend`, over the rows of `selection` alone; None: over all."""
+        assert selection is None, "a backend that selects attends to its selections"
+        return self.attend(layer, q, k, v)
+
+    def select_by_mask(
+        self, layer: int, queries: IndexQueries, keys: Tensor, rows: Tensor, held: Tensor
+    ) -> SelectedMask:
+        """`select` in plain torch.  rows [B, P]: rows of the pages; held [B, P]: whether they exist."""
+        committed = self.pages.layers[layer][1].index_select(0, rows.flatten()).view(*rows.shape, keys.shape[3])
+        scores = scores_of(queries, torch.cat((committed, keys[:, :, 0]), 1))
+        seen = torch.cat((held[:, None].expand(-1, scores.shape[1], -1), self.nodes.seen(None)), 2)
+        topk = self.specs[layer].topk
+        assert topk is not None
+        return SelectedMask(top_rows(scores.masked_fill_(~seen, -torch.inf), topk))
 
     def inputs(
         self,

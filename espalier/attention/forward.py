@@ -11,13 +11,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention
+from espalier.attention.base import Attention, Selection, narrowed
 from espalier.attention.grouped import GroupedBackend
 from espalier.cache.kv import PagedKV, StagedKV
-from espalier.cache.layer_spec import LayerSpec, RecurrentState
+from espalier.cache.layer_spec import LatentKV, LayerSpec, RecurrentState
 from espalier.cache.states import PassStates, StateAccess, StateTable
 from espalier.kernels.ops.attention import Nodes, Prefix
 from espalier.kernels.ops.rope import Rotation
+from espalier.kernels.ops.selection import IndexQueries, IndexRows
 from espalier.kernels.ops.states import GateInputs
 from espalier.kernels.ops.tree import gather_rows
 
@@ -135,25 +136,33 @@ class Pass:
     def __post_init__(self) -> None:
         self._looked_up: dict[Hashable, Any] = {}
         self._plans: dict[tuple[int, int], Attention] = {}
+        # The queries of a layer that chooses rows, until it attends, and what the last such layer chose.
+        self._choosing: IndexQueries | None = None
+        self._selection: Selection | None = None
 
-    def write(self, layer: int, *values: Any) -> Tensor:
+    def write(self, layer: int, *values: Any, index: IndexRows | None = None) -> Tensor:
         """Write what a layer keeps of the new rows to staging; a layer that shares rows writes nothing.
 
         layer: its place among those that run; values: as the layer's `keeps.write` takes them.
+        index: of a layer that keeps index keys.  Its queries choose the rows that they attend to, in this layer and in
+        those behind it that attend to chosen rows and keep no keys.
         Returns the queries of the rows that the layer computes: [B, Q, heads, k_size], or [B, 1, ...] of those needed.
         A layer that keeps a state gives what PassStates.write takes, and gets the queries of all rows; one without
         heads gets the convolution's output [B, Q, channels], or [B, 1, channels].
         """
-        index, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
-        spec = self.cache.specs[index]
+        place, pages, staging = self.layers[layer], self.cache.pages, self.cache.staging
+        spec = self.cache.specs[place]
         if isinstance(spec.keeps, RecurrentState):
             return self._write_state(layer, *values)
         shares = spec.shares is not None
         # A layer that shares rows writes no heads.
-        planes = tuple(plane[:, :0] for plane in pages.layers[index]) if shares else staging.layers[index]
-        q = spec.keeps.write(self.rows, planes, pages.scales.get(index), *values)
+        planes = tuple(plane[:, :0] for plane in pages.layers[place]) if shares else staging.layers[place]
+        q = spec.keeps.write(self.rows, planes, pages.scales.get(place), *values)
+        if index is not None:
+            assert isinstance(spec.keeps, LatentKV)
+            self._choosing = spec.keeps.write_index(self.rows, planes, index)
         if self.by_layer and self.page_rows is not None and not shares:
-            pages.commit_layer(staging, index, self.rows, self.page_rows)
+            pages.commit_layer(staging, place, self.rows, self.page_rows)
         kept = self.kept(layer)
         return q.view(*self.tokens.shape, *q.shape[1:]) if kept is None else q[kept][:, None]
 
@@ -169,9 +178,23 @@ class Pass:
         if index not in self.cache.staging.layers:
             # A draft's layer that reads a target's rows: no row of the pass has any.
             return self._plan(layer).over_committed(index, q)
+        spec, plan = self.cache.specs[index], self._plan(layer)
         planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
-        k, v = self.cache.specs[index].rows.read(planes)
-        return self._plan(layer).attend(index, q, k, v, sink)
+        k, v = spec.rows.read(planes)
+        if spec.topk is None:
+            return plan.attend(index, q, k, v, sink)
+        return plan.attend_selected(index, q, k, v, self._selected(layer, plan, planes))
+
+    def _selected(self, layer: int, plan: Attention, planes: tuple[Tensor, ...]) -> Selection | None:
+        """What the layer's queries attend to: chosen by itself, or by the last layer that chose; None: all rows."""
+        kept = self.kept(layer)
+        if self._choosing is not None:
+            q, weights = (self._of_kept(layer, values.unflatten(0, self.tokens.shape)) for values in self._choosing)
+            self._selection = plan.select(self.layers[layer], IndexQueries(q, weights), planes[1])
+            self._choosing = None
+        elif kept is not None and self._selection is not None:
+            self._selection = narrowed(self._selection, kept)
+        return self._selection
 
     def _write_state(self, layer: int, inputs: Tensor, gates: Tensor | GateInputs | None, *how: Any) -> Tensor:
         """As PassStates.write."""

@@ -38,6 +38,7 @@ PROPERTIES: dict[str, Callable[[Support], str]] = {
     "sinks": lambda s: s.sinks,
     "K and V in FP8": lambda s: s.fp8,
     "soft-cap of logits": lambda s: s.softcap,
+    "rows chosen by an indexer": lambda s: s.selection,
     "draft's left bound": lambda s: s.left_bound,
     "overlap": _overlap,
     "CUDA graph": lambda s: By.ITSELF if "cuda" in s.devices else By.NOTHING,

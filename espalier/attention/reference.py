@@ -3,24 +3,49 @@
 import torch
 from torch import Tensor
 
-from espalier.attention.base import Attention, AttentionBackend
+from espalier.attention.base import Attention, AttentionBackend, SelectedMask, Selection
 from espalier.attention.support import By, Support
 from espalier.cache.layer_spec import KVHeads, LatentKV
-from espalier.kernels.ops.attention import masked_attention
+from espalier.kernels.ops.attention import masked_attention, merge
+from espalier.kernels.ops.selection import IndexQueries
 
 
 class ReferenceAttention(Attention):
     def over_prefix(self, q: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        capacity = self.prefix.page_table.shape[1] * self.pages.page_size
-        positions = torch.arange(capacity, device=q.device).expand(q.shape[0], -1)
-        exists = self.prefix.holds(positions)
-        rows = self.pages.rows(self.prefix.page_table, positions, exists)
-        k, v = (buffer[rows] for buffer in self.committed(layer))
+        positions, exists, _ = self._held()
         mask = exists[:, None, :].expand(-1, q.shape[1], -1)
         if spec.window is not None:
             mask = mask & (self.nodes.positions[:, :, None] - positions[:, None, :] < spec.window)
+        return self._over(q, layer, mask)
+
+    def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedMask:
+        _, exists, rows = self._held()
+        return self.select_by_mask(layer, queries, keys, rows, exists)
+
+    def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
+        assert isinstance(selection, SelectedMask)
+        spec = self.specs[layer]
+        committed, staged = selection.mask.split((selection.mask.shape[2] - k.shape[1], k.shape[1]), 2)
+        over_staged = masked_attention(q, k, v, staged, spec.softmax_scale, self.scales(layer))
+        return merge.reference(self._over(q, layer, committed), over_staged)
+
+    def _over(self, q: Tensor, layer: int, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention over the committed rows where mask [B, Q, P] is true."""
+        spec = self.specs[layer]
+        k, v = (buffer[self._held()[2]] for buffer in self.committed(layer))
         return masked_attention(q, k, v, mask, spec.softmax_scale, self.scales(layer), spec.softcap)
+
+    def _held(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All positions of the page tables, whether they hold a row, and the rows of the pages, [B, P] each."""
+        return self.prefix.shared("held", self._find_held)
+
+    def _find_held(self) -> tuple[Tensor, Tensor, Tensor]:
+        table = self.prefix.page_table
+        capacity = table.shape[1] * self.pages.page_size
+        positions = torch.arange(capacity, device=table.device).expand(table.shape[0], -1)
+        exists = self.prefix.holds(positions)
+        return positions, exists, self.pages.rows(table, positions, exists)
 
 
 class ReferenceBackend(AttentionBackend):
@@ -33,6 +58,7 @@ class ReferenceBackend(AttentionBackend):
         window_on_tree=By.ITSELF,
         fp8=By.ITSELF,
         softcap=By.ITSELF,
+        selection=By.ITSELF,
         different_v_size=True,
         ran_on=("CPU", "H100", "H200"),
     )

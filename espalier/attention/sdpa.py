@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from espalier.attention.base import Attention, AttentionBackend, CommittedLengths
+from espalier.attention.base import Attention, AttentionBackend, CommittedLengths, SelectedMask, Selection
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.ops.attention import Nodes, Prefix, soft_capped
+from espalier.kernels.ops.selection import IndexQueries
 from espalier.kernels.state.kv_scales import times_k_scale, times_v_scale
 
 
@@ -68,19 +69,36 @@ class SdpaAttention(Attention):
         held = self.prefix.holds(positions)
         return CommittedRows(positions, held, self.pages.rows(self.prefix.page_table, positions, held))
 
+    def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedMask | None:
+        topk = self.specs[layer].topk
+        if topk is not None and self.longest + keys.shape[1] <= topk:
+            return None
+        return self.select_by_mask(layer, queries, keys, self.committed_rows.rows, self.committed_rows.held)
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+        return self._attend(layer, q, k, v, sink, None)
+
+    def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
+        assert selection is None or isinstance(selection, SelectedMask)
+        return self._attend(layer, q, k, v, None, selection)
+
+    def _attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, selection: SelectedMask | None
+    ) -> Tensor:
         batch, queries, heads, size = q.shape
         spec = self.specs[layer]
         kv_heads = spec.keeps.kv_heads
         groups = heads // kv_heads
         if self.longest:
             # Of a latent row V is a part of K, which is the whole row.
-            planes = self.pages.layers[layer]
+            planes = self.pages.layers[layer][: spec.rows.attended]
             k, v = spec.rows.read(self.committed_rows.before((k, v)[: len(planes)], layer, planes))
         scales = self.scales(layer)
         if scales is not None:
             q, k, v = times_k_scale(q, scales), k.to(q.dtype), v.to(q.dtype)
         bias = self._bias(spec.window, groups, q.dtype)
+        if selection is not None:
+            bias = _biased(selection.mask, groups, q.dtype)
         if sink is not None:
             # One more key, all zeros, whose bias is the sink.  Its value is zero.
             k, v = (F.pad(rows, (0, 0, 0, 0, 0, 1)) for rows in (k, v))
@@ -108,8 +126,7 @@ class SdpaAttention(Attention):
         key = (window, groups)
         if key not in self.bias:
             seen = torch.cat((self._seen(window), self.nodes.seen(window)), 2)
-            bias = torch.where(seen, 0.0, -torch.inf).to(dtype)
-            self.bias[key] = bias[:, None].expand(-1, groups, -1, -1).flatten(1, 2)[:, None]
+            self.bias[key] = _biased(seen, groups, dtype)
         return self.bias[key]
 
     def _seen(self, window: int | None) -> Tensor:
@@ -119,6 +136,12 @@ class SdpaAttention(Attention):
         if window is not None:
             seen = seen & (self.nodes.positions[:, :, None] - rows.positions[:, None] < window)
         return seen
+
+
+def _biased(seen: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """The additive mask [B, 1, groups * Q, rows] of seen [B, Q, rows]."""
+    bias = torch.where(seen, 0.0, -torch.inf).to(dtype)
+    return bias[:, None].expand(-1, groups, -1, -1).flatten(1, 2)[:, None]
 
 
 def _capped_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
@@ -142,6 +165,7 @@ class SdpaBackend(AttentionBackend):
         sinks=By.ITSELF,
         fp8=By.ITSELF,
         softcap=By.ITSELF,
+        selection=By.ITSELF,
         different_v_size=True,
         ran_on=("CPU",),
     )

@@ -45,6 +45,8 @@ class Support:
     latent row, None if latent rows are limited by head_sizes too; latents: if any, the only supported latent rows.
     window_on_chain, window_on_tree: sliding windows in passes over chains and over trees; left_bound: prefixes whose
     rows below `first` do not exist; sinks: see Attention.attend; fp8: rows in FP8 (kv_dtype); softcap: of logits.
+    selection: layers that attend to chosen rows (LayerSpec.topk), of which most_selected at most; largest_index: values
+    of an index key; None: any number.
     needs_exact_lengths: kinds of layers for which `prepare` must announce exact lengths; prefill_graph: whether prefill
     passes are captured, as rounds are; majors: of the compute capabilities it runs on, None for any; ran_on: hardware
     that its tests have passed on; limits: by the name of a property, why the library has its limit.
@@ -61,6 +63,9 @@ class Support:
     sinks: By = By.OUR_KERNELS
     fp8: By = By.NOTHING
     softcap: By = By.NOTHING
+    selection: By = By.NOTHING
+    most_selected: int | None = None
+    largest_index: int | None = None
     page_sizes: Sequence[int] = range(1, MAX_PAGE_SIZE + 1)
     latent_page_sizes: Sequence[int] | None = None
     head_sizes: Sequence[int] | None = None
@@ -136,7 +141,7 @@ class Support:
         """Those of the sizes of K and V that the backend does not support."""
         sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
         if isinstance(keeps, LatentKV) and self.latents:
-            return [] if replace(keeps, dtype=None) in self.latents else [keeps.size]
+            return [] if replace(keeps, dtype=None, index_size=0) in self.latents else [keeps.size]
         if isinstance(keeps, LatentKV) and largest is not None:
             limits = (largest.k_size, largest.v_size)
             return [size for size, limit in zip(sizes, limits, strict=True) if size > limit]
@@ -161,11 +166,20 @@ class Support:
         capped = spec.softcap is not None
         yield capped and self.softcap is By.NOTHING, "a soft-cap of attention logits", "layers without one", "softcap"
         yield bool(wide and capped), "a soft-cap over wide latent rows", "such layers without one", ""
+        chooses = spec.topk is not None
+        no_selection = self.selection is By.NOTHING
+        yield chooses and no_selection, "layers that attend to chosen rows (index_topk)", "layers without an index", ""
+        most = self.most_selected
+        too_many = most is not None and spec.topk is not None and spec.topk > most
+        yield too_many, f"index_topk = {spec.topk}", f"{most} at most", "selection"
+        index_size, limit = keeps.index_size if isinstance(keeps, LatentKV) else 0, self.largest_index
+        wide_index = limit is not None and index_size > limit
+        yield wide_index, f"index_head_dim = {index_size}", f"{limit} at most", "selection"
         differ = isinstance(keeps, KVHeads) and keeps.k_size != keeps.v_size
         yield differ and not self.different_v_size, "k and v heads of different sizes", "equal sizes", "head_size"
         wrong = self._unsupported_sizes(keeps)
-        limit = "latent" if is_latent else "head_size"
-        yield bool(wrong), f"heads of size {max(wrong, default=0)}", f"sizes {self.plain_heads}", limit
+        of_size = "latent" if is_latent else "head_size"
+        yield bool(wrong), f"heads of size {max(wrong, default=0)}", f"sizes {self.plain_heads}", of_size
         is_inexact = not exact_lengths and isinstance(keeps, self.needs_exact_lengths)
         inexact = f"rounds whose lengths are not known exactly, of layers that keep {keeps.kind}"
         yield is_inexact, inexact, "overlap=False, with at most one MTP layer", "lengths"

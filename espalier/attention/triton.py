@@ -9,7 +9,8 @@ from functools import partial
 
 from torch import Tensor
 
-from espalier.attention.base import Attention, AttentionBackend
+from espalier.attention import chosen
+from espalier.attention.base import Attention, AttentionBackend, Selection
 from espalier.attention.support import By, Support
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
@@ -30,13 +31,13 @@ from espalier.kernels.ops.attention import (
     tree_attention,
 )
 from espalier.kernels.ops.kv_splits import KVSplitPolicy, KVSplits, kv_splits
+from espalier.kernels.ops.selection import MAX_INDEX_SIZE, MAX_TOPK, IndexQueries, SelectedRows
 
 
 class TritonAttention(Attention):
     def __init__(self, pages: PagedKV, specs: Sequence[LayerSpec], prefix: Prefix, nodes: Nodes):
         super().__init__(pages, specs, prefix, nodes)
-        self.queries = nodes.positions.shape[1]
-        self.partials: dict[tuple[KVSplitPolicy, int, int], PartialResults] = {}
+        self.partials: dict[tuple[KVSplitPolicy, int, int, int, int], PartialResults] = {}
         self.splits_of: dict[tuple[KVSplitPolicy, int | None], KVSplits] = {}
         self.contiguous_of: dict[tuple[LayerSpec, bool], Tensor | None] = {}
 
@@ -46,20 +47,42 @@ class TritonAttention(Attention):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
         return self._attend(layer, q, (k, v), sink)[0]
 
+    def select(self, layer: int, queries: IndexQueries, keys: Tensor) -> SelectedRows | None:
+        return chosen.select(self.pages, self.specs[layer], layer, self.prefix, self.nodes, queries, keys)
+
+    def attend_selected(self, layer: int, q: Tensor, k: Tensor, v: Tensor, selection: Selection | None) -> Tensor:
+        if selection is None:
+            return self.attend(layer, q, k, v)
+        assert isinstance(selection, SelectedRows)
+        spec, policy = self.specs[layer], self._policy(self.specs[layer])
+        batch, queries, width = selection.rows.shape
+        rest = self.prefix.shared((spec.topk, k.shape[1], policy), partial(self._rest, spec, policy, k.shape[1]))
+        inputs = self.inputs(layer, q, (k, v), *rest)
+        of_choice = self._policy_of(spec, batch * queries, 1, width)
+        return chosen.attend(partial(self._run, spec), inputs, selection, of_choice)
+
+    def _rest(self, spec: LayerSpec, policy: KVSplitPolicy, staged: int) -> tuple[Prefix, KVSplits]:
+        """The prefixes of requests with at most topk rows, committed and staged together; of the others empty ones."""
+        assert spec.topk is not None
+        prefix = self.prefix
+        length = prefix.length.where(prefix.length + staged <= spec.topk, 0)
+        return Prefix(prefix.page_table, length, prefix.first), kv_splits.triton(length, prefix.first, policy)
+
     def _attend(
         self, layer: int, q: Tensor, staged: tuple[Tensor, Tensor] | None, sink: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         spec = self.specs[layer]
-        splits = self.splits(spec)
-        inputs = self.inputs(layer, q, staged, self.prefix, splits, sink)
+        if _is_wide_latent(spec) and sink is not None:
+            raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
+        return self._run(spec, self.inputs(layer, q, staged, self.prefix, self.splits(spec), sink))
+
+    def _run(self, spec: LayerSpec, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        splits, queries = inputs.splits, inputs.q.shape[1]
         if _is_wide_latent(spec):
-            if sink is not None:
-                raise EspalierError("attention=triton has no sinks over wide latent rows; use attention=reference")
-            partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec)
+            partials = None if splits.policy.max_splits == 1 else self._partials(splits, spec, queries)
             return latent_attention.triton(inputs, partials)
-        return tree_attention.triton(
-            inputs, self._partials(splits, spec), contiguous=self._contiguous_blocks(spec, inputs)
-        )
+        contiguous = self._contiguous_blocks(spec, inputs) if spec.topk is None else None
+        return tree_attention.triton(inputs, self._partials(splits, spec, queries), contiguous=contiguous)
 
     def splits(self, spec: LayerSpec) -> KVSplits:
         """The splits for layers with this spec.
@@ -73,8 +96,10 @@ class TritonAttention(Attention):
 
     def _policy(self, spec: LayerSpec) -> KVSplitPolicy:
         (batch, queries), layout = self.nodes.positions.shape, self.pages.layout
+        return self._policy_of(spec, batch, queries, layout.tokens_in(layout.table_width))
+
+    def _policy_of(self, spec: LayerSpec, batch: int, queries: int, max_rows: int) -> KVSplitPolicy:
         kv_heads = spec.keeps.kv_heads
-        max_rows = layout.tokens_in(layout.table_width)
         return KVSplitPolicy.of(
             batch, queries, kv_heads, spec.heads // kv_heads, max_rows, spec.keeps.v_size, _is_wide_latent(spec)
         )
@@ -96,10 +121,10 @@ class TritonAttention(Attention):
         key = (inputs.splits.policy, count_contiguous_blocks)
         return self.prefix.shared(key, partial(count_contiguous_blocks, inputs.splits, *pages))
 
-    def _partials(self, splits: KVSplits, spec: LayerSpec) -> PartialResults:
-        key = (splits.policy, spec.heads, spec.keeps.v_size)
+    def _partials(self, splits: KVSplits, spec: LayerSpec, queries: int) -> PartialResults:
+        key = (splits.policy, len(splits.table), queries, spec.heads, spec.keeps.v_size)
         if key not in self.partials:
-            self.partials[key] = PartialResults.of(splits, self.queries, spec.heads, spec.keeps.v_size)
+            self.partials[key] = PartialResults.of(splits, queries, spec.heads, spec.keeps.v_size)
         return self.partials[key]
 
 
@@ -119,6 +144,9 @@ class TritonBackend(AttentionBackend):
         sinks=By.ITSELF,
         fp8=By.ITSELF,
         softcap=By.ITSELF,
+        selection=By.ITSELF,
+        most_selected=MAX_TOPK,
+        largest_index=MAX_INDEX_SIZE,
         different_v_size=True,
         head_sizes=range(1, MAX_HEAD_SIZE + 1),
         largest_latent=LatentKV(MAX_ROW_SIZE, MAX_V_SIZE),

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from espalier.bench.shapes import find_shape
-from espalier.cache.layer_spec import NOTHING, LayerSpec, RecurrentState
+from espalier.cache.layer_spec import INDEX_PLANE, NOTHING, LayerSpec, RecurrentState
 from espalier.errors import EspalierError
 from espalier.kernels.layers.experts_plan import ExpertsShape
 from espalier.kernels.layers.tuning_table import DENSE
@@ -277,7 +277,8 @@ class ModelShape:
 
     def _attention(self, prefix: str, wide: int, spec: LayerSpec, count: int, rows: int) -> tuple[Run, ...]:
         if self.latent is not None:
-            return self._latent_attention(prefix, self.latent, spec.heads, count, rows)
+            own = self._latent_attention(prefix, self.latent, spec.heads, count, rows)
+            return (*self._indexer(prefix, self.latent, spec, count, rows), *own)
         if isinstance(spec.keeps, RecurrentState):
             return self._recurrence(prefix, spec.keeps, count, rows)
         size = spec.keeps.k_size
@@ -312,6 +313,17 @@ class ModelShape:
             Run(f"{prefix}k up", (latent.kv_rank, latent.nope_size), count, rows, heads),
             Run(f"{prefix}v up", (latent.v_size, latent.kv_rank), count, rows, heads),
             self._run(f"{prefix}o", (self.hidden, heads * latent.v_size), count, rows),
+        )
+
+    def _indexer(self, prefix: str, latent: LatentConfig, spec: LayerSpec, count: int, rows: int) -> tuple[Run, ...]:
+        """Of layers that keep index keys."""
+        index = latent.index
+        if index is None or latent.q_rank is None or not spec.keeps.planes.get(INDEX_PLANE):
+            return ()
+        return (
+            self._run(f"{prefix}index up", (index.heads * index.size, latent.q_rank), count, rows),
+            self._run(f"{prefix}index key", (index.size, self.hidden), count, rows),
+            Run(f"{prefix}index weights", (index.heads, self.hidden), count, rows),
         )
 
     def _mlp(self, prefix: str, inner: int, count: int, rows: int) -> tuple[Run, ...]:

@@ -234,6 +234,12 @@ DEEPSEEK_V3_1GPU = {
     "bos_token_id": 0,
     "eos_token_id": 1,
 }
+# Eight layers of 61, six of them dense instead of three, so that one GPU holds them and long contexts show: 57 GB.
+# The second chooses rows; the first attends to all, to be compared with it.
+DEEPSEEK_V3_CUT = {**DEEPSEEK_V3_1GPU, "num_hidden_layers": 8, "first_k_dense_replace": 6}
+DEEPSEEK_V32 = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+INDEX = {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
+DEEPSEEK_V32_CUT = {**DEEPSEEK_V3_CUT, **DEEPSEEK_V32, **INDEX}
 # Of the checkpoint in bfloat16: the published experts are in MXFP4.
 GPT_OSS_20B = {
     **GPT_OSS,
@@ -422,6 +428,8 @@ SHAPES: Mapping[str, Shape] = MappingProxyType(
             Shape("qwen3-30b-a3b", "Qwen/Qwen3-30B-A3B", 151643, 32000, QWEN3_30B_A3B),
             Shape("deepseek-v2-lite", "deepseek-ai/DeepSeek-V2-Lite", 100000, 32000, DEEPSEEK_V2_LITE),
             Shape("deepseek-v3-1gpu", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_1GPU, first_plain=3),
+            Shape("deepseek-v3-cut", "deepseek-ai/DeepSeek-V3", 128000, 32000, DEEPSEEK_V3_CUT, first_plain=3),
+            Shape("deepseek-v3.2-cut", "deepseek-ai/DeepSeek-V3.2", 128000, 32000, DEEPSEEK_V32_CUT, first_plain=3),
             Shape("gpt-oss-20b", "openai/gpt-oss-20b", 199998, 32000, GPT_OSS_20B),
             Shape("gemma-4-31b", "google/gemma-4-31B", 255999, 32000, GEMMA4_31B, first_plain=256),
             Shape("gemma-4-26b-a4b", "google/gemma-4-26B-A4B", 255999, 32000, GEMMA4_26B_A4B, first_plain=256),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from espalier.cache.layer_spec import LayerSpec, groups_of
+from espalier.cache.layer_spec import LayerSpec, groups_of, plane_dtype
 from espalier.cache.states import bytes_of_staged_node, bytes_per_state, table_rows
 from espalier.errors import EspalierError
 from espalier.kernels.layers.quantised import FP8
@@ -40,9 +40,11 @@ def stacks(
     """
     result = []
     for keeps, members in groups_of(specs, [layer for layer in layers if specs[layer].shares is None]).items():
-        shapes = [(len(members), rows, *shape) for shape in keeps.planes.values()]
-        if shapes:
-            stacked = tuple(torch.zeros(shape, dtype=keeps.dtype or dtype, device=device) for shape in shapes)
+        if keeps.planes:
+            stacked = tuple(
+                torch.zeros(len(members), rows, *row, dtype=plane_dtype(keeps, name, dtype), device=device)
+                for name, row in keeps.planes.items()
+            )
             result.append(LayerStack(members, stacked))
     return result
 

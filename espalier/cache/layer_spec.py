@@ -12,12 +12,15 @@ from torch import Tensor
 
 from espalier.errors import EspalierError
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation, rotate_and_store, write_latents, write_rows
+from espalier.kernels.ops.selection import IndexQueries, IndexRows, rotate_and_store_index
 from espalier.kernels.ops.states import Columns, plain_columns
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.shards import Shards
 
 # (heads, size) of one row of a plane.
 RowShape = tuple[int, int]
+# The plane of index keys, which are never stored in FP8.
+INDEX_PLANE = "index"
 
 
 class ReadyHeads(NamedTuple):
@@ -32,10 +35,11 @@ class ReadyHeads(NamedTuple):
 class KVHeads:
     """K and V of each KV head, in two planes.  The sizes of K and V may differ.
 
-    dtype: of the planes; None: the model's.
+    dtype: of the planes; None: the model's.  attended: planes that attention reads, the first ones.
     """
 
     kind: ClassVar[str] = "K and V heads"
+    attended: ClassVar[int] = 2
 
     kv_heads: int
     k_size: int
@@ -81,15 +85,19 @@ class KVHeads:
 class LatentKV:
     """One latent row [1, size] for each token, shared by all heads.  K is the whole row, V its first v_size values.
 
-    dtype: of the plane; None: the model's.
+    dtype: of the latent's plane; None: the model's.
+    index_size: values of the index key that is kept beside it, in the model's dtype: queries choose rows by their
+    scores (kernels/ops/selection.py); 0: none.
     """
 
     kind: ClassVar[str] = "a latent row"
     kv_heads: ClassVar[int] = 1
+    attended: ClassVar[int] = 1
 
     size: int
     v_size: int
     dtype: torch.dtype | None = None
+    index_size: int = 0
 
     @property
     def k_size(self) -> int:
@@ -97,7 +105,8 @@ class LatentKV:
 
     @property
     def planes(self) -> Mapping[str, RowShape]:
-        return {"latent": (1, self.size)}
+        index = {INDEX_PLANE: (1, self.index_size)} if self.index_size else {}
+        return {"latent": (1, self.size), **index}
 
     @property
     def values_per_token(self) -> int:
@@ -105,7 +114,7 @@ class LatentKV:
 
     def read(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """K and V, [..., 1, size] each: views of the same plane."""
-        [latent] = planes
+        latent = planes[0]
         return latent, latent[..., : self.v_size]
 
     def write(
@@ -124,11 +133,15 @@ class LatentKV:
         q: [N, heads, nope + rope]; latent: [N, 1, size]; k_up: [heads, nope, v_size].  A head's key is k_up · latent,
         followed by the rotated part.  No key is computed: queries are multiplied by k_up.
         """
-        [plane] = planes
+        plane = planes[0]
         # Both parts are written into one tensor: nothing is copied to join them.
         out = q.new_empty(*q.shape[:2], self.size)
         write_latents(q, k_up, out, latent, rotation, form, rows, plane, scales)
         return out
+
+    def write_index(self, rows: Tensor, planes: Sequence[Tensor], index: IndexRows) -> IndexQueries:
+        """Norm and rotate the index keys of new rows, and write them to `rows` [N] of the plane."""
+        return IndexQueries(rotate_and_store_index(index, rows, planes[1]), index.weights)
 
 
 @dataclass(frozen=True)
@@ -184,6 +197,8 @@ class LayerSpec:
     scale: factor of q·k; None means k_size ** -0.5.
     softcap: a logit s of attention, scale included, becomes softcap · tanh(s / softcap); None: it stays.
     shares: the earlier layer whose rows this layer reads; it writes none of its own.  Both have the same `keeps`.
+    topk: the most rows that a query attends to: those with the highest scores of index keys, which the layer keeps
+    itself, or else the last layer before it that keeps them; None: it attends to all.
     v_is_k: whether V is made of K's projection.
     """
 
@@ -193,6 +208,7 @@ class LayerSpec:
     scale: float | None = None
     softcap: float | None = None
     shares: int | None = None
+    topk: int | None = None
     v_is_k: bool = False
 
     def __post_init__(self) -> None:
@@ -222,7 +238,8 @@ class LayerSpec:
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes that one token takes in pages.  dtype: the model's."""
-        return self.values_per_token * (self.keeps.dtype or dtype).itemsize
+        planes = {} if self.shares is not None else self.keeps.planes
+        return sum(_values({name: row}) * plane_dtype(self.keeps, name, dtype).itemsize for name, row in planes.items())
 
 
 def groups_of(specs: Sequence[LayerSpec], layers: Sequence[int]) -> dict[Keeps, tuple[int, ...]]:
@@ -261,6 +278,11 @@ def of_rank(specs: Sequence[LayerSpec], shards: Shards) -> tuple[LayerSpec, ...]
 
     heads = "number of attention heads"
     return tuple(replace(spec, heads=len(shards.part(spec.heads, heads)), keeps=own(spec.keeps)) for spec in specs)
+
+
+def plane_dtype(keeps: Keeps, plane: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a plane.  dtype: the model's."""
+    return dtype if plane == INDEX_PLANE else keeps.dtype or dtype
 
 
 def _values(planes: Mapping[str, RowShape]) -> int:

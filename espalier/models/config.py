@@ -76,6 +76,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "swiglu_limit": (None,),
     "swiglu_alpha": (None,),
     "attn_output_gate": (None, False),
+    "index_topk": (None,),
 }
 # The activations of a family that honours hidden_act, or names another field (Family.activation_field).
 ACTIVATIONS: Mapping[str, Activation] = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH}
@@ -122,6 +123,7 @@ class Family:
     load_layer: makes a layer of the family's own; None: the layer of norms, attention and MLP in layer_loading.py.
     layer_specs: what each layer keeps, from the config; None: as layer_loading.py:layer_specs_of says.
     latent: whether layers have latent attention (MLA), whose sizes espalier/models/latent_config.py reads.
+    indexed: whether layers attend to the rows that an indexer chooses (espalier/models/index_config.py).
     honours: the fields of NEUTRAL that `experts` reads, or that do not change the output.  The family supports other
     values of them.
     multimodal: architectures of multimodal checkpoints whose text part may be of the family.
@@ -159,6 +161,7 @@ class Family:
     load_layer: "LoadLayer | None" = None
     layer_specs: "MakeSpecs | None" = None
     latent: bool = False
+    indexed: bool = False
     honours: tuple[str, ...] = ()
     mtp: MTPFamily | None = None
     mlp_size_field: str = "intermediate_size"
@@ -258,7 +261,7 @@ def parse(
     refuse_unsupported(full, path, family.honours)
     count = partial(count_of, full, path)
     heads, layers, hidden = count("num_attention_heads"), count("num_hidden_layers"), count("hidden_size")
-    latent = read_latent(full, count, path) if family.latent else None
+    latent = read_latent(full, count, path, family.indexed) if family.latent else None
     kv_heads, head_size = (1, latent.head_size) if latent else heads_and_size(full, path, heads, hidden)
     longest = count("max_position_embeddings")
     windows = _read_windows(full, family, layers, path)

@@ -1,11 +1,12 @@
 """Reads the sizes of latent attention (MLA) from a completed config.json."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from espalier.errors import EspalierError
+from espalier.models.index_config import IndexConfig, read_index
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class LatentConfig:
     nope_size, rope_size: values of a q or k head without and with rotation.
     v_size: values of a v head.
     interleaved: as in espalier/kernels/ops/rope.py:LatentForm.
+    index: how layers choose the rows that they attend to; None: they attend to all.
     """
 
     q_rank: int | None
@@ -25,6 +27,7 @@ class LatentConfig:
     rope_size: int
     v_size: int
     interleaved: bool
+    index: IndexConfig | None = None
 
     @property
     def head_size(self) -> int:
@@ -37,7 +40,9 @@ class LatentConfig:
         return self.kv_rank + self.rope_size
 
 
-def read_latent(full: dict[str, Any], count: Callable[[str], int], path: Path) -> LatentConfig:
+def read_latent(
+    full: dict[str, Any], count: Callable[[str], int], path: Path, is_indexed: bool = False
+) -> LatentConfig:
     """count: the positive integer of a field.  Raises EspalierError naming a field that is missing or wrong."""
     latent = LatentConfig(
         q_rank=None if full.get("q_lora_rank") is None else count("q_lora_rank"),
@@ -52,4 +57,4 @@ def read_latent(full: dict[str, Any], count: Callable[[str], int], path: Path) -
             f"{path}: qk_rope_head_dim = {latent.rope_size}, but values are rotated in pairs; it must be even: correct "
             "the config or pass model_overrides"
         )
-    return latent
+    return replace(latent, index=read_index(full, count, path)) if is_indexed else latent

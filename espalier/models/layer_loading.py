@@ -1,18 +1,22 @@
 """Builds a layer of a target or a draft from its weights.  A family that brings its own layer calls these."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec
 from espalier.kernels.ops.rope import HeadNorms, LatentForm
+from espalier.kernels.ops.selection import IndexNorm
 from espalier.models.config import ModelConfig
 from espalier.models.expert_loading import load_experts
+from espalier.models.index_config import IndexConfig
 from espalier.models.latent_config import LatentConfig
 from espalier.models.layer_declaration import as_stored
 from espalier.models.layers.attention import Attention, WideNorms
 from espalier.models.layers.decoder import DecoderLayer
 from espalier.models.layers.embedding import Embedding
+from espalier.models.layers.indexer import INDEX_EPS, Indexer
 from espalier.models.layers.latent_attention import NORM_EPS, LatentAttention
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.mlp import GatedMLP
@@ -44,8 +48,11 @@ def layer_specs_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
         scale, cap = config.softmax_scale, config.softcap
         return tuple(LayerSpec(config.heads, keeps, window, scale, cap) for window in config.windows)
     scale = config.rope.latent_mscale**2 * size**-0.5
-    row = LatentKV(latent.row_size, latent.kv_rank)
-    return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
+    row, index = LatentKV(latent.row_size, latent.kv_rank), latent.index
+    if index is None:
+        return tuple(LayerSpec(config.heads, row, window, scale) for window in config.windows)
+    rows = (replace(row, index_size=index.size) if index.is_full(layer) else row for layer in range(config.num_layers))
+    return tuple(LayerSpec(config.heads, keeps, scale=scale, topk=index.topk) for keeps in rows)
 
 
 def load_embedding(weights: Weights, config: ModelConfig, scale: float) -> Embedding:
@@ -65,15 +72,15 @@ def tied_head(embed: Embedding, shards: Shards) -> Linear:
 
 
 def load_attention(
-    weights: Weights, config: ModelConfig, prefix: str, columns: int, rope: RopeTables
+    weights: Weights, config: ModelConfig, prefix: str, columns: int, rope: RopeTables, layer: int = 0
 ) -> Attention | LatentAttention:
     """The attention block under `prefix`, with K and V heads or latent rows as the config says.
 
     columns: input size of q, k and v: the hidden size, or twice that for a draft, whose input is embedding and hidden
-    state concatenated.
+    state concatenated.  layer: its number in the checkpoint, which says whether it has an indexer.
     """
     if config.latent is not None:
-        return _load_latent_attention(weights, config, config.latent, prefix, columns, rope)
+        return _load_latent_attention(weights, config, config.latent, prefix, columns, rope, layer)
     size, shards, names = config.head_size, weights.shards, config.family.names
     heads, kv_heads = shards.part(config.heads, HEADS), shards.kv_heads(config.kv_heads)
     q_rows, kv_rows = heads.times(size), kv_heads.times(size)
@@ -107,9 +114,15 @@ def load_head_norms(weights: Weights, config: ModelConfig, prefix: str) -> HeadN
 
 
 def _load_latent_attention(
-    weights: Weights, config: ModelConfig, latent: LatentConfig, prefix: str, columns: int, rope: RopeTables
+    weights: Weights,
+    config: ModelConfig,
+    latent: LatentConfig,
+    prefix: str,
+    columns: int,
+    rope: RopeTables,
+    layer: int,
 ) -> LatentAttention:
-    """The latent attention block under `prefix`.  columns: as in load_attention."""
+    """The latent attention block under `prefix`.  columns, layer: as in load_attention."""
     hidden, heads, rank = config.hidden_size, weights.shards.part(config.heads, HEADS), latent.q_rank
     q_rows, bias = heads.times(latent.head_size), config.attention_bias
     rows = q_rows if rank is None else on_every_rank(rank)
@@ -135,6 +148,31 @@ def _load_latent_attention(
         out=weights.linear(prefix, ("o_proj",), (hidden,), heads.times(latent.v_size), config.out_bias),
         row_size=row,
         rope=rope,
+        indexer=_load_indexer(weights, latent.index, prefix, rank, columns, layer),
+    )
+
+
+def _load_indexer(
+    weights: Weights, index: IndexConfig | None, prefix: str, rank: int | None, columns: int, layer: int
+) -> Indexer | None:
+    """The indexer of a layer that has one, whole on every rank."""
+    if index is None or rank is None:
+        return None
+    under = f"{prefix}indexer."
+    if not index.is_full(layer):
+        # There are some where an override lets more layers share.
+        weights.ignore_under((under,))
+        return None
+    return Indexer(
+        q=weights.linear(under, ("wq_b",), (on_every_rank(index.heads * index.size),), rank, bias=False),
+        k=weights.linear(under, ("wk",), (on_every_rank(index.size),), columns, bias=False),
+        norm=IndexNorm(
+            weights.take(f"{under}k_norm.weight", index.size),
+            weights.take(f"{under}k_norm.bias", index.size),
+            INDEX_EPS,
+        ),
+        weights=weights.take_matrix(f"{under}weights_proj", on_every_rank(index.heads), columns),
+        interleaved=index.interleaved,
     )
 
 
@@ -158,7 +196,7 @@ def load_layer(
     return DecoderLayer(
         index=layer if index is None else index,
         attention_norm=before(norms.before_attention),
-        attention=load_attention(weights, config, f"{prefix}self_attn.", hidden, rope),
+        attention=load_attention(weights, config, f"{prefix}self_attn.", hidden, rope, layer),
         mlp_norm=before(norms.before_mlp),
         mlp=(
             load_mlp(weights, config, prefix)

@@ -15,6 +15,7 @@ from espalier.models.config import Family, ModelConfig, Raw, architecture_of, pa
 from espalier.models.draft import MAX_MODULES, DraftSpec, Form, refuse_sizes
 from espalier.models.draft_fields import Fields
 from espalier.models.families import FAMILIES
+from espalier.models.index_config import FREQ, FULL, PATTERN, TYPES, indexer_types
 from espalier.models.layer_loading import layer_specs_of
 from espalier.models.mtp_family import SPECULATORS, MTPFamily
 from espalier.models.weight_formats import QUANTISATION_FIELDS, quantisation_of
@@ -117,7 +118,10 @@ def _family_of(base: Fields) -> Family:
 def _continued(base: Mapping[str, Any], modules: int, layer_type: str | None) -> Raw:
     """The config of a model that has the MTP layers as its last ones; each is of the kind of the target's last, or has
     the type `layer_type`."""
-    longer = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
+    longer: Raw = {name: [*base[name], *base[name][-1:] * modules] for name in BY_LAYER if base.get(name)}
     if layer_type is not None and base.get("layer_types"):
         longer["layer_types"][-modules:] = [layer_type] * modules
+    if base.get("index_topk") is not None:
+        # An MTP layer has an indexer of its own.  Its place in the target's schedule says nothing.
+        longer |= {TYPES: [*indexer_types({**base}), *[FULL] * modules], PATTERN: None, FREQ: None}
     return {**base, **longer, "num_hidden_layers": base["num_hidden_layers"] + modules}

@@ -33,8 +33,11 @@ SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 BLOCK_VALUES = 2**24
 NUMBER = re.compile("[0-9]+")
 HEAD = "lm_head"
-# Matrices that stay as they are, in targets and drafts alike.
-KEPT_DENSE = ("embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "shared_head.head")
+# Matrices that stay as they are, in targets and drafts alike.  weights_proj: of an indexer, as it is published.
+KEPT_DENSE = (
+    *("embed_tokens", "gate", "router", "shared_expert_gate", "eh_proj", "shared_head.head"),
+    "indexer.weights_proj",
+)
 # A draft's own head is quantised: it decides no token.
 KEPT_IN_TARGETS = (*KEPT_DENSE, HEAD)
 # Block drafts read these, and kernel_projection, as plain tensors.

@@ -14,6 +14,7 @@ import gc
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from math import prod
 
 import torch
 from rich.text import Text
@@ -21,14 +22,14 @@ from rich.text import Text
 from espalier.bench.chains import as_engine, plain
 from espalier.bench.linears import ModelShape, Run, shape_named
 from espalier.bench.timing import SECONDS, TURNS, Stopwatch
-from espalier.cache.layer_spec import RecurrentState
+from espalier.cache.layer_spec import INDEX_PLANE, RecurrentState
 from espalier.config import FP8_KV, is_open
 from espalier.terminal.console import print_header, print_table, require_writable, stdout, write_json
 from espalier.terminal.machine import require_gpu
 from lab.bench.ceilings import Ceilings, measured_ceilings
 from lab.bench.checks import positive_numbers
 from lab.bench.experts import ExpertWeights
-from lab.bench.passes import attention_flops, rows_read, state_bytes
+from lab.bench.passes import attention_flops, index_cost, rows_read, state_bytes
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,9 @@ def round_attention(
 ) -> Cost:
     """The attention of the passes of `round_runs`.  value_bytes: see kv_value_bytes.
 
-    Each pass reads a request's prefix of `context` tokens once; a layer with a window reads only the window.  The nodes
-    are left out: they are few compared with the prefix.  A state is read once and written once in a round.
+    Each pass reads a request's prefix of `context` tokens once.  A layer with a window reads only the window; one with
+    an index reads the index keys and, once for all nodes, as many rows as are chosen.  The nodes are left out: they are
+    few compared with the prefix.  A state is read once and written once in a round.
     """
     of_target, of_draft = value_bytes
     # (model, queries a request, bytes of a value) of each pass
@@ -167,9 +169,11 @@ def round_attention(
                 num_bytes += 2 * batch * state_bytes(spec.keeps)
                 continue
             rows = batch * rows_read(spec, context)
+            of_keys, of_query = index_cost(model, spec, context)
+            index_values = prod(spec.keeps.planes.get(INDEX_PLANE, (0,)))
             # A layer that reads the rows of an earlier one reads them again.
-            num_bytes += size * spec.keeps.values_per_token * rows
-            flops += queries * attention_flops(spec) * rows
+            num_bytes += size * (spec.keeps.values_per_token - index_values) * rows + batch * of_keys
+            flops += queries * (attention_flops(spec) * rows + batch * of_query)
     return Cost(num_bytes, flops)
 
 

@@ -5,11 +5,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from espalier.bench.linears import ModelShape, Run
-from espalier.cache.layer_spec import LayerSpec, RecurrentState
+from espalier.cache.layer_spec import INDEX_PLANE, LayerSpec, RecurrentState
 from espalier.kernels.ops.recurrence import CHUNK
 
 # The ends of the names of a layer's products up to attention.
-UP_TO_ATTENTION = ("fc", "project", "context", "qkv", "q and kv", "q up", "k up", "inputs", "gates")
+UP_TO_ATTENTION = (
+    *("fc", "project", "context", "qkv", "q and kv", "q up", "k up", "inputs", "gates"),
+    *("index up", "index key", "index weights"),
+)
 
 
 def prefill_pass(shape: ModelShape, rows: int, requests: int, drafts: bool = True) -> tuple[Run, ...]:
@@ -35,14 +38,22 @@ def _read_at(rows: int, layer: Sequence[Run]) -> tuple[Run, ...]:
 
 
 def rows_read(spec: LayerSpec, context: float) -> float:
-    """The rows of a prefix that a query of a layer reads."""
-    return context if spec.window is None else min(spec.window, context)
+    """The rows of a prefix that a query of a layer attends to."""
+    return min(*(most for most in (spec.window, spec.topk) if most is not None), context, context)
 
 
 def attention_flops(spec: LayerSpec) -> int:
     """FLOPs of one pair of query and row, in one layer."""
     keeps = spec.rows
     return 2 * spec.heads * (keeps.k_size + keeps.v_size)
+
+
+def index_cost(shape: ModelShape, spec: LayerSpec, context: float) -> tuple[float, float]:
+    """(bytes of the index keys, in bfloat16, that a request's queries score, FLOPs of one query), in one layer."""
+    index = None if shape.latent is None else shape.latent.index
+    if index is None or INDEX_PLANE not in spec.keeps.planes or context <= index.topk:
+        return 0, 0
+    return 2 * index.size * context, 2 * index.heads * index.size * context
 
 
 def state_bytes(keeps: RecurrentState) -> int:

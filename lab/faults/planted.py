@@ -18,6 +18,7 @@ from espalier.kernels.ops.experts import MAX_SHARED_ROWS
 from espalier.kernels.ops.state import carried
 from lab.faults.base import Fault
 from lab.faults.of_ranks import FAULTS_OF_RANKS
+from lab.faults.selection_faults import SELECTION_FAULTS
 from lab.faults.state_faults import STATE_FAULTS
 
 
@@ -366,6 +367,7 @@ FAULTS = {
             _twice,
         ),
         *STATE_FAULTS,
+        *SELECTION_FAULTS,
     )
 } | FAULTS_OF_RANKS
 

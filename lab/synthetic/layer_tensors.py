@@ -20,7 +20,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
         return _hybrid(config, layer)
     if config.family.layer_specs is not None:
         return _gemma4(config, layer)
-    attention = _heads(config) if config.latent is None else _latent(config, config.latent)
+    attention = _heads(config) if config.latent is None else _latent(config, config.latent, layer)
     if experts is None or layer not in experts.layers:
         mlp = _joined(_gated("mlp.", config.intermediate_size, hidden), "mlp.", config.family.names.mlp.gate_up)
     elif experts.stored == "stacked":
@@ -82,7 +82,7 @@ def _heads(c: ModelConfig) -> Shapes:
     return shapes
 
 
-def _latent(c: ModelConfig, latent: LatentConfig) -> Shapes:
+def _latent(c: ModelConfig, latent: LatentConfig, layer: int) -> Shapes:
     queries, hidden = c.heads * latent.head_size, c.hidden_size
     if latent.q_rank is None:
         shapes: Shapes = {"q_proj.weight": (queries, hidden)}
@@ -91,6 +91,15 @@ def _latent(c: ModelConfig, latent: LatentConfig) -> Shapes:
             "q_a_proj.weight": (latent.q_rank, hidden),
             "q_a_layernorm.weight": (latent.q_rank,),
             "q_b_proj.weight": (queries, latent.q_rank),
+        }
+    index = latent.index
+    if index is not None and index.is_full(layer) and latent.q_rank is not None:
+        shapes |= {
+            "indexer.wq_b.weight": (index.heads * index.size, latent.q_rank),
+            "indexer.wk.weight": (index.size, hidden),
+            "indexer.k_norm.weight": (index.size,),
+            "indexer.k_norm.bias": (index.size,),
+            "indexer.weights_proj.weight": (index.heads, hidden),
         }
     shapes |= {
         "kv_a_proj_with_mqa.weight": (latent.row_size, hidden),

@@ -1,17 +1,19 @@
 """The GPU backend against the float64 reference, with pages and plans as in a round."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
-from espalier.attention import Nodes, Prefix, backend, triton
+from espalier.attention import Nodes, Prefix, backend, chosen, triton
 from espalier.cache.kv import PagedKV
 from espalier.cache.layer_spec import KVHeads, LatentKV, LayerSpec, stored_as
 from espalier.errors import EspalierError
 from espalier.kernels.attention.ancestor_bits import pack
 from espalier.kernels.layers.quantised import FP8
 from espalier.kernels.ops.attention import count_contiguous_blocks, tree_attention
+from espalier.kernels.ops.selection import IndexQueries
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.layout import RoundLayout
 
@@ -38,11 +40,15 @@ def scales_of(layer: int, keeps: KVHeads | LatentKV, device: torch.device) -> KV
 
 
 def pages_in(
-    dtype: torch.dtype, device: torch.device, page_size: int = 16, in_fp8: bool = False
+    dtype: torch.dtype,
+    device: torch.device,
+    page_size: int = 16,
+    in_fp8: bool = False,
+    layers: Sequence[LayerSpec] = GEOMETRY,
 ) -> tuple[PagedKV, torch.Tensor]:
     """Pages full of noise and a shuffled page table; the same values in every dtype of the model.  in_fp8: rounded."""
     layout = RoundLayout(4, 2, 2, 4, page_size, 400, 0, 16)
-    specs = stored_as(GEOMETRY, FP8 if in_fp8 else None)
+    specs = stored_as(layers, FP8 if in_fp8 else None)
     scales = {layer: scales_of(layer, spec.keeps, device) for layer, spec in enumerate(specs)}
     pages = PagedKV(layout, 1 + 4 * layout.table_width, specs, len(specs), dtype, device, scales)
     generator = torch.Generator().manual_seed(0)
@@ -169,6 +175,72 @@ def test_layers_in_fp8(kernel_device, shape):
         meant = (row.double() * scale[:, None] for row, scale in zip(rows, (scales.k, scales.v), strict=True))
         by_hand = plain.attend(layer, q.double(), *meant)
         torch.testing.assert_close(expected, by_hand, rtol=0, atol=1e-12)
+
+
+# Narrow rows and rows with a kernel of their own.  Two requests of each batch have no more rows than are chosen.
+CHOOSING = tuple(LayerSpec(3, replace(keeps, index_size=16), topk=19) for keeps in (LatentKV(8, 5), LatentKV(272, 256)))
+
+
+@pytest.mark.parametrize("in_fp8", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("shape", ["tree", "levels", "chain", "one of a chain"])
+def test_chosen_rows(kernel_device, shape, in_fp8):
+    """Against the reference; of requests whose rows all fit the choice, as attention without one, to the bit."""
+    length = torch.tensor([17, 1, 170, 0], device=kernel_device)
+    queries, rows = {"tree": (4, 4), "levels": (2, 6), "chain": (3, 3), "one of a chain": (1, 3)}[shape]
+    nodes = Nodes.chain(length[:, None] + torch.arange(3, device=kernel_device))
+    if shape == "one of a chain":
+        nodes = nodes.only(torch.tensor([2, 0, 1, 2], device=kernel_device))
+    elif shape != "chain":
+        nodes = tree(length, queries, rows)
+    pages, table = pages_in(torch.float32, kernel_device, 16, in_fp8, CHOOSING)
+    exact_pages, _ = pages_in(torch.float64, kernel_device, 16, in_fp8, CHOOSING)
+    generator = torch.Generator().manual_seed(8)
+    made = backend("triton").plan(pages, CHOOSING, Prefix(table, length), nodes)
+    exact = backend("reference").plan(exact_pages, CHOOSING, Prefix(table, length), nodes)
+    for layer, g in enumerate(CHOOSING):
+        q, k, _ = (value.to(kernel_device) for value in drawn(g, queries, rows))
+        k, v = g.keeps.read([k.to(FP8) if in_fp8 else k])
+        of_heads = torch.randn(4, queries, 6, 16, generator=generator), torch.randn(4, queries, 6, generator=generator)
+        asking = IndexQueries(*(value.to(kernel_device) for value in of_heads))
+        keys = torch.randn(4, rows, 1, 16, generator=generator).to(kernel_device)
+        choice = made.select(layer, asking, keys)
+        expected = exact.select(layer, IndexQueries(*(value.double() for value in asking)), keys.double())
+        held = choice.counts + (choice.bits[..., None] >> torch.arange(rows, device=kernel_device) & 1).sum((2, 3))
+        assert torch.equal(held[[0, 2]], expected.mask.sum(2)[[0, 2]]) and not choice.counts[[1, 3]].any()
+        out = made.attend_selected(layer, q, k, v, choice)
+        staged = (k, v) if in_fp8 else (k.double(), v.double())
+        torch.testing.assert_close(
+            out.double(), exact.attend_selected(layer, q.double(), *staged, expected), rtol=0, atol=TOLERANCE
+        )
+        assert torch.equal(out[[1, 3]], made.attend(layer, q, k, v)[[1, 3]])
+
+
+def test_a_prompt_chooses_in_chunks_of_queries(kernel_device, monkeypatch):
+    pages, table = pages_in(torch.float32, kernel_device, layers=CHOOSING)
+    length = torch.tensor([17, 1, 170, 0], device=kernel_device)
+    nodes = Nodes.chain(length[:, None] + torch.arange(3, device=kernel_device))
+    generator = torch.Generator().manual_seed(9)
+    of_heads = torch.randn(4, 3, 6, 16, generator=generator), torch.randn(4, 3, 6, generator=generator)
+    asking = IndexQueries(*(value.to(kernel_device) for value in of_heads))
+    keys = torch.randn(4, 3, 1, 16, generator=generator).to(kernel_device)
+    made = backend("triton").plan(pages, CHOOSING, Prefix(table, length), nodes)
+    whole = made.select(0, asking, keys)
+    monkeypatch.setattr(chosen, "MAX_SCORES", 1)
+    chunked = made.select(0, asking, keys)
+    assert all(torch.equal(one, other) for one, other in zip(whole, chunked, strict=True))
+
+
+def test_layouts_whose_rows_all_fit_choose_nothing(kernel_device):
+    pages, table = pages_in(torch.float32, kernel_device, layers=CHOOSING)
+    length = torch.tensor([17, 1, 30, 0], device=kernel_device)
+    nodes = tree(length, 4, 4)
+    specs = [replace(g, topk=table.shape[1] * pages.page_size + 4) for g in CHOOSING]
+    made = backend("triton").plan(pages, specs, Prefix(table, length), nodes)
+    asking = IndexQueries(torch.zeros(4, 4, 6, 16), torch.zeros(4, 4, 6))
+    assert made.select(0, asking, torch.zeros(4, 4, 1, 16)) is None
+    q, k, _ = (value.to(kernel_device) for value in drawn(CHOOSING[0], 4, 4))
+    rows = CHOOSING[0].keeps.read([k])
+    assert torch.equal(made.attend_selected(0, q, *rows, None), made.attend(0, q, *rows))
 
 
 def test_splits_are_shared_by_the_passes_over_a_prefix(kernel_device):

@@ -16,6 +16,7 @@ from espalier.request import Request, SamplingParams
 from tests.engine.alone import plainly
 from tests.gpu.traffic import mixed, run_staggered
 from tests.harness import Setup, prompts, request, run
+from tests.pairwise import in_turn_params
 
 # Rounds of 1 have the configured tree; those of 2, of 4 and of 6 are small ones of several forms.
 TREES = ((2, TreeShape(2, 2, 5)), (3, PLAIN), (4, TreeShape(3, 1, 4)), (5, PLAIN), (6, TreeShape(1, 3, 3)))
@@ -45,8 +46,7 @@ class Seen:
         self.engine.executor.launch = seeing  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+@pytest.mark.parametrize(("algorithm", "overlap"), in_turn_params(["ngram", "eagle3"], [False, True]))
 def test_tokens_are_those_of_plain_decoding_and_of_one_tree(algorithm, overlap):
     setup = replace(SETUP, algorithm=algorithm, overlap=overlap)
     requests = mixed(13, max_tokens=16)

@@ -85,11 +85,11 @@ def engine_of(setup: Setup, where: str, monkeypatch: pytest.MonkeyPatch) -> Engi
 @pytest.mark.parametrize(
     ("question", "number", "where", "overlap"),
     [
-        ("root_mask", 1, "cpu", False),
+        pytest.param("root_mask", 1, "cpu", False, marks=pytest.mark.full),
         ("root_mask", 1, "graphs", True),
         ("known_next", 2, "cpu", True),
         pytest.param("known_next", 1, "graphs", True, marks=pytest.mark.full),
-        ("mask_after", 3, "cpu", True),
+        pytest.param("mask_after", 3, "cpu", True, marks=pytest.mark.full),
         pytest.param("mask_after", 1, "graphs", True, marks=pytest.mark.full),
         ("mask_after", 2, "eager", False),
         ("node_masks", 2, "cpu", False),

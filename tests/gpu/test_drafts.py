@@ -108,6 +108,7 @@ SETUPS = MappingProxyType(
         "P-EAGLE": DevicePEagle(**SIZES, chunk_size=16),
     }
 )
+HYBRIDS = {"MTP, states": DeviceMTP(**SIZES, chunk_size=16, family="qwen3_5")}
 CELLS = [(name, family) for name in SETUPS for family in ("llama", "deepseek_v3")]
 CELLS += [(name, "deepseek_v3_wide") for name in SETUPS if name.startswith("MTP")]
 
@@ -124,13 +125,15 @@ def test_every_property_holds(name, family, dtype, put_on_record):
     put_on_record(EQUALITIES, {"name": f"{family}, {name}, {dtype}", **figures})
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", [*SETUPS, *HYBRIDS])
 @pytest.mark.parametrize("graph_batch", [None, 2], ids=["graphs", "batches above the largest graph"])
 def test_every_launch_leaves_the_same_bits(graph_batch, name, put_on_record):
     """Results are read from the same place whether a graph ran or not."""
     # One step needs no pass over mask rows.
     trees = ((4, TreeShape(1, 2, 3) if name == "P-EAGLE" else TreeShape(2, 2, 5)),)
-    setup = replace(SETUPS[name], max_batch=6, dtype=torch.bfloat16, graph_batch=graph_batch, overlap=False)
+    setup = replace(
+        {**SETUPS, **HYBRIDS}[name], max_batch=6, dtype=torch.bfloat16, graph_batch=graph_batch, overlap=False
+    )
     setup = replace(setup, trees=trees)
     one = setup.engine()
     twin = twins(one, setup.engine())

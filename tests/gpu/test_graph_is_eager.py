@@ -78,6 +78,13 @@ def test_models_by_transformers(family, put_on_record):
     assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_layers_that_keep_states(family, put_on_record):
+    setup = setup_of("eagle3", 16, torch.bfloat16, family=family)
+    twin = check(setup.engine(), setup.engine(), put_on_record)
+    assert set(twin.replayed) == {1, 2, 3, 4, 5} and twin.num_passes > 0
+
+
 @pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
 def test_logits_of_nodes_in_pieces(algorithm, put_on_record, monkeypatch):
     """Seven rows at a time; the tokens are those of the whole."""

@@ -87,6 +87,20 @@ def test_reports(report: str, dtype: str, family: str, put_on_record) -> None:
     put_on_record(EQUALITIES, {"name": f"{family}, {report}, {dtype}", **figures})
 
 
+# Targets whose queries choose rows, of both kernels.  In bfloat16 another row may score as well.
+CHOOSING = {"glm_moe_dsa": "tree_attention", "deepseek_v32_wide": "latent_attention"}
+
+
+@pytest.mark.parametrize("family", CHOOSING)
+@pytest.mark.parametrize("report", REPORTS)
+def test_reports_where_queries_choose_rows(report: str, family: str, put_on_record) -> None:
+    setup, lengths, most = REPORTS[report]
+    with attention_kernels() as launched:
+        figures = run_watched(DeviceWatch(on_device(setup, family, "float32")), asked(lengths, most))
+    assert CHOOSING[family] in launched
+    put_on_record(EQUALITIES, {"name": f"{family}, {report}, float32", **figures})
+
+
 @each_kernel
 @each_dtype
 def test_several_turns_on_pages_of_512(dtype: str, family: str, put_on_record) -> None:

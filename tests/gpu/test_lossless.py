@@ -45,6 +45,7 @@ LAYOUTS: dict[str, dict[str, object]] = {
         "family": "gpt_oss",
         "window": 6,
     },
+    "states": {"page_size": 16, "topk": 4, "steps": 5, "num_draft_tokens": 16, "family": "qwen3_5"},
     "draft of 11 tokens": {"page_size": 16, "topk": 4, "steps": 3, "num_draft_tokens": 16, "draft_vocab": 11},
 }
 # Nothing may differ in float64; the reference is the backend that runs it.

@@ -72,6 +72,12 @@ def state(executor: CudaExecutor) -> Iterator[tuple[str, Tensor]]:
     for layer, pair in pages.layers.items():
         for what, buffer in zip("kv", pair, strict=True):
             yield f"committed {what} of layer {layer}", buffer
+    states = executor.runner.cache.states
+    for index, stack in enumerate(states.stacks if states is not None else ()):
+        for what, values in (("tails", stack.tail), ("states", stack.recurrent)):
+            if values is not None:
+                # The first row is of dummies, the last one takes what nobody keeps.
+                yield f"{what} of stack {index}", values[:, 1:-1]
     yield "the results' ring", executor.results.ring
 
 

@@ -29,7 +29,7 @@ RESOLVED_TOP_A = """
 def test_a_sampling_parameter_is_declared_in_one_place(tmp_path):
     """Declared before all others, it also moves every column of its type."""
     for folder in ("espalier", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "bundled"))
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("bundled"))
     declared = tmp_path / "espalier" / "request.py"
     text = declared.read_text(encoding="utf-8")
     for line, before in ((TOP_A, "    temperature: float | None = "), (RESOLVED_TOP_A, "    temperature: float = ")):

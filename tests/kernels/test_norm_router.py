@@ -27,7 +27,9 @@ def drawn(rows, size, experts, parts, device, dtype=torch.float16):
 
     delta = normal(parts, rows, size) if parts else normal(rows, size).to(dtype)
     residual = normal(rows, size + 16).to(dtype)[:, :size]
-    return delta, residual, (1 + normal(size) / 5).to(dtype), 1e-6, (normal(experts, size) / size**0.5).to(dtype)
+    # Norms of 1 + w have weights in float32.
+    weight = (1 + normal(size) / 5).to(torch.float32 if rows == 3 else dtype)
+    return delta, residual, weight, 1e-6, (normal(experts, size) / size**0.5).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -25,7 +25,7 @@ from tests.oracles.plain_mtp import plain_modules
 
 WIDTH = 12
 LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": WIDTH}
-OWN = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mimo")
+OWN = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "mimo")
 
 
 def copied(family: str, path: Path) -> tuple[Path, Path]:
@@ -65,11 +65,13 @@ def test_a_layer_is_transformers_decoder_layer_behind_the_papers_projection(fami
     tokens = torch.randint(0, 16, (1, WIDTH), generator=generator)
     hidden = torch.randn(1, WIDTH, 32, generator=generator, dtype=torch.float64)
     positions = torch.arange(WIDTH)[None]
+    # An indexer needs the mask itself.
+    mask = torch.ones(WIDTH, WIDTH, dtype=torch.bool).tril()[None, None] if "index_topk" in target.config.raw else None
     for i, plain in enumerate(plain_modules(target_path, draft_path, target, draft)):
         out = draft.modules[i](DensePass(tokens, draft.layer_specs[i : i + 1], positions), hidden)
         x = plain.joined(tokens, hidden)
         angles = in_float64(theirs.rotary_emb)(x, positions)
-        x = in_float64(theirs.layers[LAYERS + i])(x, position_embeddings=angles)
+        x = in_float64(theirs.layers[LAYERS + i])(x, position_embeddings=angles, attention_mask=mask)
         expected = plain.norm(x[0] if isinstance(x, tuple) else x, "norm")
         torch.testing.assert_close(out.hidden, expected)
         torch.testing.assert_close(draft.modules[i].logits(out), expected @ plain.head.T)

@@ -16,7 +16,7 @@ BATCH, WIDTH = 3, 7
 # Of each request.
 NEEDED = torch.tensor([6, 0, 3])
 LOADING: dict[str, Any] = {"dtype": torch.float64, "device": "cpu", "position_rows": WIDTH}
-FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "gemma4_moe", "gemma4_e")
+FAMILIES = ("llama", "gpt_oss", "qwen3_moe", "deepseek_v3", "glm_moe_dsa", "gemma4_moe", "gemma4_e")
 HOSTED = [(family, "transformers") for family in ("llama", "gpt_oss", "phi3")]
 
 
@@ -54,7 +54,7 @@ def test_an_eagle3_head(family: str) -> None:
     require_draft(draft, draft.modules[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "deepseek_v32", "glm4_moe"])
 def test_an_mtp_layer(family: str) -> None:
     target_path, draft_path = mtp_directories(family, 1)
     draft = load_draft(draft_path, load_target(target_path, **LOADING), **LOADING)

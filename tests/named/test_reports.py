@@ -17,10 +17,9 @@ from tests.engine.alone import plainly
 from tests.engine.test_disturbance import all_undisturbed
 from tests.engine.watching import run_watched
 from tests.harness import Setup, prompts, request
-from tests.pairwise import pairwise_params
+from tests.pairwise import in_turn_params
 
 TREE = {"topk": 8, "steps": 5, "num_draft_tokens": 64}
-each_loop = pytest.mark.parametrize("overlap", [False, True], ids=["lockstep", "overlap"])
 
 
 def conversation_of(setup: Setup, turns: int, told: int, said: int) -> None:
@@ -109,9 +108,8 @@ class TestPage256LongPrompt:
     @pytest.mark.parametrize(
         ("overlap", "context"),
         [
-            *(pytest.param(*each, marks=pytest.mark.full) for each in ((False, 512), (True, 500))),
+            *(pytest.param(*each, marks=pytest.mark.full) for each in ((False, 512), (True, 500), (False, 513))),
             (True, 512),
-            (False, 513),
         ],
     )
     def test_to_the_end(self, overlap: bool, context: int) -> None:
@@ -130,7 +128,7 @@ class TestLastPositionOfTheContext:
         "ngram": {"steps": 3, "topk": 2, "num_draft_tokens": 7, "algorithm": "ngram"},
     }
 
-    @pytest.mark.parametrize(("page_size", "tree", "overlap"), pairwise_params([1, 3, 16, 64], [*TREES], [False, True]))
+    @pytest.mark.parametrize(("page_size", "tree", "overlap"), in_turn_params([1, 3, 16, 64], [*TREES], [False, True]))
     def test_ends_there(self, page_size: int, tree: str, overlap: bool) -> None:
         setup = Setup(page_size=page_size, overlap=overlap, max_context=64, **self.TREES[tree])
         lengths = (63, 62, 61, 58, 57, 40)
@@ -139,7 +137,9 @@ class TestLastPositionOfTheContext:
         all_undisturbed(setup, requests)
         assert [(len(r.tokens), r.finish_reason) for r in requests] == [(64, "length")] * len(lengths)
 
-    @each_loop
+    @pytest.mark.parametrize(
+        "overlap", [pytest.param(False, marks=pytest.mark.full), True], ids=["lockstep", "overlap"]
+    )
     def test_in_a_pool_that_holds_just_that(self, overlap: bool) -> None:
         setup = Setup(page_size=8, overlap=overlap, max_context=64, num_pages=1 + 8 + overlap, **TREE)
         requests = [request(i, p, SamplingParams(temperature=0.0)) for i, p in enumerate(prompts(23, (1, 63, 30)))]

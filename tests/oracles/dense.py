@@ -9,6 +9,7 @@ from torch import Tensor
 from espalier.attention import Pass
 from espalier.cache.layer_spec import KVHeads, LayerSpec, ReadyHeads, RecurrentState
 from espalier.kernels.ops.rope import HeadNorms, LatentForm, Rotation
+from espalier.kernels.ops.selection import IndexRows
 from espalier.kernels.ops.states import GateInputs
 from tests.oracles.fp8_cache import LayerScales
 
@@ -46,10 +47,11 @@ class DensePass(Pass):
         self.specs, self.mask, self.apply_window, self.scales, self.past = layer_specs, mask, apply_window, scales, past
         self.planes: dict[int, Planes] = {}
         self.k_up: dict[int, Tensor] = {}
+        self.chosen: Tensor | None = None
         self.values: dict[int, Tensor | None] = {}
         self._looked_up = {}
 
-    def write(self, layer: int, *values: Any) -> Tensor:
+    def write(self, layer: int, *values: Any, index: IndexRows | None = None) -> Tensor:
         spec = self.specs[layer]
         if isinstance(spec.keeps, RecurrentState):
             inputs, gates, conv, *columns = values
@@ -75,7 +77,25 @@ class DensePass(Pass):
             *turned, self.k_up[layer] = rest
             q, *made = latent_of(self._by_request(q), self._by_request(latent), *turned)
         self.planes[layer] = tuple(made) if self.scales is None else self.scales[layer].stored(tuple(made))
+        if index is not None:
+            self._choose(layer, index)
         return self._computed(layer, q)
+
+    def _choose(self, layer: int, index: IndexRows) -> None:
+        """Keep the index keys, and the rows that each row attends to: in order of (score, position), the last topk."""
+        q, k, weights = (
+            values.unflatten(0, self.tokens.shape) for values in (index.q, index.k[:, None], index.weights)
+        )
+        mean, variance = k.mean(-1, keepdim=True), k.var(-1, keepdim=True, unbiased=False)
+        k = (k - mean) / (variance + index.norm.eps).sqrt() * index.norm.weight + index.norm.bias
+        q, k = (index_turned(x, index.rotation, index.interleaved) for x in (q, k))
+        self.planes[layer] = (*self.planes[layer], k)
+        if self.past is not None:
+            k = torch.cat((self.past[layer][-1].expand(len(k), *self.past[layer][-1].shape), k), 1)
+        scores = (torch.einsum("bqhd,bkd->bqkh", q, k[:, :, 0]).clamp(min=0) * weights[:, :, None]).sum(-1)
+        scores = scores.masked_fill(~self.seen(layer, *scores.shape[1:]), -torch.inf)
+        rank = scores.argsort(dim=-1, stable=True).argsort(dim=-1)
+        self.chosen = (rank >= scores.shape[2] - self.specs[layer].topk) & (scores > -torch.inf)
 
     def _computed(self, layer: int, rows: Tensor) -> Tensor:
         return rows if self.kept(layer) is None else rows[torch.arange(len(rows)), self.needed][:, None]
@@ -92,6 +112,8 @@ class DensePass(Pass):
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
         seen = self.seen(layer, self.tokens.shape[1], k.shape[1])
+        if spec.topk is not None:
+            seen = seen & self.chosen
         if self.kept(layer) is not None:
             seen = seen.expand(len(q), -1, -1)[torch.arange(len(q)), self.needed][:, None]
         weights = softmax_of(scores.masked_fill(~seen[:, None].to(scores.device), -torch.inf), sink)
@@ -106,6 +128,7 @@ class DensePass(Pass):
                 torch.cat((old.expand(len(new), *old.shape), new), 1)
                 for old, new in zip(self.past[layer], held, strict=True)
             )
+        held = held[: self.specs[layer].rows.attended]
         meant = held if self.scales is None else self.scales[layer].meant(held)
         if layer not in self.k_up:
             k, v = meant
@@ -174,6 +197,16 @@ def latent_of(q: Tensor, latent: Tensor, rotation: Rotation, form: LatentForm) -
         content = content / (content.pow(2).mean(-1, keepdim=True) + form.eps).sqrt() * form.norm
         latent = torch.cat((content, rope), 3)
     return turned(q), turned(latent)
+
+
+def index_turned(x: Tensor, rotation: Rotation, interleaved: bool) -> Tensor:
+    """Index heads x [B, Q, heads, size], whose first values are rotated."""
+    rotary = rotation.cos.shape[1]
+    cos, sin = (table.view(*x.shape[:2], 1, rotary) for table in rotation)
+    rope, content = x[..., :rotary], x[..., rotary:]
+    if interleaved:
+        rope = torch.cat((rope[..., 0::2], rope[..., 1::2]), 3)
+    return torch.cat((rope * cos + rope.roll(rotary // 2, -1) * sin, content), 3)
 
 
 def heads_of(

@@ -25,9 +25,10 @@ LAYOUTS: dict[str, Sequence[Any]] = {
     "nodes": ("2", "middle", "bound"),
     "batch": (1, 3),
 }
-# Of each kind of page size one: a row, no power of two, a tree's size, longer than most prompts.  Of each kind of depth
-# one: none, the roots' children alone, levels that read levels, the deepest.
-ARRAY_LAYOUTS = {**LAYOUTS, "page_size": (1, 3, 16, 256), "steps": (0, 1, 3, 15)}
+# Of each kind of page size one: a row, no power of two, longer than most prompts.  Of each kind of width one: a chain,
+# a part of the nodes, most of them.  Of each kind of depth one: none, the roots' children alone, levels that read
+# levels.
+ARRAY_LAYOUTS = {**LAYOUTS, "page_size": (1, 3, 256), "topk": (1, 4, 8), "steps": (0, 1, 15)}
 # Families whose own layers keep a latent row, all with experts.  The draft of the first is Llama-shaped, that of the
 # second latent.
 OWN_LATENT = ("deepseek_v2", "deepseek_v3")
@@ -50,7 +51,6 @@ AROUND: dict[str, Sequence[Any]] = {
 # Of different make: a plain one; windows, norms behind blocks and scaled embeddings; sinks and experts; merged
 # projections; LayerNorms, biases and a window.  The last has no native family.
 HOSTED = ("llama", "gemma3", "gpt_oss", "phi3", "starcoder2")
-HOSTED_LAYOUTS = {"page_size": (1, 256), "topk": (1, 4), "steps": (3,), "nodes": ("middle",), "batch": (3,)}
 # Dtypes of K and V, of the target and of the draft.  "fp8" has the checkpoint's scales, "fp8_target" has none.
 CACHES: dict[str, dict[str, Any]] = {
     "float64": {},
@@ -208,14 +208,6 @@ def pairwise_cells(layouts: Mapping[str, Sequence[Any]] = ARRAY_LAYOUTS) -> list
     return [Cell(**row, algorithm=name) for name, array in arrays.items() for row in pairwise(array, impossible)]
 
 
-def corner_cells() -> list[Cell]:
-    """Half of the corners, in which every two factors have every two of their values: an even number of each cell's
-    factors has the larger value."""
-    larger = {name: values[-1] for name, values in CORNERS.items() if len(values) > 1}
-    rows = [row for row in rows_of(CORNERS) if sum(row[name] == large for name, large in larger.items()) % 2 == 0]
-    return [Cell(**row) for row in rows if not refused(row)]
-
-
 def all_cells() -> list[Cell]:
     """Every cell that is not refused, what is around it in turn; and every corner."""
     around = [row for row in rows_of(AROUND) if not impossible(row)]
@@ -235,6 +227,16 @@ def hosted_cells(layouts: Mapping[str, Sequence[Any]]) -> list[Cell]:
     """Families of different make that classes of transformers run."""
     factors = {**layouts, "algorithm": AROUND["algorithm"], "overlap": (False, True), "hosted": HOSTED}
     return [Cell(**row) for row in pairwise(factors, refused)]
+
+
+def one_a_hosted_family() -> list[Cell]:
+    """A cell of each: its layers know neither pages nor drafters, and every second has the other drafter and loop."""
+    around = [
+        {"algorithm": name, "overlap": overlap}
+        for name, overlap in zip(AROUND["algorithm"], (False, True), strict=True)
+    ]
+    sizes = {"page_size": 3, "topk": 4, "steps": 3, "nodes": "middle", "batch": 3}
+    return [Cell(**sizes, **around[i % 2], hosted=family) for i, family in enumerate(HOSTED)]
 
 
 def gemma_cells() -> list[Cell]:
@@ -308,15 +310,13 @@ def reference(
     scales = draft_scales = None
     if kv_dtype == FP8_KV:
         scales = [
-            scales_in(stored, layer, rows.kv_heads, len(rows.planes))
-            if kv_scales
-            else ones(rows.kv_heads, len(rows.planes))
+            scales_in(stored, layer, rows.kv_heads, rows.attended) if kv_scales else ones(rows.kv_heads, rows.attended)
             for layer, rows in (
                 (i if spec.shares is None else spec.shares, spec.keeps) for i, spec in enumerate(target.layer_specs)
             )
         ]
     if draft_kv_dtype == FP8_KV and draft is not None:
-        draft_scales = [ones(spec.keeps.kv_heads, len(spec.keeps.planes)) for spec in draft.layer_specs]
+        draft_scales = [ones(spec.keeps.kv_heads, spec.keeps.attended) for spec in draft.layer_specs]
     return Reference(target, draft, scales=scales, draft_scales=draft_scales)
 
 

@@ -62,7 +62,10 @@ def cell_setup(cell: Mapping[str, Any]) -> tuple[BlockSetup, list[Request]]:
     return setup, requests
 
 
-CELLS = pairwise({**PRODUCT, **AROUND}, too_many_nodes)
+# Few and many levels, one row a page and many; the last cell has as many nodes as a tree may have.
+ARRAY = {"steps": (2, 15), "nodes": (6, 33), "page_size": (1, 64), "topk": (2, 8)}
+WIDEST = {"form": "dspark", "steps": 8, "nodes": 256, "page_size": 16, "family": "deepseek_v3", "topk": 8}
+CELLS = [*pairwise({**PRODUCT, **AROUND, **ARRAY}, too_many_nodes), WIDEST]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))

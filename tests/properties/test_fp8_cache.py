@@ -19,7 +19,8 @@ SETUPS: dict[str, Setup] = {
     "block": BlockSetup(**SIZES, **CACHE),
     "edges": BlockSetup(**SIZES, **CACHE, form="dspark"),
     "chain of MTP layers": MTPSetup(**SIZES, **CACHE, form=(3, "chain")),
-    "MTP layer of DeepSeek": MTPSetup(**SIZES, **CACHE, family="deepseek_v3"),
+    # Whose index keys stay as they are.
+    "MTP layer of DeepSeek": MTPSetup(**SIZES, **CACHE, family="deepseek_v32"),
     "draft in float64": Setup(**SIZES, **{**CACHE, "draft_kv_dtype": "float64"}),
     "target in float64": Setup(**SIZES, **{**CACHE, "kv_dtype": "float64"}),
 }

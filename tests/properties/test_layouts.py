@@ -8,17 +8,16 @@ from tests.properties.layouts import (
     AROUND,
     AROUND_NGRAM,
     ARRAY_LAYOUTS,
-    HOSTED_LAYOUTS,
     LAYOUTS,
     Cell,
     all_cells,
-    corner_cells,
     family_cells,
     gemma_cells,
     hosted_cells,
     impossible,
     is_refused,
     latent_cells,
+    one_a_hosted_family,
     pairwise_cells,
     reference_of,
     refused_cells,
@@ -26,8 +25,8 @@ from tests.properties.layouts import (
 from tests.properties.summary import CELL, REFUSED
 from tests.properties.watch import Watch, run_watched
 
-SOME_FAMILIES = [*gemma_cells()[:6], *family_cells()[:2], *hosted_cells(HOSTED_LAYOUTS)]
-DEFAULT = list(dict.fromkeys([*pairwise_cells(), *corner_cells(), *SOME_FAMILIES]))
+SOME_FAMILIES = [*gemma_cells()[:6], *family_cells()[:2], *one_a_hosted_family()]
+DEFAULT = list(dict.fromkeys([*pairwise_cells(), *SOME_FAMILIES]))
 ALL_FAMILIES = [*family_cells(), *gemma_cells(), *hosted_cells(LAYOUTS)]
 MORE = [*pairwise_cells(LAYOUTS), *all_cells(), *latent_cells(), *ALL_FAMILIES]
 FULL = [cell for cell in dict.fromkeys(MORE) if cell not in DEFAULT]

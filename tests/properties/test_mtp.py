@@ -55,7 +55,8 @@ def cell_setup(cell: Mapping[str, Any]) -> tuple[MTPSetup, list[Request]]:
     return setup, requests
 
 
-CELLS = pairwise({**PRODUCT, **AROUND}, lambda cell: False)
+# Steps below, at and beyond the modules; of the sizes the least and one that is many.
+CELLS = pairwise({**PRODUCT, **AROUND, "topk": (1, 4), "page_size": (1, 64)}, lambda cell: False)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(map(str, cell.values())))

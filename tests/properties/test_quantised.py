@@ -26,6 +26,8 @@ DENSE_TARGETS = tuple((kind, "llama") for kind in KINDS)
 EXPERTS = tuple((kind, "qwen3_moe") for kind in KINDS if kind not in (*STATIC, *ORDERED))
 # Experts are a stack of the matrices that dense targets have: integer codes, and codes whose inputs are rounded.
 FEW_EXPERTS = (("awq", "qwen3_moe"), ("fp8-channel-token", "qwen3_moe"))
+# Without rounded inputs a matrix is a dense one to the tree; one stands for the others.
+LIKE_AWQ = tuple((kind, "llama") for kind in WEIGHTS_ONLY if kind != "awq")
 TARGETS = (*DENSE_TARGETS, *EXPERTS, ("mxfp4", "gpt_oss"), ("fp8-block", "deepseek_v3"))
 FAMILY_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "mlp_only_layers": [1]},
@@ -102,7 +104,9 @@ TREES = ({"topk": 1, "num_draft_tokens": 5}, {"topk": 4, "num_draft_tokens": 16}
 @pytest.mark.parametrize(
     ("kind", "family"),
     [
-        pytest.param(*target, marks=pytest.mark.full if target in EXPERTS and target not in FEW_EXPERTS else ())
+        pytest.param(
+            *target, marks=pytest.mark.full if target in (*EXPERTS, *LIKE_AWQ) and target not in FEW_EXPERTS else ()
+        )
         for target in TARGETS
     ],
 )

@@ -48,6 +48,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"moe_intermediate_size": 24},
     "deepseek_v2": {"moe_intermediate_size": 24, "q_lora_rank": None},
     **{family: {"moe_intermediate_size": 24} for family in ("glm4_moe", "glm4_moe_lite", "dots1")},
+    **{family: {"moe_intermediate_size": 24} for family in ("deepseek_v32", "glm_moe_dsa")},
     "granitemoeshared": {"shared_intermediate_size": 24},
     "granitemoehybrid": {"shared_intermediate_size": 48, "mamba_n_heads": 12},
     "laguna": {"shared_expert_intermediate_size": 24, "num_attention_heads_per_layer": [6, 12, 6]},
@@ -157,7 +158,7 @@ SMALLER = [
     Case("stacked-experts-ngram", family="gpt_oss", draft="ngram", traffic=hitting),
     Case("shared-gate-crowded", family="qwen2_moe", draft="none", traffic=crowding, setup=CROWDED),
     Case("fp8-block", kind="fp8-block", draft="none"),
-    Case("latent-mtp", family="deepseek_v3", draft="mtp"),
+    Case("latent-mtp", family="deepseek_v32", draft="mtp"),
     Case("held-kv", 3, kv_heads=1, traffic=in_grammars),
     Case("gptq", 3, kind="gptq", draft="none"),
     Case("stored-as-one-held-kv", 3, family="phi3", draft="none", kv_heads=1, traffic=hitting),
@@ -167,6 +168,7 @@ SMALLER = [
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "qwen2_moe", "qwen3_moe", "gpt_oss"),
     *("glm4_moe", "glm4_moe_lite", "dots1", "deepseek_v2", "deepseek_v3"),
+    *("deepseek_v32", "glm_moe_dsa"),
     *("ministral", "ministral3", "granite", "smollm3", "mixtral", "phi3", "olmo2", "olmo3", "laguna", "muse_glimmer"),
     *("granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4", "gemma4_moe", "gemma4_e", "gemma4_unified"),
 )

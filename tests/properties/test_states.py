@@ -43,7 +43,8 @@ PRODUCT: dict[str, Sequence[Any]] = {
 }
 AROUND: dict[str, Sequence[Any]] = {"num_snapshots": (0, 3, 12), "attention": ("sdpa", "reference")}
 # What the other setups have, tests/models and test_faults.py show.
-CELLS = pairwise({**PRODUCT, **AROUND, "setup": tuple(SETUPS)[:3]}, lambda cell: False)
+ARRAY = {"setup": tuple(SETUPS)[:3], "topk": (1, 4), "steps": (1, 5), "page_size": (1, 16)}
+CELLS = pairwise({**PRODUCT, **AROUND, **ARRAY}, lambda cell: False)
 STYLES = ({"temperature": 0.0}, {"temperature": 6.0}, {"temperature": 1.2, "presence_penalty": 0.5})
 
 

@@ -11,6 +11,7 @@ from espalier.engine.launch_input import RoundTrace
 from espalier.kernels.ops.tree import VOID
 from espalier.request import Request, SamplingParams
 from tests.harness import Ran, Setup, prompts, request, run
+from tests.pairwise import in_turn_params
 from tests.properties.agreeing import agree
 from tests.properties.layouts import reference_of
 from tests.properties.watch import SCORE
@@ -130,7 +131,7 @@ def test_tokens_of_all_styles_together_do_not_depend_on_speculation(algorithm, f
         assert [e.logprob for e in a.logprobs] == pytest.approx([e.logprob for e in b.logprobs], abs=1e-9)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.full), "gpt_oss"])
 def test_native_and_transformers_give_the_same(family):
     """By different roundings, of float32 in places, so log-probabilities are nearly equal."""
     native, hosted = (
@@ -142,7 +143,7 @@ def test_native_and_transformers_give_the_same(family):
         assert [e.logprob for e in a.logprobs] == pytest.approx([e.logprob for e in b.logprobs], abs=1e-4)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+@pytest.mark.parametrize("algorithm", ["eagle3", pytest.param("ngram", marks=pytest.mark.full)])
 def test_a_batch_of_many_is_many_batches_of_one(algorithm):
     setup = replace(TREE, algorithm=algorithm)
     together, rounds = traced_mix(algorithm)
@@ -152,17 +153,10 @@ def test_a_batch_of_many_is_many_batches_of_one(algorithm):
         same_rounds(own[alone.id], rounds[alone.id])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"attention": "reference"},
-        {"overlap": True},
-        {"page_size": 512},
-        {"page_size": 1, "prefix_cache": False},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+CHANGES = ({"attention": "reference"}, {"overlap": True}, {"page_size": 512}, {"page_size": 1, "prefix_cache": False})
+
+
+@pytest.mark.parametrize(("change", "algorithm"), in_turn_params(CHANGES, ["eagle3", "ngram"]))
 def test_backend_loop_and_pages_change_nothing(change, algorithm):
     as_it_is, rounds = traced_mix(algorithm)
     changed, others = traced(replace(TREE, algorithm=algorithm, **change), mixed())

@@ -211,7 +211,9 @@ SIZES = {"page_size": (1, 3, 64), "topk": (1, 3), "steps": (1, 5), "nodes": ("2"
 FACTORS = {
     "reads": READS,
     **SIZES,
-    **{name: values for name, values in AROUND.items() if name not in ("algorithm", "kv")},
+    **{name: values for name, values in AROUND.items() if name not in ("algorithm", "kv", "sinks")},
+    # Whether the target's rows are latent reaches the draft; which family they are of does not.
+    "keeps": ("kv", "latent"),
 }
 
 

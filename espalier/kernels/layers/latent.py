@@ -116,7 +116,7 @@ HEADS_PER_PROGRAM = 16
 
 
 @kernel
-def _rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+def rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
                     EXACT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """(left, right): the halves of the values at values_ptr [.., 1], rotated.  cos_ptr, sin_ptr: of one position."""
     column = tl.arange(0, BLOCK)
@@ -139,7 +139,7 @@ def _rotated_halves(values_ptr, cos_ptr, sin_ptr, mask, ROTARY: tl.constexpr, IN
 
 
 @kernel
-def _store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.constexpr):
+def store_halves(ptrs, left, right, mask, ROTARY: tl.constexpr, BLOCK: tl.constexpr):
     """Store the two halves of rotated values at ptrs [.., 1]."""
     column = tl.arange(0, BLOCK)[None, :]
     half: tl.constexpr = ROTARY // 2
@@ -162,14 +162,14 @@ def _store_latent(
         weight = tl.load(norm_ptr + column, mask=exists, other=0.0).to(EXACT)
         x = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / RANK + EPS)) * weight
     one = tl.zeros([1, 1], tl.int32)
-    left, right = _rotated_halves(values + RANK + one, cos, sin, one == 0, ROTARY, INTERLEAVED, EXACT, BLOCK)
+    left, right = rotated_halves(values + RANK + one, cos, sin, one == 0, ROTARY, INTERLEAVED, EXACT, BLOCK)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr).to(EXACT)
         x = rounded_values(x.to(TYPE).to(EXACT), scale, MOST)
         left = rounded_values(left.to(TYPE).to(EXACT), scale, MOST)
         right = rounded_values(right.to(TYPE).to(EXACT), scale, MOST)
     tl.store(to + column, x.to(to.dtype.element_ty), mask=exists)
-    _store_halves(to + RANK + one, left, right, one == 0, ROTARY, BLOCK)
+    store_halves(to + RANK + one, left, right, one == 0, ROTARY, BLOCK)
 
 
 @kernel
@@ -195,12 +195,12 @@ def _rotate_or_store(
     else:
         head = ((block - 1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
         mask = head < HEADS
-        left, right = _rotated_halves(
+        left, right = rotated_halves(
             rope_ptr + n * rope_n + head * rope_h, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK
         )
         # q_rope may be a view of q: all warps must read their values before one writes.
         tl.debug_barrier()
-        _store_halves(q_ptr + n * q_n + head * q_h + Q_AT, left, right, mask, ROTARY, BLOCK)
+        store_halves(q_ptr + n * q_n + head * q_h + Q_AT, left, right, mask, ROTARY, BLOCK)
 
 
 @kernel

@@ -198,7 +198,7 @@ def norm_router(
     parts = delta if delta.ndim == 3 else delta[None]
     dtype = torch.float32 if delta.ndim == 3 else residual.dtype
     require("norm_router: delta", parts, (-1, rows, size), dtype, residual)
-    require("norm_router: weight", weight, (size,), residual.dtype, residual)
+    require("norm_router: weight", weight, (size,), None, residual)
     require("norm_router: router", router, (num_experts, size), residual.dtype, residual)
     read = (parts, residual, weight)
     if (

@@ -5,10 +5,12 @@ from dataclasses import replace
 from espalier.models.config import Family
 from espalier.models.families import (
     deepseek,
+    deepseek_v32,
     gemma2,
     gemma3,
     gemma4,
     glm4_moe,
+    glm_moe_dsa,
     gpt_oss,
     granite,
     granite_hybrid,
@@ -43,5 +45,6 @@ FAMILIES: dict[str, Family] = {
         muse_glimmer.FAMILY,
         *(qwen3_next.FAMILY, qwen3_5.DENSE, qwen3_5.MOE, lfm2.FAMILY, nemotron_h.FAMILY),
         *(deepseek.V2, deepseek.V3, glm4_moe.GLM, glm4_moe.GLM_LITE, glm4_moe.DOTS),
+        *(deepseek_v32.FAMILY, glm_moe_dsa.FAMILY),
     )
 }

@@ -29,7 +29,7 @@ def sparse_layers(full: Raw) -> frozenset[int] | None:
     return frozenset(layer for layer, kind in enumerate(types) if kind == "sparse")
 
 
-def _experts_by_type(full: Raw) -> Experts | None:
+def experts_by_type(full: Raw) -> Experts | None:
     """The experts of the sparse layers; without `mlp_layer_types`, as in DeepSeek-V3."""
     layers = sparse_layers(full)
     return V3.experts(full) if layers is None else routed_experts(full, ("noaux_tc",), layers)
@@ -81,7 +81,7 @@ GLM_LITE = replace(
         "moe_intermediate_size": 1536,
         "routed_scaling_factor": 1.8,
     },
-    experts=_experts_by_type,
+    experts=experts_by_type,
 )
 DOTS = replace(
     QWEN3,

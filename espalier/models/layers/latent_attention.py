@@ -13,6 +13,7 @@ from espalier.attention import Pass
 from espalier.kernels.layers.quantised import Rows
 from espalier.kernels.ops.rope import LatentForm, head_product
 from espalier.models.layers.attention import AttentionBlock
+from espalier.models.layers.indexer import IndexedRows, Indexer, read_indexed
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import AnyNorm, Delta, RMSNorm
 from espalier.models.rope import RopeTables
@@ -29,6 +30,7 @@ class LatentAttention(AttentionBlock):
     q_norm, q: the queries' latent -> [heads · (nope + rope)]; both None if `down` projects the queries themselves.
     form: of the row to keep.  k_up: [heads, nope, kv_rank]; v_up: [heads, v_size, kv_rank].
     row_size: kv_rank + rope.
+    indexer: chooses the rows that queries attend to; None: they attend to all, or to what a layer before chose.
     """
 
     down: Linear
@@ -40,18 +42,24 @@ class LatentAttention(AttentionBlock):
     out: Linear
     row_size: int
     rope: RopeTables
+    indexer: Indexer | None = None
 
-    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows]:
+    def read(self, norm: AnyNorm, delta: Delta, x: Tensor) -> tuple[Tensor, Rows | IndexedRows]:
         """As espalier/models/layers/stream.py:Reader."""
-        return self.down.read(norm, delta, x)
+        if self.indexer is None:
+            return self.down.read(norm, delta, x)
+        return read_indexed(self.down, self.indexer, norm, delta, x)
 
-    def write(self, layer: int, rows: Rows, p: Pass) -> Tensor:
-        down = self.down(rows)
+    def write(self, layer: int, rows: Rows | IndexedRows, p: Pass) -> Tensor:
+        down = self.down(rows.of_products if isinstance(rows, IndexedRows) else rows)
         q, latent = down[:, : -self.row_size], down[:, -self.row_size :].unsqueeze(1)
-        if self.q_norm is not None and self.q is not None:
-            q = self.q(self.q_norm(q))
-        q = q.unflatten(1, (self.k_up.shape[0], -1))
-        return p.write(layer, q, latent, p.rotation(self.rope), self.form, self.k_up)
+        q_latent = q if self.q_norm is None else self.q_norm(q)
+        q = q_latent if self.q is None else self.q(q_latent)
+        q, rotation = q.unflatten(1, (self.k_up.shape[0], -1)), p.rotation(self.rope)
+        values = q, latent, rotation, self.form, self.k_up
+        if self.indexer is None or not isinstance(rows, IndexedRows):
+            return p.write(layer, *values)
+        return p.write(layer, *values, index=self.indexer(rows, q_latent, rotation))
 
     def project(self, attended: Tensor) -> Tensor | Unsummed:
         """attended: weighted sums of latents."""

@@ -124,10 +124,10 @@ def test_more_than_a_cache_is_read_between_two_uses_of_an_expert(name, weights):
     copies, experts = num_copies(router.experts), router.experts
     of_call = experts.sizes.shape.top_k * experts.expert_bytes
     assert (copies - 1) * of_call + of_call / 3 >= 60e6 or copies == router.count
-    if name != "deepseek-v3-1gpu":
+    if not name.startswith("deepseek-v3"):
         assert copies * experts.sizes.shape.num_experts * experts.expert_bytes < 4e9
     else:
-        # A layer of it has 22.5 GB in bfloat16.
+        # A layer of them has 22.5 GB in bfloat16.
         assert copies == 1
 
 

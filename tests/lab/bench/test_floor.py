@@ -262,6 +262,16 @@ def test_latent_attention_reads_one_row_for_all_heads():
     assert batched == {"k up": ((64, 32), 8), "v up": ((48, 64), 8)}
 
 
+def test_chosen_rows_are_read_once_and_every_index_key():
+    shape = recipe_sizes(Recipe(mixture("v3.2")))
+    cost = round_attention(shape, 2, 1000, 1, 1, 5, drafts=False)
+    of_keys, of_rows = 1000 * 48, 24 * (64 + 32)
+    assert cost.num_bytes == 4 * 2 * (of_keys + of_rows) * 2  # layers, batch, values, bytes
+    assert cost.flops == 5 * 4 * 2 * (1000 * 2 * 24 * 48 + 24 * 8 * 2 * (96 + 64))  # nodes, layers, batch
+    # No more rows than are chosen: no key is scored.
+    assert round_attention(shape, 2, 20, 0, 1, 1, drafts=False).num_bytes == 4 * 2 * 20 * (64 + 32) * 2
+
+
 def test_a_window_limits_what_a_layer_reads():
     narrow = replace(LLAMA.specs[0], window=128)
     assert (rows_read(narrow, 1000), rows_read(narrow, 100), rows_read(LLAMA.specs[0], 1000)) == (128, 100, 1000)

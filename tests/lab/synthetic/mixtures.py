@@ -41,6 +41,20 @@ FIELDS: dict[str, dict[str, Any]] = {
     "v3-dense": {**DEEPSEEK_V3, **LATENT, **DENSE, "q_lora_rank": 96},
     "v2": {**DEEPSEEK_V2, **LATENT, **ROUTED, "q_lora_rank": None, "norm_topk_prob": False},
     "v3": {**DEEPSEEK_V3, **LATENT, **ROUTED, **GROUPS, "q_lora_rank": 96, "routed_scaling_factor": 2.5},
+    "v3.2": {
+        **DEEPSEEK_V3,
+        **LATENT,
+        **ROUTED,
+        **GROUPS,
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "q_lora_rank": 96,
+        "routed_scaling_factor": 2.5,
+        "index_topk": 24,
+        "index_head_dim": 48,
+        # So many that no score is 0, as in a tie.
+        "index_n_heads": 24,
+    },
     "gpt-oss": {
         **GPT_OSS,
         "num_local_experts": 16,

@@ -74,11 +74,16 @@ PARAMETERS = {
     "qwen3-30b-a3b": 30.53,
     "deepseek-v2-lite": 15.71,
     "deepseek-v3-1gpu": 48.47,
+    "deepseek-v3-cut": 28.37,
+    "deepseek-v3.2-cut": 28.48,
     "gpt-oss-20b": 20.91,
     "gemma-4-31b": 32.11,
     "gemma-4-26b-a4b": 25.97,
     "ministral3-14b": 13.51,
     "phi-4": 14.66,
+    "qwen3.6-27b": 26.90,
+    "qwen3.6-35b-a3b": 34.66,
+    "nemotron-30b-a3b": 31.58,
 }
 # Its ring is long enough for a few hundred rounds to be a fair sample of places.
 LONG = tiny(hot=1024)
@@ -333,6 +338,8 @@ def test_named_shapes_parse_and_their_lags_stand_alone(name: str) -> None:
         pytest.skip(f"the family is not there: {error}")
     sizes = Recipe(shape).tensors(torch.bfloat16, "meta")[0].shapes.values()
     assert sum(torch.Size(size).numel() for size in sizes) / 1e9 == pytest.approx(PARAMETERS[name], abs=0.01)
+    if name.startswith("nemotron"):
+        return  # its attention turns nothing
     code = lag_code(config.rope, 40000)
     tables = RopeTables(config.rope, 3000, torch.float64, CPU)
     k = turned(code.key().double().expand(3000, -1), tables, torch.arange(3000))

@@ -1,0 +1,238 @@
+"""The rows with the highest scores of each query, exactly: the topk largest by (score, position), in order of position.
+
+A score's bits, with the sign turned, are in the order of scores.  Three launches count the bins of 11, 11 and 10 of
+these bits and so find the lowest chosen score, the threshold, whatever the scores are.  A fourth counts for each chunk
+of positions the scores above and at the threshold, and a fifth writes the chosen rows: a chunk knows from the counts
+where its rows begin, and how many of the equal scores behind it are taken.  Programs of chunks past a request's length
+end at once, so a captured launch does the work of the length that it meets.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.ops.selection import MAX_TOPK, SelectedRows
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, power_of_two, require
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+from espalier.layout import ANCESTOR_BITS
+
+CHUNK = 4096
+# Bits of a score that each level counts, from the highest.
+LEVELS = (11, 11, 10)
+BINS = 2048
+NUM_WARPS = 8
+
+
+@kernel
+def _ordered(score):
+    """uint32 numbers in the order of float32 scores.  Both zeros are equal."""
+    score = tl.where(score == 0.0, 0.0, score)
+    bits = score.to(tl.uint32, bitcast=True)
+    return bits ^ tl.where(bits >> 31 != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)
+
+
+@kernel
+def _chunk_of(score_ptr, chunk, length, capacity, rows, CHUNK: tl.constexpr):
+    """(columns, whether they exist, ordered scores) of a chunk of committed or, behind those, of staged rows."""
+    num_committed = (capacity + CHUNK - 1) // CHUNK
+    is_staged = chunk >= num_committed
+    at = (chunk - tl.where(is_staged, num_committed, 0)) * CHUNK + tl.arange(0, CHUNK)
+    exists = at < tl.where(is_staged, rows, length)
+    ordered = _ordered(tl.load(score_ptr + tl.where(is_staged, capacity, 0) + at, mask=exists, other=float("-inf")))
+    # Not those of -inf.
+    return at, exists & (ordered > 0x007FFFFF), ordered
+
+
+@kernel
+def _find(bin_ptr, wanted, BINS: tl.constexpr):
+    """(the bin that holds the `wanted`-th largest score, how many of that bin are wanted); bin 0 if there are fewer."""
+    place = tl.arange(0, BINS)
+    count = tl.load(bin_ptr + place)
+    upto = tl.cumsum(count, 0, reverse=True)
+    is_it = (upto >= wanted) & (upto - count < wanted)
+    found = tl.sum(tl.where(is_it, place, 0), 0)
+    return found, wanted - tl.sum(tl.where(is_it, upto - count, 0), 0)
+
+
+@kernel
+def _threshold(bin_ptr, wanted, LEVEL: tl.constexpr, BINS: tl.constexpr):
+    """(the leading bits of the threshold that the first LEVEL levels give, how many scores with them are wanted)."""
+    found = tl.zeros([], tl.uint32)
+    if LEVEL > 0:
+        place, wanted = _find(bin_ptr, wanted, BINS)
+        found = place.to(tl.uint32)
+    if LEVEL > 1:
+        place, wanted = _find(bin_ptr + BINS, wanted, BINS)
+        found = (found << 11) | place.to(tl.uint32)
+    if LEVEL > 2:
+        place, wanted = _find(bin_ptr + 2 * BINS, wanted, BINS)
+        found = (found << 10) | place.to(tl.uint32)
+    return found, wanted
+
+
+@kernel
+def _count_bins_kernel(
+    score_ptr, length_ptr, bin_ptr, queries, capacity, rows, topk, score_b, score_q, length_b,
+    LEVEL: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (chunks, B · Q).  bin_ptr: [B · Q, 3, BINS]."""
+    pdl_trigger_and_wait(DEPENDENT)
+    chunk, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    request = query // queries
+    length = tl.load(length_ptr + request * length_b).to(tl.int32)
+    num_committed = (capacity + CHUNK - 1) // CHUNK
+    if (chunk * CHUNK < length) | (chunk >= num_committed):
+        scores = score_ptr + request * score_b + query % queries * score_q
+        _at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
+        bins = bin_ptr + query * 3 * BINS
+        found, _wanted = _threshold(bins, topk, LEVEL, BINS)
+        if LEVEL == 0:
+            place = ordered >> 21
+        elif LEVEL == 1:
+            exists = exists & (ordered >> 21 == found)
+            place = (ordered >> 10) & 0x7FF
+        else:
+            exists = exists & (ordered >> 10 == found)
+            place = ordered & 0x3FF
+        counts = tl.histogram(place.to(tl.int32), BINS, mask=exists)
+        tl.atomic_add(bins + LEVEL * BINS + tl.arange(0, BINS), counts, mask=counts > 0, sem="relaxed")
+
+
+@kernel
+def _count_chunks_kernel(
+    score_ptr, length_ptr, bin_ptr, count_ptr, queries, capacity, rows, topk, score_b, score_q, length_b,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (chunks, B · Q).  count_ptr: [B · Q, chunks, 2], scores above the threshold, and at it."""
+    pdl_trigger_and_wait(DEPENDENT)
+    chunk, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    request = query // queries
+    length = tl.load(length_ptr + request * length_b).to(tl.int32)
+    scores = score_ptr + request * score_b + query % queries * score_q
+    above, equal = 0, 0
+    if (chunk * CHUNK < length) | (chunk >= (capacity + CHUNK - 1) // CHUNK):
+        least, _wanted = _threshold(bin_ptr + query * 3 * BINS, topk, 3, BINS)
+        _at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
+        above = tl.sum((exists & (ordered > least)).to(tl.int32), 0)
+        equal = tl.sum((exists & (ordered == least)).to(tl.int32), 0)
+    to = count_ptr + (query * tl.num_programs(0) + chunk) * 2
+    tl.store(to, above)
+    tl.store(to + 1, equal)
+
+
+@kernel
+def _write_chunk(
+    scores, table, row_ptr, chunk, length, capacity, rows, width, least, wanted, before, above_before, equal_behind,
+    PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Write the chosen rows of a committed chunk.
+
+    before: equal scores in earlier chunks; equal_behind: in later ones; above_before: larger scores in earlier chunks.
+    """
+    at, exists, ordered = _chunk_of(scores, chunk, length, capacity, rows, CHUNK)
+    is_equal = (exists & (ordered == least)).to(tl.int32)
+    # Of equal scores the last ones are taken.
+    behind = equal_behind + tl.cumsum(is_equal, 0, reverse=True)
+    taken = (exists & (ordered > least)) | ((is_equal > 0) & (behind <= wanted))
+    taken_before = tl.minimum(tl.maximum(wanted - equal_behind - tl.sum(is_equal, 0), 0), before)
+    place = above_before + taken_before + tl.cumsum(taken.to(tl.int32), 0) - 1
+    page = tl.load(table + at // PAGE_SIZE, mask=taken, other=0)
+    tl.store(row_ptr + place, page * PAGE_SIZE + at % PAGE_SIZE, mask=taken & (place < width))
+
+
+@kernel
+def _write_bits(scores, words, rows, least, wanted, WORDS: tl.constexpr, WORD: tl.constexpr):
+    """Write the bits of the chosen staged rows.  Returns the number of staged rows at the threshold."""
+    at = tl.arange(0, WORDS * WORD)
+    exists = at < rows
+    ordered = _ordered(tl.load(scores + at, mask=exists, other=float("-inf")))
+    exists = exists & (ordered > 0x007FFFFF)
+    is_equal = (exists & (ordered == least)).to(tl.int32)
+    taken = (exists & (ordered > least)) | ((is_equal > 0) & (tl.cumsum(is_equal, 0, reverse=True) <= wanted))
+    bits = tl.reshape(taken.to(tl.int64) << (at % WORD).to(tl.int64), [WORDS, WORD])
+    word = tl.arange(0, WORDS)
+    tl.store(words + word, tl.sum(bits, 1), mask=word < (rows + WORD - 1) // WORD)
+    return tl.sum(is_equal, 0)
+
+
+@kernel
+def _write_rows_kernel(
+    score_ptr, length_ptr, bin_ptr, count_ptr, table_ptr, row_ptr, chosen_ptr, word_ptr,
+    queries, capacity, rows, topk, width, chunks, score_b, score_q, length_b, table_b,
+    PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, WORDS: tl.constexpr,
+    WORD: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (committed chunks + 1, B · Q).  The last program of a query writes its bits and its count."""
+    pdl_trigger_and_wait(DEPENDENT)
+    chunk, query = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    request = query // queries
+    length = tl.load(length_ptr + request * length_b).to(tl.int32)
+    num_committed = tl.num_programs(0) - 1
+    scores = score_ptr + request * score_b + query % queries * score_q
+    is_long = length + rows > topk
+    if (chunk == num_committed) | (is_long & (chunk * CHUNK < length)):
+        least, wanted = _threshold(bin_ptr + query * 3 * BINS, topk, 3, BINS)
+        other = tl.arange(0, CHUNKS)
+        counts = count_ptr + (query * chunks + other) * 2
+        above = tl.load(counts, mask=other < chunks, other=0)
+        equal = tl.load(counts + 1, mask=other < chunks, other=0)
+        above_before = tl.sum(tl.where(other < chunk, above, 0), 0)
+        equal_before = tl.sum(tl.where(other < chunk, equal, 0), 0)
+        if chunk < num_committed:
+            equal_behind = tl.sum(tl.where(other > chunk, equal, 0), 0)
+            _write_chunk(
+                scores, table_ptr + request * table_b, row_ptr + query * width, chunk, length, capacity, rows, width,
+                least, wanted, equal_before, above_before, equal_behind, PAGE_SIZE, CHUNK,
+            )  # fmt: skip
+        else:
+            words = word_ptr + query * ((rows + WORD - 1) // WORD)
+            equal_staged = _write_bits(scores + capacity, words, rows, least, wanted, WORDS, WORD)
+            count = above_before + tl.minimum(tl.maximum(wanted - equal_staged, 0), equal_before)
+            tl.store(chosen_ptr + query, tl.where(is_long, count, 0).to(tl.int64))
+
+
+def select_rows(scores: Tensor, length: Tensor, page_table: Tensor, page_size: int, topk: int) -> SelectedRows:
+    """Raises EspalierError for sizes that do not agree, and for a topk over MAX_TOPK."""
+    (batch, queries, columns), capacity = scores.shape, page_table.shape[1] * page_size
+    rows, device = columns - capacity, scores.device
+    require("selected rows: scores", scores, (batch, queries, columns), torch.float32, scores)
+    require("selected rows: length", length, (batch,), torch.int64, scores)
+    require("selected rows: page_table", page_table, (batch, -1), torch.int32, scores)
+    if topk > MAX_TOPK or rows < 1 or scores.stride(2) != 1:
+        raise EspalierError(
+            f"the kernels select {MAX_TOPK} rows at most, and {topk} are asked for, of {rows} staged rows, which must "
+            "be 1 or more: use attention='reference'"
+        )
+    width, num_words = min(topk, capacity), -(-rows // ANCESTOR_BITS)
+    chosen = torch.zeros(batch, queries, width, dtype=torch.int32, device=device)
+    count = torch.empty(batch, queries, dtype=torch.int64, device=device)
+    bits = torch.empty(batch, queries, num_words, dtype=torch.int64, device=device)
+    if not batch * queries:
+        return SelectedRows(chosen, count, bits)
+    num_committed = -(-capacity // CHUNK)
+    chunks = num_committed + -(-rows // CHUNK)
+    bins = torch.zeros(batch * queries, len(LEVELS), BINS, dtype=torch.int32, device=device)
+    counts = torch.empty(batch * queries, chunks, 2, dtype=torch.int32, device=device)
+    strides = *scores.stride()[:2], length.stride(0)
+    sizes = queries, capacity, rows, topk
+    how: dict[str, Any] = {"CHUNK": CHUNK, "BINS": BINS, "num_warps": NUM_WARPS, **pdl_arguments(chip(scores))}
+    grid = chunks, batch * queries
+    for level in range(len(LEVELS)):
+        _count_bins_kernel[grid](scores, length, bins, *sizes, *strides, LEVEL=level, **how)
+    _count_chunks_kernel[grid](scores, length, bins, counts, *sizes, *strides, **how)
+    _write_rows_kernel[(num_committed + 1, batch * queries)](
+        *(scores, length, bins, counts, page_table, chosen, count, bits),
+        *(*sizes, width, chunks, *strides, page_table.stride(0)),
+        PAGE_SIZE=page_size,
+        CHUNKS=power_of_two(chunks),
+        WORDS=power_of_two(num_words),
+        WORD=ANCESTOR_BITS,
+        **how,
+    )
+    return SelectedRows(chosen, count, bits)

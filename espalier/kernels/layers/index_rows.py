@@ -1,0 +1,136 @@
+"""The rows of an indexer: norm the key, apply RoPE to key and queries, and store the key in its row of the KV cache.
+
+One launch.  Grid: (rows, 1 + blocks of heads).  Program 0 of a row norms, rotates and stores the key; the others rotate
+queries in place.
+
+Tolerance: sums are in float32, in an order that other implementations do not share, and are rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.layers.latent import HEADS_PER_PROGRAM, NUM_WARPS, rotated_halves, store_halves
+from espalier.kernels.ops.selection import IndexRows
+from espalier.kernels.runtime.jit import kernel
+from espalier.kernels.runtime.launch import chip, exact_type, power_of_two, require
+from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
+
+
+@kernel
+def _normed(values, weight_ptr, bias_ptr, column, exists, mean, scale, TYPE: tl.constexpr, EXACT: tl.constexpr):
+    """The normed values of a key in some columns, rounded as the model's dtype holds them."""
+    x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
+    weight = tl.load(weight_ptr + column, mask=exists, other=0.0).to(EXACT)
+    bias = tl.load(bias_ptr + column, mask=exists, other=0.0).to(EXACT)
+    return ((x - mean) * scale * weight + bias).to(TYPE).to(EXACT)
+
+
+@kernel
+def _store_key(
+    values, to, cos, sin, weight_ptr, bias_ptr,
+    EPS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, TYPE: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate one key at `values`, and store it at `to`."""
+    HALF: tl.constexpr = ROTARY // 2
+    column = tl.arange(0, BLOCK_SIZE)
+    exists = column < SIZE
+    x = tl.load(values + column, mask=exists, other=0.0).to(EXACT)
+    mean = tl.sum(x, 0) / SIZE
+    distance = tl.where(exists, x - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(distance * distance, 0) / SIZE + EPS)
+    stays = exists & (column >= ROTARY)
+    kept = _normed(values, weight_ptr, bias_ptr, column, stays, mean, scale, TYPE, EXACT)
+    tl.store(to + column, kept.to(to.dtype.element_ty), mask=stays)
+    pair = tl.arange(0, BLOCK)
+    in_half = pair < HALF
+    if INTERLEAVED:
+        left_column, right_column = 2 * pair, 2 * pair + 1
+    else:
+        left_column, right_column = pair, pair + HALF
+    left = _normed(values, weight_ptr, bias_ptr, left_column, in_half, mean, scale, TYPE, EXACT)
+    right = _normed(values, weight_ptr, bias_ptr, right_column, in_half, mean, scale, TYPE, EXACT)
+    left_cos = tl.load(cos + pair, mask=in_half, other=0.0).to(EXACT)
+    right_cos = tl.load(cos + HALF + pair, mask=in_half, other=0.0).to(EXACT)
+    left_sin = tl.load(sin + pair, mask=in_half, other=0.0).to(EXACT)
+    right_sin = tl.load(sin + HALF + pair, mask=in_half, other=0.0).to(EXACT)
+    tl.store(to + pair, (left * left_cos + right * left_sin).to(to.dtype.element_ty), mask=in_half)
+    tl.store(to + HALF + pair, (right * right_cos + left * right_sin).to(to.dtype.element_ty), mask=in_half)
+
+
+@kernel
+def _rotate_heads(
+    q_ptr, first, cos, sin, q_h,
+    HEADS: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, EXACT: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rotate BLOCK_H heads of a row's queries from `first` on, in place."""
+    head = (first + tl.arange(0, BLOCK_H))[:, None]
+    mask = head < HEADS
+    left, right = rotated_halves(q_ptr + head * q_h, cos, sin, mask, ROTARY, INTERLEAVED, EXACT, BLOCK)
+    # All warps must read their values before one writes.
+    tl.debug_barrier()
+    store_halves(q_ptr + head * q_h, left, right, mask, ROTARY, BLOCK)
+
+
+@kernel
+def _index_rows_kernel(
+    q_ptr, k_ptr, weight_ptr, bias_ptr, cos_ptr, sin_ptr, row_ptr, plane_ptr,
+    q_n, q_h, k_n, cos_n, sin_n, row_n, plane_row,
+    EPS: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
+    EXACT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    pdl_trigger_and_wait(DEPENDENT)
+    n, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cos, sin = cos_ptr + n * cos_n, sin_ptr + n * sin_n
+    if block == 0:
+        to = plane_ptr + tl.load(row_ptr + n * row_n) * plane_row
+        _store_key(
+            k_ptr + n * k_n, to, cos, sin, weight_ptr, bias_ptr,
+            EPS, SIZE, ROTARY, INTERLEAVED, q_ptr.dtype.element_ty, EXACT, BLOCK_SIZE, BLOCK,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            q_ptr + n * q_n, (block - 1) * BLOCK_H, cos, sin, q_h, HEADS, ROTARY, INTERLEAVED, EXACT, BLOCK_H, BLOCK
+        )
+
+
+def rotate_and_store_index(index: IndexRows, rows: Tensor, plane: Tensor) -> Tensor:
+    """Overwrites index.q.  Tolerance: equal to the reference within one ulp of the dtype and a few of float32."""
+    q, k, norm, rotation = index.q, index.k, index.norm, index.rotation
+    count, heads, size = q.shape
+    rotary, exact = rotation.cos.shape[1], torch.promote_types(q.dtype, torch.float32)
+    require("index rows: k", k, (count, size), q.dtype, q)
+    require("index rows: plane", plane, (-1, 1, size), q.dtype, q)
+    require("index rows: rows", rows, (count,), torch.int64, q)
+    require("index rows: weight", norm.weight, (size,), q.dtype, q)
+    require("index rows: bias", norm.bias, (size,), q.dtype, q)
+    for name in ("cos", "sin"):
+        require(f"index rows: {name}", getattr(rotation, name), (count, rotary), exact, q)
+    if any(x.stride(-1) != 1 for x in (q, k, plane, norm.weight, norm.bias, rotation.cos, rotation.sin)):
+        raise EspalierError("index rows need tensors with a contiguous last dimension: pass them contiguous")
+    if rotary % 2 or rotary > size:
+        raise EspalierError(f"index rows need an even number of rotated values, {size} at most, but got {rotary}")
+    block_h = min(HEADS_PER_PROGRAM, power_of_two(heads))
+    if count:
+        _index_rows_kernel[(count, 1 + -(-heads // block_h))](
+            *(q, k, norm.weight, norm.bias, rotation.cos, rotation.sin, rows, plane),
+            *(*q.stride()[:2], k.stride(0), rotation.cos.stride(0), rotation.sin.stride(0)),
+            *(rows.stride(0), plane.stride(0)),
+            EPS=norm.eps,
+            HEADS=heads,
+            SIZE=size,
+            ROTARY=rotary,
+            INTERLEAVED=index.interleaved,
+            EXACT=exact_type(q.dtype),
+            BLOCK_H=block_h,
+            BLOCK_SIZE=power_of_two(size),
+            BLOCK=power_of_two(rotary // 2),
+            num_warps=NUM_WARPS,
+            **pdl_arguments(chip(q)),
+        )
+    return q

@@ -1,0 +1,16 @@
+"""The kernels of layers that keep a state are code that Triton's compiler takes."""
+
+import json
+
+import pytest
+
+from tests import warm
+
+pytest.importorskip("triton", reason="needs Triton")
+
+
+def test_kernels_of_states_compile():
+    said = json.loads(warm.compiler().run("tests.kernels.compiled_states"))
+    assert said["refused"] == {}
+    of_states = {"_tree_kernel", "_products_kernel", "_chain_kernel", "_commit_states_kernel", "_commit_tails_kernel"}
+    assert set(said["names"]) == {*of_states, "_prepare_kernel", "_gated_norm_kernel"}

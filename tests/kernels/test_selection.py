@@ -1,0 +1,161 @@
+"""The kernels of chosen rows equal their references: rows of an indexer, scores over pages, selections with ties."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from espalier.errors import EspalierError
+from espalier.kernels.attention.ancestor_bits import pack
+from espalier.kernels.ops import selection
+from espalier.kernels.ops.rope import Rotation
+from espalier.kernels.ops.selection import (
+    MAX_TOPK,
+    IndexKeys,
+    IndexNorm,
+    IndexQueries,
+    IndexRows,
+    index_scores,
+    rotate_and_store_index,
+    select_rows,
+    top_rows,
+)
+
+# Relative to the largest value: products of the dtype's values, summed in float32.
+SCORE_TOLERANCE = 1e-5
+
+
+def random_table(batch: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Pages of a pool that has one more, none of them twice."""
+    return (1 + torch.randperm(batch * columns, generator=generator)).view(batch, columns).int()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("count", "heads", "size", "rotary"), [(3, 5, 12, 8), (1, 33, 128, 64), (0, 4, 16, 16)])
+def test_rows_of_an_indexer(kernel_device, count, heads, size, rotary, dtype, interleaved):
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(shape, generator=generator).to(kernel_device, of)
+
+    norm = IndexNorm(drawn(size), drawn(size), 1e-6)
+    rotation = Rotation(drawn(count, rotary, of=torch.float32), drawn(count, rotary, of=torch.float32))
+    rows = torch.tensor([4, 2, 7][:count], dtype=torch.int64, device=kernel_device)
+    # The key is a part of a wider product.
+    wide = drawn(count, size + 5)
+    made, planes = [], []
+    for write in (rotate_and_store_index.reference, rotate_and_store_index.triton):
+        q = torch.randn(count, heads, size, generator=torch.Generator().manual_seed(4)).to(kernel_device, dtype)
+        plane = torch.zeros(9, 1, size, dtype=dtype, device=kernel_device)
+        made.append(write(IndexRows(q, wide[:, 5:], torch.empty(0), norm, rotation, interleaved), rows, plane))
+        planes.append(plane)
+    limit = {"rtol": 1.6e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(made[1], made[0], **limit)
+    torch.testing.assert_close(planes[1], planes[0], **limit)
+
+
+SHAPES = [
+    # (page_size, columns, lengths, first, queries, staged rows, heads, size)
+    (1, 7, [5, 0, 7], 0, 3, 3, 4, 12),
+    (16, 20, [300, 129], 1, 5, 9, 33, 128),
+    (64, 3, [150], 1, 2, 130, 16, 16),
+    (256, 1, [256, 1], 0, 66, 66, 2, 16),
+]
+
+
+# The interpreter's products have no bfloat16.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_scores(kernel_device, shape, dtype):
+    page_size, columns, lengths, first, queries, staged, heads, size = shape
+    generator, batch = torch.Generator().manual_seed(5), len(lengths)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(kernel_device, dtype)
+
+    length = torch.tensor(lengths, device=kernel_device)
+    table = random_table(batch, columns, generator).to(kernel_device)
+    plane = drawn((batch * columns + 1) * page_size, 1, size)
+    keys = IndexKeys(plane, table, length, page_size, first, drawn(batch, staged, 1, size))
+    asking = IndexQueries(drawn(batch, queries, heads, size), drawn(batch, queries, heads).float())
+    bits = pack(torch.rand(batch, queries, staged, generator=generator) < 0.6).to(kernel_device)
+    expected, made = index_scores.reference(asking, keys, bits), index_scores.triton(asking, keys, bits)
+    capacity = columns * page_size
+    column = torch.arange(capacity + staged, device=kernel_device)
+    defined = (column < length[:, None]) | (column >= capacity)
+    for scores, exact, kept in zip(made, expected, defined, strict=True):
+        assert torch.equal(scores[:, kept] == -torch.inf, exact[:, kept] == -torch.inf)
+        limit = SCORE_TOLERANCE * exact[exact.isfinite()].abs().max().item()
+        torch.testing.assert_close(scores[:, kept], exact[:, kept], rtol=0, atol=limit)
+
+
+def test_the_reference_scores_in_chunks_of_queries(monkeypatch):
+    generator = torch.Generator().manual_seed(6)
+    asking = IndexQueries(torch.randn(2, 5, 3, 8, generator=generator), torch.randn(2, 5, 3, generator=generator))
+    keys = torch.randn(2, 9, 8, generator=generator)
+    whole = selection.scores_of(asking, keys)
+    monkeypatch.setattr(selection, "MAX_PRODUCTS", 1)
+    torch.testing.assert_close(selection.scores_of(asking, keys), whole)
+
+
+def in_plain_words(scores: Tensor, topk: int) -> list[int]:
+    """The columns with the topk highest (score, column)."""
+    ranked = sorted((score, column) for column, score in enumerate(scores.tolist()) if score > -torch.inf)
+    return sorted(column for _, column in ranked[-topk:])
+
+
+# Scores of every sign; few, equal ones, with both zeros; equal but for a bit.
+DRAWN: dict[str, Any] = {
+    "spread": lambda *shape, generator: torch.randn(shape, generator=generator) * 1e3,
+    "equal": lambda *shape, generator: (
+        torch.randint(-1, 2, shape, generator=generator)
+        * torch.tensor([-1.0, 1.0])[torch.randint(0, 2, shape, generator=generator)]
+    ),
+    "close": lambda *shape, generator: 1 + torch.randint(0, 40, shape, generator=generator) * 2.0**-23,
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+@pytest.mark.parametrize("topk", [1, 5, 64])
+def test_selections(kernel_device, topk, drawn):
+    """Lengths around chunks and around topk; what lies past a length is never chosen."""
+    for page_size, columns, staged in ((1, 70, 1), (16, 5, 70), (256, 17, 66)):
+        generator, capacity = torch.Generator().manual_seed(topk), page_size * columns
+        length = torch.tensor([0, min(topk, capacity), capacity // 2 + 1, capacity], device=kernel_device)
+        scores = DRAWN[drawn](4, 2, capacity + staged, generator=generator)
+        scores[torch.rand(scores.shape, generator=generator) < 0.2] = -torch.inf
+        scores = scores.to(kernel_device)
+        table = random_table(4, columns, generator).to(kernel_device)
+        made = select_rows.triton(scores, length, table, page_size, topk)
+        expected = select_rows.reference(scores.clone(), length, table, page_size, topk)
+        assert torch.equal(made.counts, expected.counts) and torch.equal(made.bits, expected.bits)
+        for request, query in product(range(4), range(2)):
+            count = int(made.counts[request, query])
+            assert made.rows[request, query, :count].tolist() == expected.rows[request, query, :count].tolist()
+            assert not made.rows[request, query, count:].any()
+            seen = scores[request, query].clone()
+            seen[int(length[request]) : capacity] = -torch.inf
+            if length[request] + staged > topk:
+                chosen = [c for c in in_plain_words(seen, topk) if c < capacity]
+                rows = [int(table[request, c // page_size]) * page_size + c % page_size for c in chosen]
+                assert made.rows[request, query, :count].tolist() == rows
+            else:
+                assert count == 0
+
+
+def test_of_equal_scores_the_last_are_taken():
+    scores = torch.tensor([[2.0, 1.0, 1.0, -torch.inf, 1.0, 0.0]])
+    assert top_rows(scores, 3)[0].nonzero().flatten().tolist() == [0, 2, 4]
+    assert top_rows(scores, 5)[0].nonzero().flatten().tolist() == [0, 1, 2, 4, 5]
+    assert top_rows(torch.tensor([[0.0, -0.0, 0.0]]), 2)[0].tolist() == [False, True, True]
+
+
+def test_what_the_kernels_do_not_take_is_refused():
+    scores, length, table = torch.zeros(1, 1, 65), torch.tensor([3]), torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(EspalierError, match=f"select {MAX_TOPK} rows at most, and {MAX_TOPK + 1} are asked for"):
+        select_rows.triton(scores, length, table, 64, MAX_TOPK + 1)
+    with pytest.raises(EspalierError, match="length needs shape"):
+        select_rows.triton(scores, length[:0], table, 64, 4)
