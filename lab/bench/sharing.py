@@ -95,9 +95,11 @@ def _table(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
 def record(requests: int, tokens: int) -> list[Pools]:
     """Pools of the model's own greedy text: of held-out code, other code, prose and chats."""
     tree = SpeculationConfig(steps=STEPS, topk=TOPK, num_draft_tokens=NODES, by_batch={})
-    settings = {"model": "bundled", "speculation": tree, "overlap": False, "prefix_cache": False}
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    with LLM(**settings) as llm, patch.object(rounds, "accept", accept_nothing(rounds.accept)):
+    with (
+        LLM("bundled", speculation=tree, overlap=False, prefix_cache=False) as llm,
+        patch.object(rounds, "accept", accept_nothing(rounds.accept)),
+    ):
         assert llm.tokenizer is not None
         prompts = [llm.tokenizer.encode(text) for text in prompts_of(requests)]
         found: list[Pools] = []

@@ -83,8 +83,8 @@ def measure(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any
 
 def _llm(variant: dict[str, Any]) -> LLM:
     speculation = None if variant == {"steps": 0} else SpeculationConfig(**variant)
-    drafts = {} if variant.get("algorithm") == "ngram" or speculation is None else {"draft": "bundled"}
-    return LLM(**{"model": "bundled", **drafts, "threads": 1, "speculation": speculation})
+    drafts: dict[str, Any] = {} if variant.get("algorithm") == "ngram" or speculation is None else {"draft": "bundled"}
+    return LLM("bundled", **drafts, threads=1, speculation=speculation)
 
 
 def code(count: int) -> list[str]:
