@@ -17,12 +17,16 @@ NAME = "espalier"
 
 @dataclass(frozen=True)
 class Call:
-    """How a layer attends, besides its queries, keys and values.
+    """A layer's attention.  q: [B, heads, Q, k_size]; k, v: [B, kv_heads, Q, size] of the new rows.
 
     scale: factor of q·k; window: as LayerSpec.window; softcap: scores are bounded to ±softcap by a tanh; sink: [heads],
     as Attention.attend takes it; masked: whether the model brings a mask of its own.
     """
 
+    module: nn.Module
+    q: Tensor
+    k: Tensor
+    v: Tensor
     scale: float | None
     window: int | None
     softcap: float | None
@@ -41,8 +45,8 @@ class Attends(Protocol):
     @property
     def live(self) -> Tensor | None: ...
 
-    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """q: [B, heads, Q, k_size]; k, v: [B, kv_heads, Q, size] of the new rows.  Returns [B, Q, heads, v_size]."""
+    def __call__(self, call: Call) -> Tensor:
+        """[B, Q, heads, v_size]."""
         ...
 
 
@@ -94,5 +98,5 @@ def _attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    call = Call(scaling, sliding_window or None, softcap or None, s_aux, attention_mask is not None)
-    return running()(module, q, k, v, call), None
+    call = Call(module, q, k, v, scaling, sliding_window or None, softcap or None, s_aux, attention_mask is not None)
+    return running()(call), None

@@ -7,13 +7,15 @@ to each path.  Nothing is known of a class but what it does here.
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
 from espalier.errors import EspalierError, one_line
+from espalier.kernels.ops.attention import masked_attention, with_sink
 from espalier.models.from_transformers.attention import NAME, Call, attending, register
 from espalier.models.from_transformers.replace import Make, find_equal
 from espalier.models.from_transformers.shrink import shrunk
@@ -21,9 +23,12 @@ from espalier.models.from_transformers.target import Body, fix_ropes
 
 # Relative to the largest logit, in float32.
 TOLERANCE = 1e-4
-# Committed tokens of the two requests that are tried together, and their trees: the parent of each node.
+# Committed tokens of the two requests that are tried together, and their trees: the path to each node.
 PREFIXES = (13, 9)
-PARENTS = ((-1, 0, 0, 1, 1, 2), (-1, 0, 1, 2, 0, 4))
+PATHS = (
+    ((0,), (0, 1), (0, 2), (0, 1, 3), (0, 1, 4), (0, 2, 5)),
+    ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 4), (0, 4, 5)),
+)
 MOST_WEIGHTS = 50_000_000
 
 
@@ -57,66 +62,35 @@ class Probed:
         return ", ".join(f"{count} {name}" for name, count in self.replaced.items()) or "none of its modules"
 
 
-class Asked(NamedTuple):
-    """An attention call: the module, its rows, and how it attends.  q, k, v: [B, heads, Q, size]."""
-
-    module: nn.Module
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    call: Call
-
-
-@dataclass
-class Traced:
-    """The attention calls of a forward pass, in order."""
-
-    calls: list[Asked] = field(default_factory=list)
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    live: Tensor | None = None
-
-    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        self.calls.append(Asked(module, q, k, v, call))
-        return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
-
-
 @dataclass
 class Trial:
-    """Attention over rows kept in a list, in the plainest words.
+    """A pass over rows that see what they are told to see, and its attention calls in order.
 
-    past: of each request and layer, K and V [kv_heads, n, size] of its committed rows.  seen: [Q, Q] by request.
+    positions: [B, Q].  seen: [B, Q, P + Q] bool, of the P rows of `past`, the pass before, and of its own rows.
     """
 
     positions: Tensor
-    seen: Sequence[Tensor]
-    past: Sequence[dict[nn.Module, tuple[Tensor, Tensor]]]
-    made: list[dict[nn.Module, tuple[Tensor, Tensor]]] = field(default_factory=list)
+    seen: Tensor
+    past: "Trial | None" = None
+    calls: list[Call] = field(default_factory=list)
     inputs: dict[int, Tensor] = field(default_factory=dict)
     live: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self.made = [{} for _ in self.past]
-
-    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        out = [self._of_request(i, module, q[i], k[i], v[i], call) for i in range(len(q))]
-        return torch.stack(out)
-
-    def _of_request(self, i: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        self.made[i][module] = k, v
-        nothing = k[:, :0], v[:, :0]
-        k, v = (torch.cat(pair, 1) for pair in zip(self.past[i].get(module, nothing), (k, v), strict=True))
-        k, v = (rows.repeat_interleave(len(q) // len(rows), 0) for rows in (k, v))
-        scores = q @ k.mT * (q.shape[2] ** -0.5 if call.scale is None else call.scale)
-        if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
-        num_past, at = k.shape[1] - q.shape[1], self.positions[i]
-        seen = torch.cat((torch.ones(len(at), num_past, dtype=torch.bool), self.seen[i]), 1)
+    def __call__(self, call: Call) -> Tensor:
+        q, k, v, at, seen = call.q, call.k, call.v, self.positions, self.seen
+        if self.past is not None:
+            before = self.past.calls[len(self.calls)]
+            k, v = torch.cat((before.k, k), 2), torch.cat((before.v, v), 2)
+            at = torch.cat((self.past.positions, at), 1)
+        self.calls.append(call)
+        if k.shape[2] != seen.shape[2]:  # of other rows than the tokens': whoever reads the calls or logits refuses it
+            return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
         if call.window is not None:
-            seen = seen & (at[:, None] - torch.cat((torch.arange(num_past), at)) < call.window)
-        scores = scores.masked_fill(~seen, -torch.inf)
-        if call.sink is not None:
-            scores = torch.cat((scores, call.sink[:, None, None].expand(-1, scores.shape[1], 1).to(scores.dtype)), 2)
-        return (scores.softmax(-1)[..., : k.shape[1]] @ v).transpose(0, 1)
+            seen = seen & (self.positions[:, :, None] - at[:, None] < call.window)
+        q, k, v = (rows.transpose(1, 2) for rows in (q, k, v))
+        scale = q.shape[3] ** -0.5 if call.scale is None else call.scale
+        out, lse = masked_attention(q, k, v, seen, scale, softcap=call.softcap)
+        return (out if call.sink is None else with_sink(out, lse, call.sink)).contiguous()
 
 
 def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
@@ -143,37 +117,37 @@ def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
     return found[0]
 
 
-def spec_of(calls: Sequence[Asked], layer: int) -> LayerSpec:
+def spec_of(calls: Sequence[Call], layer: int) -> LayerSpec:
     """The spec of a layer that attends so.  Raises EspalierError, with the reason, for what no backend computes.
 
     A layer that is given the very K and V of an earlier one shares its rows.
     """
-    _, q, k, v, call = calls[layer]
+    call = calls[layer]
     if call.scale is not None and not isinstance(call.scale, int | float):
         raise EspalierError("the factor of its attention scores is no number")
-    first = next(i for i, other in enumerate(calls) if other.k is k and other.v is v)
+    first = next(i for i, other in enumerate(calls) if other.k is call.k and other.v is call.v)
     shares = None if first == layer else first
-    keeps = KVHeads(k.shape[1], k.shape[3], v.shape[3])
-    return LayerSpec(q.shape[1], keeps, call.window, call.scale, call.softcap, shares)
+    keeps = KVHeads(call.k.shape[1], call.k.shape[3], call.v.shape[3])
+    return LayerSpec(call.q.shape[1], keeps, call.window, call.scale, call.softcap, shares)
 
 
-def trace(model: nn.Module, failing: str) -> list[Asked]:
-    """The attention calls of a model, which may be on the meta device.
+def trace(model: nn.Module, tokens: Tensor, failing: str) -> Trial:
+    """A model's pass over tokens [B, Q], which follow each other.  Both may be on the meta device.
 
     Raises EspalierError, with the reason, for attention that is not ours to compute; `failing`: why it does not run.
     """
-    traced, device = Traced(), next(model.parameters()).device
-    tokens = torch.ones(1, 3, dtype=torch.int64, device=device)
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    trial = Trial(positions, positions[:, None] <= positions[:, :, None])
     try:
-        with torch.no_grad(), attending(traced):
-            model(input_ids=tokens, position_ids=torch.arange(3, device=device)[None], use_cache=False)
+        with torch.no_grad(), attending(trial):
+            model(input_ids=tokens, position_ids=positions, use_cache=False)
     except Exception as error:  # any: it is another's code
         raise EspalierError(f"{failing} ({type(error).__name__}: {one_line(error)})") from None
-    if not traced.calls:
+    if not trial.calls:
         raise EspalierError("its attention does not go through transformers' AttentionInterface")
-    if any(each.call.masked for each in traced.calls):
+    if any(call.masked for call in trial.calls):
         raise EspalierError("its attention has a mask of its own, which may be not causal")
-    return traced.calls
+    return trial
 
 
 def probe(model_class: Any, config: Any) -> Probed:
@@ -181,11 +155,14 @@ def probe(model_class: Any, config: Any) -> Probed:
     register()
     tiny = tiny_model(model_class, tiny_config(config))
     tiny.set_attn_implementation(NAME)
-    calls = trace(tiny, "a small model of it does not run")
-    layers = layers_of(tiny, [each.module for each in calls])
-    equal, can_capture = try_tree(tiny, layers)
+    prefixes, trees = _random_tokens(tiny)
+    padded = pad_sequence(prefixes, batch_first=True)
+    past = trace(tiny, padded, "a small model of it does not run")
+    layers = layers_of(tiny, [call.module for call in past.calls])
+    equal, can_capture = try_tree(tiny, layers, prefixes, trees, past)
     full = on_meta(model_class, config)
-    calls = trace(full, "it reads values on the host while it runs, which no captured pass can")
+    on_host = "it reads values on the host while it runs, which no captured pass can"
+    calls = trace(full, padded.to("meta"), on_host).calls
     names = {module: name for name, module in full.named_modules()}
     specs = tuple(spec_of(calls, layer) for layer in range(len(calls)))
     kinds = [type(module) for module in full.modules() if type(module) in equal]
@@ -195,7 +172,7 @@ def probe(model_class: Any, config: Any) -> Probed:
         config=config,
         specs=specs,
         layers=layers,
-        attention=tuple(names[each.module] for each in calls),
+        attention=tuple(names[call.module] for call in calls),
         equal=equal,
         replaced={kind.__name__: kinds.count(kind) for kind in equal},
         can_capture=can_capture,
@@ -255,16 +232,19 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     return model
 
 
-def try_tree(model: Any, layers: str) -> tuple[Mapping[type, Make], bool]:
+def try_tree(
+    model: Any, layers: str, prefixes: Sequence[Tensor], trees: Tensor, past: Trial
+) -> tuple[Mapping[type, Make], bool]:
     """The classes whose modules may be replaced by ours, and whether layers' inputs can be captured.
 
+    trees: [2, Q] tokens.  past: the pass over the prefixes.
     Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
     """
     try:
-        wanted, equal = _plain(model), find_equal(model)
+        wanted, equal = _plain(model, prefixes, trees), find_equal(model)
         for replaced in (equal, {}) if equal else ({},):
             capture = tuple(range(len(model.get_submodule(layers)) + 1))
-            got, inputs = _as_tree(Body(copy.deepcopy(model), layers, replaced, capture))
+            got, inputs = _as_tree(Body(copy.deepcopy(model), layers, replaced, capture), trees, past)
             difference = float((got - wanted).abs().max() / wanted.abs().max())
             if difference <= TOLERANCE:
                 shape = (*got.shape[:2], model.config.hidden_size)
@@ -282,43 +262,27 @@ def _random_tokens(model: Any) -> tuple[list[Tensor], Tensor]:
     vocab = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(1)
     prefixes = [torch.randint(0, vocab, (n,), generator=generator) for n in PREFIXES]
-    return prefixes, torch.randint(0, vocab, (len(PARENTS), len(PARENTS[0])), generator=generator)
+    return prefixes, torch.randint(0, vocab, (len(PATHS), len(PATHS[0])), generator=generator)
 
 
-def _paths(parents: Sequence[int]) -> list[list[int]]:
-    """The nodes on the path to each node."""
-    paths: list[list[int]] = []
-    for node, parent in enumerate(parents):
-        paths.append([*([] if parent < 0 else paths[parent]), node])
-    return paths
-
-
-def _plain(model: Any) -> Tensor:
+def _plain(model: Any, prefixes: Sequence[Tensor], trees: Tensor) -> Tensor:
     """[2, Q, V]: the logits of each node of the trees, as the plain model gives them to its path."""
-    prefixes, trees = _random_tokens(model)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         logits = [
-            model(input_ids=torch.cat((prefix, tree[path]))[None], use_cache=False).logits[0, -1]
-            for prefix, tree, parents in zip(prefixes, trees, PARENTS, strict=True)
-            for path in _paths(parents)
+            model(input_ids=torch.cat((prefix, tree[list(path)]))[None], use_cache=False).logits[0, -1]
+            for prefix, tree, paths in zip(prefixes, trees, PATHS, strict=True)
+            for path in paths
         ]
     model.set_attn_implementation(NAME)
     return torch.stack(logits).unflatten(0, trees.shape)
 
 
 @torch.no_grad()
-def _as_tree(body: Body) -> tuple[Tensor, dict[int, Tensor]]:
+def _as_tree(body: Body, trees: Tensor, past: Trial) -> tuple[Tensor, dict[int, Tensor]]:
     """The logits of both trees' nodes, run at once, and what they captured."""
-    prefixes, trees = _random_tokens(body.model)
-    past = []
-    for prefix in prefixes:
-        n = len(prefix)
-        chain = Trial(torch.arange(n)[None], [torch.ones(n, n, dtype=torch.bool).tril()], [{}])
-        body(prefix[None], chain.positions, chain)
-        past += chain.made
-    paths = [_paths(parents) for parents in PARENTS]
-    seen = [torch.tensor([[node in path for node in range(len(each))] for path in each]) for each in paths]
-    depths = torch.tensor([[len(path) - 1 for path in each] for each in paths])
-    trial = Trial(torch.tensor(PREFIXES)[:, None] + depths, seen, past)
+    lengths = torch.tensor(PREFIXES)[:, None]
+    committed = (past.positions < lengths)[:, None].expand(-1, trees.shape[1], -1)
+    nodes = torch.tensor([[[node in path for node in range(len(paths))] for path in paths] for paths in PATHS])
+    trial = Trial(lengths + nodes.sum(2) - 1, torch.cat((committed, nodes), 2), past)
     return body.logits(body(trees, trial.positions, trial)), trial.inputs

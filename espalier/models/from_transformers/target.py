@@ -123,12 +123,12 @@ class PassRun:
     def live(self) -> Tensor | None:
         return (self.p.tokens >= 0).flatten()
 
-    def __call__(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        p, layer = self.p, self.layers[module]
+    def __call__(self, call: Call) -> Tensor:
+        p, layer, k, v = self.p, self.layers[call.module], call.k, call.v
         if layer in self.sharing:
             k, v = k[:, :0], v[:, :0]
-        ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (q, k, v)))
-        sink = None if call.sink is None else call.sink.to(torch.promote_types(q.dtype, torch.float32))
+        ready = ReadyHeads(*(rows.transpose(1, 2).flatten(0, 1).contiguous() for rows in (call.q, k, v)))
+        sink = None if call.sink is None else call.sink.to(torch.promote_types(call.q.dtype, torch.float32))
         attended = p.attend(layer, p.write(layer, ready), sink)
         kept = p.kept(layer)
         if kept is None:
