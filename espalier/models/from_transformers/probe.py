@@ -98,23 +98,20 @@ def layers_of(model: nn.Module, modules: Sequence[nn.Module]) -> str:
 
     Raises EspalierError, with the reason, if they are in no such list.
     """
-    names = {module: name for name, module in model.named_modules()}
-    lists = {name: each for name, each in model.named_modules() if isinstance(each, nn.ModuleList)}
-    paths = [names[module].split(".") for module in modules]
-    found = [".".join(paths[0][:i]) for i in range(1, len(paths[0])) if ".".join(paths[0][:i]) in lists]
-    if not found:
+    lists = ((name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList))
+    name, layers = next(((name, each) for name, each in lists if modules[0] in set(each.modules())), ("", None))
+    if layers is None:
         raise EspalierError("its layers are in no list")
-    stem = found[0].split(".")
-    at = [int(path[len(stem)]) if path[: len(stem)] == stem else -1 for path in paths]
+    layer_of = {module: i for i, layer in enumerate(layers) for module in layer.modules()}
+    at = [layer_of.get(module, -1) for module in modules]
     if len(set(at)) < len(at):
         raise EspalierError("it has several attention calls in a layer")
-    wanted = list(range(len(lists[found[0]])))
-    if without := [layer for layer in wanted if layer not in at]:
-        kind = type(lists[found[0]][without[0]]).__name__
+    if without := [i for i in range(len(layers)) if i not in at]:
+        kind = type(layers[without[0]]).__name__
         raise EspalierError(f"its layer {without[0]} ({kind}) keeps no K and V: it has recurrent state or no attention")
-    if at != wanted:
+    if at != list(range(len(layers))):
         raise EspalierError("its layers do not run in order, or attend in several lists")
-    return found[0]
+    return name
 
 
 def spec_of(calls: Sequence[Call], layer: int) -> LayerSpec:
