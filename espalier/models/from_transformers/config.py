@@ -11,10 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError
 from espalier.model_files import MAX_LAYERS
 from espalier.models.config import INERT, Family, ModelConfig, Raw, architecture_of, parse, with_overrides
 from espalier.models.from_transformers.probe import Probed, probe
+from espalier.models.from_transformers.refusal import refusing
 from espalier.models.weight_formats import QUANTISATION_FIELDS
 
 # Kinds of RoPE whose frequencies change behind a length, and the field that says which.
@@ -82,10 +83,8 @@ def _probed(model_type: str, fields: str) -> Probed:
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     if getattr(model_class, "_is_stateful", False):
         raise EspalierError("it keeps recurrent state")
-    try:
+    with refusing("its config is refused"):
         config = config_class.from_dict({**json.loads(fields), "output_router_logits": False})
-    except Exception as error:  # any: each class checks its fields in its own way
-        raise EspalierError(f"its config is refused ({one_line(error)})") from None
     if getattr(config, "is_encoder_decoder", False):
         raise EspalierError("it is half of an encoder-decoder")
     if not hasattr(config, "num_hidden_layers"):

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from espalier.cache.layer_spec import KVHeads, LayerSpec
-from espalier.errors import EspalierError, one_line
+from espalier.errors import EspalierError
 from espalier.kernels.ops.attention import masked_attention, with_sink
 from espalier.models.from_transformers.attention import NAME, Call, attending, register
+from espalier.models.from_transformers.refusal import refusing
 from espalier.models.from_transformers.replace import Make, find_equal
 from espalier.models.from_transformers.shrink import shrunk
 from espalier.models.from_transformers.target import Body, fix_ropes
@@ -135,11 +136,8 @@ def trace(model: nn.Module, tokens: Tensor, failing: str) -> Trial:
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     trial = Trial(positions, positions[:, None] <= positions[:, :, None])
-    try:
-        with torch.no_grad(), attending(trial):
-            model(input_ids=tokens, position_ids=positions, use_cache=False)
-    except Exception as error:  # any: it is another's code
-        raise EspalierError(f"{failing} ({type(error).__name__}: {one_line(error)})") from None
+    with refusing(failing, with_kind=True), torch.no_grad(), attending(trial):
+        model(input_ids=tokens, position_ids=positions, use_cache=False)
     if not trial.calls:
         raise EspalierError("its attention does not go through transformers' AttentionInterface")
     if any(call.masked for call in trial.calls):
@@ -181,47 +179,39 @@ def probe(model_class: Any, config: Any) -> Probed:
     )
 
 
+@refusing("its class refuses its config")
 def on_meta(model_class: Any, config: Any) -> Any:
     """The model without weights."""
     config = copy.deepcopy(config)
     config._attn_implementation = NAME
     # Of all implementations of experts it alone reads nothing on the host for any input.
     config._experts_implementation = "batched_mm"
-    try:
-        with torch.device("meta"):
-            model = model_class(config).eval()
-            fix_ropes(model)
-            return model
-    except Exception as error:  # any: it is another's code
-        raise EspalierError(f"its class refuses its config ({one_line(error)})") from None
+    with torch.device("meta"):
+        model = model_class(config).eval()
+        fix_ropes(model)
+        return model
 
 
+@refusing("a small model of it cannot be made")
 def tiny_config(config: Any) -> Any:
     """A config of the same kind, with tiny sizes.  Raises EspalierError if its class refuses it."""
     fields = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
     for name, own in config.attribute_map.items():
         if own in fields:
             fields[name] = fields.pop(own)
-    try:
-        tiny = type(config).from_dict(shrunk(fields, config.num_hidden_layers))
-    except Exception as error:  # any: each class checks its fields in its own way
-        raise EspalierError(f"a small model of it cannot be made ({one_line(error)})") from None
+    tiny = type(config).from_dict(shrunk(fields, config.num_hidden_layers))
     tiny._experts_implementation = "eager"
     return tiny
 
 
+@refusing("a small model of it cannot be made")
 def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     """A random float32 model whose logits depend on every token before.  Raises EspalierError if there is none."""
-    try:
-        with torch.device("meta"):
-            num_weights = sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters())
-        if num_weights > MOST_WEIGHTS:
-            raise EspalierError(f"a small model of it has {num_weights} weights still, too many to try")
-        model = model_class(config).float().eval().requires_grad_(False)
-    except EspalierError:
-        raise
-    except Exception as error:  # any: it is another's code
-        raise EspalierError(f"a small model of it cannot be made ({one_line(error)})") from None
+    with torch.device("meta"):
+        num_weights = sum(each.numel() for each in model_class(copy.deepcopy(config)).parameters())
+    if num_weights > MOST_WEIGHTS:
+        raise EspalierError(f"a small model of it has {num_weights} weights still, too many to try")
+    model = model_class(config).float().eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
@@ -229,6 +219,7 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
     return model
 
 
+@refusing("a small model of it does not run", with_kind=True)
 def try_tree(
     model: Any, layers: str, prefixes: Sequence[Tensor], trees: Tensor, past: Trial
 ) -> tuple[Mapping[type, Make], bool]:
@@ -237,17 +228,14 @@ def try_tree(
     trees: [2, Q] tokens.  past: the pass over the prefixes.
     Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
     """
-    try:
-        wanted, equal = _plain(model, prefixes, trees), find_equal(model)
-        for replaced in (equal, {}) if equal else ({},):
-            capture = tuple(range(len(model.get_submodule(layers)) + 1))
-            got, inputs = _as_tree(Body(copy.deepcopy(model), layers, replaced, capture), trees, past)
-            difference = float((got - wanted).abs().max() / wanted.abs().max())
-            if difference <= TOLERANCE:
-                shape = (*got.shape[:2], model.config.hidden_size)
-                return replaced, all(i in inputs and inputs[i].shape == shape for i in capture)
-    except Exception as error:  # any: it is another's code
-        raise EspalierError(f"a small model of it does not run ({type(error).__name__}: {one_line(error)})") from None
+    wanted, equal = _plain(model, prefixes, trees), find_equal(model)
+    for replaced in (equal, {}) if equal else ({},):
+        capture = tuple(range(len(model.get_submodule(layers)) + 1))
+        got, inputs = _as_tree(Body(copy.deepcopy(model), layers, replaced, capture), trees, past)
+        difference = float((got - wanted).abs().max() / wanted.abs().max())
+        if difference <= TOLERANCE:
+            shape = (*got.shape[:2], model.config.hidden_size)
+            return replaced, all(i in inputs and inputs[i].shape == shape for i in capture)
     raise EspalierError(
         "its rows do not see just the rows before them, at the positions that they are given: a tree's logits differ "
         f"from the plain model's by {difference:.1e} of the largest"
