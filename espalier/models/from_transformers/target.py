@@ -14,7 +14,7 @@ from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import ModelOutput
 from espalier.models.config import ModelConfig
 from espalier.models.from_transformers.attention import Attends, Call, attending, running
-from espalier.models.from_transformers.replace import Make, OurLinear, our_linear, replace
+from espalier.models.from_transformers.replace import Make, OurLinear, replace
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
 
@@ -33,7 +33,7 @@ class Body:
         fix_ropes(model)
         _capture(model.get_submodule(layers), capture)
         head = model.get_output_embeddings()
-        self.head: Linear = (head if isinstance(head, OurLinear) else our_linear(head)).linear
+        self.head: Linear = (head if isinstance(head, OurLinear) else OurLinear(head)).linear
         self._given = copy.copy(model)
         self._given._modules = {**model._modules, layers.partition(".")[0]: GivenHidden()}
 
