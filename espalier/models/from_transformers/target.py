@@ -1,15 +1,16 @@
 """A model of transformers as a target: its layers write to the pass, and attend through it."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from espalier.attention import Pass
-from espalier.cache.layer_spec import LayerSpec, ReadyHeads
+from espalier.cache.layer_spec import ReadyHeads
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import ModelOutput
 from espalier.models.config import ModelConfig
@@ -82,20 +83,15 @@ def fix_ropes(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if isinstance(kind, str):
-            module.rope_type = "default"
-        elif isinstance(kind, dict):
-            module.rope_type = dict.fromkeys(kind, "default")
+        if kind is not None:
+            module.rope_type = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
 
 
 def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
     """Copy the inputs of layers as they come: a class may write to the residual that it gets."""
 
-    def before(index: int) -> Callable[..., None]:
-        def keep(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-            running().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
-
-        return keep
+    def before(index: int, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        running().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
 
     def behind(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         running().inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
@@ -104,20 +100,20 @@ def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
         if index == len(layers):
             layers[-1].register_forward_hook(behind)
         else:
-            layers[index].register_forward_pre_hook(before(index), with_kwargs=True)
+            layers[index].register_forward_pre_hook(partial(before, index), with_kwargs=True)
 
 
+@dataclass
 class PassRun:
     """A pass that answers a model's attention calls.
 
     layers: the number of each attention module's layer; sharing: the layers that share rows and write none.
     """
 
-    def __init__(self, p: Pass, layers: Mapping[nn.Module, int], sharing: frozenset[int]) -> None:
-        self.p = p
-        self.layers = layers
-        self.sharing = sharing
-        self.inputs: dict[int, Tensor] = {}
+    p: Pass
+    layers: Mapping[nn.Module, int]
+    sharing: frozenset[int]
+    inputs: dict[int, Tensor] = field(default_factory=dict)
 
     @cached_property
     def live(self) -> Tensor | None:
@@ -139,26 +135,20 @@ class PassRun:
 
 
 class TransformersTarget:
-    """A CausalLM (espalier/models/base.py).  layers: the number of each attention module's layer."""
+    """A CausalLM (espalier/models/base.py), whose config is `probed`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        specs: tuple[LayerSpec, ...],
-        body: Body,
-        layers: Sequence[str],
-        capture: tuple[int, ...],
-    ) -> None:
+    def __init__(self, config: ModelConfig, body: Body, capture: tuple[int, ...]) -> None:
+        assert config.probed is not None
         self.config = config
-        self.layer_specs = specs
+        self.layer_specs = config.probed.specs
         self.capture = capture
-        self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(specs)
+        self.kv_scales: tuple[KVScales | None, ...] = (None,) * len(self.layer_specs)
         # Some have a row more, for audio or an unknown token.
         self.embed = Embedding(body.model.get_input_embeddings().weight[: config.vocab_size])
         self.head = body.head
         self.body = body
-        self._sharing = frozenset(i for i, spec in enumerate(specs) if spec.shares is not None)
-        self._layers = {body.model.get_submodule(name): i for i, name in enumerate(layers)}
+        self._sharing = frozenset(i for i, spec in enumerate(self.layer_specs) if spec.shares is not None)
+        self._layers = {body.model.get_submodule(name): i for i, name in enumerate(config.probed.attention)}
 
     def __call__(self, p: Pass) -> ModelOutput:
         run = PassRun(p, self._layers, self._sharing)
