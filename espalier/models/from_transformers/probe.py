@@ -129,14 +129,14 @@ def spec_of(calls: Sequence[Call], layer: int) -> LayerSpec:
     return LayerSpec(call.q.shape[1], keeps, call.window, call.scale, call.softcap, shares)
 
 
-def trace(model: nn.Module, tokens: Tensor, failing: str) -> Trial:
+def trace(model: nn.Module, tokens: Tensor) -> Trial:
     """A model's pass over tokens [B, Q], which follow each other.  Both may be on the meta device.
 
-    Raises EspalierError, with the reason, for attention that is not ours to compute; `failing`: why it does not run.
+    Raises EspalierError, with the reason, for attention that is not ours to compute.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     trial = Trial(positions, positions[:, None] <= positions[:, :, None])
-    with refusing(failing, with_kind=True), torch.no_grad(), attending(trial):
+    with torch.no_grad(), attending(trial):
         model(input_ids=tokens, position_ids=positions, use_cache=False)
     if not trial.calls:
         raise EspalierError("its attention does not go through transformers' AttentionInterface")
@@ -148,16 +148,10 @@ def trace(model: nn.Module, tokens: Tensor, failing: str) -> Trial:
 def probe(model_class: Any, config: Any) -> Probed:
     """Raises EspalierError, with the reason, for a class that cannot be a target."""
     register()
-    tiny = tiny_model(model_class, tiny_config(config))
-    tiny.set_attn_implementation(NAME)
-    prefixes, trees = _random_tokens(tiny)
-    padded = pad_sequence(prefixes, batch_first=True)
-    past = trace(tiny, padded, "a small model of it does not run")
-    layers = layers_of(tiny, [call.module for call in past.calls])
-    equal, can_capture = try_tree(tiny, layers, prefixes, trees, past)
+    layers, equal, can_capture = try_tree(tiny_model(model_class, tiny_config(config)))
     full = on_meta(model_class, config)
-    on_host = "it reads values on the host while it runs, which no captured pass can"
-    calls = trace(full, padded.to("meta"), on_host).calls
+    with refusing("it reads values on the host while it runs, which no captured pass can", with_kind=True):
+        calls = trace(full, torch.ones(1, 3, dtype=torch.int64, device="meta")).calls
     names = {module: name for name, module in full.named_modules()}
     specs = tuple(spec_of(calls, layer) for layer in range(len(calls)))
     kinds = [type(module) for module in full.modules() if type(module) in equal]
@@ -220,14 +214,15 @@ def tiny_model(model_class: Any, config: Any, seed: int = 0) -> Any:
 
 
 @refusing("a small model of it does not run", with_kind=True)
-def try_tree(
-    model: Any, layers: str, prefixes: Sequence[Tensor], trees: Tensor, past: Trial
-) -> tuple[Mapping[type, Make], bool]:
-    """The classes whose modules may be replaced by ours, and whether layers' inputs can be captured.
+def try_tree(model: Any) -> tuple[str, Mapping[type, Make], bool]:
+    """The name of the list of layers, the classes whose modules may be ours, whether layers' inputs can be captured.
 
-    trees: [2, Q] tokens.  past: the pass over the prefixes.
     Raises EspalierError, with the reason, unless a tree's nodes get the logits of the plain model.
     """
+    prefixes, trees = _random_tokens(model)
+    model.set_attn_implementation(NAME)
+    past = trace(model, prefixes)
+    layers = layers_of(model, [call.module for call in past.calls])
     wanted, equal = _plain(model, prefixes, trees), find_equal(model)
     for replaced in (equal, {}) if equal else ({},):
         capture = tuple(range(len(model.get_submodule(layers)) + 1))
@@ -235,30 +230,31 @@ def try_tree(
         difference = float((got - wanted).abs().max() / wanted.abs().max())
         if difference <= TOLERANCE:
             shape = (*got.shape[:2], model.config.hidden_size)
-            return replaced, all(i in inputs and inputs[i].shape == shape for i in capture)
+            return layers, replaced, all(i in inputs and inputs[i].shape == shape for i in capture)
     raise EspalierError(
         "its rows do not see just the rows before them, at the positions that they are given: a tree's logits differ "
         f"from the plain model's by {difference:.1e} of the largest"
     )
 
 
-def _random_tokens(model: Any) -> tuple[list[Tensor], Tensor]:
-    """The prefixes, and the trees' nodes [2, Q]."""
+def _random_tokens(model: Any) -> tuple[Tensor, Tensor]:
+    """The prefixes, padded to the longest, and the trees' nodes [2, Q]."""
     vocab = model.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(1)
     prefixes = [torch.randint(0, vocab, (n,), generator=generator) for n in PREFIXES]
-    return prefixes, torch.randint(0, vocab, (len(PATHS), len(PATHS[0])), generator=generator)
+    trees = torch.randint(0, vocab, (len(PATHS), len(PATHS[0])), generator=generator)
+    return pad_sequence(prefixes, batch_first=True), trees
 
 
-def _plain(model: Any, prefixes: Sequence[Tensor], trees: Tensor) -> Tensor:
+@torch.no_grad()
+def _plain(model: Any, prefixes: Tensor, trees: Tensor) -> Tensor:
     """[2, Q, V]: the logits of each node of the trees, as the plain model gives them to its path."""
     model.set_attn_implementation("eager")
-    with torch.no_grad():
-        logits = [
-            model(input_ids=torch.cat((prefix, tree[list(path)]))[None], use_cache=False).logits[0, -1]
-            for prefix, tree, paths in zip(prefixes, trees, PATHS, strict=True)
-            for path in paths
-        ]
+    logits = [
+        model(input_ids=torch.cat((prefix[:n], tree[list(path)]))[None], use_cache=False).logits[0, -1]
+        for prefix, n, tree, paths in zip(prefixes, PREFIXES, trees, PATHS, strict=True)
+        for path in paths
+    ]
     model.set_attn_implementation(NAME)
     return torch.stack(logits).unflatten(0, trees.shape)
 
