@@ -92,7 +92,6 @@ def _attend(
     v: Tensor,
     attention_mask: Tensor | None = None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,

@@ -3,7 +3,6 @@
 What cannot run is refused here, before weights are read.
 """
 
-import copy
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -133,9 +132,7 @@ def _longest(hf: Any, path: Path) -> int:
         raise EspalierError(
             f"{path}: max_position_embeddings = {longest!r}; an integer of at least 2 is needed; correct the config"
         )
-    ropes = copy.copy(getattr(hf, "rope_parameters", None) or {})
+    ropes = getattr(hf, "rope_parameters", None) or {}
     sets = [each for each in ropes.values() if isinstance(each, Mapping)] or [ropes]
-    for each in sets:
-        limit = each.get(CHANGING_ROPES.get(str(each.get("rope_type")), "")) or longest
-        longest = min(longest, int(limit))
-    return longest
+    limits = (each.get(CHANGING_ROPES.get(str(each.get("rope_type")), "")) for each in sets)
+    return min([longest, *(int(limit) for limit in limits if limit)])

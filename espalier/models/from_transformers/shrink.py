@@ -8,6 +8,7 @@ HEADS, HEAD_SIZE, HIDDEN, VOCAB, POSITIONS, WINDOW, MOST_LAYERS = 4, 16, 64, 96,
 # Sizes by the names that config classes give them; the first that matches.  A size is never raised.
 SIZES: tuple[tuple[str, int], ...] = (
     (r"vocab_size", VOCAB),
+    (r"token_id$", VOCAB - 1),
     (r"^num_layers$|kv_shared", 2),
     (r"window|chunk_size", WINDOW),
     (r"position|max_seq|n_ctx|seq_len", POSITIONS),
@@ -24,8 +25,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"hidden_size|d_model|n_embd|embed(ding)?_(dim|size)|proj_dim|model_dim|hidden_dim", HIDDEN),
     (r"first_k_dense|max_window_layers|num_dense|dense_layers", 1),
 )
-
-
+ROPE_LENGTHS = {"original_max_position_embeddings": WINDOW, "max_position_embeddings": POSITIONS}
 SCALINGS = ("type", "rope_type", "factor")
 
 
@@ -56,8 +56,6 @@ def _small(name: str, value: Any, num_layers: int, layers: int, fields: Mapping[
         return _plain_rope(value)
     if name == "head_dim" and value is None:
         return HEAD_SIZE
-    if name.endswith("token_id") and isinstance(value, int):
-        return value % VOCAB
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     if value == num_layers and re.search(r"layers?$", name):
@@ -74,9 +72,5 @@ def _plain_rope(value: Any) -> Any:
         return value
     if any(isinstance(each, Mapping) for each in value.values()):
         return {kind: _plain_rope(each) for kind, each in value.items()}
-    kept = {name: each for name, each in value.items() if not isinstance(each, list) and name not in SCALINGS}
-    if "original_max_position_embeddings" in kept:
-        kept["original_max_position_embeddings"] = WINDOW
-    if "max_position_embeddings" in kept:
-        kept["max_position_embeddings"] = POSITIONS
-    return {**kept, "rope_type": "default"}
+    plain = (name for name, each in value.items() if name not in SCALINGS and not isinstance(each, list))
+    return {**{name: ROPE_LENGTHS.get(name, value[name]) for name in plain}, "rope_type": "default"}
