@@ -50,28 +50,17 @@ class Attends(Protocol):
         ...
 
 
-_RUNNING: ContextVar[Attends] = ContextVar("the attention of the forward pass that runs")
+RUNNING: ContextVar[Attends] = ContextVar("the attention of the forward pass that runs")
 
 
 @contextmanager
 def attending(run: Attends) -> Iterator[None]:
     """Let `run` answer the attention calls of this thread."""
-    token = _RUNNING.set(run)
+    token = RUNNING.set(run)
     try:
         yield
     finally:
-        _RUNNING.reset(token)
-
-
-def running() -> Attends:
-    """What answers the calls of the forward pass that runs."""
-    return _RUNNING.get()
-
-
-def live_rows() -> Tensor | None:
-    """Attends.live of the forward pass that runs; None if none does."""
-    run = _RUNNING.get(None)
-    return None if run is None else run.live
+        RUNNING.reset(token)
 
 
 def register() -> None:
@@ -98,4 +87,4 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     call = Call(module, q, k, v, scaling, sliding_window or None, softcap or None, s_aux, attention_mask is not None)
-    return running()(call), None
+    return RUNNING.get()(call), None

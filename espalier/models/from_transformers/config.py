@@ -109,6 +109,7 @@ def _config(
         "head_dim": first.rows.k_size,
         "max_position_embeddings": _longest(hf, path),
         "rms_norm_eps": 1e-6,
+        "attention_bias": False,
         "tie_word_embeddings": bool(getattr(hf, "tie_word_embeddings", False)),
         "eos_token_id": full.get("eos_token_id"),
     }
@@ -116,8 +117,6 @@ def _config(
         architecture=probed.model_class.__name__,
         model_type=full["model_type"],
         defaults={},
-        qkv_bias=lambda full: False,
-        out_bias=lambda full: False,
         windows=lambda full: windows,
         layer_specs=lambda config: probed.specs,
     )

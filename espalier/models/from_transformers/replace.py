@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from espalier.kernels.ops.activation import GELU_TANH, SILU, Activation
 from espalier.kernels.ops.experts import grouped_experts
 from espalier.kernels.ops.linear import sum_parts
-from espalier.models.from_transformers.attention import live_rows
+from espalier.models.from_transformers.attention import RUNNING
 from espalier.models.layers.linear import Linear
 from espalier.models.layers.norm import RMSNorm
 from espalier.models.weight_formats import dense_weight
@@ -63,10 +63,10 @@ class OurExperts(nn.Module):
         self.gate_up, self.down, self.activation = module.gate_up_proj.data, module.down_proj.data, activation
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        weights = top_k_weights.to(torch.promote_types(hidden_states.dtype, torch.float32))
+        run, weights = RUNNING.get(None), top_k_weights.to(torch.promote_types(hidden_states.dtype, torch.float32))
         parts = grouped_experts(
             *(hidden_states, self.gate_up, self.down, top_k_index, weights),
-            live=live_rows(),
+            live=None if run is None else run.live,
             activation=self.activation,
         )
         return sum_parts(parts, hidden_states.dtype)

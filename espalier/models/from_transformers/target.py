@@ -14,7 +14,7 @@ from espalier.cache.layer_spec import ReadyHeads
 from espalier.kernels.state.kv_scales import KVScales
 from espalier.models.base import ModelOutput
 from espalier.models.config import ModelConfig
-from espalier.models.from_transformers.attention import Attends, Call, attending, running
+from espalier.models.from_transformers.attention import RUNNING, Attends, Call, attending
 from espalier.models.from_transformers.replace import Make, OurLinear, replace
 from espalier.models.layers.embedding import Embedding
 from espalier.models.layers.linear import Linear
@@ -91,10 +91,10 @@ def _capture(layers: nn.ModuleList, capture: tuple[int, ...]) -> None:
     """Copy the inputs of layers as they come: a class may write to the residual that it gets."""
 
     def before(index: int, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        running().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
+        RUNNING.get().inputs[index] = (args[0] if args else options["hidden_states"]).clone()
 
     def behind(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        running().inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
+        RUNNING.get().inputs[len(layers)] = out[0] if isinstance(out, tuple) else out
 
     for index in capture:
         if index == len(layers):
