@@ -13,17 +13,16 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"window|chunk_size", WINDOW),
     (r"position|max_seq|n_ctx|seq_len", POSITIONS),
     (r"experts_per_tok|top_?k|moe_k$|num_selected", 2),
-    (r"topk_group", 1),
     (r"n_group", 2),
-    (r"shared_experts$|n_shared", 1),
-    (r"experts$|num_expert|expert_num|moe_num", HEADS),
+    (r"shared_experts$", 1),
+    (r"experts$|num_expert|expert_num", HEADS),
     (r"qk_head_dim", 2 * HEAD_SIZE),
     (r"head_dim|head_size|kv_channels|rotary_dim|_lora_rank|lora_dim|low_rank", HEAD_SIZE),
     (r"(key_value|kv)_heads", 2),
     (r"heads|n_head$", HEADS),
     (r"intermediate|inner|ffn|mlp_(dim|size)|d_ff|ff_", 2 * HIDDEN),
     (r"hidden_size|d_model|n_embd|embed(ding)?_(dim|size)|proj_dim|model_dim|hidden_dim", HIDDEN),
-    (r"first_k_dense|max_window_layers|num_dense|dense_layers", 1),
+    (r"first_k_dense|num_dense", 1),
 )
 ROPE_LENGTHS = {"original_max_position_embeddings": WINDOW, "max_position_embeddings": POSITIONS}
 SCALINGS = ("type", "rope_type", "factor")
