@@ -294,12 +294,13 @@ class ModelShape:
             return ()
         inner = keeps.heads * keeps.v_size or keeps.channels
         columns = keeps.channels + inner if keeps.heads else 3 * keeps.channels
+        gates: tuple[Run, ...]
         if keeps.heads and keeps.delta:
-            gates = Run(f"{prefix}gates", (2 * keeps.heads, self.hidden), count, rows)
-            runs = (self._run(f"{prefix}inputs", (columns, self.hidden), count, rows), gates)
+            gates = (Run(f"{prefix}gates", (2 * keeps.heads, self.hidden), count, rows),)
         else:
-            runs = (self._run(f"{prefix}inputs", (columns + keeps.heads, self.hidden), count, rows),)
-        return (*runs, self._run(f"{prefix}out", (self.hidden, inner), count, rows))
+            columns, gates = columns + keeps.heads, ()
+        inputs = self._run(f"{prefix}inputs", (columns, self.hidden), count, rows)
+        return (inputs, *gates, self._run(f"{prefix}out", (self.hidden, inner), count, rows))
 
     def _latent_attention(
         self, prefix: str, latent: LatentConfig, heads: int, count: int, rows: int
