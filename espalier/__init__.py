@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from espalier.errors import EspalierError
     from espalier.grammar.spec import Grammar
     from espalier.llm import LLM
-    from espalier.request import Output, OutputChunk, SamplingParams, Usage
-    from espalier.stats import SpeculationStats
+    from espalier.request import Output, OutputChunk, SamplingParams
+    from espalier.stats import SpeculationStats, Usage
 
     __version__: str
 
@@ -43,7 +43,7 @@ MODULES = {
     "SamplingParams": "request",
     "SpeculationConfig": "config",
     "SpeculationStats": "stats",
-    "Usage": "request",
+    "Usage": "stats",
 }
 
 

@@ -47,6 +47,18 @@ class SpeculationConfig:
         },
     )
 
+    sources: str = option(
+        "what proposes tokens beside the draft, separated by commas: text (what followed the same tokens in the "
+        "request before), prediction (what requests bring as such), index (texts that the engine has served, of the "
+        "same client); or none; by default prediction on a CPU, none on a GPU"
+    )
+    shared_rows: int | Literal["auto"] = option(
+        "rows of a verify pass for each request of the batch, shared out to the best nodes of all; by default each "
+        "request has num_draft_tokens",
+        low=1,
+    )
+    index_bytes: int | Literal["auto"] = option("memory of the index; by default 64 MiB", low=4096)
+
     def __post_init__(self) -> None:
         check(self)
         if isinstance(self.by_batch, Mapping):
@@ -136,7 +148,8 @@ class ResolvedConfig:
 
     layout: the trees and the sizes of passes; num_pages: includes the dummy page; round_costs: what rounds are
     predicted to take, where trees are chosen while the engine runs (engine/tree_choice.py); num_snapshots: 0 for a
-    model without recurrent states, or without a prefix cache.
+    model without recurrent states, or without a prefix cache; sources: what proposes tokens beside the draft;
+    index_bytes: of the source `index`.
     """
 
     model: str
@@ -159,6 +172,8 @@ class ResolvedConfig:
     model_overrides: dict[str, Any]
     seed: int
     round_costs: RoundCosts | None = None
+    sources: tuple[str, ...] = ()
+    index_bytes: int = 0
     tensor_parallel: int = 1
 
     def as_dict(self) -> dict[str, Any]:
@@ -263,4 +278,6 @@ def _plain(value: Any) -> str:
         return json.dumps(value) if value else "none"
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
     return "none" if value is None else str(value)

@@ -5,7 +5,7 @@ LLM and the server's front share this module, so that a prompt gives the same to
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 from espalier.chat import ChatOptions, Steps, finish
@@ -43,6 +43,7 @@ class ModelFacts:
 
     model: its directory; max_context: tokens of one request, prompt and output; generation_config: the content of the
     model's generation_config.json, {} without one; max_position: the positions that the model has, None if unknown.
+    sources: what proposes tokens beside the draft (SpeculationConfig).
     """
 
     model: str
@@ -51,6 +52,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...] = ()
     generation_config: dict[str, Any] = field(default_factory=dict)
     max_position: int | None = None
+    sources: tuple[str, ...] = ()
 
 
 class InputProcessor:
@@ -148,7 +150,26 @@ class InputProcessor:
         """
         if isinstance(params, ResolvedParams):
             return params
-        return self.checked(params.resolve(self.facts.generation_config, self.facts.eos_token_ids))
+        resolved = self.checked(params.resolve(self.facts.generation_config, self.facts.eos_token_ids))
+        return self.predicted(resolved, params.prediction) if params.prediction else resolved
+
+    def predicted(self, params: ResolvedParams, guessed: str | Sequence[int]) -> ResolvedParams:
+        """The parameters with this prediction.  Raises EspalierError if the engine takes none, or if it is too long."""
+        if "prediction" not in self.facts.sources:
+            raise EspalierError(
+                "prediction is not supported by this engine, whose sources beside the draft are "
+                f"{', '.join(self.facts.sources) or 'none'}; leave it out, or start the engine with sources=prediction"
+            )
+        most = self.facts.max_context
+        if isinstance(guessed, str):
+            tokenizer = self.text_of("a prediction")
+            is_long = self.bound.exceeds(guessed, most)
+            size, guessed = f"{len(guessed)} characters", [] if is_long else tokenizer.encode(guessed, False)
+        else:
+            size, is_long = f"{len(guessed)} tokens", False
+        if is_long or len(guessed) > most:
+            raise EspalierError(f"a prediction of {size} is not supported: max_context is {most} tokens; shorten it")
+        return replace(params, prediction=tuple(guessed))
 
     def checked(self, params: ResolvedParams) -> ResolvedParams:
         """The same parameters.  Raises EspalierError for values that this model does not support."""

@@ -180,7 +180,9 @@ class RoundLayout:
     busy_chunk_size: rows of a prefill pass while running requests wait for it; None: chunk_size;
     block_rows: rows of the one pass of a block draft; 0 for other drafts;
     choices: (n, shapes), n ascending from 1, all batches of a bucket alike: what rounds of n or more requests may use
-    instead of `trees`, up to the next n, the first of them to begin with; empty where nothing is chosen.
+    instead of `trees`, up to the next n, the first of them to begin with; empty where nothing is chosen;
+    text_paths, sent_paths: paths that are grafted onto each tree: of the request's own text, of the host's guesses;
+    shared_rows: rows of a verify pass for each request of the batch, shared out by score; 0: each has num_draft_tokens.
     """
 
     max_batch: int
@@ -195,6 +197,9 @@ class RoundLayout:
     busy_chunk_size: int | None = None
     block_rows: int = 0
     choices: tuple[tuple[int, tuple[TreeShape, ...]], ...] = ()
+    text_paths: int = 0
+    sent_paths: int = 0
+    shared_rows: int = 0
 
     def __post_init__(self) -> None:
         configured = self.tree

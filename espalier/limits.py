@@ -74,6 +74,8 @@ def check_for_model(params: Any, vocab_size: int, has_tokenizer: bool) -> None:
         check_beside_grammar(params, has_tokenizer)
     for token in params.stop_token_ids:
         require_int("stop_token_ids entry", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
+    for token in params.prediction:
+        require_int("prediction token id", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
     for token in params.logit_bias:
         require_int("logit_bias token", token, 0, vocab_size - 1, remedy=" (the vocabulary)")
 
@@ -133,6 +135,15 @@ def bias_values(name: str, bias: Any) -> None:
             lambda b: abs(b) <= MAX_ABS_BIAS,
             f"-{MAX_ABS_BIAS} to {MAX_ABS_BIAS}, such as -100 to ban a token",
         )
+
+
+def prediction(name: str, guessed: Any) -> None:
+    if isinstance(guessed, str):
+        require_text(name, guessed)
+        return
+    _require_list(name, guessed, "text, or a list of token ids")
+    for token in guessed:
+        require_int(f"{name} token id", token, 0, MAX_COUNT)
 
 
 def _require_list(name: str, value: Any, supported: str) -> None:

@@ -336,6 +336,7 @@ def prepare(config: EngineConfig) -> Prepared:
         eos_token_ids=end_tokens(path, target),
         generation_config=generation_config(path),
         max_position=target.max_position,
+        sources=resolved.sources,
     )
     return Prepared(config, checkpoint, resolved, InputProcessor(facts, load_tokenizer(path, target.vocab_size)))
 

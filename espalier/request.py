@@ -17,7 +17,7 @@ from espalier.grammar.spec import Grammar, require_grammar
 from espalier.grammar.token_masker import TokenMasker
 from espalier.limits import MAX_BIAS, MAX_LOGPROBS, MAX_SAMPLES, MAX_SEED, TEMPERATURES, number, whole_number
 from espalier.logprobs import PromptLogprobs, TokenLogprob, TokenLogprobs
-from espalier.stats import SpeculationStats
+from espalier.stats import SpeculationStats, Usage
 
 
 def _param(help: str, check: limits.Check, generation_config: str | None = None, has_own_spelling: bool = False) -> Any:
@@ -114,6 +114,11 @@ class SamplingParams:
     n: int | None = _param("outputs per prompt", whole_number(1, MAX_SAMPLES))
     speculation: bool | None = _param("false: plain decoding for this request", limits.true_or_false)
     max_draft_depth: int | None = _param("accept at most this many draft tokens per round", whole_number(0))
+    prediction: str | Sequence[int] | None = _param(
+        "text or token ids that the output is likely to be: where they agree, more of it is verified at once",
+        limits.prediction,
+        has_own_spelling=True,
+    )
     grammar: Grammar | None = _param(  # noqa: RUF009  (it is a field)
         "the form that the output must have (espalier.Grammar)",
         require_grammar,
@@ -152,6 +157,8 @@ class SamplingParams:
         if isinstance(top_k, int) and top_k == -1:
             values["top_k"] = 0
         values["stop"] = limits.texts_of(values.get("stop", ()))
+        # A text is encoded where there is a tokenizer (InputProcessor.predicted).
+        values["prediction"] = () if isinstance(self.prediction, str) else tuple(self.prediction or ())
         eos = values["eos_token_ids"] = () if values.get("ignore_eos") else tuple(eos_token_ids)
         own = tuple(values.get("stop_token_ids", ()))
         # The user's own ids are not deduplicated: of 1 and True one would go, and the check must see both.
@@ -213,6 +220,7 @@ class ResolvedParams(SamplingParams):
     ignore_eos: bool = False
     n: int = 1
     speculation: bool = True
+    prediction: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     shown_special_tokens: tuple[int, ...] = ()
     form: OutputForm | None = None
@@ -296,15 +304,6 @@ class TextSink(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of one request.  cached_tokens: prompt tokens that were found in the prefix cache."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
 @dataclass(eq=False)
 class Request:
     """One sequence that the engine runs, from arrival to its last token.  Mutable: only the scheduler writes it.
@@ -317,7 +316,8 @@ class Request:
 
     In a slot: prefill_len, rows to prefill before rounds begin; num_prefilled, the rows of these launched so far;
     num_known, index of the last root that the host knows, which is also the number of rows committed before it;
-    rounds_in_flight, rounds launched and not yet read.  generation: how often it has left a slot.
+    rounds_in_flight, rounds launched and not yet read.  generation: how often it has left a slot.  num_predicted:
+    tokens of its prediction that its output has had.
     """
 
     id: str
@@ -351,6 +351,7 @@ class Request:
     num_known: int = 0
     rounds_in_flight: int = 0
     prompt_cached: bool = False
+    num_predicted: int = 0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     @property
@@ -372,7 +373,8 @@ class Request:
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.prompt), len(self.output), self.cached_tokens)
+        rejected = len(self.params.prediction) - self.num_predicted
+        return Usage(len(self.prompt), len(self.output), self.cached_tokens, self.num_predicted, rejected)
 
     def end(self, max_context: int) -> int:
         """The number of tokens, prompt included, after which the request is finished.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from espalier.errors import EspalierError
-from espalier.layout import RoundLayout
+from espalier.layout import ROUNDS_IN_FLIGHT, RoundLayout
 from espalier.limits import MAX_BIAS, MAX_STOP_IDS
 from espalier.request import SLOT_PARAMS
 
@@ -35,6 +35,16 @@ INTS = (
 )
 # float32 each.
 FLOATS = tuple(f.name for f in SLOT_PARAMS if f.type is float)
+
+# What proposes paths of tokens beside a draft.  A path's kind is its source and how well it matches the text, from 1 to
+# STRENGTHS; kind 0 is no path.
+SOURCES = ("text", "prediction", "index")
+STRENGTHS = 4
+PATH_KINDS = 1 + len(SOURCES) * STRENGTHS
+# The columns of a guess before its tokens: start and kind.
+GUESS_HEAD = 2
+# A missing token of a guess.
+NO_TOKEN = -1
 
 
 class Columns:
@@ -94,6 +104,25 @@ class SlotInit:
         }
 
 
+@dataclass(frozen=True)
+class Guess:
+    """Tokens that may follow token `start` of a request, which is the last that the host knows."""
+
+    start: int
+    kind: int
+    tokens: tuple[int, ...]
+
+
+def guess_width(layout: RoundLayout) -> int:
+    """Tokens of a guess: what rounds in flight may decide, and a path behind it."""
+    return (ROUNDS_IN_FLIGHT - 1) * layout.extend_width + layout.steps
+
+
+def guess_cells(layout: RoundLayout) -> int:
+    """Numbers of a slot's guesses."""
+    return layout.sent_paths * (GUESS_HEAD + guess_width(layout))
+
+
 class ScatterUpdate(NamedTuple):
     """Values for cells of one field of the slot table: two [n] int64, of numpy or torch.
 
@@ -112,7 +141,9 @@ class SlotTable:
 
     Numbers are columns of `ints` (int64, INTS) and `floats` (float32, FLOATS).  Each column is also an attribute, a
     view [num_slots].  Page tables are int32; rows of pages are computed in int64.  carried: what the drafter hands from
-    round to round, by name, shaped per slot.
+    round to round, by name, shaped per slot.  guesses: [num_slots, P, GUESS_HEAD + W], of the host; survival:
+    [PATH_KINDS, S], of all requests: the log-probability that a path of a kind goes on at each depth.  said:
+    [num_slots, P, 1 + S], kind and tokens of the paths of the request's own text, as the last round found them.
     """
 
     if TYPE_CHECKING:
@@ -143,6 +174,9 @@ class SlotTable:
         self.bias_ids = zeros(MAX_BIAS)
         self.bias_values = zeros(MAX_BIAS, dtype=torch.float32)
         self.stop_ids = zeros(MAX_STOP_IDS)
+        self.guesses = zeros(layout.sent_paths, GUESS_HEAD + guess_width(layout))
+        self.said = zeros(layout.text_paths, 1 + layout.steps)
+        self.survival = torch.zeros(PATH_KINDS, layout.steps, dtype=torch.float32, device=device)
         self.counts = zeros(vocab_size, dtype=torch.int32)
         self.seen = zeros(vocab_size, dtype=torch.bool)
 
@@ -173,9 +207,21 @@ class SlotTable:
         slots, columns, pages = np.array(appended_pages, dtype=np.int64).T
         return ScatterUpdate(slots * self.layout.table_width + columns, pages)
 
+    def guess_updates(self, guesses: Sequence[tuple[int, Sequence[Guess]]]) -> ScatterUpdate:
+        """guesses: (slot, its guesses, the best first); a slot's row is written whole, and has the first that fit."""
+        size = guess_cells(self.layout)
+        values = np.full((len(guesses), *self.guesses.shape[1:]), NO_TOKEN, dtype=np.int64)
+        values[..., :GUESS_HEAD] = 0
+        for row, (_, of_slot) in zip(values, guesses, strict=True):
+            for cells, guess in zip(row, of_slot, strict=False):
+                cells[:GUESS_HEAD] = guess.start, guess.kind
+                cells[GUESS_HEAD : GUESS_HEAD + len(guess.tokens)] = guess.tokens
+        slots = np.array([slot for slot, _ in guesses], dtype=np.int64)
+        return ScatterUpdate((slots[:, None] * size + np.arange(size)).reshape(-1), values.reshape(-1))
+
     def clear(self, slots: Tensor) -> None:
         """Clear slots [A] of their last requests; init_updates overwrites `ints` and `floats`."""
-        zeroed = (self.history, self.page_table, self.bias_ids, self.bias_values, self.counts, self.seen)
+        zeroed = (self.history, self.page_table, self.guesses, self.bias_ids, self.bias_values, self.counts, self.seen)
         for rows in (*zeroed, *self.carried.values()):
             rows.index_fill_(0, slots, 0)
         self.stop_ids.index_fill_(0, slots, -1)

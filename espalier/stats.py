@@ -1,8 +1,23 @@
-"""Speculation statistics of one request, or of all requests."""
+"""Speculation statistics of one request, or of all requests; the token counts of one request."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of one request.
+
+    cached_tokens: prompt tokens that were found in the prefix cache; accepted_prediction_tokens,
+    rejected_prediction_tokens: of the prediction, those that the output has had and the others.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @dataclass

@@ -31,6 +31,8 @@ COMMANDS = MappingProxyType(
         "serve": bench("serve", "a server beside LLM.generate, a soak test, a bad host"),
         "server": Command("espalier serve with a synthetic model", flags="lab.server", work="lab.server"),
         "fault": Command("run espalier with a planted fault", flags="lab.faults.command", work="lab.faults.command"),
+        "sharing": bench("sharing", "on paper: rows of a batch shared out by the draft's scores"),
+        "sources": bench("sources", "a draft with other sources beside it, against each alone"),
         "bundled": Command("make the bundled model again", flags="lab.bundle.command", work="lab.bundle.command"),
     }
 )

@@ -145,6 +145,9 @@ class Setup:
     draft_kv_dtype: str = "float64"
     model_impl: str = "auto"
     num_snapshots: int = 12
+    text_paths: int = 0
+    sent_paths: int = 0
+    shared_rows: int = 0
 
     @property
     def reentry(self) -> int:
@@ -158,7 +161,8 @@ class Setup:
         nodes = min(self.num_draft_tokens, max_draft_tokens(self.steps, self.topk))
         tree = (self.steps, self.topk, nodes)
         sizes = (self.max_batch, *tree, self.page_size, self.max_context, self.reentry, self.chunk_size)
-        return RoundLayout(*sizes, trees=self.trees)
+        sources = {"text_paths": self.text_paths, "sent_paths": self.sent_paths}
+        return RoundLayout(*sizes, trees=self.trees, **sources, shared_rows=self.shared_rows)
 
     def models(self, position_rows: int = MAX_POSITIONS) -> tuple[CausalLM, DraftModel | None]:
         is_drafted = self.algorithm == "eagle3"

@@ -7,7 +7,7 @@ import torch
 from espalier.attention.base import Attention, AttentionBackend, CommittedLengths
 from espalier.attention.fa3 import FA3Backend
 from espalier.attention.flashinfer import FlashInferBackend
-from espalier.attention.forward import ModelCache, Pass
+from espalier.attention.forward import ChosenRows, ModelCache, Pass
 from espalier.attention.grouped import GroupedBackend
 from espalier.attention.library import require_our_kernels
 from espalier.attention.reference import ReferenceBackend
@@ -106,6 +106,7 @@ __all__ = [
     "Attention",
     "AttentionBackend",
     "By",
+    "ChosenRows",
     "CommittedLengths",
     "GroupedBackend",
     "Library",

@@ -60,6 +60,7 @@ class ModelCache:
         by_layer: bool = False,
         needed: Tensor | None = None,
         access: StateAccess | None = None,
+        chosen: "ChosenRows | None" = None,
     ) -> "Pass":
         """A pass of the model over new rows behind a committed prefix.
 
@@ -71,21 +72,24 @@ class ModelCache:
         by_layer: each layer commits before it attends, because pieces read one another through the pages, or because
         draft modules fill different rows.
         access: the states that the layers read; None: no layer of the pass keeps one.
+        chosen: the rows that run; None: all B · Q.  tokens and positions are [B, Q] all the same.
         """
         first = nodes if isinstance(nodes, Nodes) else nodes[0]
+        positions, of_each = first.positions if positions is None else positions, tokens.shape[1]
         return Pass(
             cache=self,
             prefix=prefix,
             nodes=nodes,
-            tokens=tokens,
-            positions=first.positions if positions is None else positions,
-            width=tokens.shape[1] if width is None else width,
+            tokens=tokens if chosen is None else chosen.of(tokens),
+            positions=positions if chosen is None else chosen.of(positions),
+            width=of_each if width is None else width,
             at=at,
             layers=self.layers if layers is None else layers,
             page_rows=page_rows,
             by_layer=by_layer,
             needed=needed,
             access=access,
+            chosen=chosen,
         )
 
     @property
@@ -109,6 +113,39 @@ class ModelCache:
             self.states.commit(path, source.view(len(path.slots), -1))
 
 
+@dataclass(frozen=True)
+class ChosenRows:
+    """The rows of a pass, if not all B · Q run: one batch of R rows, in which each request has as many as it has.
+
+    places: [R] int64, distinct and ascending, of the B · Q rows, the first of each request among them; rows: [B, Q]
+    int64, the row that stands at each place.  At a place that was not chosen, it is the request's first row: nobody
+    reads what is computed there, and what is not finite stays with its request.
+    """
+
+    places: Tensor
+    rows: Tensor
+
+    @classmethod
+    def at(cls, places: Tensor, batch: int, width: int) -> "ChosenRows":
+        """places: [R], as above, of batch · width rows."""
+        order = torch.arange(len(places), device=places.device)
+        rows = torch.full((batch * width,), -1, device=places.device).scatter(0, places, order).view(batch, width)
+        return cls(places, torch.where(rows < 0, rows[:, :1], rows))
+
+    def of(self, values: Tensor) -> Tensor:
+        """[1, R, ...] of values [B, Q, ...]."""
+        return values.flatten(0, 1)[self.places][None]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[B, Q, ...] of values [1, R, ...]."""
+        return values[0][self.rows]
+
+    def fill(self, planes: Sequence[Tensor]) -> None:
+        """Write the first row of each request to its places in staging that were not chosen: they may hold anything."""
+        for plane in planes:
+            plane[: self.rows.numel()] = plane[self.places[self.rows.flatten()]]
+
+
 @dataclass(eq=False)
 class Pass:
     """One forward pass of a model, made by `ModelCache.begin`, which describes the other fields.
@@ -118,6 +155,7 @@ class Pass:
     positions: [B, Q] int64, for RoPE.
     needed: [B] int64, of each request's Q rows the one whose output is read; None: all are.  The last layer writes all
     rows and computes only these.
+    chosen: the rows that run, where they are not all; then tokens, positions and all that layers see are [1, R, ...].
     """
 
     cache: ModelCache
@@ -132,6 +170,7 @@ class Pass:
     by_layer: bool
     needed: Tensor | None
     access: StateAccess | None = None
+    chosen: ChosenRows | None = None
 
     def __post_init__(self) -> None:
         self._looked_up: dict[Hashable, Any] = {}
@@ -161,6 +200,8 @@ class Pass:
         if index is not None:
             assert isinstance(spec.keeps, LatentKV)
             self._choosing = spec.keeps.write_index(self.rows, planes, index)
+        if self.chosen is not None:
+            self.chosen.fill(planes)
         if self.by_layer and self.page_rows is not None and not shares:
             pages.commit_layer(staging, place, self.rows, self.page_rows)
         kept = self.kept(layer)
@@ -172,7 +213,8 @@ class Pass:
         sink: as Attention.attend takes it; of a layer that keeps a state, the factor [heads] of v that is added to each
         row's output.  Returns [B, Q, heads, v_size], or [B, 1, ...] of the rows that are needed.
         """
-        index, (batch, queries) = self.layers[layer], self.tokens.shape
+        index = self.layers[layer]
+        batch, queries = self.tokens.shape if self.chosen is None else self.chosen.rows.shape
         if isinstance(self.cache.specs[index].keeps, RecurrentState):
             return self._of_kept(layer, self._states.read(index, q, sink))
         if index not in self.cache.staging.layers:
@@ -181,6 +223,8 @@ class Pass:
         spec, plan = self.cache.specs[index], self._plan(layer)
         planes = self.cache.staging.rows_of(index, batch, queries, self.width, self.at)
         k, v = spec.rows.read(planes)
+        if self.chosen is not None:
+            return self.chosen.of(plan.attend(index, self.chosen.spread(q), k, v, sink))
         if spec.topk is None:
             return plan.attend(index, q, k, v, sink)
         return plan.attend_selected(index, q, k, v, self._selected(layer, plan, planes))
@@ -244,6 +288,8 @@ class Pass:
     @cached_property
     def rows(self) -> Tensor:
         """[B · Q]: the staging rows of this pass, the same for all layers."""
+        if self.chosen is not None:
+            return self.chosen.places
         return self.cache.staging.places(self.tokens, self.width, self.at)
 
     @cached_property

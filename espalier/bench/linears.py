@@ -296,11 +296,11 @@ class ModelShape:
             return ()
         inner = keeps.heads * keeps.v_size or keeps.channels
         columns = keeps.channels + inner if keeps.heads else 3 * keeps.channels
-        gates: tuple[Run, ...]
+        gates: tuple[Run, ...] = ()
         if keeps.heads and keeps.delta:
             gates = (Run(f"{prefix}gates", (2 * keeps.heads, self.hidden), count, rows),)
         else:
-            columns, gates = columns + keeps.heads, ()
+            columns += keeps.heads
         inputs = self._run(f"{prefix}inputs", (columns, self.hidden), count, rows)
         return (inputs, *gates, self._run(f"{prefix}out", (self.hidden, inner), count, rows))
 

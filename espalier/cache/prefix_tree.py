@@ -185,3 +185,23 @@ class PrefixTree:
                 return node
             self._queue(node)
         return None
+
+
+@dataclass(frozen=True)
+class Room:
+    """Free pages, and those that become free when the prefix tree, None for none, gives them up."""
+
+    pool: PagePool
+    prefixes: PrefixTree | None
+
+    def make(self, count: int) -> bool:
+        """Evict cached pages that no running request uses until `count` pages are free.  False if too few are free."""
+        missing = count - self.pool.free
+        if missing > 0 and self.prefixes is not None:
+            self.prefixes.evict(missing)
+        return self.pool.free >= count
+
+    def could_be(self, count: int) -> bool:
+        """Whether `count` pages could be free after eviction.  Nothing is evicted."""
+        missing = count - self.pool.free
+        return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.evictable)

@@ -8,7 +8,7 @@ round with these masks: with overlap at the start of the next step, in lock-step
 scheduler.py decides which of the waiting requests run.  executor.py (CPU) and cuda.py (GPU) run the launches.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from functools import partial
 from espalier.cache.pages import PagePool
 from espalier.cache.prefix_tree import PrefixTree
 from espalier.engine.executor import ClosedExecutor, Executor, Handle, LaunchObserver, StagedHandle
+from espalier.engine.guesses import Guesses
 from espalier.engine.launch_input import Launch
 from espalier.engine.masks import Maskers
 from espalier.engine.round_trees import RoundTrees
@@ -24,6 +25,7 @@ from espalier.engine.state_keeper import make_keeper
 from espalier.engine.tree_choice import TreeChooser
 from espalier.errors import EspalierError, too_little_room
 from espalier.request import OutputChunk, Request, check_prompt
+from espalier.speculate.sources.base import HostSource
 from espalier.stats import SpeculationStats
 
 
@@ -67,7 +69,14 @@ class Engine:
     chooser: of the tree of each round; None for the layout's.
     """
 
-    def __init__(self, executor: Executor, overlap: bool, prefix_cache: bool, chooser: TreeChooser | None = None):
+    def __init__(
+        self,
+        executor: Executor,
+        overlap: bool,
+        prefix_cache: bool,
+        chooser: TreeChooser | None = None,
+        sources: Sequence[HostSource] = (),
+    ):
         runner = executor.runner
         self.layout = runner.layout
         self.vocab_size = runner.target.config.vocab_size
@@ -85,6 +94,7 @@ class Engine:
             captured_passes=executor.captured_passes,
             states=make_keeper(self.layout, self.prefixes, runner.cache.snapshot_rows),
             trees=RoundTrees(self.layout, chooser, executor.runs_any_tree),
+            guesses=Guesses(self.layout, sources),
         )
         self.requests: dict[str, Request] = {}
         self.stopped: str | None = None

@@ -17,7 +17,7 @@ from espalier.cache.states import Marks
 from espalier.engine.launch_input import LaunchInput
 from espalier.errors import EspalierError
 from espalier.layout import LaunchForm, RoundLayout
-from espalier.slots import ScatterUpdate, SlotTable
+from espalier.slots import PATH_KINDS, ScatterUpdate, SlotTable, guess_cells
 from espalier.speculate.pieces import Pieces
 
 Parts = tuple[tuple[str, int], ...]
@@ -111,6 +111,8 @@ def pack_launch(
     if "page_table" in updates:
         appended = ScatterUpdate(*map(np.concatenate, zip(updates["page_table"], appended, strict=True)))
     updates["page_table"] = appended
+    if not launch_input.is_prefill:
+        updates |= _of_sources(table, launch_input)
     parts: dict[str, Sequence[int] | np.ndarray] = {
         "entry": (entry,),
         "slots": launch_input.slots,
@@ -147,7 +149,22 @@ def _padded_sizes(layout: RoundLayout, launch_input: LaunchInput, form: LaunchFo
             f"a round of {form.batch} requests appends {count} pages and its launch input holds {capacity}; both "
             f"follow from {layout}: reserve pages with layout.reserve"
         )
-    return {"slots": form.batch, "page_table.at": capacity, "page_table.values": capacity}
+    sizes = {"page_table": capacity}
+    if layout.text_paths or layout.sent_paths:
+        sizes |= {"guesses": form.batch * guess_cells(layout), "survival": PATH_KINDS * layout.steps}
+    return {"slots": form.batch} | {f"{name}.{part}": size for name, size in sizes.items() for part in ("at", "values")}
+
+
+def _of_sources(table: SlotTable, launch_input: LaunchInput) -> dict[str, ScatterUpdate]:
+    """What sources beside the draft send with a round.  A zero in `survival` is written to a kind that is no path."""
+    if not (table.layout.text_paths or table.layout.sent_paths):
+        return {}
+    survival = np.zeros(0, dtype=np.float32) if launch_input.survival is None else launch_input.survival
+    bits = survival.astype(np.float32).reshape(-1).view(np.int32).astype(np.int64)
+    return {
+        "guesses": table.guess_updates(launch_input.guesses),
+        "survival": ScatterUpdate(np.arange(len(bits)), bits),
+    }
 
 
 def _pieces(launch_input: LaunchInput, form: LaunchForm) -> dict[str, np.ndarray]:

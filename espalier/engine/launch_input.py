@@ -11,7 +11,7 @@ from espalier.layout import LaunchForm, TreeShape, captured_form
 from espalier.request import Request
 from espalier.sampling.logit_processors import SamplingNeeds
 from espalier.sampling.prompt import PromptRows
-from espalier.slots import SlotInit
+from espalier.slots import Guess, SlotInit
 
 # Kernels read all sampling parameters on the device, so one graph serves all requests.
 ALL_SAMPLING = SamplingNeeds(sampled=True, filtered=True, penalised=True, biased=True)
@@ -46,6 +46,8 @@ class LaunchInput:
     state_copies: (source, destination) rows of the states, which are copied in this order before the launch.
     marks: (number of tokens, row) by slot, where the launch leaves a snapshot of the state (cache/states.py:Marks), row
     0 for none; empty for none at all.
+    guesses: (slot, guesses) of the host for requests of a round (speculate/sources); survival: [PATH_KINDS, S], as in
+    SlotTable, None where it has not changed.
     committed: upper bounds of the committed lengths, by slot, of a prefill pass by piece; nothing for dummy slots.
     """
 
@@ -65,6 +67,8 @@ class LaunchInput:
     masks: np.ndarray | None = None
     state_copies: tuple[tuple[int, int], ...] = ()
     marks: tuple[tuple[int, int], ...] = ()
+    guesses: tuple[tuple[int, tuple[Guess, ...]], ...] = ()
+    survival: np.ndarray | None = None
     committed: CommittedLengths = NOTHING_COMMITTED
 
     @property
@@ -143,6 +147,7 @@ class RequestResult:
     request did not ask.  prompt_logprobs: for the rows of LaunchInput.prompt_rows, those of the prompt token after
     each; None if no request of the launch asked for them.  tree_sum: a number that differs, almost surely, where trees
     differ.  ranks, is_leaf: as in acceptance.py:Sample, if LaunchInput.tree is set.
+    said: (kind, tokens) of the paths of the request's own text.
     """
 
     tokens: list[int]
@@ -154,6 +159,7 @@ class RequestResult:
     tree_sum: int = field(default=0, compare=False)
     ranks: tuple[int, ...] = ()
     is_leaf: bool = True
+    said: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 def of_dummies(batch: int, width: int = 0, pieces: int = 0, tree: TreeShape | None = None) -> LaunchInput:

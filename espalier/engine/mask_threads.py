@@ -88,6 +88,7 @@ class MaskThreads:
             if beyond_s > self.limit_s / 2:
                 for thread, job in slow:
                     call.used_s[job.place] = job.used_s(thread)
+                    call.ended_s.append(call.used_s[job.place])
                     self._abandon(thread)
                     call.left -= 1
             elif all(job.is_slow for _, job in slow):
@@ -171,7 +172,7 @@ class _Call:
     """One call of MaskThreads.run.
 
     places: the numbers that no thread has taken; left: how many have no result; lock: of what a thread leaves here;
-    ended_s: what the pieces of work that ended have used in this round.
+    ended_s: what the pieces of work that ended or were abandoned have used in this round.
     """
 
     def __init__(self, work: Work, count: int, share_s: float, used_s: list[float]):
@@ -198,13 +199,13 @@ class _Job:
     begun_s: float
     is_slow: bool = False
 
-    def used_s(self, thread: threading.Thread) -> float:
+    def used_s(self, thread: "_MaskThread") -> float:
         """Processor time that it has used in this round, before too."""
         return self.call.used_s[self.place] + _thread_time(thread) - self.begun_s
 
 
 class _MaskThread(threading.Thread):
-    """A thread of the pool.  job: its piece of work."""
+    """A thread of the pool.  job: its piece of work.  clock: of its processor time, None where the system has none."""
 
     def __init__(self, queue: _Queue):
         # A daemon: the interpreter does not wait for it.
@@ -212,13 +213,18 @@ class _MaskThread(threading.Thread):
         self.queue = queue
         self.is_abandoned = False
         self.job: _Job | None = None
+        self.clock: int | None = None
         queue.enter()
 
     def run(self) -> None:
+        if hasattr(time, "pthread_getcpuclockid"):
+            self.clock = time.pthread_getcpuclockid(threading.get_ident())
         call = self.queue.get()
         while call is not None:
+            # Read once for each piece of work: reading it is a system call.
+            now_s = _thread_time(self)
             while not self.is_abandoned and (place := next(call.places)) < call.count:
-                self._do(call, place)
+                now_s = self._do(_Job(call, place, now_s))
             if self.is_abandoned:
                 self.queue.forget()
                 return
@@ -227,28 +233,28 @@ class _MaskThread(threading.Thread):
             call = self.queue.get()
         self.queue.leave()
 
-    def _do(self, call: _Call, place: int) -> None:
-        result, error = None, None
-        self.job = job = _Job(call, place, _thread_time(self))
+    def _do(self, job: _Job) -> float:
+        """Do a piece of work.  Returns the thread's time behind it."""
+        call, place, result, error = job.call, job.place, None, None
+        self.job = job
         try:
             result = call.work(place)
         except BaseException as raised:
             error = raised
+        now_s = _thread_time(self)
         with call.lock:
             self.job = None
             if self.is_abandoned:
-                return
-            call.used_s[place] = job.used_s(self)
+                return now_s
+            call.used_s[place] += now_s - job.begun_s
             call.ended_s.append(call.used_s[place])
             call.results[place], call.error = result, call.error or error
             call.left -= 1
             if not call.left:
                 call.ended.release()
+        return now_s
 
 
-def _thread_time(thread: threading.Thread) -> float:
+def _thread_time(thread: _MaskThread) -> float:
     """Processor time of a thread in seconds; the time of day where the system does not tell that of another thread."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return time.monotonic()
-    assert thread.ident is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return time.monotonic() if thread.clock is None else time.clock_gettime(thread.clock)

@@ -28,6 +28,7 @@ class Fields:
     """The columns of a row: a slice of [0, width) for each field.
 
     logprobs: for each emitted token a row of espalier/logprobs.py.  Those of requests that did not ask are undefined.
+    said: as in RoundOutput, P paths of 1 + S numbers.
     most_likeliest: how many likeliest tokens a row has at most, which the vocabulary limits too.
     weights: int64, of tokens and parents in RequestResult.tree_sum.
     """
@@ -40,6 +41,7 @@ class Fields:
     parents: slice
     depths: slice
     scores: slice
+    said: slice
     logprobs: slice
     width: int
     most_likeliest: int
@@ -50,6 +52,7 @@ class Fields:
         width, nodes = layout.extend_width, layout.num_draft_tokens
         sizes = {"length": 1, "num_finite": 1, "emitted": width, "path": width}
         sizes |= dict.fromkeys(("tokens", "parents", "depths", "scores"), nodes)
+        sizes["said"] = layout.text_paths * (1 + layout.steps)
         # Last, so that the fields before it are one view.
         sizes["logprobs"] = width * words(MAX_LOGPROBS)
         ends = np.cumsum(list(sizes.values())).tolist()
@@ -84,6 +87,8 @@ class Results:
         if tree is not None:
             parts |= {"path": path.rows, "tokens": tree.tokens, "parents": tree.parents}
             parts |= {"depths": tree.depths, "scores": tree.scores}
+        if output.said is not None:
+            parts["said"] = output.said
         self._write_decided(entry, parts)
         picked = (output.logits, output.rows, path.tokens, path.length)
         write_logprobs(self.logprobs, entry, *picked, output.num_logprobs)
@@ -122,9 +127,16 @@ def read(
             sums[b],
             tuple(ranks[b][: length[b] - 1]) if ranks else (),
             is_leaf[b],
+            _said(entry[b, fields.said], fields.emitted.stop - fields.emitted.start),
         )
         for b in range(len(length))
     ]
+
+
+def _said(row: np.ndarray, width: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The paths of a request's own text.  width: numbers of a path."""
+    paths = row.reshape(-1, width).tolist() if row.size else []
+    return tuple((kind, tuple(token for token in tokens if token != VOID)) for kind, *tokens in paths if kind > 0)
 
 
 def _ranks(fields: Fields, entry: np.ndarray, is_node: np.ndarray) -> tuple[list[list[int]], list[bool]]:

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from espalier.attention import CommittedLengths
 from espalier.cache.pages import PagePool
-from espalier.cache.prefix_tree import PrefixTree
+from espalier.cache.prefix_tree import PrefixTree, Room
+from espalier.engine.guesses import Guesses
 from espalier.engine.launch_input import (
     NOT_FINITE,
     Launch,
@@ -35,7 +36,7 @@ from espalier.engine.prefill_policy import (
 from espalier.engine.queue import WaitingQueue
 from espalier.engine.round_trees import RoundTrees
 from espalier.engine.state_keeper import Pairs, Stateless
-from espalier.layout import LaunchForm, RoundLayout, TreeShape
+from espalier.layout import PLAIN, LaunchForm, RoundLayout, TreeShape
 from espalier.request import OutputChunk, Request
 from espalier.sampling.prompt import PromptRows
 from espalier.slots import SlotInit
@@ -46,7 +47,8 @@ class Scheduler:
     """num_rounds: rounds launched so far, by the number of requests in the batch.
 
     on_round: called with a RoundTrace for each request of each round; set it to trace trees.
-    captured_passes: as Executor has them; trees: the layout's by default; states: of a model without states by default.
+    captured_passes: as Executor has them; trees: the layout's by default; states: of a model without states by default;
+    guesses: of the host's sources, by default of none.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Scheduler:
         captured_passes: tuple[LaunchForm, ...] = (),
         trees: RoundTrees | None = None,
         states: Stateless | None = None,
+        guesses: Guesses | None = None,
     ):
         self.layout = layout
         self.trees = trees or RoundTrees(layout)
@@ -66,7 +69,9 @@ class Scheduler:
         self.masks = MaskBuilder(vocab_size, layout.steps)
         self.pool = pool
         self.prefixes = prefixes
+        self._room = Room(pool, prefixes)
         self.states = states or Stateless()
+        self.guesses = guesses or Guesses(layout, ())
         self.rounds_in_flight = rounds_in_flight
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
@@ -118,6 +123,7 @@ class Scheduler:
     def harvest(self, launch: Launch, rows: list[RequestResult]) -> None:
         """Process the results of a launch.  Launches are harvested in the order in which they were started."""
         self._in_flight -= 1
+        self.guesses.count(launch, rows)
         allowed = [0] * len(rows)
         for place, ((request, generation, is_prefilled), row) in enumerate(zip(launch.members, rows, strict=True)):
             if generation != request.generation:
@@ -181,7 +187,7 @@ class Scheduler:
         end = request.end(self.layout.max_context)
         need = self.layout.reserve(prefill_len, self.rounds_in_flight, end) - len(shared)
         # Evict only if eviction frees enough pages.  Otherwise cached pages would be lost and the request still waits.
-        if not (self._has_room(need) and self._make_room(need)):
+        if not (self._room.could_be(need) and self._room.make(need)):
             self.pool.release(shared)
             self._no_room = request, self.pool.num_released
             return False
@@ -197,6 +203,7 @@ class Scheduler:
         request.prefill_len = request.num_known = prefill_len
         request.num_prefilled, hit = self.states.enter(request, start, cached)
         request.rounds_in_flight = 0
+        self.guesses.enter(request)
         if not request.output:
             request.cached_tokens = hit
         insort(self.running, request, key=lambda r: r.place)
@@ -204,18 +211,6 @@ class Scheduler:
         return True
 
     # Pages
-
-    def _make_room(self, count: int) -> bool:
-        """Evict cached pages that no running request uses until `count` pages are free.  False if too few are free."""
-        missing = count - self.pool.free
-        if missing > 0 and self.prefixes is not None:
-            self.prefixes.evict(missing)
-        return self.pool.free >= count
-
-    def _has_room(self, count: int) -> bool:
-        """Whether `count` pages could be free after eviction.  Nothing is evicted."""
-        missing = count - self.pool.free
-        return missing <= 0 or (self.prefixes is not None and missing <= self.prefixes.evictable)
 
     def _reserve(self, decoding: list[Request]) -> list[Request]:
         """Reserve pages for the tokens of one round, in order of place; if pages run out, preempt the last request.
@@ -238,7 +233,7 @@ class Scheduler:
         missing = self.layout.reserve(request.num_known, request.rounds_in_flight + 1, end) - len(request.pages)
         if missing <= 0:
             return True
-        if not self._make_room(missing):
+        if not self._room.make(missing):
             return False
         assert request.slot is not None
         for page in self.pool.allocate(missing):
@@ -286,6 +281,7 @@ class Scheduler:
     ) -> Launch:
         # A round's launch input has a fixed form without slot inits.  A request that gets a slot needs a prefill first.
         slot_inits, self._slot_inits = (self._slot_inits, []) if prefill.width else ([], self._slot_inits)
+        guesses, survival = self.guesses.next([] if prefill.width or tree == PLAIN else batch)
         launch_input = LaunchInput(
             slots=tuple(r.slot for r in batch if r.slot is not None),
             needs=sampling_needs_of(batch),
@@ -303,6 +299,8 @@ class Scheduler:
             masks=self.masks.of_prompts(batch) if prefill.width else None,
             state_copies=self.states.take_copies(),
             marks=marks,
+            guesses=guesses,
+            survival=survival,
             committed=committed,
         )
         self._appended, self._to_clear = [], []
@@ -365,6 +363,7 @@ class Scheduler:
             if reason:
                 break
         request.from_draft += from_draft[:kept]
+        self.guesses.read(request, row.tokens[:kept])
         logprobs = None if row.logprobs is None else request.logprobs.add(row.logprobs[:kept])
         text = request.text.take(final=reason is not None) if request.text else ""
         if reason:
@@ -416,6 +415,7 @@ class Scheduler:
         request.finish_reason = reason
         if request.slot is not None:
             self._release(request)
+        self.guesses.leave(request)
 
     def _preempt(self, request: Request) -> None:
         """Return a running request to the queue.  It keeps its tokens; its full pages go to the prefix cache."""

@@ -3,7 +3,7 @@
 import codecs
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,10 +11,10 @@ import msgspec
 
 from espalier.inputs import text_stream
 from espalier.logprobs import PromptLogprobs, TokenLogprob
-from espalier.request import OutputChunk, ResolvedParams, Usage
+from espalier.request import OutputChunk, ResolvedParams
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
-from espalier.stats import SpeculationStats
+from espalier.stats import SpeculationStats, Usage
 from espalier.text import TextStream, Tokenizer
 
 to_json = msgspec.json.Encoder().encode
@@ -30,19 +30,6 @@ def event(chunk: dict[str, Any]) -> bytes:
 def makes_text_there(params: ResolvedParams) -> bool:
     """Whether the engine process makes the text.  It must if there are stop strings, which end a request there."""
     return bool(params.stop)
-
-
-@dataclass
-class Delta:
-    """The output that a part adds to one choice."""
-
-    text: str
-    token_ids: list[int]
-    from_draft: list[bool]
-    logprobs: Sequence[TokenLogprob] | None
-    finish_reason: str | None
-    stop_reason: int | str | None = None
-    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass
@@ -79,11 +66,10 @@ class Choice:
         """Made with the first part: before, the request would wait for it."""
         return self.make_sink()
 
-    def take(self, output: OutputChunk, keep: bool) -> Delta:
-        """The delta of a chunk.  keep: add it to the choice too, for the whole response."""
+    def take(self, output: OutputChunk, keep: bool) -> OutputChunk:
+        """The chunk with the text that it adds here.  keep: add it to the choice too, for the whole response."""
         text = self.new_text(output)
         ends = self.ends(output)
-        delta = Delta(text, output.token_ids, output.from_draft, output.logprobs, *ends, output.prompt_logprobs)
         self.num_tokens += len(output.token_ids)
         if keep:
             self.texts.append(text)
@@ -95,7 +81,7 @@ class Choice:
             if output.prompt_logprobs is not None:
                 self.prompt_logprobs = output.prompt_logprobs
             self.finish_reason, self.stop_reason = ends
-        return delta
+        return replace(output, text=text, finish_reason=ends[0], stop_reason=ends[1])
 
     def ends(self, output: OutputChunk) -> tuple[str | None, int | str | None]:
         """(finish_reason, stop_reason) of a chunk whose text was read."""
@@ -156,13 +142,13 @@ class Answer:
             return None
         return text_stream(self.tokenizer, prompt, self.params, ())
 
-    def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
+    def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
         """Add a part of a prompt."""
         choice = self.choices[prompt_index * self.params.n + part.output.index]
         if part.usage is not None:
             # A prompt's tokens count once for its n samples: use the usage of the first.
             first = part.output.index == 0
-            self.usages.append(part.usage if first else Usage(completion_tokens=part.usage.completion_tokens))
+            self.usages.append(part.usage if first else replace(part.usage, prompt_tokens=0, cached_tokens=0))
         if part.speculation is not None:
             self.stats.merge(part.speculation)
         return choice, choice.take(part.output, keep=not self.body.stream)
@@ -179,9 +165,9 @@ class Answer:
         return b"" if chunk is None else event(chunk)
 
     def _text_event(self, choice: Choice, text: str) -> bytes:
-        """The event of a delta that has only text.  The rest of the event is the same each time, so it is kept."""
+        """The event of a chunk that has only text.  The rest of the event is the same each time, so it is kept."""
         if choice.event_ends is None:
-            chunk = self.chunk(choice, Delta(PLACEHOLDER, [], [], None, None))
+            chunk = self.chunk(choice, OutputChunk("", text=PLACEHOLDER))
             assert chunk is not None
             # The client chose values before the text, never after it: the last placeholder is the text's.
             before, _, after = event(chunk).rpartition(to_json(PLACEHOLDER))
@@ -189,12 +175,12 @@ class Answer:
         before, after = choice.event_ends
         return before + to_json(text) + after
 
-    def chunk(self, choice: Choice, delta: Delta) -> dict[str, Any] | None:
-        """The stream chunk for a delta, None if it would be empty."""
-        quiet = not (delta.text or delta.finish_reason or delta.logprobs or delta.prompt_logprobs)
+    def chunk(self, choice: Choice, output: OutputChunk) -> dict[str, Any] | None:
+        """The stream chunk for what `take` returned, None if it would be empty."""
+        quiet = not (output.text or output.finish_reason or output.logprobs or output.prompt_logprobs)
         if quiet and not (self.body.return_token_ids or self.body.from_draft):
             return None
-        return self._chunk([self._chunk_choice(choice, delta) | self._beyond_openai(delta)])
+        return self._chunk([self._chunk_choice(choice, output) | self._beyond_openai(output)])
 
     def encode(self, chunk: dict[str, Any]) -> bytes:
         """The event of a chunk of `opening` or `closing`."""
@@ -241,13 +227,22 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         prompt = sum(usage.prompt_tokens for usage in self.usages)
         completion = sum(usage.completion_tokens for usage in self.usages)
+        details = self.completion_details()
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in self.usages)},
+            **({"completion_tokens_details": details} if details else {}),
             "speculation": self.stats.as_dict(),
         }
+
+    def completion_details(self) -> dict[str, int]:
+        """completion_tokens_details; empty if there is nothing to say."""
+        if not self.params.prediction:
+            return {}
+        names = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        return {name: sum(getattr(usage, name) for usage in self.usages) for name in names}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self.head, "object": self.object_chunk, "choices": choices}
@@ -260,7 +255,7 @@ class Answer:
         prompt, completion = self.num_prompt_tokens, sum(choice.num_tokens for choice in self.choices)
         return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
-    def _beyond_openai(self, source: Delta | Choice) -> dict[str, Any]:
+    def _beyond_openai(self, source: OutputChunk | Choice) -> dict[str, Any]:
         """Fields of a choice that OpenAI's API does not have."""
         extra: dict[str, Any] = {"stop_reason": source.stop_reason}
         if self.body.return_token_ids:
@@ -269,7 +264,7 @@ class Answer:
             extra["from_draft"] = source.from_draft
         return extra
 
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         raise NotImplementedError
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -302,20 +297,18 @@ class TextAnswer(Answer):
     def opening(self) -> list[dict[str, Any]]:
         if not self.echo or self.echoes_logprobs:
             return []
-        deltas = [(choice, Delta(self._echo(choice), [], [], None, None)) for choice in self.choices]
-        return [
-            self._chunk([self._chunk_choice(choice, delta) | self._beyond_openai(delta)]) for choice, delta in deltas
-        ]
+        echoes = [(choice, OutputChunk("", text=self._echo(choice))) for choice in self.choices]
+        return [self._chunk([self._chunk_choice(choice, echo) | self._beyond_openai(echo)]) for choice, echo in echoes]
 
     def _echo(self, choice: Choice) -> str:
         return self.echo[choice.index // self.params.n] if self.echo else ""
 
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         return {
             "index": choice.index,
-            "text": (self._echo(choice) if delta.prompt_logprobs and self.echoes_logprobs else "") + delta.text,
-            "logprobs": self._logprobs(choice, delta.prompt_logprobs, delta.logprobs),
-            "finish_reason": delta.finish_reason,
+            "text": (self._echo(choice) if output.prompt_logprobs and self.echoes_logprobs else "") + output.text,
+            "logprobs": self._logprobs(choice, output.prompt_logprobs, output.logprobs),
+            "finish_reason": output.finish_reason,
         }
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """Builds the responses of /v1/chat/completions, with tool calls and reasoning read from the tokens."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 from espalier.inputs import message_stream
 from espalier.logprobs import TokenLogprob
 from espalier.request import OutputChunk, ResolvedParams
-from espalier.server.answers import Answer, Choice, Delta
+from espalier.server.answers import Answer, Choice
 from espalier.server.openai import Generating
 from espalier.server.protocol import Part
 from espalier.text import Tokenizer
@@ -97,12 +97,12 @@ class ChatAnswer(Answer):
         assert parser is not None
         return message_stream(tokenizer, prompt, self.params, parser)
 
-    def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
-        choice, delta = super().take(prompt_index, part)
+    def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+        choice, output = super().take(prompt_index, part)
         if isinstance(choice, ChatChoice) and choice.make_stream is not None:
-            delta.text = "".join(part.text for part in choice.parts if self._is_shown(part))
-            delta.finish_reason = choice.ending(delta.finish_reason)
-        return choice, delta
+            text = "".join(part.text for part in choice.parts if self._is_shown(part))
+            output = replace(output, text=text, finish_reason=choice.ending(output.finish_reason))
+        return choice, output
 
     def _is_shown(self, part: base.Delta) -> bool:
         """Whether a stream's chunk shows a part."""
@@ -110,17 +110,17 @@ class ChatAnswer(Answer):
 
     def opening(self) -> list[dict[str, Any]]:
         first_delta = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        first_delta |= self._beyond_openai(Delta("", [], [], None, None))
+        first_delta |= self._beyond_openai(OutputChunk(""))
         return [self._chunk([{"index": choice.index, **first_delta}]) for choice in self.choices]
 
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+    def _chunk_choice(self, choice: Choice, output: OutputChunk) -> dict[str, Any]:
         assert isinstance(choice, ChatChoice)
         has_parser = choice.make_stream is not None
         chunk = {
             "index": choice.index,
-            "delta": self._parts(choice.parts) if has_parser else {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(delta.logprobs),
-            "finish_reason": delta.finish_reason,
+            "delta": self._parts(choice.parts) if has_parser else {"content": output.text} if output.text else {},
+            "logprobs": self._logprobs(output.logprobs),
+            "finish_reason": output.finish_reason,
         }
         errors = [{"index": part.index, "message": part.text} for part in choice.parts if part.kind == "broken"]
         return {**chunk, "tool_call_errors": errors} if errors else chunk
@@ -170,11 +170,11 @@ class ChatAnswer(Answer):
         """Tokens of the reasoning in all choices."""
         return sum(choice.num_reasoning for choice in self.choices if isinstance(choice, ChatChoice))
 
-    def usage(self) -> dict[str, Any]:
-        usage = super().usage()
+    def completion_details(self) -> dict[str, int]:
+        details = super().completion_details()
         if self.plan is None or self.plan.formats.reasoning is None:
-            return usage
-        return {**usage, "completion_tokens_details": {"reasoning_tokens": self.num_reasoning}}
+            return details
+        return {**details, "reasoning_tokens": self.num_reasoning}
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> Any:
         if entries is None:

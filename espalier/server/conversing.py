@@ -50,6 +50,10 @@ async def converse(front: Front, body: ChatRequest) -> Conversation:
         plan = ChatPlan(front.inputs.tokenizer, front.formats, body.tool_use())
     unread = [name for name in ("reasoning_effort", "tools") if getattr(body, name) and not plan.shows(name)]
     front.check_effect(ignored := body.without_effect() + unread)
+    if body.prediction is not None:
+        guessed = body.prediction.text
+        asked_for = InputProcessor.predicted, params, guessed
+        params = await front.lanes.run(*asked_for, size=len(guessed), field="prediction")
     if "reasoning_effort" in unread:
         body = body.model_copy(update={"reasoning_effort": None})
     with front.entering(params.n):

@@ -30,7 +30,7 @@ from espalier.server.fields import (
 )
 from espalier.server.formats import Constrained
 from espalier.server.hints import CACHE_MARKS, HINTS
-from espalier.server.messages import Message
+from espalier.server.messages import Message, TextPart
 from espalier.tool_calls.definitions import MAX_TOOLS, Tools, checked_tools
 
 Tokens = Annotated[list[int], FIRST]
@@ -193,6 +193,20 @@ class Conversing(Body):
         }
 
 
+class Prediction(Body):
+    """What a client guesses of the answer."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], FIRST] = Field(description="text, or a list of text parts, joined")
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    def without_effect(self) -> list[str]:
+        return [] if isinstance(self.content, str) else inside("content", self.content)
+
+
 class ChatRequest(Conversing, Generating):
     """POST /v1/chat/completions"""
 
@@ -214,11 +228,15 @@ class ChatRequest(Conversing, Generating):
     reasoning_effort: str | None = Field(
         None, description="passed to the chat template; no effect if it does not read this variable"
     )
+    prediction: Prediction | None = Field(
+        None,
+        description="what the answer is likely to be, such as a file that it edits: where they agree, more of it is "
+        "verified at once; needs the engine's source prediction, as on a CPU by default",
+    )
     functions: Annotated[Nothing | None, FUNCTIONS] = None
     function_call: Annotated[Literal["none", "auto"] | None, FUNCTIONS] = None
     modalities: Annotated[Annotated[list[Literal["text"]], FIRST] | None, TEXT_ONLY] = None
     audio: Annotated[None, TEXT_ONLY] = None
-    prediction: Annotated[None, Refused("the engine's drafter makes the drafts; leave it out")] = None
     verbosity: Annotated[str | None, VERBOSITY] = None
     web_search_options: Annotated[None, Refused("the server has no web search; leave it out")] = None
     store: Annotated[bool | None, NOT_STORED] = None
@@ -256,7 +274,8 @@ class ChatRequest(Conversing, Generating):
 
     def without_effect(self) -> list[str]:
         marks = [f"tools.{name}" for name in self._tool_marks]
-        return super().without_effect() + inside("messages", self.messages) + marks
+        predicted = [] if self.prediction is None else inside("prediction", [self.prediction])
+        return super().without_effect() + inside("messages", self.messages) + marks + predicted
 
 
 def _is_marked(tool: dict[str, Any], mark: str) -> bool:

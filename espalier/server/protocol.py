@@ -12,8 +12,8 @@ import numpy as np
 
 from espalier.inputs import ModelFacts
 from espalier.logprobs import TokenLogprobs
-from espalier.request import OutputChunk, ResolvedParams, Usage
-from espalier.stats import SpeculationStats
+from espalier.request import OutputChunk, ResolvedParams
+from espalier.stats import SpeculationStats, Usage
 
 
 class Start(msgspec.Struct, tag=True):

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from espalier.errors import EspalierError
-from espalier.request import ResolvedParams
-from espalier.server.answers import Choice, Delta, to_json
+from espalier.request import OutputChunk, ResolvedParams
+from espalier.server.answers import Choice, to_json
 from espalier.server.chat_answers import ChatAnswer, ChatChoice
 from espalier.server.errors import refusal
 from espalier.server.openai import ChatRequest
@@ -143,20 +143,20 @@ class ResponsesAnswer(ChatAnswer):
         # Why calls were broken.
         self.errors: list[str] = []
 
-    def take(self, prompt_index: int, part: Part) -> tuple[Choice, Delta]:
-        choice, delta = super().take(prompt_index, part)
+    def take(self, prompt_index: int, part: Part) -> tuple[Choice, OutputChunk]:
+        choice, output = super().take(prompt_index, part)
         assert isinstance(choice, ChatChoice)
-        logprobs = [] if delta.logprobs is None else self._logprobs(delta.logprobs)["content"]
+        logprobs = [] if output.logprobs is None else self._logprobs(output.logprobs)["content"]
         if choice.make_stream is not None:
             for each in choice.parts:
                 self.items.add(each, [])
             self.errors += [each.text for each in choice.parts if each.kind == "broken"]
-        elif delta.text or logprobs:
-            self.items.add(base.Delta("content", delta.text), logprobs)
-        if delta.finish_reason is not None:
-            self.finish_reason = delta.finish_reason
+        elif output.text or logprobs:
+            self.items.add(base.Delta("content", output.text), logprobs)
+        if output.finish_reason is not None:
+            self.finish_reason = output.finish_reason
             self.items.close("incomplete" if self.finish_reason == "length" else "completed")
-        return choice, delta
+        return choice, output
 
     def event(self, prompt_index: int, part: Part) -> bytes:
         self.take(prompt_index, part)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from espalier.attention import CommittedLengths, ModelCache, Nodes, Prefix
+from espalier.attention import ChosenRows, CommittedLengths, ModelCache, Nodes, Prefix
 from espalier.cache.kv import PagedKV
 from espalier.cache.states import Marks, StateAccess
 from espalier.kernels.ops.state import NodeRows, advance, chain, gather
@@ -91,6 +91,11 @@ class ModelRunner:
         """Whether the draft reads the target's last hidden state, before or after the final norm, at every token."""
         return self.drafter.spec.reads == "hidden" or self.target.config.num_layers in self.target.capture
 
+    def shared_rows(self, batch: int) -> int:
+        """Rows of a verify pass that are shared out over the batch; 0 where each request has its own."""
+        shared = self.layout.shared_rows
+        return batch * shared if batch and shared < self.layout.num_draft_tokens else 0
+
     def node_slices(self, batch: int) -> list[slice]:
         """The nodes of each tree whose logits are computed at a time.  self: the runner for this batch (`at`)."""
         return node_slices(batch, self.layout.num_draft_tokens, self.target.config.vocab_size)
@@ -110,6 +115,7 @@ class RoundOutput:
     rows: [B, W], the row of the logits that each emitted token was picked from.
     tree: of a round; None for a prefill pass.
     prompt_logprobs: [N], for the prompt rows that requests asked for; None without such rows.
+    said: [B, P · (1 + S)], of a round with paths of own text, as in SlotTable; else None.
     """
 
     path: Path
@@ -118,6 +124,7 @@ class RoundOutput:
     rows: Tensor
     tree: Tree | None = None
     prompt_logprobs: Logprobs | None = None
+    said: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +193,8 @@ def propose(begun: Begun, guide: DraftGuide | None = None) -> Proposed:
     tree = begun.grow(sampler)
     check_tree(begun.runner.layout, tree, begun.slots.batch)
     runner = begun.runner
+    if runner.shared_rows(begun.slots.batch):
+        tree = tree.only(tree.best(runner.shared_rows(begun.slots.batch)))
     if runner.trims_trees:
         nodes = num_offered(tree, begun.slots.max_accept_depth)
         if nodes < runner.layout.num_draft_tokens:
@@ -201,9 +210,22 @@ def verify(proposed: Proposed) -> Verified:
     # Void nodes have token -1: the model reads the embedding of their request's root in its place.
     tokens = void_padding(runner, tree.tokens, slots.real[:, None])
     access = StateAccess(slots.index, slots.prefix_len)
-    out = runner.target(runner.cache.begin(Prefix(slots.page_table, slots.prefix_len), nodes, tokens, access=access))
-    fits = len(runner.node_slices(slots.batch)) == 1
-    return Verified(proposed, out, runner.target.logits(out.hidden) if fits else None)
+    chosen, prefix = chosen_rows(proposed), Prefix(slots.page_table, slots.prefix_len)
+    out = runner.target(runner.cache.begin(prefix, nodes, tokens, access=access, chosen=chosen))
+    logits = runner.target.logits(out.hidden) if len(runner.node_slices(slots.batch)) == 1 else None
+    if chosen is not None:
+        out = ModelOutput(chosen.spread(out.hidden), tuple(map(chosen.spread, out.inputs)))
+        logits = None if logits is None else chosen.spread(logits)
+    return Verified(proposed, out, logits)
+
+
+def chosen_rows(proposed: Proposed) -> ChosenRows | None:
+    """The rows of the verify pass, where they are shared out over the batch."""
+    batch, nodes = proposed.tree.tokens.shape
+    rows = min(proposed.runner.shared_rows(batch), batch * nodes)
+    if rows and proposed.runner.trims_trees:
+        rows = min(rows, int((proposed.tree.scores > -torch.inf).sum()))
+    return ChosenRows.at(proposed.tree.best(rows), batch, nodes) if rows else None
 
 
 def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
@@ -218,11 +240,13 @@ def settle(verified: Verified, mask: Tensor | None = None) -> RoundOutput:
     path = accept(tree, *sampled, slots.max_accept_depth, slots.real, runner.layout.steps)
     commit(runner, slots, path, proposed.sampler.needs.penalised, proposed.marks)
     runner.drafter.extend(slots, rows_of_path(runner.drafter, out, path), path.length)
+    is_told = runner.layout.text_paths and runner.layout.num_draft_tokens > 1
+    said = slots.table.said.index_select(0, slots.index).flatten(1) if is_told else None
     if verified.logits is not None:
-        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree)
+        return RoundOutput(path, verified.logits, slots.num_logprobs, path.rows, tree, said=said)
     logits = runner.target.logits(gather_rows(path.rows, out.hidden))
     rows = torch.arange(path.rows.shape[1], device=path.rows.device).repeat(slots.batch, 1)
-    return RoundOutput(path, logits, slots.num_logprobs, rows, tree)
+    return RoundOutput(path, logits, slots.num_logprobs, rows, tree, said=said)
 
 
 def sample_nodes(verified: Verified, mask: Tensor | None) -> SampledTokens:

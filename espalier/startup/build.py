@@ -23,8 +23,13 @@ from espalier.models.base import CausalLM
 from espalier.models.draft import DraftModel
 from espalier.shards import WHOLE, Shards
 from espalier.slots import SlotTable
+from espalier.speculate.drafters.base import Drafter
+from espalier.speculate.drafters.grafted import GraftedDrafter
 from espalier.speculate.drafters.registry import make_drafter
 from espalier.speculate.round import ModelRunner
+from espalier.speculate.sources.base import HostSource
+from espalier.speculate.sources.index import IndexSource
+from espalier.speculate.sources.prediction import PredictionSource
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,8 @@ def assemble(loaded: Loaded, keep_graphs: bool = False, capture_stages: bool = F
     """
     config = loaded.config
     graphs = (config.graph_batch, keep_graphs, capture_stages)
-    return engine_of(make_runner(loaded), config.overlap, config.prefix_cache, *graphs, chooser_of(config))
+    on = (make_runner(loaded), config.overlap, config.prefix_cache, *graphs, chooser_of(config))
+    return engine_of(*on, host_sources(config.sources, config.index_bytes))
 
 
 def engine_of(
@@ -145,10 +151,11 @@ def engine_of(
     keep_graphs: bool = False,
     capture_stages: bool = False,
     chooser: TreeChooser | None = None,
+    sources: Sequence[HostSource] = (),
 ) -> Engine:
     """An engine on the buffers of `runner`, which no other engine may use."""
     executor = executor_of(runner, overlap, graph_batch, keep_graphs, capture_stages)
-    return Engine(executor, overlap, prefix_cache, chooser)
+    return Engine(executor, overlap, prefix_cache, chooser, sources)
 
 
 def chooser_of(config: ResolvedConfig) -> TreeChooser | None:
@@ -156,6 +163,12 @@ def chooser_of(config: ResolvedConfig) -> TreeChooser | None:
     if config.round_costs is None or not config.layout.choices:
         return None
     return TreeChoice(config.layout, config.round_costs, is_lookup=config.algorithm == "ngram")
+
+
+def host_sources(names: Sequence[str], index_bytes: int) -> list[HostSource]:
+    """The sources that the host asks, in order of preference.  names: of all sources."""
+    made: list[HostSource] = [PredictionSource()] if "prediction" in names else []
+    return [*made, IndexSource(index_bytes)] if "index" in names else made
 
 
 def executor_of(
@@ -192,6 +205,8 @@ def make_runner(loaded: Loaded) -> ModelRunner:
             (draft_layers, layout.draft_rows, draft_backend, None),
         )
     )
-    drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
+    drafter: Drafter = make_drafter(config.algorithm, loaded.draft, layout, draft_cache)
+    if layout.text_paths or layout.sent_paths:
+        drafter = GraftedDrafter(drafter, layout)
     table = SlotTable(layout, target.config.vocab_size, drafter.spec.carried, dtype, device)
     return ModelRunner(layout, table, cache, target, drafter)

@@ -22,6 +22,7 @@ from espalier.speculate.drafters.registry import algorithms, drafter_without_fil
 from espalier.startup.build import cache_specs
 from espalier.startup.cache_memory import pages_and_snapshots
 from espalier.startup.pause import busy_chunk_size
+from espalier.startup.sources import INDEX_BYTES, choose_sources, source_sizes
 from espalier.startup.threads import ThreadFacts, choose_threads
 from espalier.startup.tree_cost import ChipFigures, PassWeights
 from espalier.startup.tree_policy import Machine, choose_trees, choose_while_running
@@ -228,6 +229,7 @@ def resolve(
     trees = choose_trees(speculation.by_batch, tree, machine, is_named, max_batch)
     costs, choices = choose_while_running(speculation, tree, machine, max_batch, spec.algorithm)
     chunk_size = _value_or(config.chunk_size, defaults.chunk_size)
+    sources = choose_sources(speculation, spec.algorithm, tree, device)
     layout = RoundLayout(
         max_batch=max_batch,
         **asdict(tree),
@@ -238,6 +240,7 @@ def resolve(
         chunk_size=chunk_size,
         busy_chunk_size=busy_chunk_size(config, chunk_size, defaults.busy_chunk_size, machine),
         trees=tuple(trees.items()),
+        **source_sizes(speculation, sources, facts.layer_specs, facts.model_impl),
         choices=choices,
     )
     if device.type == "cuda":
@@ -272,6 +275,8 @@ def resolve(
         model_overrides=dict(config.model_overrides),
         seed=_value_or(config.seed, secrets.randbits(63)),
         round_costs=costs,
+        sources=sources,
+        index_bytes=_value_or(speculation.index_bytes, INDEX_BYTES) * ("index" in sources),
         tensor_parallel=config.tensor_parallel,
     )
 

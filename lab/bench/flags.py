@@ -129,6 +129,18 @@ def attention(parser: ArgumentParser) -> None:
     add_json_flag(parser)
 
 
+def sharing(parser: ArgumentParser) -> None:
+    parser.add_argument("--requests", type=int, default=200, metavar="N", help="requests of each kind (200)")
+    parser.add_argument("--tokens", type=int, default=71, metavar="N", help="tokens of each recorded request (71)")
+    add_json_flag(parser)
+
+
+def sources(parser: ArgumentParser) -> None:
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="prompts of code and of prose (8)")
+    parser.add_argument("--tokens", type=int, default=96, metavar="N", help="tokens of each answer (96)")
+    add_json_flag(parser)
+
+
 def linears(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--shape",

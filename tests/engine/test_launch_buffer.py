@@ -13,7 +13,7 @@ from espalier.kernels.ops.state import gather
 from espalier.layout import LaunchForm
 from espalier.request import SamplingParams
 from espalier.sampling.logit_processors import SamplingNeeds
-from espalier.slots import FLOATS, INTS, SlotTable
+from espalier.slots import FLOATS, INTS, Guess, SlotTable
 from tests.harness import Setup, request
 
 SETUP = Setup(page_size=4, max_batch=3)
@@ -118,6 +118,29 @@ def test_a_rounds_vector_has_one_form_a_batch(batch):
     with pytest.raises(EspalierError, match="its launch input holds"):
         launch_input = LaunchInput((1,), SamplingNeeds(), appended_pages=(*most, (1, 1, 1)))
         pack_launch(into, launch_input, 0, LaunchForm(batch))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_sources_send_has_one_form_and_padding_changes_no_path(batch):
+    into = SlotTable(replace(SETUP, text_paths=1, sent_paths=2).layout, VOCAB, {}, torch.float64, torch.device("cpu"))
+    shape = tuple(into.survival.shape)
+    sent = np.linspace(-2, 0, into.survival.numel(), dtype=np.float32).reshape(shape)
+    sent[0] = 0
+    guess = Guess(5, 3, (1, 2))
+    made = [
+        LaunchInput((1,), SamplingNeeds(), guesses=((1, (guess, guess, guess)),), survival=sent),
+        LaunchInput((1,), SamplingNeeds()),
+        LaunchInput((1,), SamplingNeeds(), guesses=((1, (guess,)),)),
+    ]
+    sizes = set()
+    for launch_input in made:
+        packed = pack_launch(into, launch_input, 0, LaunchForm(batch))
+        packed.on(torch.from_numpy(packed.vector)).apply(into)
+        sizes.add(packed.sizes)
+        assert torch.equal(into.survival, torch.from_numpy(sent)), "sent once, and kept"
+    assert len(sizes) == 1
+    row = [5, 3, 1, 2] + [-1] * (into.guesses.shape[2] - 4)
+    assert into.guesses[1].tolist() == [row, [0, 0] + [-1] * (len(row) - 2)] and not into.guesses[2:].any()
 
 
 def test_padding_is_the_dummy_request_and_writes_its_dummy_page():

@@ -8,9 +8,8 @@ import torch
 from espalier.errors import EspalierError
 from espalier.kernels.layers import quantise_rows as quantise_rows_launcher
 from espalier.kernels.layers import quantised_plans
-from espalier.kernels.layers.linear_plans import RESERVED_SHARED_MEMORY, TritonPlan
+from espalier.kernels.layers.linear_plans import TritonPlan
 from espalier.kernels.layers.linear_quantised import _launch, lines_ahead
-from espalier.kernels.layers.linear_tuning import LINEARS
 from espalier.kernels.layers.quantised import (
     FP8,
     SPREAD,
@@ -25,15 +24,11 @@ from espalier.kernels.layers.quantised import (
     quantise_inputs,
 )
 from espalier.kernels.layers.quantised_plans import (
-    MAX_BLOCK_ROWS,
-    TUNED_AS,
     candidates,
     max_block_in,
     plan_of,
     require_supported,
     rule,
-    rule_of,
-    stage_bytes,
     tuning_name,
 )
 from espalier.kernels.layers.tuning_table import DENSE, TunedKind
@@ -373,29 +368,6 @@ def test_a_plan_comes_from_the_table_of_its_format_and_else_from_the_rule(monkey
     assert plan_of(matrix.rows_from(64), x) == rule(3, 4032, 4096, "int4", 256, True, H200)
     fp8 = drawn("fp8-block", (), 4096, 64, torch.device("cpu"))
     assert plan_of(replace(fp8, group=32, scales=fp8.scales.repeat(1, 2)), x[:, :64]).block_in == 32
-
-
-def test_nvfp4_takes_the_plans_of_mxfp4_until_it_has_its_own(monkeypatch):
-    matrix, x = drawn("nvfp4", (), 4096, 4096, torch.device("cpu")), x_of(3, 4096, torch.device("cpu"))
-    own, alike = TritonPlan(32, 64, 1, 4, 3), TritonPlan(64, 64, 1, 4, 3)
-    tables = {"mxfp4-1x32": {(4096, 4096): (alike, *[None] * 4)}}
-    monkeypatch.setattr(quantised_plans, "chip", lambda tensor: H200)
-    monkeypatch.setattr(TunedKind, "measured", lambda kind, gpu, dtype, format: tables.get(format, {}))
-    assert plan_of(matrix, x) == alike and plan_of(matrix, x_of(17, 4096, x.device)) == rule_of(
-        matrix, x_of(17, 4096, x.device)
-    )
-    tables["nvfp4-1x16"] = {(4096, 4096): (own, *[None] * 4)}
-    assert plan_of(matrix, x) == own
-
-
-def test_the_plans_that_nvfp4_borrows_fit_its_steps():
-    for shape, plans in LINEARS.measured(H200, torch.bfloat16, TUNED_AS["nvfp4-1x16"]).items():
-        matrix = drawn("nvfp4", (), shape[0], 32, torch.device("cpu"))
-        for rows in LINEARS.buckets:
-            if isinstance(plan := LINEARS.at(plans, rows), TritonPlan):
-                step = stage_bytes(plan, min(rows, MAX_BLOCK_ROWS), matrix)
-                assert plan.block_in % 32 == 0
-                assert step * plan.stages + RESERVED_SHARED_MEMORY <= H200.shared_memory, (shape, rows, plan)
 
 
 def test_names_of_tuning_tables():

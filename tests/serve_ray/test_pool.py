@@ -7,7 +7,7 @@ import pytest
 
 from espalier.errors import EspalierError
 from espalier.inputs import ModelFacts
-from espalier.request import OutputChunk, ResolvedParams, Usage
+from espalier.request import OutputChunk, ResolvedParams
 from espalier.serve_ray import pool as pools
 from espalier.serve_ray.pool import MAX_TRIES, NO_REPLICA, EnginePool
 from espalier.serve_ray.replica import ReplicaFigures
@@ -15,6 +15,7 @@ from espalier.server import protocol
 from espalier.server.engines import SHUTTING_DOWN, EngineGone
 from espalier.server.metrics import Metrics
 from espalier.server.protocol import Failed, Harvest, Part, Ready, Refused, Report, Submit
+from espalier.stats import Usage
 from tests.serve_ray.handles import Handle, Lost
 
 PROMPT = list(range(40))

@@ -16,13 +16,13 @@ from pathlib import Path
 import uvicorn
 
 from espalier.inputs import ModelFacts, text_sink
-from espalier.request import OutputChunk, ResolvedParams, Usage
+from espalier.request import OutputChunk, ResolvedParams
 from espalier.server import protocol
 from espalier.server.api import ApiOptions, make_app
 from espalier.server.client import ClientOptions, EngineClient
 from espalier.server.front import Front, FrontOptions
 from espalier.server.protocol import Part, Submit, Submits
-from espalier.stats import SpeculationStats
+from espalier.stats import SpeculationStats, Usage
 from espalier.text import Tokenizer
 from tests.server.serving import Served
 from tests.tool_calls.families import FAMILIES, Family

@@ -457,3 +457,29 @@ def test_text_becomes_tokens_and_back(served, llm):
     assert (status, answer["tokens"], answer["count"]) == (200, llm.tokenizer.encode(PROMPT), len(answer["tokens"]))
     assert served.request("/detokenize", {"tokens": answer["tokens"]})[2] == {"prompt": PROMPT}
     assert served.request("/tokenize", {"messages": MESSAGES})[2]["tokens"] == llm.chat_prompt(MESSAGES)
+
+
+def test_a_prediction_changes_how_fast_tokens_come_and_is_in_the_usage(client, llm):
+    """Of what was said before: the whole answer, an edited one, and none of it."""
+    fields = {"model": "bundled", "messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    plain = client.chat.completions.create(**fields)
+    assert plain.usage.completion_tokens_details is None
+    text = plain.choices[0].message.content
+    said = [text, text[:20] + "!" + text[20:], [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]]
+    for content in said:
+        answer = client.chat.completions.create(**fields, prediction={"type": "content", "content": content})
+        assert answer.choices[0].message.content == text
+        details = answer.usage.completion_tokens_details
+        whole = content if isinstance(content, str) else text
+        count = len(llm.tokenizer.encode(whole, False))
+        assert details.accepted_prediction_tokens + details.rejected_prediction_tokens == count
+        assert details.accepted_prediction_tokens > 0
+    chunks = list(
+        client.chat.completions.create(
+            **fields,
+            stream=True,
+            stream_options={"include_usage": True},
+            prediction={"type": "content", "content": text},
+        )
+    )
+    assert chunks[-1].usage.completion_tokens_details.accepted_prediction_tokens > 0

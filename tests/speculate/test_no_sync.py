@@ -11,9 +11,11 @@ from espalier.engine.executor import CpuExecutor
 from espalier.kernels.ops import drafts
 from espalier.request import SamplingParams
 from espalier.speculate import round
+from espalier.speculate.drafters import grafted
 from tests.harness import Setup, prompts, request
 
 SETUP = Setup(steps=3, topk=2, num_draft_tokens=8, page_size=3, max_batch=3)
+SHARED = replace(SETUP, text_paths=2, sent_paths=2, shared_rows=3)
 aten = torch.ops.aten
 # Their results' values or shapes are read by the host, or their values come from it.
 READERS = {
@@ -48,10 +50,12 @@ def watched(right):
     return verb
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram", "none", "shared"])
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
 def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
-    setup = replace(SETUP if algorithm != "none" else SETUP.plain(), algorithm=algorithm, attention=attention)
+    """shared: sources beside a draft, and rows that are shared out."""
+    setup = SHARED if algorithm == "shared" else replace(SETUP, algorithm=algorithm)
+    setup = replace(setup if algorithm != "none" else SETUP.plain(), attention=attention)
     engine = setup.engine()
     # In inference mode reads of a number are not dispatched, and would not be seen.
     plainly = CpuExecutor.run.__wrapped__
@@ -61,7 +65,8 @@ def test_drafters_and_backends_do_not_wait(algorithm, attention, monkeypatch):
     drafter = engine.executor.runner.drafter
     for verb in ("begin", "extend"):
         monkeypatch.setattr(drafter, verb, watched(getattr(drafter, verb)))
-    # What only a CPU's path reads: a GPU's kernels end where the text does.
+    # What only a CPU's path reads: a GPU's kernels end where the text does, and its graphs always graft.
+    monkeypatch.setattr(grafted, "are_none", lambda paths: False)
     monkeypatch.setattr(drafts, "longest_known", lambda root: engine.layout.history_width)
     for stage in ("propose", "accept", "verify", "commit"):
         monkeypatch.setattr(round, stage, watched(getattr(round, stage)))

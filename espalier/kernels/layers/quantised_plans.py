@@ -46,8 +46,6 @@ NIBBLE_TILES = {
     # NVFP4's are not measured apart.
     **dict.fromkeys(OF_E2M1, E2M1_TILES),
 }
-# Where a format has no plans of its own for a shape, those of the format that the same kernel reads most alike.
-TUNED_AS = {"nvfp4-1x16": "mxfp4-1x32"}
 MAX_STAGES = 6
 # From this number of columns on, the last step may be partly empty.
 RAGGED_IN = 1024
@@ -55,12 +53,10 @@ RAGGED_IN = 1024
 
 def plan_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:
     """The measured plan for the weight's shape, format and x's rows; `rule`'s where there is none."""
-    shape, gpu, name = (weight.shape[0], weight.shape[1]), chip(weight.codes), tuning_name(weight)
-    for measured_as in (name, TUNED_AS.get(name)):
-        if measured_as is not None and shape in (plans := LINEARS.measured(gpu, x.dtype, measured_as)):
-            plan = LINEARS.at(plans[shape], len(x))
-            return plan if isinstance(plan, TritonPlan) else rule_of(weight, x)
-    return rule_of(weight, x)
+    plans = LINEARS.measured(chip(weight.codes), x.dtype, tuning_name(weight))
+    shape = weight.shape[0], weight.shape[1]
+    plan = LINEARS.at(plans[shape], len(x)) if shape in plans else None
+    return plan if isinstance(plan, TritonPlan) else rule_of(weight, x)
 
 
 def rule_of(weight: QuantisedMatrix, x: Rows) -> TritonPlan:

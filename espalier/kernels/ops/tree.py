@@ -54,6 +54,28 @@ class Tree(NamedTuple):
         cut = Tree(*(part[:, :nodes].contiguous() for part in self))
         return cut._replace(ancestors=cut.ancestors[..., : -(-nodes // ANCESTOR_BITS)].contiguous())
 
+    def best(self, rows: int) -> Tensor:
+        """[rows]: the places of the best nodes of the whole batch among its B · D, ascending, the roots among them.
+
+        Ties go to the lower place, so a chosen node's ancestors are chosen.  rows: at least B.
+        """
+        scores = usable(self.scores)
+        scores[:, 0] = torch.inf
+        return torch.sort(scores.flatten(), descending=True, stable=True).indices[:rows].sort().values
+
+    def only(self, places: Tensor) -> Tree:
+        """The trees with these nodes alone (`best`), at the same places.  The others become void."""
+        left_out = torch.ones_like(self.tokens, dtype=torch.bool).flatten().index_fill(0, places, False)
+        left_out = left_out.view_as(self.tokens)
+        itself = own_bits(0, self.tokens.shape[1], self.num_words, self.tokens.device)
+        return Tree(
+            self.tokens.masked_fill(left_out, VOID),
+            self.parents.masked_fill(left_out, 0),
+            self.depths.masked_fill(left_out, 1),
+            self.scores.masked_fill(left_out, -torch.inf),
+            torch.where(left_out[..., None], itself, self.ancestors),
+        )
+
     def mask(self) -> Tensor:
         """[B, D, D] bool: node j is an ancestor of node i, or i itself."""
         return unpack(self.ancestors, self.tokens.shape[1])

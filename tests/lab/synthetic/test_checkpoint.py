@@ -81,6 +81,7 @@ PARAMETERS = {
     "gemma-4-26b-a4b": 25.97,
     "ministral3-14b": 13.51,
     "phi-4": 14.66,
+    # Without the vision part and the MTP layer of the published 27B and 35B.
     "qwen3.6-27b": 26.90,
     "qwen3.6-35b-a3b": 34.66,
     "nemotron-30b-a3b": 31.58,
@@ -330,7 +331,7 @@ def test_acceptance_from_files_through_the_public_door(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_named_shapes_parse_and_their_lags_stand_alone(name: str) -> None:
-    """Sizes add up to the names, and a peak of one lag is alone."""
+    """Sizes add up to the names, and a peak of one lag is alone, in a model whose keys are turned at all."""
     shape = find_shape(name)
     try:
         config = shape.target
@@ -338,8 +339,8 @@ def test_named_shapes_parse_and_their_lags_stand_alone(name: str) -> None:
         pytest.skip(f"the family is not there: {error}")
     sizes = Recipe(shape).tensors(torch.bfloat16, "meta")[0].shapes.values()
     assert sum(torch.Size(size).numel() for size in sizes) / 1e9 == pytest.approx(PARAMETERS[name], abs=0.01)
-    if name.startswith("nemotron"):
-        return  # its attention turns nothing
+    if config.rope.type == "none":
+        return
     code = lag_code(config.rope, 40000)
     tables = RopeTables(config.rope, 3000, torch.float64, CPU)
     k = turned(code.key().double().expand(3000, -1), tables, torch.arange(3000))

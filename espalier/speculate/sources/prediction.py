@@ -1,0 +1,76 @@
+"""A continuation that a client sends (`prediction`) as a source: what it says next, from where the output agrees."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from espalier.request import Request
+from espalier.slots import Guess
+from espalier.speculate.sources.base import kind_of, strength_of
+
+# The output has left the prediction; it is found again where this many of its last tokens stand.
+REJOIN = 3
+
+
+@dataclass
+class Followed:
+    """A prediction and how far the output has followed it.
+
+    tokens: of the prediction; places: where each run of REJOIN tokens ends, in order; next: the token that is expected;
+    matching: tokens that agreed up to there; appeared: for each token, whether the output has had it.
+    """
+
+    tokens: Sequence[int]
+    places: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    next: int = 0
+    matching: int = 0
+    appeared: bytearray = field(default_factory=bytearray)
+
+    def __post_init__(self) -> None:
+        self.appeared = bytearray(len(self.tokens))
+        for end in range(REJOIN, len(self.tokens) + 1):
+            self.places.setdefault(tuple(self.tokens[end - REJOIN : end]), []).append(end)
+
+    def push(self, last: Sequence[int]) -> None:
+        """Go on by a token.  last: the last REJOIN tokens of the output, or fewer; the new one at the end."""
+        if self.next < len(self.tokens) and self.tokens[self.next] == last[-1]:
+            self.appeared[self.next] = True
+            self.next += 1
+            self.matching += 1
+            return
+        self.matching = 0
+        places = self.places.get(tuple(last), ())
+        if places:
+            # Edits go forward: the next such place, else the last one.
+            self.next = next((end for end in places if end > self.next), places[-1])
+            self.matching = REJOIN
+            self.appeared[self.next - REJOIN : self.next] = b"\1" * REJOIN
+
+
+class PredictionSource:
+    def __init__(self) -> None:
+        self.followed: dict[str, Followed] = {}
+
+    def enter(self, request: Request) -> None:
+        if request.id not in self.followed and request.params.prediction:
+            self.followed[request.id] = Followed(request.params.prediction)
+            self.read(request, request.output)
+
+    def read(self, request: Request, tokens: Sequence[int]) -> None:
+        followed = self.followed.get(request.id)
+        if followed is not None:
+            first = len(request.output) - len(tokens)
+            for at in range(first + 1, len(request.output) + 1):
+                followed.push(request.output[max(0, at - REJOIN) : at])
+            request.num_predicted = sum(followed.appeared)
+
+    def guesses(self, request: Request, width: int) -> list[Guess]:
+        followed = self.followed.get(request.id)
+        # While the output is elsewhere, nothing is expected.
+        if followed is None or (request.output and not followed.matching):
+            return []
+        ahead = tuple(followed.tokens[followed.next : followed.next + width])
+        kind = kind_of("prediction", strength_of(followed.matching))
+        return [Guess(request.num_tokens - 1, kind, ahead)] if ahead else []
+
+    def leave(self, request: Request) -> None:
+        self.followed.pop(request.id, None)

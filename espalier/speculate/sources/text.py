@@ -1,0 +1,19 @@
+"""The request's own text as a source: what followed its last tokens before (n-gram lookup), on the device."""
+
+import torch
+
+from espalier.kernels.ops.drafts import find_matches
+from espalier.slots import BatchState
+from espalier.speculate.sources.base import Paths, kind_of
+
+
+def paths_of_text(slots: BatchState, count: int, steps: int) -> Paths:
+    """`count` paths of each slot, of the longest match, then of the latest.  They begin with distinct tokens."""
+    matches = find_matches(slots.table.history, slots.index, slots.prefix_len, count)
+    depths = torch.arange(steps, device=matches.ends.device)
+    period = (slots.prefix_len[:, None] - matches.ends).clamp(min=1)
+    # Past the root, the text between match and root is continued periodically.
+    positions = matches.ends[..., None] + 1 + depths % period[..., None]
+    tokens = slots.history_at(positions.flatten(1)).view(positions.shape)
+    kinds = torch.where(matches.length > 0, matches.length + (kind_of("text", 1) - 1), 0)
+    return Paths(tokens, kinds)

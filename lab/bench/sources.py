@@ -1,0 +1,109 @@
+"""`python -m lab sources`: a draft with other sources beside it, against each alone, on the bundled model.
+
+All engines are loaded at once and take turns at every prompt, so that a busy machine slows all of them alike.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from espalier.bench.drive import heldout
+from espalier.config import SpeculationConfig
+from espalier.llm import LLM
+from espalier.request import SamplingParams
+from espalier.stats import SpeculationStats
+from espalier.terminal.console import print_table, progress, write_json
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"steps": 0},
+    "ngram": {"algorithm": "ngram"},
+    "eagle3": {"sources": "none"},
+    "eagle3 + text": {"sources": "text"},
+    "eagle3 + text + index": {"sources": "text,index"},
+    "ngram + index": {"algorithm": "ngram", "sources": "index"},
+}
+EDITS = 10
+PROSE_CHARACTERS = 600
+
+
+@dataclass
+class Total:
+    seconds: float
+    tokens: int
+    stats: SpeculationStats
+
+
+def run(args: Namespace) -> None:
+    cases = {"code": code(args.prompts), "prose": prose(args.prompts), "edited file": edited(args.prompts)}
+    asked = [(name, temperature) for name in cases for temperature in (0.0, 1.0)]
+    rows = []
+    with progress("measuring", len(asked)) as advance:
+        for name, temperature in asked:
+            params = SamplingParams(temperature=temperature, max_tokens=args.tokens, ignore_eos=True, seed=1)
+            rows += measure(cases[name], params, {"text": name, "temperature": temperature})
+            advance()
+    write_json(args.json, {"sources": rows})
+    names = ["text", "temperature", "drafts", "tokens/s", "of eagle3", "of ngram", "accept length"]
+    print_table([names, *([str(value) for value in row.values()] for row in rows)])
+
+
+def measure(prompts: Sequence[str], params: SamplingParams, about: dict[str, Any]) -> list[dict[str, Any]]:
+    totals = {name: Total(0.0, 0, SpeculationStats()) for name in VARIANTS}
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(_llm(variant)) for name, variant in VARIANTS.items()}
+        for llm in engines.values():
+            llm.generate("warm", SamplingParams(max_tokens=8))
+        for prompt in prompts:
+            said = set()
+            for name, llm in engines.items():
+                begun = perf_counter()
+                [output] = llm.generate(prompt, params)
+                totals[name].seconds += perf_counter() - begun
+                totals[name].tokens += len(output.token_ids)
+                totals[name].stats.merge(output.speculation)
+                said.add(tuple(output.token_ids))
+            assert len(said) == 1, "tokens do not depend on who drafts"
+    rates = {name: total.tokens / total.seconds for name, total in totals.items()}
+    return [
+        {
+            **about,
+            "drafts": name,
+            "tokens/s": round(rate, 1),
+            "of eagle3": round(rate / rates["eagle3"], 3),
+            "of ngram": round(rate / rates["ngram"], 3),
+            "accept length": round(totals[name].stats.accept_length, 2),
+        }
+        for name, rate in rates.items()
+    ]
+
+
+def _llm(variant: dict[str, Any]) -> LLM:
+    speculation = None if variant == {"steps": 0} else SpeculationConfig(**variant)
+    drafts: dict[str, Any] = {} if variant.get("algorithm") == "ngram" or speculation is None else {"draft": "bundled"}
+    return LLM("bundled", **drafts, threads=1, speculation=speculation)
+
+
+def code(count: int) -> list[str]:
+    return [entry["prompt"] for entry in heldout()[:count]]
+
+
+def prose(count: int) -> list[str]:
+    pages = [page.read_text() for page in sorted((Path(__file__).parents[2] / "docs").glob("*.md"))]
+    return [page[2000 : 2000 + PROSE_CHARACTERS] for page in pages if len(page) > 2 * PROSE_CHARACTERS][:count]
+
+
+def edited(count: int) -> list[str]:
+    """A file that is edited again and again, and continued each time: what an agent's loop asks for."""
+    files = [entry["prompt"] + entry["reference"] for entry in heldout()[: max(1, count // 4)]]
+    return [edit for text in files for edit in _edits(text)]
+
+
+def _edits(text: str) -> Iterator[str]:
+    lines = text.splitlines()
+    for edit in range(EDITS):
+        lines[edit % len(lines)] += f"  # {edit}"
+        yield "\n".join(lines) + "\n"

@@ -1,0 +1,88 @@
+"""Rows that are shared out over a batch: tokens are those of plain decoding, however they are shared out."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from espalier.kernels.ops.tree import VOID, Tree, select
+from espalier.request import Request, SamplingParams
+from tests.harness import Setup, prompts, request, run
+from tests.kernels.treeing import random_pool
+from tests.properties.test_tokens import STYLES
+
+SHARED = Setup(steps=4, topk=2, num_draft_tokens=12, page_size=3, max_context=64, max_batch=4, shared_rows=3)
+
+
+def traffic(styles: list[dict]) -> list[Request]:
+    made = prompts(5, [2 + 7 * i % 13 for i in range(len(styles))])
+    params = [SamplingParams(**{"max_tokens": 3 + 5 * i % 17, **style}) for i, style in enumerate(styles)]
+    return [request(i, *each) for i, each in enumerate(zip(made, params, strict=True))]
+
+
+def mixed(*temperatures: float) -> list[dict]:
+    return [{"temperature": each} for each in temperatures]
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 12), st.data())
+def test_the_best_nodes_of_the_batch_with_all_their_ancestors(batch, topk, steps, nodes, data):
+    seed = data.draw(st.integers(0, 10_000))
+    tokens, scores, beams = random_pool(batch, topk, steps, seed)
+    nodes = min(nodes, tokens.shape[1] + 1)
+    tree = select(torch.arange(batch), [tokens], [scores], [beams], topk, nodes)
+    rows = data.draw(st.integers(batch, batch * nodes))
+    places = tree.best(rows).tolist()
+    flat = tree.scores.flatten().tolist()
+    roots = [row * nodes for row in range(batch)]
+    others = sorted((place for place in range(batch * nodes) if place not in roots), key=lambda at: (-flat[at], at))
+    assert places == sorted(roots + others[: rows - batch])
+    only = tree.only(torch.tensor(places))
+    for place in range(batch * nodes):
+        row, node = divmod(place, nodes)
+        if place not in places:
+            assert int(only.tokens[row, node]) == VOID and float(only.scores[row, node]) == -torch.inf
+            assert only.mask()[row, node].nonzero().flatten().tolist() == [node]
+            assert only.mask()[row, :, node].nonzero().flatten().tolist() == [node], "nobody's ancestor"
+        else:
+            above = tree.mask()[row, node]
+            assert all(row * nodes + int(at) in places for at in above.nonzero().flatten())
+            assert torch.equal(only.mask()[row, node], above)
+
+
+def at_random(tree: Tree, rows: int) -> torch.Tensor:
+    """Any nodes, their ancestors among them: as if scores said something else each round."""
+    generator = torch.Generator().manual_seed(int(tree.tokens.sum()))
+    drawn = torch.rand(tree.scores.shape, generator=generator)
+    lineage = tree.mask()
+    # The least of what was drawn along the path, a little less for each step down.
+    least = torch.where(lineage, drawn[:, None], torch.inf).amin(-1) - tree.depths * 1e-3
+    return BEST(tree._replace(scores=torch.where(tree.tokens == VOID, -torch.inf, least.float())), rows)
+
+
+BEST = Tree.best
+
+
+@pytest.mark.parametrize("sharing", ["by score", "at random"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_tokens_are_those_of_plain_decoding(algorithm, sharing, monkeypatch):
+    styles = [*mixed(0.0, 1.0, 0.0, 1.0), *STYLES.values()]
+    plain = run(SHARED.plain().engine(), traffic(styles))
+    if sharing == "at random":
+        monkeypatch.setattr(Tree, "best", at_random)
+    lengths = []
+    for overlap, rows in ((False, 1), (True, 2), (False, 3)):
+        setup = replace(SHARED, algorithm=algorithm, overlap=overlap, shared_rows=rows, text_paths=rows % 2)
+        ran = run(setup.engine(), traffic(styles))
+        assert ran.tokens == plain.tokens, (overlap, rows)
+        lengths.append(ran.stats.accept_length)
+    # The roots alone, then guesses that are accepted.
+    assert lengths[0] == 1 < min(lengths[1:]), lengths
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "deepseek_v3", "gpt_oss", "granite"])
+def test_every_kind_of_layer_runs_chosen_rows(family):
+    styles = mixed(0.0, 1.0, 0.0, 1.0)
+    setup = replace(SHARED, family=family)
+    assert run(setup.engine(), traffic(styles)).tokens == run(setup.plain().engine(), traffic(styles)).tokens

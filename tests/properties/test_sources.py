@@ -1,0 +1,116 @@
+"""Sources beside a drafter change how fast tokens come, never which: with true, random and lying guesses."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from espalier.engine.guesses import Guesses
+from espalier.request import Request, SamplingParams
+from espalier.slots import PATH_KINDS, Guess
+from espalier.speculate.sources.survival import Survival
+from tests.harness import VOCAB, Ran, Setup, prompts, request, run
+from tests.properties.test_tokens import STYLES
+
+TREE = Setup(steps=4, topk=2, num_draft_tokens=9, page_size=3, max_context=64, max_batch=3, text_paths=2, sent_paths=2)
+# Whether rounds overlap, and what is said.
+RUNS = ((False, "true"), (True, "true"), (True, "random"), (False, "late"))
+
+
+class Told:
+    """A host source that knows what plain decoding gave, and says it, something else, or what came before."""
+
+    def __init__(self, outputs: dict[str, list[int]], says: str) -> None:
+        self.outputs, self.says, self.random = outputs, says, Random(0)
+
+    def enter(self, request: Request) -> None:
+        pass
+
+    def read(self, request: Request, tokens: Sequence[int]) -> None:
+        pass
+
+    def leave(self, request: Request) -> None:
+        pass
+
+    def guesses(self, request: Request, width: int) -> list[Guess]:
+        known, start = len(request.output), request.num_tokens - 1
+        true = self.outputs[request.id][known : known + width]
+        if self.says == "random":
+            true = [self.random.randrange(VOCAB) for _ in range(self.random.randint(1, width))]
+        # Of a place that the host should have moved on from.
+        start -= self.says == "late"
+        kind = self.random.randint(1, PATH_KINDS - 1)
+        return [Guess(max(start, 0), kind, tuple(true))] if true else []
+
+
+def traffic(temperature: float | None) -> list[Request]:
+    """Requests of one temperature, or of every style."""
+    styles = [{"temperature": temperature}] * 4 if temperature is not None else [*STYLES.values()]
+    made = prompts(3, [2 + 5 * i % 11 for i in range(len(styles))])
+    params = [SamplingParams(**{"max_tokens": 14, **style}) for style in styles]
+    return [request(i, *each) for i, each in enumerate(zip(made, params, strict=True))]
+
+
+def told(setup: Setup, says: str, outputs: dict[str, list[int]], temperature: float | None) -> Ran:
+    engine = setup.engine()
+    engine.scheduler.guesses = Guesses(setup.layout, [Told(outputs, says)])
+    return run(engine, traffic(temperature))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, None], ids=["greedy", "sampled", "styles"])
+@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+def test_tokens_are_those_of_plain_decoding(algorithm, temperature):
+    plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(temperature))
+    outputs = {r.id: r.output for r in plain.requests}
+    setup = replace(TREE, algorithm=algorithm)
+    lengths = {}
+    for overlap, says in RUNS if temperature is not None else RUNS[-2:]:
+        ran = told(replace(setup, overlap=overlap), says, outputs, temperature)
+        assert ran.tokens == plain.tokens, (overlap, says)
+        lengths[overlap, says] = ran.stats.accept_length
+    # What is true is followed, behind rounds in flight too.
+    if temperature is not None:
+        for overlap in (False, True):
+            assert lengths[overlap, "true"] > 3.2, lengths
+            assert lengths[overlap, "true"] > lengths[True, "random"] + 0.5, lengths
+
+
+def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
+    """A draft of random weights, whose target says the same again and again."""
+    params = SamplingParams(temperature=0.0, max_tokens=50)
+    with_text, without = (
+        run(
+            replace(TREE, text_paths=paths, sent_paths=0).engine(),
+            [request(i, prompt, params) for i, prompt in enumerate(prompts(3, [6, 9]))],
+        )
+        for paths in (2, 0)
+    )
+    assert with_text.tokens == without.tokens
+    assert with_text.stats.accept_length > without.stats.accept_length + 0.5
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_each_path_is_counted_once(overlap, monkeypatch):
+    """What was sent with a round and what the device found for it, when its result is read."""
+    counted, sent, found = [], [], []
+    add, next_guesses, count = Survival.add, Guesses.next, Guesses.count
+
+    def noted_next(guesses, batch):
+        made = next_guesses(guesses, batch)
+        sent.extend(guess.kind for _, of_slot in made[0] for guess in of_slot)
+        return made
+
+    def noted_count(guesses, launch, rows):
+        found.extend(kind for row in rows for kind, _ in row.said)
+        count(guesses, launch, rows)
+
+    monkeypatch.setattr(Survival, "add", lambda to, kind, *of: (counted.append(kind), add(to, kind, *of)))
+    monkeypatch.setattr(Guesses, "next", noted_next)
+    monkeypatch.setattr(Guesses, "count", noted_count)
+    plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(0.0))
+    counted.clear()
+    told(replace(TREE, overlap=overlap), "true", {r.id: r.output for r in plain.requests}, 0.0)
+    assert sent and found
+    # A request may end while its last round is in flight; nothing is counted then.
+    assert len(sent) + len(found) - len(counted) in range(4 * 4 * overlap + 1)
