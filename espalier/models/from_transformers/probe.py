@@ -84,7 +84,8 @@ class Trial:
             k, v = torch.cat((before.k, k), 2), torch.cat((before.v, v), 2)
             at = torch.cat((self.past.positions, at), 1)
         self.calls.append(call)
-        if k.shape[2] != seen.shape[2]:  # of other rows than the tokens': whoever reads the calls or logits refuses it
+        if k.shape[2] != seen.shape[2]:
+            # Over other rows than the tokens'.  By its calls or its logits, the class is refused.
             return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
         if call.window is not None:
             seen = seen & (self.positions[:, :, None] - at[:, None] < call.window)
