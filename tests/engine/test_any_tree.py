@@ -18,9 +18,11 @@ from tests.gpu.traffic import mixed, run_staggered
 from tests.grammar.test_lossless import asked
 from tests.harness import Setup, run
 from tests.properties.block_setup import BlockSetup
-from tests.properties.mtp_setup import MTPSetup
+from tests.properties.layouts import reference_of
+from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
 from tests.properties.peagle_setup import PEagleSetup
 from tests.properties.test_ranks import Case
+from tests.properties.watch import INCREMENTAL, READY, Watch, run_watched
 from tests.ranks import Group
 
 TREE: dict[str, Any] = {"steps": 4, "topk": 3, "num_draft_tokens": 14, "max_batch": 4, "page_size": 4}
@@ -72,6 +74,14 @@ def test_any_tree_gives_the_tokens_of_plain_decoding_in_grammars() -> None:
     engine, plain = setup.engine(), run(setup.plain().engine(), asked(2, 1.2))
     engine.scheduler.trees.chooser = AnyTree((*SMALL, setup.layout.tree))
     assert run(engine, asked(2, 1.2)).tokens == plain.tokens
+
+
+@pytest.mark.parametrize("setup", [Setup(**TREE), MTPSetup(form=(2, "chain"), **TREE)], ids=["eagle3", "mtp"])
+def test_the_draft_stays_ready_over_rounds_without_it(setup: Setup) -> None:
+    engine = setup.engine()
+    engine.scheduler.trees.chooser = AnyTree((PLAIN, PLAIN, setup.layout.tree))
+    oracle = mtp_reference_of(setup) if isinstance(setup, MTPSetup) else reference_of(setup)
+    run_watched(Watch(engine, setup.algorithm, oracle, (INCREMENTAL, READY)), mixed(3, max_tokens=9))
 
 
 def test_any_tree_crosses_to_every_rank() -> None:
