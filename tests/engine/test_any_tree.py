@@ -135,7 +135,8 @@ def test_samples_are_what_the_trees_say() -> None:
         nonlocal checked
         handle = launch(replace(launch_input, traced=True))
         for row in () if launch_input.is_prefill else handle.result():
-            checked += check_row(row)
+            assert launch_input.tree is not None
+            checked += check_row(row, launch_input.tree)
         return handle
 
     engine.executor.launch = traced  # type: ignore[method-assign]
@@ -143,9 +144,10 @@ def test_samples_are_what_the_trees_say() -> None:
     assert checked > 10
 
 
-def check_row(row: RequestResult) -> int:
+def check_row(row: RequestResult, form: TreeShape) -> int:
     """Returns how many accepted nodes are not first children."""
-    assert row.tree is not None
+    assert row.tree is not None and row.tree_size.depth <= form.steps
+    assert sum(row.tree_size.at_depth) < form.num_draft_tokens
     tree, path = row.tree, row.tree.path_rows
     children = {
         node: [i for i in range(1, len(tree.tokens)) if tree.parents[i] == node and tree.tokens[i] >= 0]
