@@ -19,6 +19,7 @@ from espalier.kernels.ops.state import carried
 from lab.faults.base import Fault
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from lab.faults.selection_faults import SELECTION_FAULTS
+from lab.faults.source_faults import SOURCE_FAULTS
 from lab.faults.state_faults import STATE_FAULTS
 
 
@@ -368,6 +369,7 @@ FAULTS = {
         ),
         *STATE_FAULTS,
         *SELECTION_FAULTS,
+        *SOURCE_FAULTS,
     )
 } | FAULTS_OF_RANKS
 

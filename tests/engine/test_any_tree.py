@@ -18,9 +18,11 @@ from tests.gpu.traffic import mixed, run_staggered
 from tests.grammar.test_lossless import asked
 from tests.harness import Setup, run
 from tests.properties.block_setup import BlockSetup
-from tests.properties.mtp_setup import MTPSetup
+from tests.properties.layouts import reference_of
+from tests.properties.mtp_setup import MTPSetup, mtp_reference_of
 from tests.properties.peagle_setup import PEagleSetup
 from tests.properties.test_ranks import Case
+from tests.properties.watch import INCREMENTAL, READY, Watch, run_watched
 from tests.ranks import Group
 
 TREE: dict[str, Any] = {"steps": 4, "topk": 3, "num_draft_tokens": 14, "max_batch": 4, "page_size": 4}
@@ -74,6 +76,14 @@ def test_any_tree_gives_the_tokens_of_plain_decoding_in_grammars() -> None:
     assert run(engine, asked(2, 1.2)).tokens == plain.tokens
 
 
+@pytest.mark.parametrize("setup", [Setup(**TREE), MTPSetup(form=(2, "chain"), **TREE)], ids=["eagle3", "mtp"])
+def test_the_draft_stays_ready_over_rounds_without_it(setup: Setup) -> None:
+    engine = setup.engine()
+    engine.scheduler.trees.chooser = AnyTree((PLAIN, PLAIN, setup.layout.tree))
+    oracle = mtp_reference_of(setup) if isinstance(setup, MTPSetup) else reference_of(setup)
+    run_watched(Watch(engine, setup.algorithm, oracle, (INCREMENTAL, READY)), mixed(3, max_tokens=9))
+
+
 def test_any_tree_crosses_to_every_rank() -> None:
     case, group = Case("trees", setup=(("overlap", True),)), Group(2)
     setup = case.made()
@@ -125,7 +135,8 @@ def test_samples_are_what_the_trees_say() -> None:
         nonlocal checked
         handle = launch(replace(launch_input, traced=True))
         for row in () if launch_input.is_prefill else handle.result():
-            checked += check_row(row)
+            assert launch_input.tree is not None
+            checked += check_row(row, launch_input.tree)
         return handle
 
     engine.executor.launch = traced  # type: ignore[method-assign]
@@ -133,9 +144,10 @@ def test_samples_are_what_the_trees_say() -> None:
     assert checked > 10
 
 
-def check_row(row: RequestResult) -> int:
+def check_row(row: RequestResult, form: TreeShape) -> int:
     """Returns how many accepted nodes are not first children."""
-    assert row.tree is not None
+    assert row.tree is not None and row.tree_size.depth <= form.steps
+    assert sum(row.tree_size.at_depth) < form.num_draft_tokens
     tree, path = row.tree, row.tree.path_rows
     children = {
         node: [i for i in range(1, len(tree.tokens)) if tree.parents[i] == node and tree.tokens[i] >= 0]

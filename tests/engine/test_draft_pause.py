@@ -78,7 +78,12 @@ def test_a_batch_in_which_nobody_speculates_drafts_nothing(algorithm: str, verif
 
 @pytest.mark.parametrize("pauses", [False, True])
 def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[Proposed]) -> None:
-    setup = replace(SETUP, algorithm="ngram", max_context=128)
+    """Noise, in which a vocabulary of 16 makes some guess true now and then.
+
+    The tree has 16 nodes, whose guesses take half a round.  Fewer take so much less that what is assumed at first, as
+    much as three rounds say, holds out for a dozen rounds, in each trial again.
+    """
+    setup = Setup(steps=5, topk=4, num_draft_tokens=16, algorithm="ngram", max_context=128)
     config = setup.config(round_costs=CpuCosts() if pauses else None)
     config = replace(config, layout=replace(config.layout, choices=((1, (config.layout.tree, PLAIN)),)))
     engine = assemble(Loaded(config, *setup.models(setup.layout.position_rows)))
@@ -87,7 +92,7 @@ def test_an_engine_pauses_guesses_that_do_not_pay(pauses: bool, verified: list[P
     while engine.has_work:
         engine.step()
     drafting = sum(proposed.runner.layout.steps > 0 for proposed in verified)
-    assert drafting < 0.75 * len(verified) if pauses else drafting == len(verified)
+    assert drafting < len(verified) / 3 if pauses else drafting == len(verified)
     assert r.output == plainly(setup, r).tokens
 
 

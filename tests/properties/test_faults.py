@@ -16,6 +16,7 @@ from lab.faults import command as guard
 from lab.faults.of_ranks import FAULTS_OF_RANKS
 from lab.faults.planted import FAULTS, find, plant
 from lab.faults.selection_faults import SELECTION_FAULTS
+from lab.faults.source_faults import SOURCE_FAULTS
 from lab.faults.state_faults import STATE_FAULTS
 from tests.harness import Setup, prompts, request
 from tests.oracles.reference_round import Reference
@@ -47,6 +48,9 @@ DELTA = replace(SETUP, family="qwen3_next")
 CHOOSING = replace(SETUP, family="glm_moe_dsa")
 CHOOSING_DRAFT = replace(CHAIN, family="deepseek_v32", form=(1, "chain"))
 PEAGLE = PEagleSetup(**{**vars(SETUP), "algorithm": "peagle"})
+# Rows shared out over the batch; paths of the text beside the draft.
+SHARED = replace(SETUP, shared_rows=3)
+OWN_TEXT = replace(SETUP, text_paths=2)
 
 
 def traffic() -> list[Request]:
@@ -113,6 +117,9 @@ CATCHES = {
     **{fault.name: held.INCREMENTAL for fault in SELECTION_FAULTS},
     "shared-selection-one-off": held.TOKENS,
     "index-row-without-topk": held.PROPOSAL,
+    "parent-not-chosen": held.PROPOSAL,
+    "rows-of-neighbour": held.TOKENS,
+    "path-counted-twice": held.COUNTED,
     **dict.fromkeys(
         (
             *("sibling-state", "state-one-short", "tail-not-rolled-back"),
@@ -137,6 +144,8 @@ SHOWN_BY = {
     **dict.fromkeys((fault.name for fault in STATE_FAULTS), HYBRID),
     **dict.fromkeys((fault.name for fault in SELECTION_FAULTS), CHOOSING),
     "index-row-without-topk": CHOOSING_DRAFT,
+    **dict.fromkeys((fault.name for fault in SOURCE_FAULTS), SHARED),
+    "path-counted-twice": OWN_TEXT,
 }
 # What a latent target shows too.
 ALSO_OF_LATENT = ("rows-without-topk", "packed-stride", "sibling-committed", "wrong-ancestor")
@@ -159,6 +168,8 @@ SETUPS = {
     "delta": pytest.param(DELTA, marks=pytest.mark.full),
     "choosing": CHOOSING,
     "choosing draft": CHOOSING_DRAFT,
+    "shared": SHARED,
+    "own text": OWN_TEXT,
 }
 # SETUP holds them below, where every fault is gone again.
 # Their properties hold unbroken in test_block.py and test_peagle.py.
@@ -167,7 +178,8 @@ OTHER_DRAFTS = {"selector": SELECTOR, "peagle": PEAGLE}
 
 @pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
 def test_unbroken_every_property_holds(setup):
-    holds(*PROPERTIES, setup=setup)
+    # The brute-force tree is the draft's alone.
+    holds(*(each for each in PROPERTIES if each != held.PROPOSAL or not setup.text_paths), setup=setup)
 
 
 # test_ranks.py catches those of several ranks.
@@ -216,7 +228,7 @@ HARMLESS: tuple[tuple[tuple[str, ...], Setup], ...] = (
         (
             *("rope-left-out", "padding-routed", "shared-expert-twice", "neighbours-scale"),
             *("stale-feed", "chain-reads-target", "target-reads-chain", "hidden-before-norm"),
-            *(fault.name for fault in (*STATE_FAULTS, *SELECTION_FAULTS)),
+            *(fault.name for fault in (*STATE_FAULTS, *SELECTION_FAULTS, *SOURCE_FAULTS)),
         ),
         SETUP,
     ),

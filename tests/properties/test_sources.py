@@ -58,27 +58,36 @@ def told(setup: Setup, says: str, outputs: dict[str, list[int]], temperature: fl
     return run(engine, traffic(temperature))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, None], ids=["greedy", "sampled", "styles"])
-@pytest.mark.parametrize("algorithm", ["eagle3", "ngram"])
+FULL = pytest.mark.full
+CASES = [
+    pytest.param("eagle3", 0.0, id="eagle3-greedy"),
+    pytest.param("eagle3", 1.0, id="eagle3-sampled"),
+    pytest.param("eagle3", None, id="eagle3-styles"),
+    pytest.param("ngram", 0.0, id="ngram-greedy"),
+    pytest.param("ngram", 1.0, id="ngram-sampled", marks=FULL),
+    pytest.param("ngram", None, id="ngram-styles", marks=FULL),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "temperature"), CASES)
 def test_tokens_are_those_of_plain_decoding(algorithm, temperature):
     plain = run(replace(TREE, text_paths=0, sent_paths=0).plain().engine(), traffic(temperature))
     outputs = {r.id: r.output for r in plain.requests}
     setup = replace(TREE, algorithm=algorithm)
     lengths = {}
-    for overlap, says in RUNS if temperature is not None else RUNS[-2:]:
+    for overlap, says in RUNS if temperature is not None else RUNS[2:3]:
         ran = told(replace(setup, overlap=overlap), says, outputs, temperature)
         assert ran.tokens == plain.tokens, (overlap, says)
         lengths[overlap, says] = ran.stats.accept_length
-    # What is true is followed, behind rounds in flight too.
+    # What is true is followed, behind rounds in flight too: of 13 tokens behind the prompt a round may emit five, and
+    # four rounds do where a likelier node of the draft takes the place of a path's end.
     if temperature is not None:
-        for overlap in (False, True):
-            assert lengths[overlap, "true"] > 3.2, lengths
-            assert lengths[overlap, "true"] > lengths[True, "random"] + 0.5, lengths
+        assert min(lengths[overlap, "true"] for overlap in (False, True)) >= 13 / 4, lengths
 
 
 def test_a_text_that_repeats_itself_is_grafted_onto_a_draft():
     """A draft of random weights, whose target says the same again and again."""
-    params = SamplingParams(temperature=0.0, max_tokens=50)
+    params = SamplingParams(temperature=0.0, max_tokens=30)
     with_text, without = (
         run(
             replace(TREE, text_paths=paths, sent_paths=0).engine(),

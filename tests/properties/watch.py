@@ -23,6 +23,7 @@ from espalier.models.layers import experts
 from espalier.request import Request
 from espalier.speculate.tree import VOID
 from tests.oracles.reference_round import Node, Reference, Scratch
+from tests.properties.path_counts import PathCounts
 
 # Of a row's difference, over the row (row_error).  float64 on both sides: what remains is the order of summation over
 # at most a thousand terms of size one, some 1e-13.
@@ -30,7 +31,7 @@ EXACT = 1e-9
 # Scores are float32 by design, sums of at most eight log-probabilities below 100: half an ulp of that each.
 SCORE = 1e-5
 
-INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED, ROUTED = (
+INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED, ROUTED, COUNTED = (
     "incremental",
     "ready",
     "proposal",
@@ -38,8 +39,9 @@ INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED, ROUTED = (
     "reserve",
     "conserved",
     "routed",
+    "counted",
 )
-PROPERTIES = (INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED, ROUTED)
+PROPERTIES = (INCREMENTAL, READY, PROPOSAL, TOKENS, RESERVE, CONSERVED, ROUTED, COUNTED)
 
 
 @dataclass
@@ -96,6 +98,7 @@ class Watch:
         self.coverage = Coverage()
         self.launches = 0
         self.most_excess = 0
+        self.paths = PathCounts(engine.layout.steps)
         self._owners: deque[dict[int, Request]] = deque()
         self._handed_out: deque[list[int]] = deque()
         self._allocated: list[int] = []
@@ -137,9 +140,9 @@ class Watch:
         self.launches += 1
         for slot in launch_input.slots:
             self.check_slot(slot)
-        for slot, decided, row in zip(launch_input.slots, before, rows, strict=True):
-            if not launch_input.is_prefill:
-                self.check_round(owners[slot], decided, row)
+        if not launch_input.is_prefill:
+            self.check_round([owners[slot] for slot in launch_input.slots], before, rows)
+            self.paths.note(launch_input, [decided.tokens for decided in before], rows)
         return rows
 
     def allocate(self, count: int) -> list[int]:
@@ -251,20 +254,33 @@ class Watch:
 
     # After every round
 
-    def check_round(self, request: Request, decided: Decided, row: RequestResult) -> None:
+    def check_round(self, requests: list[Request], before: list[Decided], rows: list[RequestResult]) -> None:
         if PROPOSAL in self.properties:
-            assert row.tree is not None
-            self.check_proposal(request, decided, row.tree)
+            trees = self.trees_from_scratch(requests, before)
+            for request, decided, row, expected in zip(requests, before, rows, trees, strict=True):
+                assert row.tree is not None
+                self.check_proposal(request, decided, row.tree, expected)
         if TOKENS in self.properties:
-            self.check_tokens(request, decided, row)
+            for request, decided, row in zip(requests, before, rows, strict=True):
+                self.check_tokens(request, decided, row)
 
-    def check_proposal(self, request: Request, decided: Decided, tree: DraftTree) -> None:
+    def trees_from_scratch(self, requests: list[Request], before: list[Decided]) -> list[list[Node]]:
+        """The brute-force trees; of their nodes the best of the batch, where rows are shared out."""
+        layout = self.engine.layout
+        sizes = layout.steps, layout.topk, layout.num_draft_tokens
+        trees = [
+            self.reference.tree(self.algorithm, request, decided.tokens, *sizes)
+            for request, decided in zip(requests, before, strict=True)
+        ]
+        if not 0 < layout.shared_rows < layout.num_draft_tokens:
+            return trees
+        nodes = sorted((-node.score, row, at) for row, tree in enumerate(trees) for at, node in enumerate(tree))
+        kept = {(row, at) for _, row, at in nodes[: (layout.shared_rows - 1) * len(trees)]}
+        return [[node for at, node in enumerate(tree) if (row, at) in kept] for row, tree in enumerate(trees)]
+
+    def check_proposal(self, request: Request, decided: Decided, tree: DraftTree, expected: list[Node]) -> None:
         """(c) The tree is the brute-force tree, and so is every node's score: same paths in the same order, void nodes
         aside.  At its end, nodes may be left out that are deeper than this round may accept."""
-        layout = self.engine.layout
-        expected = self.reference.tree(
-            self.algorithm, request, decided.tokens, layout.steps, layout.topk, layout.num_draft_tokens
-        )
         got, most = paths(tree), self.most_depth(request, decided)
         while len(expected) > len(got) and len(expected[-1].path) > most:
             expected.pop()
@@ -402,6 +418,8 @@ def run_watched(watch: Watch, requests: list[Request], last: bool = True) -> dic
                 engine.check_pages()
         if INCREMENTAL in watch.properties:
             watch.check_snapshots()
+        if COUNTED in watch.properties:
+            watch.paths.check(engine.scheduler.guesses.survival)
     finally:
         if last:
             engine.close()

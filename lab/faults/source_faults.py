@@ -1,0 +1,46 @@
+"""Planted faults of sources beside the draft, and of rows that are shared out over a batch."""
+
+from lab.faults.base import Fault
+
+
+def _step_alone(right):
+    """Ranks a node by its last step, which may be likelier than the steps above it."""
+
+    def best(tree, rows):
+        return right(tree._replace(scores=tree.scores - tree.scores.gather(1, tree.parents)), rows)
+
+    return best
+
+
+def _of_request_before(right):
+    return lambda chosen, values: right(chosen, values).roll(1, 0)
+
+
+def _twice(right):
+    def count(guesses, sent, request, row):
+        right(guesses, sent, request, row)
+        right(guesses, sent, request, row)
+
+    return count
+
+
+SOURCE_FAULTS = (
+    Fault(
+        "parent-not-chosen",
+        "a node gets one of the shared rows and its parent does not",
+        "espalier.kernels.ops.tree:Tree.best",
+        _step_alone,
+    ),
+    Fault(
+        "rows-of-neighbour",
+        "a request reads the shared rows of the request before it",
+        "espalier.attention.forward:ChosenRows.spread",
+        _of_request_before,
+    ),
+    Fault(
+        "path-counted-twice",
+        "what became of a path is counted twice",
+        "espalier.engine.guesses:Guesses._count",
+        _twice,
+    ),
+)
