@@ -17,7 +17,7 @@ LETTERS = {"F": FULL, "S": SHARED, FULL: FULL, SHARED: SHARED}
 TYPES, PATTERN, FREQ, OFFSET = "indexer_types", "index_topk_pattern", "index_topk_freq", "index_skip_topk_offset"
 # index_skip_topk_offset of a config that does not have the field.
 DEFAULT_OFFSET = 2
-# The defaults of families with an indexer.  index_share_for_mtp_iteration is read and not used: every row of an MTP
+# The defaults of families with an indexer.  index_share_for_mtp_iteration is accepted and not used: every row of an MTP
 # layer chooses for itself here, which does not change the target's output.
 INDEX_FIELDS: dict[str, Any] = {
     "index_topk": 2048,

@@ -1,5 +1,5 @@
-"""Joins ranks on GPUs of one host.  Small tensors are joined by kernels in memory that all GPUs reach, larger ones by
-NCCL.  CUDA graphs capture both.
+"""Joins ranks on GPUs of one host.  Kernels join small tensors in memory that all GPUs reach, also inside of CUDA graphs.
+NCCL joins larger ones.
 """
 
 import logging
@@ -11,8 +11,8 @@ from torch import Tensor
 from espalier.kernels.ranks.memory import PeerMemory, peer_memory
 from espalier.shards import Collectives
 
-# The most bytes of a rank's values that are summed in peer memory.  For more, NCCL is not slower.  On two H100s a sum of
-# this size (2,048 rows of 4,096 values in bfloat16) takes 71 µs one-shot and 82 by NCCL (`python -m lab ranks`).
+# The most bytes of a rank's values that are summed in peer memory.  For more, NCCL is not slower.  On two H100s a sum
+# of this size (2,048 rows of 4,096 values in bfloat16) takes 71 µs one-shot and 82 by NCCL (`python -m lab ranks`).
 PEER_BYTES = 2**24
 # In the time of one meeting of the ranks (3 µs on those H100s), a rank reads this many bytes over NVLink.
 MEETING_BYTES = 2**20

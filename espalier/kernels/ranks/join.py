@@ -28,7 +28,7 @@ from espalier.kernels.runtime.pdl import pdl_arguments, pdl_trigger_and_wait
 
 # Columns that a program gathers at a time.
 GATHERED = 2048
-# While a thread waits for a flag, it reads the host's stop word once in 4,096 looks, because host memory is slow to read.
+# While a thread waits for a flag, it reads the host's stop word only once in 4,096 looks: host memory is slow to read.
 _SIGNAL = """{
 .reg .pred live;
 setp.ne.u32 live, $3, 0;
@@ -63,7 +63,7 @@ SIGNAL, WAIT = tl.constexpr(_SIGNAL), tl.constexpr(_WAIT)
 def _meet(memory_ptr, stop_ptr, rank, program, mark, WORLD: tl.constexpr, LANES: tl.constexpr):
     """Wait until the programs of this number on all ranks have set their flag to `mark`.
 
-    Then their earlier writes can be read.  LANES: the threads of the program, of which one for each rank sets and waits.
+    Then their earlier writes can be read.  LANES: threads of the program; one for each rank sets a flag and waits.
     """
     tl.debug_barrier()
     peer = tl.arange(0, LANES)
@@ -206,7 +206,7 @@ def _gather_kernel(
     EACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD: tl.constexpr,
     FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, size]: the columns of all ranks side by side.  A rank has EACH columns, the last ranks may have fewer."""
+    """out [rows, size]: the columns of all ranks side by side.  A rank has EACH columns; the last ones may have fewer."""
     pdl_trigger_and_wait(DEPENDENT)
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (EACH + BLOCK - 1) // BLOCK

@@ -105,8 +105,8 @@ def _commit_tails_kernel(
     K_STEP: tl.constexpr, V_STEP: tl.constexpr, K_SIZE: tl.constexpr, SHARED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """source_ptr: None if x has `width` rows for each request in order.  follows_ptr, ends_ptr: None unless the pass may
-    have several pieces of a request."""
+    """source_ptr: None if x has `width` rows for each request in order.  follows_ptr, ends_ptr: None unless the pass
+    may have several pieces of a request."""
     pdl_trigger_and_wait(DEPENDENT)
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)

@@ -152,8 +152,8 @@ class Config(NamedTuple):
 
 
 def choose_config(v_size: int, heads: int, block_r: int, dtype: torch.dtype, processors: int) -> Config:
-    """heads: the sum over requests.  If there are few heads, a head is cut into more parts, so that every multiprocessor
-    reads.  If a tree has many nodes, a head is cut into fewer, because each part multiplies the keys again."""
+    """heads: the sum over requests.  If there are few heads, each is cut into more parts, so that all multiprocessors
+    read.  If a tree has many nodes, a head is cut into fewer, because each part multiplies the keys again."""
     largest = 64 if SMALLEST < block_r < MAX_TREE_ROWS and heads >= 2 * processors else 32
     block_v = max(min(power_of_two(v_size), largest), SMALLEST)
     # Products of one term of TF32 are finer than the rounding of outputs to 16 bits.
