@@ -1,5 +1,5 @@
-"""Joins ranks on GPUs of one host.  Kernels join small tensors in memory that all GPUs reach, also inside of CUDA graphs.
-NCCL joins larger ones.
+"""Joins ranks on GPUs of one host.  Kernels join small tensors in memory that all GPUs reach, also inside of CUDA
+graphs.  NCCL joins larger ones.
 """
 
 import logging

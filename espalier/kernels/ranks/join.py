@@ -206,7 +206,7 @@ def _gather_kernel(
     EACH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_BYTES: tl.constexpr, WORLD: tl.constexpr,
     FLAGS: tl.constexpr, SLOT: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, size]: the columns of all ranks side by side.  A rank has EACH columns; the last ones may have fewer."""
+    """out [rows, size]: the columns of all ranks side by side.  Each rank has EACH; the last ones may have fewer."""
     pdl_trigger_and_wait(DEPENDENT)
     TYPE: tl.constexpr = out_ptr.dtype.element_ty
     BLOCKS: tl.constexpr = (EACH + BLOCK - 1) // BLOCK
