@@ -93,9 +93,9 @@ PLAIN = TreeShape(steps=0, topk=1, num_draft_tokens=1)
 
 
 class RoundCosts(Protocol):
-    """What rounds are predicted to take.  A plain value: it can be sent to another process.
+    """Predicts the times of rounds.  A plain value: it can be sent to another process.
 
-    by_clock: whether the clock corrects the prediction, which is in seconds then.
+    by_clock: whether a clock corrects the prediction, which must then be in seconds.
     """
 
     @property
@@ -126,7 +126,7 @@ def next_bucket(batch: int) -> int:
 
 
 class LaunchForm(NamedTuple):
-    """What decides the shapes of a launch, padding included.
+    """The numbers from which all shapes of a launch follow, with padding.
 
     batch: requests; width: rows of each piece of a prefill pass, 0 for a round; pieces: of the pass, 0 where each
     request has one; tree: of a round, None for the layout's.

@@ -130,7 +130,7 @@ class Attention:
         splits: KVSplits,
         sink: Tensor | None = None,
     ) -> Inputs:
-        """What a kernel of ours attends with, in a layer."""
+        """The arguments of one of our attention kernels in a layer."""
         spec, pages, page_size = self.specs[layer], self.committed(layer), self.pages.page_size
         rows = (q, pages, page_size, prefix, self.nodes, splits, spec.softmax_scale, staged)
         return Inputs(*rows, spec.window, sink, spec.softcap, self.scales(layer))

@@ -138,7 +138,7 @@ class Support:
             yield too_old, f"kv_dtype=fp8_e4m3 on {have}", f"it from compute capability {first} on", "fp8"
 
     def _unsupported_sizes(self, keeps: Keeps) -> list[int]:
-        """Those of the sizes of K and V that the backend does not support."""
+        """The sizes of K and V that the backend does not support."""
         sizes, largest = (keeps.k_size, keeps.v_size), self.largest_latent
         if isinstance(keeps, LatentKV) and self.latents:
             return [] if replace(keeps, dtype=None, index_size=0) in self.latents else [keeps.size]

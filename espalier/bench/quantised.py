@@ -48,7 +48,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ModelRun:
-    """What one model made of the texts.
+    """The results of one model for the texts.
 
     hidden: of each text the final hidden states [positions, H] before the tokens that are counted, on the CPU;
     following: these tokens; logits: the model's head, without the model.

@@ -109,7 +109,7 @@ class MaskThreads:
 
 
 class _Queue:
-    """What the threads share.  They do not hold the pool, so that one that nobody closed ends with its owner.
+    """The data that the threads share.  They do not hold the pool, so that one that nobody closed ends with its owner.
 
     Threads wait in a pipe.  To wake one takes half as long as with queue.SimpleQueue, because writing releases the GIL.
     num_threads: those that take calls; num_abandoned: abandoned threads that still run.
@@ -228,7 +228,7 @@ class _MaskThread(threading.Thread):
             if self.is_abandoned:
                 self.queue.forget()
                 return
-            # What the call holds must not live on while this waits.
+            # The objects that the call holds must not live on while this thread waits.
             del call
             call = self.queue.get()
         self.queue.leave()

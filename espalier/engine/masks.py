@@ -1,4 +1,4 @@
-"""What grammars bring to a launch: masks of prompts, of trees' nodes, and the guide for the draft.
+"""The grammars' part of a launch: masks for prompts and for the nodes of trees, and the guide for the draft.
 
 All grammars of a round share one limit of time.  A grammar that takes too long (mask_threads.py) allows no token from
 then on, so its request ends.
@@ -19,7 +19,7 @@ from espalier.request import Request
 from espalier.sampling.mask import ALL_ALLOWED, mask_words, only_token
 
 Trees = list[tuple[list[int], list[int]]]
-# Of each row of a batch; None for a row that is free.
+# One masker for each row of a batch; None for a row without a grammar.
 Maskers = Sequence[TokenMasker | None]
 NO_TOKEN_LEFT = (
     "the grammar leaves no token that may follow the output so far: this model's tokens cannot spell what it asks for; "
@@ -89,7 +89,7 @@ class BeamRows:
         return forced, RowMasks(self.rows, self.masks).whole(batch)
 
 
-# (tokens, ancestor_bits) of draft rows, on the host: what may follow them.
+# A function of the (tokens, ancestor_bits) of draft rows on the host: which tokens may follow them.
 AskRows = Callable[[Tensor, Tensor], BeamRows]
 
 
@@ -141,7 +141,7 @@ class MaskBuilder:
         return RowMasks(rows, np.stack(masks)[:, None]).whole(len(batch))
 
     def guide(self, maskers: Maskers) -> GuideRows | None:
-        """What is known before a tree is drafted; None without a tree or a grammar."""
+        """The guide before a tree is drafted; None without a tree or a grammar."""
         rows = _masked(maskers)
         self._begin_round()
         if not rows or not self.steps:
@@ -159,7 +159,8 @@ class MaskBuilder:
         return GuideRows(rows, forced, masks, levels)
 
     def of_beams(self, maskers: Maskers, tokens: Tensor, ancestor_bits: Tensor) -> BeamRows:
-        """What may follow the beams of a level.  tokens, ancestor_bits: as in sampling.mask.AskHost, on the host."""
+        """The tokens that may follow the beams of a level.  tokens, ancestor_bits: as in sampling.mask.AskHost, on the
+        host."""
         rows, beams = _masked(maskers), ancestor_bits.shape[1]
         found = BeamRows(
             rows,
