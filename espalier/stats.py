@@ -9,8 +9,8 @@ from typing import Any
 class Usage:
     """Token counts of one request.
 
-    cached_tokens: prompt tokens that were found in the prefix cache; accepted_prediction_tokens,
-    rejected_prediction_tokens: of the prediction, those that the output has had and the others.
+    cached_tokens: prompt tokens that were found in the prefix cache; accepted_prediction_tokens: tokens of the
+    prediction that came in the output; rejected_prediction_tokens: its other tokens.
     """
 
     prompt_tokens: int = 0

@@ -181,7 +181,7 @@ def _run(args: Namespace, config: EngineConfig) -> int:
 
 
 def _weights_of(args: Namespace) -> str:
-    """The format to measure, which target and draft share.  Raises EspalierError for two."""
+    """The format to measure, which target and draft share.  Raises EspalierError if they name two."""
     if args.weights and args.draft_weights not in (None, args.weights):
         raise EspalierError(
             f"--weights={args.weights} and --draft-weights={args.draft_weights} are two formats, and --tune measures "

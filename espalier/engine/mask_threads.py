@@ -109,7 +109,8 @@ class MaskThreads:
 
 
 class _Queue:
-    """The data that the threads share.  They do not hold the pool, so that one that nobody closed ends with its owner.
+    """The data that the threads share.  The threads do not hold the pool, so a pool that nobody closed ends with its
+    owner.
 
     Threads wait in a pipe.  To wake one takes half as long as with queue.SimpleQueue, because writing releases the GIL.
     num_threads: those that take calls; num_abandoned: abandoned threads that still run.

@@ -20,14 +20,14 @@ class Chars:
 
 @dataclass(frozen=True)
 class Seq:
-    """All parts, one after another.  Parts after one another.  Without parts it is the empty text."""
+    """All parts, one after another.  Without parts it is the empty text."""
 
     parts: tuple["Node", ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """One of the branches.  One of several branches.  Without branches there is no text at all."""
+    """One of the branches.  Without branches no text matches."""
 
     branches: tuple["Node", ...]
 

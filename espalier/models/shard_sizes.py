@@ -1,7 +1,7 @@
 """Refuses a number of ranks into which a model cannot be divided, by its config.json, before weights are read.
 
-The layers are loaded from declarations alone, so a family needs no list of what ranks divide: what says each rank's
-part of a weight where it is made says it here.
+The layers are loaded without data.  The code that makes a weight declares each rank's part of it, and that declaration
+is read here too.  So a family needs no list of divided sizes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ def require_shards(config: ModelConfig, count: int) -> None:
 
 
 def numbers_of_ranks(config: ModelConfig, most: int) -> list[int]:
-    """Those from 1 to `most` that can divide this model."""
+    """The numbers of ranks from 1 to `most` that can divide this model."""
     return [count for count in range(1, most + 1) if _divides(config, count)]
 
 

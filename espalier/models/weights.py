@@ -58,7 +58,7 @@ class Weights:
     tensor is dense, whatever `formats` says: checkpoints leave layers out that their config.json does not name.
     shards: what this rank holds of the matrices that are declared in parts.
     allow_bin: also read pytorch_model.bin (with weights_only), which many drafts use.
-    stored: what the files call the weights; all names here are those of a checkpoint of the text model alone.
+    stored: what the files call the weights; all names here are own names (stored_names.py).
     other_parts: what the parts are called that are not read.
     """
 
@@ -81,7 +81,7 @@ class Weights:
         self.device = device
         self.other_parts: set[str] = set()
         self._loaded: Mapping[str, Tensor] = {}
-        # By name, the file and the name that it has there.
+        # Own name -> (the file, the name in the file).
         self._files: dict[str, tuple[safe_open, str]] = {}
         files = [] if is_gguf(path) else shards_of(path)
         for file in files:
@@ -200,7 +200,7 @@ class Weights:
         return Linear(weight, self.once(biases))
 
     def once(self, bias: Tensor | None) -> Tensor | None:
-        """What is added on one rank alone, where results are summed over the ranks: zeros on all others."""
+        """The bias on rank 0, and zeros on all others, so that a sum over the ranks adds it once."""
         return bias if bias is None or self.shards.rank == 0 else torch.zeros_like(bias)
 
     def weight(self, names: Sequence[str], rows: Sequence[Size], columns: Size) -> Weight:

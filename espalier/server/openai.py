@@ -194,7 +194,7 @@ class Conversing(Body):
 
 
 class Prediction(Body):
-    """What a client guesses of the answer."""
+    """A client's guess of the answer."""
 
     type: Literal["content"]
     content: str | Annotated[list[TextPart], FIRST] = Field(description="text, or a list of text parts, joined")

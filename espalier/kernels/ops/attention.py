@@ -207,7 +207,8 @@ def count_contiguous_blocks(splits: KVSplits, page_table: Tensor, page_size: int
     """[B * max_splits] int32: for each split, how many of its first unmasked blocks are contiguous in the pool.
 
     The count of a split ends at its first block that is not contiguous.  work_items.committed_blocks defines unmasked
-    blocks.  Entries past the last split are undefined.  page_table: [B, T] int32; rows below `first` do not exist.
+    blocks.  Entries past the last split are undefined.
+    page_table: [B, T] int32; rows below `first` do not exist.
     """
     out = torch.zeros(splits.table.shape[0], dtype=torch.int32)
     for split, (request, begin, end, _request_splits) in enumerate(splits.table[: int(splits.starts[-1])].tolist()):

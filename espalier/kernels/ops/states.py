@@ -99,8 +99,8 @@ class GateInputs(NamedTuple):
     """The inputs of gates: the decay is exp(-exp(A_log) · t) with t = softplus(decay + dt_bias).
 
     decay: [N, columns], in which the heads that share a head of k begin every `step` columns; beta: the same shape,
-    before its sigmoid, or None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads], float32 at least.  bounds: the
-    least and the largest t; None: no bound.
+    before its sigmoid, or None if t itself is beta (Mamba-2).  A_log, dt_bias: [heads], float32 at least.
+    bounds: the least and the largest t; None: no bound.
     """
 
     decay: Tensor

@@ -32,7 +32,7 @@ ROPES: Mapping[str, Raw] = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
-# What may differ by layer in per_layer_config.
+# The fields that may differ by layer in per_layer_config.
 BY_LAYER = ("head_dim", "num_key_value_heads")
 
 
@@ -92,7 +92,8 @@ def _ropes(full: Raw) -> list[Raw]:
 
 
 def _rotating_all(parameters: Raw) -> Raw:
-    """Without the rotated share, which transformers' Gemma 4 does not read beside the type `default`."""
+    """The parameters without `partial_rotary_factor` if the type is `default`: transformers' Gemma 4 ignores it
+    there."""
     is_default = parameters.get("rope_type", "default") == "default"
     return {name: value for name, value in parameters.items() if not (is_default and name == "partial_rotary_factor")}
 

@@ -74,7 +74,7 @@ def _load(
 ) -> Any:
     """source: what transformers reads; None: `state`.  path: for messages."""
     model_class = probed.model_class
-    # Without accelerate a model comes to a GPU by way of the host's memory.
+    # If accelerate is not installed, a model is loaded into host memory first and then moved to the GPU.
     direct = {"device_map": {"": device}} if device.type != "cpu" and find_spec("accelerate") else {}
     try:
         with _quietly():
@@ -115,7 +115,7 @@ def experts_implementation(model_class: Any, device: torch.device) -> str:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without transformers' progress bars, which belong to no log of ours."""
+    """Turns transformers' progress bars off, which would disturb our log."""
     from transformers.utils import logging as bars
 
     was = bars.is_progress_bar_enabled()
